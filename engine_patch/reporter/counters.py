@@ -27,3 +27,5 @@ class Counters(msgspec.Struct):
     bad_requests: int = 0
     # Replies other than snapshot parts whose client left, or had no room for too long.
     replies_unsent: int = 0
+    # Connections whose key the file of clients does not list.
+    clients_refused: int = 0

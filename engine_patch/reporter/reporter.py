@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import zmq
 
+from kvrouter.engine_patch.reporter.client_gate import ClientGate, ClientList
 from kvrouter.engine_patch.reporter.counters import Counters
 from kvrouter.engine_patch.reporter.event_queue import EventQueue, Make
 from kvrouter.engine_patch.reporter.report_stream import Frames, ReportStream
@@ -84,13 +85,15 @@ class Reporter:
         patch_version: str = "",
         features: Callable[[], dict[str, str]] = dict,
         curve_secret: bytes | None = None,
+        clients: ClientList | None = None,
     ) -> None:
         """Binds both sockets and starts the thread.
 
         requests must be free, because readers connect there: zmq.ZMQError otherwise. If the port of `reports` is taken,
         another of the same host is used, and named by `Hello`. wall_clock: seconds since 1970; clock: seconds,
         monotonic; new_epoch: 16 random hex digits; features: those in `Hello`, called in the thread.
-        curve_secret: both sockets use CURVE with this key and refuse plain clients.
+        curve_secret: both sockets use CURVE with this key and refuse plain clients. clients: those that they admit, in a
+        context of their own, as libzmq asks one handler for all sockets of a context; None: all that know the public key.
         """
         self.counters = Counters()
         self._settings = settings
@@ -113,6 +116,24 @@ class Reporter:
         )
         self._served_epoch = self._stream.epoch
         self._requests = RequestHandler(self._stream, self._hello, self._reply, settings, self.counters)
+        self._gate = None if clients is None else ClientGate(clients, self.counters, self._log)
+        if self._gate is not None:
+            context = self._gate.context
+        try:
+            self._bind(context, requests, reports, curve_secret)
+        except BaseException:
+            if self._gate is not None:
+                self._gate.close()
+            raise
+        self._queue = EventQueue(settings.max_queue_size, settings.max_dropped_bytes, wall_clock)
+        self._next_beat_s = clock()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-reporter")
+        self._thread.start()
+
+    def _bind(
+        self, context: zmq.Context[zmq.Socket[bytes]], requests: str, reports: str, curve_secret: bytes | None
+    ) -> None:
+        settings = self._settings
         self._router = _open(context, zmq.ROUTER, requests, curve_secret)
         try:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -131,10 +152,6 @@ class Reporter:
         except BaseException:
             self._router.close(linger=0)
             raise
-        self._queue = EventQueue(settings.max_queue_size, settings.max_dropped_bytes, wall_clock)
-        self._next_beat_s = clock()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-reporter")
-        self._thread.start()
 
     def publish(self, make: Make, batch_seq: int | None) -> None:
         """Queues one message: the events that `make` returns, called in the reporter's thread or, if the queue is full,
@@ -196,6 +213,8 @@ class Reporter:
             self._queue.close()
             self._pub.close(linger=0)
             self._router.close(linger=0)
+            if self._gate is not None:
+                self._gate.close()
 
     def _fail(self, error: Exception) -> None:
         # The turn may be half done: nothing is certain.

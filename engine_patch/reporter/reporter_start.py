@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from kvrouter.engine_patch.setup.curve_key import read_secret
 from kvrouter.engine_patch.setup.endpoints import choose
 from kvrouter.engine_patch.setup.features import Features
 from kvrouter.engine_patch.setup.settings import PatchSettings
@@ -33,6 +32,8 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
     """The listening reporter of one publisher; None, with one warning, when it cannot listen."""
     zmq = importlib.import_module("zmq")
     reporting = importlib.import_module("kvrouter.engine_patch.reporter.reporter")
+    curve = importlib.import_module("kvrouter.events.transport.curve")
+    gates = importlib.import_module("kvrouter.engine_patch.reporter.client_gate")
     places = choose(
         configured or publisher._endpoint,
         bound_endpoint(publisher, zmq),
@@ -44,7 +45,10 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
         features["reports"].off(places)
         return None
     try:
-        curve_secret = None if settings.curve_key is None else read_secret(settings.curve_key)
+        curve_secret = None if settings.curve_key is None else curve.read_secret(settings.curve_key)
+        clients = None if settings.curve_clients is None else gates.ClientList(settings.curve_clients)
+        if clients is not None and curve_secret is None:
+            raise ValueError("KVROUTER_PATCH_CURVE_CLIENTS needs KVROUTER_PATCH_CURVE_KEY; set it, or neither")
     except ValueError as error:
         features["reports"].off(f"{error}. Nothing is reported without encryption in its place")
         return None
@@ -61,6 +65,7 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
             patch_version=importlib.metadata.version(DISTRIBUTION),
             features=features.states,
             curve_secret=curve_secret,
+            clients=clients,
         )
     except zmq.ZMQError as error:
         features["reports"].off(

@@ -69,6 +69,8 @@ class PatchSettings(msgspec.Struct, frozen=True):
     max_blocks: int = DEFAULT_MAX_BLOCKS
     # The file with the secret key of both sockets; None: plain text.
     curve_key: str | None = None
+    # The file that lists the public keys of the clients that both sockets admit; None: all that know the engine's.
+    curve_clients: str | None = None
 
     def reporter(self) -> ReporterSettings:
         """The reporter's settings that follow."""
@@ -141,6 +143,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     ),
     # Any text: a file that holds no key must end in no reports, never in plain ones.
     "KVROUTER_PATCH_CURVE_KEY": ("curve_key", lambda text: text, "the path of a file"),
+    "KVROUTER_PATCH_CURVE_CLIENTS": ("curve_clients", lambda text: text, "the path of a file"),
     "KVROUTER_PATCH_HEARTBEAT_S": (
         "heartbeat_s",
         _heartbeat_s,

@@ -11,6 +11,7 @@ import zmq
 
 from kvrouter.events.patch.decode import read_answer
 from kvrouter.events.patch.messages import MAX_PORT, Hello, HelloRequest
+from kvrouter.events.transport.curve import CurveClient
 from kvrouter.events.transport.link import Link
 from kvrouter.events.transport.settings import LinkSettings
 
@@ -18,6 +19,10 @@ from kvrouter.events.transport.settings import LinkSettings
 _ANSWERS_HWM = 100
 
 _WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::"))
+
+
+class ClientRefused(Exception):
+    """The patch there lists the clients that it admits, and this side's key is not among them."""
 
 
 def reachable(reports: str, requests: str) -> str | None:
@@ -63,12 +68,13 @@ async def greet(
     *,
     context: zmq.Context[zmq.Socket[bytes]],
     timeout_s: float,
-    server_key: str | None = None,
+    curve: CurveClient | None = None,
     waits: bool = True,
 ) -> Hello | None:
-    """The answer at this endpoint; None when there is none in time. Raises zmq.ZMQError when it is no address.
+    """The answer at this endpoint; None when there is none in time. Raises zmq.ZMQError when it is no address, and
+    ClientRefused.
 
-    server_key: as Link has it. waits: False: not for somebody to listen there, which a ZMQ socket costs ten times as
+    curve: as Link has it. waits: False: not for somebody to listen there, which a ZMQ socket costs ten times as
     much to find out as a connection that is refused."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -84,8 +90,9 @@ async def greet(
         loop=asyncio.get_running_loop(),
         on_readable=readable.set,
         receive_hwm=_ANSWERS_HWM,
-        server_key=server_key,
-        lasting=False,
+        curve=curve,
+        # A refusal is news.
+        lasting=curve is not None,
     )
     request = HelloRequest(1)
     try:
@@ -99,6 +106,10 @@ async def greet(
                         return reply
                     # Under a flood, other tasks and the timeout still get their turn.
                     await asyncio.sleep(0)
+                if curve is not None:
+                    link.take_news()
+                    if link.is_refused:
+                        raise ClientRefused
                 if not link.readable():
                     await readable.wait()
     except TimeoutError:

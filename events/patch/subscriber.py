@@ -28,6 +28,7 @@ from kvrouter.events.patch.settings import (
     ReportSettings,
 )
 from kvrouter.events.patch.snapshot_client import SnapshotClient
+from kvrouter.events.transport.curve import CurveClient
 from kvrouter.events.transport.deadline import Deadline
 from kvrouter.events.transport.link import Link
 from kvrouter.events.transport.permits import Permits
@@ -59,12 +60,12 @@ class ReportSubscriber(Subscription[ReportItem]):
         resume: ReportResume | None = None,
         settings: ReportSettings | None = None,
         refusal: Callable[[str], str | None] = lambda endpoint: None,
-        server_key: str | None = None,
+        curve: CurveClient | None = None,
         permits: Permits | None = None,
     ) -> None:
         """Opens nothing yet. resume: go on from there without a snapshot, unless something was missed.
 
-        refusal: why the endpoint that a `Hello` names must not be connected to, or None. server_key: as Link has it.
+        refusal: why the endpoint that a `Hello` names must not be connected to, or None. curve: as Link has it.
         permits: shared with others, to have few snapshots under way at once."""
         settings = settings or ReportSettings()
         cursor = ReportCursor(
@@ -73,7 +74,7 @@ class ReportSubscriber(Subscription[ReportItem]):
             max_held_bytes=settings.max_held_bytes,
             max_snapshot_blocks=settings.max_snapshot_blocks,
         )
-        super().__init__(context, settings, cursor, size_bytes=_size_bytes, server_key=server_key)
+        super().__init__(context, settings, cursor, size_bytes=_size_bytes, curve=curve)
         self._endpoint = requests_endpoint
         self._refusal = refusal
         self._greeter: Greeter | None = None

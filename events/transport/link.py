@@ -15,7 +15,10 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvrouter.events.transport.curve import CurveClient
 from kvrouter.events.transport.settings import LinkSettings
+
+NEWS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
 
 
 class Link:
@@ -31,16 +34,18 @@ class Link:
         on_readable: Callable[[], object],
         receive_hwm: int,
         topic: bytes | None = None,
-        server_key: str | None = None,
+        curve: CurveClient | None = None,
         lasting: bool = True,
     ) -> None:
         """Connects without waiting for the peer. Raises zmq.ZMQError when the endpoint is no address.
 
-        receive_hwm: messages that ZMQ holds unread. topic: SUB with this prefix; None: DEALER. server_key: the peer's
-        public key (Z85), with which it must prove itself and all is encrypted; None: plain. lasting: False for one
-        request whose answer has a deadline, which needs neither news nor pings.
+        receive_hwm: messages that ZMQ holds unread. topic: SUB with this prefix; None: DEALER. curve: keys with which
+        both sides prove themselves and all is encrypted; None: plain. lasting: False for one request whose answer has a
+        deadline, which needs neither news nor pings.
         """
         self.endpoint = endpoint
+        # Whether the peer has said that it does not admit this side's key, as of the last news. ZMQ then connects no more.
+        self.is_refused = False
         self._loop = loop
         # ZMQ reports no connections within a process.
         self._news: deque[bool] = deque([True] if endpoint.startswith("inproc:") else [])
@@ -48,11 +53,11 @@ class Link:
         self._socket = context.socket(zmq.DEALER if topic is None else zmq.SUB)
         self._monitor: zmq.Socket[bytes] | None = None
         try:
-            self._configure(settings, receive_hwm, server_key)
+            self._configure(settings, receive_hwm, curve)
             if lasting:
                 self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.ping_s * 1000))
                 self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.ping_answer_s * 1000))
-                self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+                self._monitor = self._socket.get_monitor_socket(NEWS)
             if topic is not None:
                 self._socket.subscribe(topic)
             self._socket.connect(endpoint)
@@ -103,6 +108,9 @@ class Link:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
             except zmq.Again:
                 break
+            if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+                self.is_refused = True
+                continue
             self._news.append(event == zmq.Event.HANDSHAKE_SUCCEEDED)
         news = list(self._news)
         self._news.clear()
@@ -125,15 +133,11 @@ class Link:
             self._monitor = None
         self._socket.close(linger=0)
 
-    def _configure(self, settings: LinkSettings, receive_hwm: int, server_key: str | None) -> None:
+    def _configure(self, settings: LinkSettings, receive_hwm: int, curve: CurveClient | None) -> None:
         socket = self._socket
         socket.setsockopt(zmq.LINGER, 0)
-        if server_key is not None:
-            # A key pair for each connection: the peer admits every client that knows its public key.
-            public, secret = zmq.curve_keypair()
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-            socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+        if curve is not None:
+            curve.apply(socket)
         socket.setsockopt(zmq.RCVHWM, receive_hwm)
         socket.setsockopt(zmq.MAXMSGSIZE, settings.max_message_bytes)
         socket.setsockopt(zmq.RECONNECT_IVL, int(settings.reconnect_min_s * 1000))

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 
+from kvrouter.events.transport.curve import CurveClient
 from kvrouter.events.transport.holding_cursor import HoldingCursor
 from kvrouter.events.transport.link import Link
 from kvrouter.events.transport.outbox import Outbox
@@ -41,13 +42,13 @@ class Subscription(ABC, Generic[Item]):
         cursor: HoldingCursor[Item, Any],
         *,
         size_bytes: Callable[[Item], int],
-        server_key: str | None = None,
+        curve: CurveClient | None = None,
     ) -> None:
-        """Opens nothing yet. size_bytes: of one item. server_key: as Link has it, for every link."""
+        """Opens nothing yet. size_bytes: of one item. curve: as Link has it, for every link."""
         self._context = context
         self._settings = settings
         self._cursor = cursor
-        self._server_key = server_key
+        self._curve = curve
         self._outbox: Outbox[Item] = Outbox(
             settings.max_waiting, settings.max_waiting_bytes, size_bytes=size_bytes, on_room=self._schedule
         )
@@ -129,7 +130,7 @@ class Subscription(ABC, Generic[Item]):
             on_readable=self._schedule,
             receive_hwm=receive_hwm,
             topic=topic,
-            server_key=self._server_key,
+            curve=self._curve,
             lasting=lasting,
         )
 

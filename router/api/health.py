@@ -7,6 +7,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from kvrouter.router.access.access import Access
 from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.openapi import document, gives, page
 from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
@@ -31,11 +32,11 @@ def watch_routes(
     shown: HttpMetrics,
     shutdown: Shutdown,
     app: FastAPI,
-    *,
-    needs_key: bool,
+    access: Access,
 ) -> APIRouter:
     """The routes, bound to `core` and to the metrics that `/metrics` shows."""
     router = APIRouter(tags=["watching"])
+    needs_key = access.keys is not None
 
     @router.get("/health", summary="Does the process serve?", operation_id="health", responses=gives(HealthReply))
     async def health(request: Request) -> Response:
@@ -43,9 +44,9 @@ def watch_routes(
         reasons = [*core.health(), *placing.health(), *(() if tokens is None else tokens.health())]
         reasons += () if proxy is None else proxy.health()
         reasons += () if sources is None else sources.health()
-        return respond(
-            request, HealthReply("degraded" if reasons else "ok", reasons, list(core.cautions()) or msgspec.UNSET)
-        )
+        reasons += access.health()
+        warnings = [*core.cautions(), *access.cautions()]
+        return respond(request, HealthReply("degraded" if reasons else "ok", reasons, warnings or msgspec.UNSET))
 
     @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply, 503))
     async def ready(request: Request) -> Response:

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import cache
 
+from kvrouter.router.access.access_metrics import AccessMetrics
 from kvrouter.router.placement.placement_metrics import DECISION_BUCKETS_S
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 # Why a client's connection was closed: size or time of a head, time of a body, an answer that nobody read, too many
-# connections, no HTTP.
-CUT_REASONS = ("head_size", "head_time", "body_time", "send_time", "connections", "invalid")
+# connections, no HTTP, and no handshake of TLS that can be used, or none in time.
+CUT_REASONS = ("head_size", "head_time", "body_time", "send_time", "connections", "invalid", "handshake")
 
 
 class HttpMetrics:
@@ -24,6 +25,7 @@ class HttpMetrics:
         self.connections_cut = registry.counters(
             "http_connections_cut_total", "Connections closed for a client's fault", reason=CUT_REASONS
         )
+        self.access = AccessMetrics(registry)
         self.decide_seconds = registry.histogram(
             "decide_seconds", "Time to answer a question of the API (/query, /select), without HTTP", DECISION_BUCKETS_S
         )

@@ -57,10 +57,11 @@ SCHEMAS = (
 PROBLEMS = {
     400: "The body or a parameter does not fit the endpoint",
     401: "The API key is missing or wrong",
+    403: "The API key lacks the scope, or allow_hosts does not admit an address",
     404: "No such model or worker is registered, or there is no such reservation",
     409: "It contradicts what is registered or reserved, or the limit of workers is reached",
     413: "The body exceeds the limit",
-    429: "All workers are saturated, and too many prompts wait",
+    429: "All workers are saturated, and too many prompts wait; or registrations come too fast",
     502: "The engine that the router had to query does not answer",
     503: "No worker can take it, or the store does not answer",
     504: "The engine did not answer in time",
@@ -153,8 +154,8 @@ def takes(kind: type) -> dict[str, Any]:
 
 
 def gives(kind: type, *problems: int, status: int = 200, many: bool = False) -> dict[int | str, dict[str, Any]]:
-    """The answers of an operation, as FastAPI's `responses`. problems: statuses of PROBLEMS; 401 is added where there
-    is a key. many: a list of them."""
+    """The answers of an operation, as FastAPI's `responses`. problems: statuses of PROBLEMS; 401 and 403 are added where
+    there is a key. many: a list of them."""
     answers: dict[int | str, dict[str, Any]] = {status: {"description": "Done", "content": _content(kind, many=many)}}
     return answers | {status: _problem(status) for status in problems}
 
@@ -209,7 +210,7 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
                 if path in ("/health", "/ready"):
                     operation["security"] = []
                 else:
-                    operation["responses"]["401"] = _problem(401)
+                    operation["responses"] |= {str(status): _problem(status) for status in (401, 403)}
     return found
 
 

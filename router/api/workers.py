@@ -137,7 +137,7 @@ def worker_routes(
             summary="Register a worker",
             operation_id=name,
             openapi_extra=takes(RegisterBody),
-            responses=gives(RegisteredReply, 400, 409, 413, 502, 503),
+            responses=gives(RegisteredReply, 400, 403, 409, 413, 429, 502, 503),
         )
 
     @router.post(
@@ -145,7 +145,7 @@ def worker_routes(
         summary="Drop a worker and its residency",
         operation_id="unregister",
         openapi_extra=takes(UnregisterBody),
-        responses=gives(RegisteredReply, 400, 404, 409, 413, 503),
+        responses=gives(RegisteredReply, 400, 404, 409, 413, 429, 503),
     )
     async def unregister(request: Request) -> Response:
         body: UnregisterBody = await read(request, unregister_reader)
@@ -191,7 +191,7 @@ def worker_routes(
         summary="Change a worker",
         operation_id="change_worker",
         openapi_extra=takes(WorkerPatch),
-        responses=gives(RegisteredReply, 400, 404, 409, 413, 503),
+        responses=gives(RegisteredReply, 400, 403, 404, 409, 413, 429, 503),
     )
     async def patch(request: Request, worker_id: str) -> Response:
         """Absent fields stay; null unsets. Without dp_rank all ranks change."""
@@ -224,7 +224,7 @@ def worker_routes(
         "/workers/{worker_id:name}",
         summary="Drop a worker and its residency",
         operation_id="drop_worker",
-        responses=gives(RegisteredReply, 400, 404, 409, 503),
+        responses=gives(RegisteredReply, 400, 404, 409, 429, 503),
     )
     async def delete(request: Request, worker_id: str, dp_rank: DpRank = None, model: Model = None) -> Response:
         registration, reply = await drop(worker_id, dp_rank, model)

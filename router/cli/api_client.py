@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,9 @@ from kvrouter.router.config.loading import KUBERNETES_PORT
 TIMEOUT_S = 30.0
 # Of a stream that says something every 15 s.
 EVENTS_TIMEOUT_S = 60.0
+
+# The other side went without an answer.
+ENDS = (ConnectionResetError, http.client.RemoteDisconnected, ssl.SSLEOFError)
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 PORT_VARIABLE = "KVROUTER_PORT"
@@ -51,6 +55,23 @@ def _checked(url: str, given: str) -> str:
     return url.rstrip("/")
 
 
+def client_context(ca_file: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext:
+    """For https. ca_file: without it, the machine's own authorities. Raises SettingError."""
+    try:
+        context = ssl.create_default_context(cafile=ca_file or None)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingError(f"--ca-file {ca_file}: {error.strerror or error}; name a PEM file of certificates") from None
+    if certificate:
+        try:
+            context.load_cert_chain(certificate, key or None)
+        except (OSError, ssl.SSLError) as error:
+            raise SettingError(
+                f"--client-certificate {certificate}: {error.strerror or error}; name the PEM file of a certificate, and its "
+                "key there or with --client-key"
+            ) from None
+    return context
+
+
 class ClientError(Exception):
     """The router cannot be reached, or refuses: one line with the cause and the fix. status: of what answered."""
 
@@ -60,10 +81,12 @@ class ClientError(Exception):
 
 
 class Client:
-    """A client of the router at `url`, as `router_url` gives it."""
+    """A client of the router at `url`, as `router_url` gives it. tls: for https."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, tls: ssl.SSLContext | None = None) -> None:
         self.url = url
+        self.api_key = api_key
+        self.tls = tls
         # When the last answer was made, as the router dates it.
         self.date: str | None = None
         self._headers = {"content-type": "application/json"}
@@ -75,19 +98,15 @@ class Client:
         data = None if body is None else msgspec.json.encode(body)
         try:
             request = urllib.request.Request(self.url + path, data, self._headers, method=method)
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=self.tls) as answer:
                 self.date = answer.headers.get("date")
                 return msgspec.json.decode(answer.read())
         except urllib.error.HTTPError as error:
             raise ClientError(_message_of(error), error.code) from None
         except msgspec.DecodeError:
             raise ClientError(f"what listens on {self.url} is no router: its answer is no JSON; check --url") from None
-        except urllib.error.URLError as error:
-            reason = getattr(error.reason, "strerror", None) or error.reason
-            text = f"no router answers on {self.url} ({reason}); start `kvrouter serve`, or pass --url"
-            raise ClientError(text) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ClientError(f"what listens on {self.url} is no router ({error}); check --url") from None
+            raise ClientError(self._unanswered(error)) from None
 
     def events(self, query: Sequence[tuple[str, str]], last_id: str) -> Iterator[tuple[str, str]]:
         """The ids and the data of events as they come, until the router ends the stream. last_id: goes on after it.
@@ -96,7 +115,7 @@ class Client:
         if last_id:
             request.add_header("last-event-id", last_id)
         try:
-            with urllib.request.urlopen(request, timeout=EVENTS_TIMEOUT_S) as answer:
+            with urllib.request.urlopen(request, timeout=EVENTS_TIMEOUT_S, context=self.tls) as answer:
                 found = {"id": last_id, "data": ""}
                 for line in answer:
                     name, _, value = line.decode().rstrip("\n").partition(": ")
@@ -109,16 +128,37 @@ class Client:
         except urllib.error.HTTPError as error:
             raise ClientError(_message_of(error), error.code) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(getattr(error, "reason", None), "strerror", None) or error
-            text = f"no router answers on {self.url} ({reason}); start `kvrouter serve`, or pass --url"
-            raise ClientError(text) from None
+            raise ClientError(self._unanswered(error, is_router=True)) from None
+
+    def _unanswered(self, error: Exception, *, is_router: bool = False) -> str:
+        """Why no router answered, and what to do. is_router: it did, before."""
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return (
+                f"the certificate of {self.url} is not trusted here ({cause.verify_message}); pass --ca-file with its authority, "
+                "and the host name that it is for"
+            )
+        if not is_router and isinstance(cause, ENDS):
+            fix = "write https:// where the router has a certificate"
+            if self.tls is not None:
+                fix = "pass --client-certificate where the router wants one"
+            return f"what listens on {self.url} ends the connection ({cause}); {fix}"
+        if isinstance(cause, ssl.SSLError) and not isinstance(cause, ENDS):
+            return (
+                f"{self.url} does not take this client over TLS ({cause.reason or cause}); pass --client-certificate where the "
+                "router wants one, or write http:// where it has none itself"
+            )
+        if is_router or isinstance(error, urllib.error.URLError):
+            reason = getattr(cause, "strerror", None) or cause
+            return f"no router answers on {self.url} ({reason}); start `kvrouter serve`, or pass --url"
+        return f"what listens on {self.url} is no router ({error}); check --url"
 
 
 def _message_of(error: urllib.error.HTTPError) -> str:
     try:
         body = msgspec.json.decode(error.read())
         message = str(body["error"]["message"])
-        if body["error"]["code"] == "invalid_api_key":
+        if body["error"]["code"] in ("invalid_api_key", "missing_scope"):
             message += " (pass --api-key, or set KVROUTER_API_KEY)"
         return message
     except (msgspec.DecodeError, KeyError, TypeError, OSError):

@@ -8,17 +8,18 @@ import time
 import msgspec
 import typer
 
-from kvrouter.router.cli.options import AsJson, Key, Url, router_at
+from kvrouter.router.cli.api_client import Client
+from kvrouter.router.cli.options import AsJson, with_router
 from kvrouter.router.cli.output import console, print_json
 
 EXIT_FOUND = 1
 
 
-def doctor(url: Url = None, api_key: Key = None, as_json: AsJson = False) -> None:
+@with_router
+def doctor(as_json: AsJson = False, *, client: Client) -> None:
     """Say what is wrong with a running router and its fleet, why, and how to mend it; exit code 1 if anything is."""
     from kvrouter.router.cli.doctor_report import diagnose, findings_text
 
-    client = router_at(url, api_key)
     report = diagnose(client, client.url, time.time)
     if as_json:
         print_json(msgspec.to_builtins(report))

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 import typer
 
 from kvrouter.router.cli.api_client import Client
-from kvrouter.router.cli.options import AsJson, Key, Url, router_at
+from kvrouter.router.cli.options import AsJson, with_router
 from kvrouter.router.cli.output import print_json, shaped
 
 ACTIVE, DRAINING = "active", "draining"
@@ -25,14 +25,16 @@ Model = Annotated[
 ]
 
 
-def drain(worker: Worker, model: Model = None, url: Url = None, api_key: Key = None, as_json: AsJson = False) -> None:
+@with_router
+def drain(worker: Worker, model: Model = None, as_json: AsJson = False, *, client: Client) -> None:
     """Give a worker no new requests. Those in flight end as usual; nothing waits for them."""
-    _set_state(router_at(url, api_key), worker, model, DRAINING, as_json)
+    _set_state(client, worker, model, DRAINING, as_json)
 
 
-def undrain(worker: Worker, model: Model = None, url: Url = None, api_key: Key = None, as_json: AsJson = False) -> None:
+@with_router
+def undrain(worker: Worker, model: Model = None, as_json: AsJson = False, *, client: Client) -> None:
     """Give a worker requests again."""
-    _set_state(router_at(url, api_key), worker, model, ACTIVE, as_json)
+    _set_state(client, worker, model, ACTIVE, as_json)
 
 
 def _set_state(client: Client, worker: str, model: str | None, state: str, as_json: bool) -> None:

@@ -13,11 +13,13 @@ from urllib.parse import quote
 import msgspec
 import typer
 
-from kvrouter.router.cli.options import AsJson, Key, Url, router_at
+from kvrouter.router.cli.api_client import Client
+from kvrouter.router.cli.options import AsJson, with_router
 from kvrouter.router.cli.output import console, print_json, shaped
 from kvrouter.router.common.errors import SettingError
 
 
+@with_router
 def explain(
     model: Annotated[
         str | None, typer.Option("--model", "-m", metavar="NAME", help="the model of a prompt, as registered")
@@ -39,13 +41,12 @@ def explain(
     ] = None,
     lora_name: Annotated[str | None, typer.Option(metavar="NAME", help="the LoRA adapter of the request")] = None,
     cache_salt: Annotated[str | None, typer.Option(metavar="SALT", help="the cache salt of the request")] = None,
-    url: Url = None,
-    api_key: Key = None,
     as_json: AsJson = False,
+    *,
+    client: Client,
 ) -> None:
     """Show which worker would get a prompt, or got a request, and why: hits by tier, what limits them, load and cost,
     in tokens."""
-    client = router_at(url, api_key)
     prompts = (tokens is not None) + (prompt is not None) + (messages is not None)
     if request is not None:
         if prompts or model is not None or lora_name or cache_salt:

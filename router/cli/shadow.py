@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from kvrouter.router.cli.options import Key, Url, router_at
+from kvrouter.router.cli.api_client import Client
+from kvrouter.router.cli.options import with_router
 from kvrouter.router.cli.output import console
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.escaping import printable_json
@@ -32,6 +33,7 @@ INTERVAL_S = 5.0
 TERMINAL_INTERVAL_S = 0.5
 
 
+@with_router
 def shadow(
     listen: Annotated[
         str | None, typer.Option(metavar="[HOST:]PORT", help="where your gateway sends copies of its requests")
@@ -55,11 +57,11 @@ def shadow(
     interval: Annotated[
         float | None, typer.Option(metavar="S", help="between counters; 5, or 0.5 on a terminal")
     ] = None,
-    url: Url = None,
-    api_key: Key = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="print counters and report as JSON, one object a line")
     ] = False,
+    *,
+    client: Client,
 ) -> None:
     """Show what another router reuses of the engines' caches, and how much was there. It asks the router at --url, and
     touches no traffic. Ctrl-C, or the end of the log, ends it with a report."""
@@ -73,7 +75,6 @@ def shadow(
     for flag, value in (("--max-age", max_age), ("--wait", wait), ("--interval", every_s)):
         if not 0 < value < float("inf"):
             raise SettingError(f"{flag} {value:g}: write seconds, more than 0")
-    client = router_at(url, api_key)
     # Whatever is wrong with address or key is said as by every command.
     client.call("GET", "/workers")
 
@@ -81,7 +82,9 @@ def shadow(
 
     from kvrouter.router.shadow.shadow_run import ShadowOptions, ShadowRun
 
-    options = ShadowOptions(client.url, api_key, address, log, follow, worker_header, id_header, max_age, wait, every_s)
+    options = ShadowOptions(
+        client.url, client.api_key, client.tls, address, log, follow, worker_header, id_header, max_age, wait, every_s
+    )
 
     async def run(show: Callable[[Report], None]) -> Report:
         return await ShadowRun(options, clock=time.monotonic, wall=time.time).run(show, _started)

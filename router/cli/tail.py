@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from kvrouter.router.cli.api_client import ClientError
-from kvrouter.router.cli.options import AsJson, Key, Url, router_at
+from kvrouter.router.cli.api_client import Client, ClientError
+from kvrouter.router.cli.options import AsJson, with_router
 from kvrouter.router.cli.output import console, shaped
 from kvrouter.router.common.escaping import masked, printable_json
 
@@ -36,6 +36,7 @@ COLOURS = {
 }
 
 
+@with_router
 def tail(
     types: Annotated[
         str | None,
@@ -46,12 +47,11 @@ def tail(
     worker: Annotated[list[str] | None, typer.Option(metavar="ID", help="only this worker; may be repeated")] = None,
     model: Annotated[list[str] | None, typer.Option(metavar="NAME", help="only this model; may be repeated")] = None,
     hashes: Annotated[bool, typer.Option("--hashes", help="with --json: with the blocks' hashes")] = False,
-    url: Url = None,
-    api_key: Key = None,
     as_json: AsJson = False,
+    *,
+    client: Client,
 ) -> None:
     """Follow the events of the fleet, one line each, until Ctrl-C; goes on by itself when the router comes back."""
-    client = router_at(url, api_key)
     query: list[tuple[str, str]] = [("worker", one) for one in worker or ()] + [("model", one) for one in model or ()]
     query += [("type", types)] if types else []
     query += [("hashes", "true")] if hashes else []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvrouter.router.cli.api_client import Client
-from kvrouter.router.cli.options import AsJson, Key, Url, router_at
+from kvrouter.router.cli.options import AsJson, with_router
 from kvrouter.router.cli.output import console, print_json, shaped
 from kvrouter.router.common.errors import SettingError
 
@@ -24,6 +24,7 @@ WATCH_MIN_S = 0.05
 WATCH_MAX_S = 86_400.0
 
 
+@with_router
 def workers(
     seconds: Annotated[
         float | None,
@@ -31,9 +32,9 @@ def workers(
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="show the table again and again, until Ctrl-C")] = False,
     wide: Annotated[bool, typer.Option("--wide", help="show all columns")] = False,
-    url: Url = None,
-    api_key: Key = None,
     as_json: AsJson = False,
+    *,
+    client: Client,
 ) -> None:
     """Show the workers: state, blocks held, load, predicted and delivered reuse, and why credit is withheld."""
     if seconds is not None and not watch:
@@ -43,7 +44,6 @@ def workers(
     if seconds is not None and not WATCH_MIN_S <= seconds <= WATCH_MAX_S:
         raise SettingError(f"--watch {seconds:g}: write a number of seconds, {WATCH_MIN_S:g} to {WATCH_MAX_S:g}")
     every_s = WATCH_S if seconds is None else seconds
-    client = router_at(url, api_key)
     if as_json:
         print_json(client.call("GET", "/workers"))
         while watch:

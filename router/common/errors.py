@@ -60,6 +60,14 @@ class Unauthorized(RouterError):
     default_code = "invalid_api_key"
 
 
+class Forbidden(RouterError):
+    """403: the API key is known, and not for this."""
+
+    status = 403
+    type = INVALID_REQUEST
+    default_code = "missing_scope"
+
+
 class HostNotAllowed(RouterError):
     """403: the setting allow_hosts does not admit an address of this worker."""
 
@@ -187,6 +195,14 @@ class QueueFull(RouterError):
     status = 429
     type = RATE_LIMIT
     default_code = "queue_full"
+
+
+class TooManyRegistrations(RouterError):
+    """429: registrations come faster than the router takes them."""
+
+    status = 429
+    type = RATE_LIMIT
+    default_code = "too_many_registrations"
 
 
 class WorkerUnreachable(RouterError):

@@ -21,8 +21,8 @@ AGREED = (
     "temperature",
 )
 AGREED_LISTS = ("allow_hosts", "model_aliases")
-# Of a secret it is only said whether there is one.
-AGREED_SECRETS = ("api_key", "worker_api_key")
+# Of a secret, or a file of some, it is only said whether there is one.
+AGREED_SECRETS = ("api_key", "api_keys_file", "worker_api_key")
 # Enough to see a difference; the seed itself stays here.
 DIGEST_CHARS = 12
 

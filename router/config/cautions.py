@@ -14,7 +14,7 @@ def open_to_all(config: Config) -> str | None:
         everywhere = ipaddress.ip_address(config.host).is_unspecified
     except ValueError:
         everywhere = False
-    if not everywhere or config.api_key is not None:
+    if not everywhere or any((config.api_key, config.api_keys_file, config.tls_client_ca)):
         return None
     return (
         f"the router listens on {config.host} without an API key: whoever reaches this machine may send requests and register "

@@ -31,7 +31,15 @@ from kvrouter.router.workers.model_names import parse_aliases, parse_tokenizers
 from kvrouter.router.workers.worker_spec import parse_worker
 
 # Read by the client commands and by `serve` itself; not settings.
-CLIENT_VARIABLES = frozenset({"KVROUTER_URL", "KVROUTER_CONFIG"})
+CLIENT_VARIABLES = frozenset(
+    {
+        "KVROUTER_URL",
+        "KVROUTER_CONFIG",
+        "KVROUTER_CA_FILE",
+        "KVROUTER_CLIENT_CERTIFICATE",
+        "KVROUTER_CLIENT_KEY",
+    }
+)
 
 # Namespaces of our other parts, which may run in the same environment.
 FOREIGN_PREFIXES = ("KVROUTER_ENGINE_", "KVROUTER_PATCH", "KVROUTER_TEST_", "KVROUTER_SIM_")

@@ -39,6 +39,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int,
         msgspec.Meta(ge=0, le=65_535, extra={"metavar": "PORT"}, description="a port, 0 to 65535; 0 takes a free one"),
     ] = 30_000
+    tls_certificate: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(
+            extra={"metavar": "FILE"},
+            description="the PEM file with the certificate chain of port, read again when it changes; without it, plain text",
+        ),
+    ] = None
+    tls_key: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(extra={"metavar": "FILE"}, description="the PEM file with the key of tls_certificate"),
+    ] = None
+    tls_client_ca: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(
+            extra={"metavar": "FILE"},
+            description="the PEM file with the authorities of clients, which then must show a certificate; without it, they "
+            "need none",
+        ),
+    ] = None
     # Off in `serve`: it needs the extra `gateway`. `kvrouter epp` takes EPP_PORT.
     gateway_port: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=65_535)] | None,
@@ -59,6 +78,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     gateway_key: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)] | None,
         msgspec.Meta(extra={"metavar": "FILE"}, description="the PEM file with the key of gateway_certificate"),
+    ] = None
+    gateway_client_ca: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(
+            extra={"metavar": "FILE"},
+            description="the PEM file with the authorities of gateways, which then must show a certificate; without it, they "
+            "need none",
+        ),
     ] = None
     # An ORIGINAL_DST cluster takes one address, and answers 503 to a list.
     gateway_fallbacks: Annotated[
@@ -157,6 +184,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+$(?!\n)")] | None,
         msgspec.Meta(extra={"metavar": "KEY"}, description="a key of printable ASCII, without spaces"),
     ] = None
+    api_keys_file: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(
+            extra={"metavar": "FILE"},
+            description="a YAML or JSON file that lists further API keys with their scopes, read again when it changes",
+        ),
+    ] = None
+    # A fleet of a thousand engines that each register again every ten seconds. What comes up at once is the burst
+    # (`access.BURST_SHARE`).
+    registrations_per_s: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0.0,
+            le=100_000.0,
+            extra={"metavar": "N"},
+            description="0 to 100000: registrations and withdrawals of workers each second by each API key, after a burst of "
+            "four times max_workers; 0: no limit",
+        ),
+    ] = 100.0
     # A client's Authorization is for this router where it has a key, and goes on to the engine where it has none.
     worker_api_key: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+$(?!\n)")] | None,
@@ -321,6 +367,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="0 to 100: cost of transferring a token to the decode worker, in computed tokens",
         ),
     ] = 0.2
+    # Engines' patches that list the clients they admit know a router by it.
+    curve_client_key: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(
+            extra={"metavar": "FILE"},
+            description="the file with this router's secret CURVE key, for patches that list their clients; without it, "
+            "another for each connection",
+        ),
+    ] = None
     # Each holds its connection and its body.
     queue_size: Annotated[
         int,

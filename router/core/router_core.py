@@ -83,10 +83,12 @@ class Core:
         token: str | None = None,
         supervisor: TaskSupervisor | None = None,
         feed: EventFeed | None = None,
+        patch_secret: bytes | None = None,
     ) -> None:
         """http: polls engines for liveness and load; None: they are not polled. token: names this process in leases;
         one that outlives the process lets its successor take over at once. feed: receives the fleet's events; None:
-        nobody watches them."""
+        nobody watches them. patch_secret: the CURVE key that engines' patches see; None: another for each
+        connection."""
         self._store = store
         self._config = config
         self._metrics = metrics
@@ -160,6 +162,7 @@ class Core:
             supervisor=self._supervisor,
             mirror=self.mirror_sync,
             feed=self._feed,
+            patch_secret=patch_secret,
         )
 
         def make_stream(registration: Registration) -> WorkerStream:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import aiohttp
 
+from kvrouter.router.access.access import Access
 from kvrouter.router.common import compiled
 from kvrouter.router.common.errors import NoWorker
 from kvrouter.router.common.ids import WorkerKey
@@ -86,8 +87,10 @@ class Diagnosis:
         config: Config,
         http: aiohttp.ClientSession,
         wall_clock: Callable[[], float],
+        access: Access,
     ) -> None:
         self._core = core
+        self._access = access
         self._placing = placing
         self._admission = admission
         self._quality = quality
@@ -163,6 +166,9 @@ class Diagnosis:
             task_problems=core.task_problems(),
             is_open=open_to_all(self._config),
             uncompiled=compiled.caution(),
+            unused_files=self._access.file_problems,
+            expiry_problem=self._access.expiry_problem,
+            expiry_caution=self._access.expiry_caution,
             unready=self._unready(),
         )
 

@@ -41,6 +41,8 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV007": (WARNING, "modules are not compiled"),
     "KV008": (ERROR, "a task of the router fails"),
     "KV009": (ERROR, "no worker would take a request"),
+    "KV010": (ERROR, "a file of certificate or keys cannot be used"),
+    "KV011": (WARNING, "the certificate of the router's port ends"),
     "KV101": (ERROR, "the engine cannot be reached"),
     "KV102": (ERROR, "the engine does not serve the model's name"),
     "KV103": (ERROR, "the router may not follow the worker"),

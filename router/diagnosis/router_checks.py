@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvrouter.router.common.escaping import printable
-from kvrouter.router.diagnosis.finding import Finding, found
+from kvrouter.router.diagnosis.finding import Finding, Severity, found
 from kvrouter.router.diagnosis.snapshot import Snapshot
 
 # Of values that differ: enough to see how. A heartbeat in Redis may be anybody's.
@@ -36,6 +36,13 @@ def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
             problem,
             "report it with the traceback in the router's log; restart the router if it stays",
         )
+    for problem in snapshot.unused_files:
+        yield found("KV010", "router", problem, "correct the file; it is read again as soon as it changes")
+    for expiry, severity in ((snapshot.expiry_problem, Severity.ERROR), (snapshot.expiry_caution, Severity.WARNING)):
+        if expiry is not None:
+            yield found(
+                "KV011", "router", expiry, "openssl x509 -enddate -noout -in FILE shows when one ends", severity
+            )
     for problem in snapshot.load_problems:
         yield found("KV604", "router", problem, "see what KV501 says of Redis; the load is shared through it")
     for source, problem in snapshot.source_problems:

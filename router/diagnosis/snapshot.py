@@ -107,7 +107,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """token: names this process among `routers`. endpoints: what listens at each endpoint that workers are registered
     with. left_out: registered workers that are not followed here, and why. engine_clocks, by URL: seconds by which the
     engine's clock is ahead of this process's. time_s: its clock, since 1970, when Redis answered. tokens: model, URL
-    and problem wherever tokens of texts are not known to be the engine's. unready: why no request would be placed."""
+    and problem wherever tokens of texts are not known to be the engine's. unready: why no request would be placed.
+    unused_files: why what a certificate's or keys' file holds now is not used. expiry_problem, expiry_caution: that the
+    certificate has ended, or does soon."""
 
     version: str = ""
     token: str = ""
@@ -127,3 +129,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     is_open: str | None = None
     uncompiled: str | None = None
     unready: str = ""
+    unused_files: Sequence[str] = ()
+    expiry_problem: str | None = None
+    expiry_caution: str | None = None

@@ -50,10 +50,11 @@ Pick = Callable[[GatewayRequest], Awaitable[Route]]
 
 
 class Certificate:
-    """The files of a certificate and its key, read again when one of them has changed."""
+    """The files of a certificate and its key, read again when one of them has changed. client_ca: gateways must show a
+    certificate of these authorities; None: they need none."""
 
-    def __init__(self, certificate: str, key: str) -> None:
-        self._files = (Path(key), Path(certificate))
+    def __init__(self, certificate: str, key: str, client_ca: str | None = None) -> None:
+        self._files = (Path(key), Path(certificate), *([] if client_ca is None else [Path(client_ca)]))
         self._read: tuple[float, ...] = ()
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -62,14 +63,15 @@ class Certificate:
             first = self._configuration()
         except (OSError, ValueError) as error:
             raise SettingError(
-                f"gateway_certificate or gateway_key cannot be read ({error}); name PEM files that the router may read"
+                f"gateway_certificate, gateway_key or gateway_client_ca cannot be read ({error}); name PEM files that the "
+                "router may read"
             ) from None
-        return grpc.dynamic_ssl_server_credentials(first, self._renewed)
+        return grpc.dynamic_ssl_server_credentials(first, self._renewed, len(self._files) > 2)
 
     def _configuration(self) -> Any:
         self._read = tuple(file.stat().st_mtime for file in self._files)
-        key, chain = (file.read_bytes() for file in self._files)
-        return grpc.ssl_server_certificate_configuration([(key, chain)])
+        key, chain, *authorities = (file.read_bytes() for file in self._files)
+        return grpc.ssl_server_certificate_configuration([(key, chain)], *authorities)
 
     def _renewed(self) -> Any:
         """Called for each connection; None: as before."""

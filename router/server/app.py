@@ -26,6 +26,7 @@ import uvicorn
 import zmq
 from prometheus_client import PlatformCollector, ProcessCollector
 
+from kvrouter.router.access.access import Access
 from kvrouter.router.api.decision_reply import find_decision
 from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.api.http.fastapi_app import build_api
@@ -50,7 +51,7 @@ from kvrouter.router.quality.access_log import set_up_access_log
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStoreError
 from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
-from kvrouter.router.server.checks import log_cautions, tracing_of
+from kvrouter.router.server.checks import log_cautions, patch_client_secret, tracing_of
 from kvrouter.router.server.listener import bound_socket, port_taken, start_line
 from kvrouter.router.server.private_store import private_store
 from kvrouter.router.server.router_metrics import RouterMetrics
@@ -92,6 +93,7 @@ def build_router(
     shutdown: Shutdown,
     watch: Watch,
     diagnosis: Diagnosis,
+    access: Access,
 ) -> HttpApi:
     """The HTTP API and the proxy, on the running loop. `close` its proxy at the end."""
     proxy = Proxy(
@@ -106,7 +108,7 @@ def build_router(
         allowed=AllowList(config.allow_hosts),
         silence_s=config.answer_timeout_s,
         worker_key=config.worker_api_key,
-        has_own_key=config.api_key is not None,
+        has_own_key=access.keys is not None,
     )
     return build_api(
         core,
@@ -121,6 +123,7 @@ def build_router(
         shutdown,
         watch,
         diagnosis,
+        access,
     )
 
 
@@ -185,9 +188,11 @@ async def _start(
     count_callbacks(registry)
     supervisor = TaskSupervisor(clock=time.monotonic, rng=random.Random(), failures=registry.task_failures)
     # Settings first: a wrong one ends the start before anything is started.
+    access = Access(config, metrics.http.access, clock=time.monotonic, wall_clock=time.time)
     tracing = tracing_of(config, metrics.quality)
     if tracing is not None:
         stack.push_async_callback(tracing.close)
+    stack.callback(supervisor.start("access", access.watch).cancel)
     if part is None:
         log_cautions(config)
     token = PRIVATE_TOKEN if config.redis is None else None
@@ -234,6 +239,7 @@ async def _start(
             token=token,
             supervisor=supervisor,
             feed=feed,
+            patch_secret=patch_client_secret(config),
         )
         stack.push_async_callback(core.stop)
         admission = Admission(core.registry.drains, time.monotonic, metrics.proxy)
@@ -310,9 +316,10 @@ async def _start(
         config=config,
         http=http,
         wall_clock=time.time,
+        access=access,
     )
     api = build_router(
-        core, placing, admission, tokens, discovery, config, metrics, quality, shutdown, watch, diagnosis
+        core, placing, admission, tokens, discovery, config, metrics, quality, shutdown, watch, diagnosis, access
     )
     assert api.proxy is not None
     stack.callback(api.proxy.close)
@@ -330,7 +337,7 @@ async def _start(
         api.cold,
         loop="none",
         # Any callable that returns a protocol does.
-        http=connection_factory(api, limits),  # type: ignore[arg-type]
+        http=connection_factory(api, limits, lambda: access.context),  # type: ignore[arg-type]
         proxy_headers=False,
         ws="none",
         lifespan="off",

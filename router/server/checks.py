@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -38,6 +39,8 @@ def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -
             parse_url(config.redis)
         except StoreError as error:
             raise SettingError(f"redis is {without_password(config.redis)!r}: {error}") from None
+    _check_access(config)
+    patch_client_secret(config)
     if config.otlp_endpoint is not None:
         _tracing_class()
     if config.gateway_port is not None:
@@ -47,6 +50,29 @@ def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -
 
         cluster_access(config, environ)
         named_sources(config, origin, environ, alone=False)
+
+
+def _check_access(config: Config) -> None:
+    if not any((config.tls_certificate, config.tls_key, config.tls_client_ca, config.api_keys_file)):
+        return
+    from kvrouter.router.access.access import Access
+    from kvrouter.router.access.access_metrics import AccessMetrics
+    from kvrouter.router.telemetry.metric_registry import MetricRegistry
+
+    # It reads its files.
+    Access(config, AccessMetrics(MetricRegistry()), clock=time.monotonic, wall_clock=time.time)
+
+
+def patch_client_secret(config: Config) -> bytes | None:
+    """The key that this router shows to engines' patches; None: another for each connection. Raises SettingError."""
+    if config.curve_client_key is None:
+        return None
+    from kvrouter.events.transport.curve import read_secret
+
+    try:
+        return read_secret(config.curve_client_key)
+    except ValueError as error:
+        raise SettingError(f"curve_client_key: {error}") from None
 
 
 def _check_gateway(config: Config) -> None:
@@ -62,6 +88,8 @@ def _check_gateway(config: Config) -> None:
         raise SettingError("gateway_port 0 is another port for each of several processes; name one")
     if (config.gateway_certificate is None) != (config.gateway_key is None):
         raise SettingError("gateway_certificate and gateway_key go together: give both files, or neither")
+    if config.gateway_client_ca is not None and config.gateway_certificate is None:
+        raise SettingError("gateway_client_ca needs gateway_certificate and gateway_key: give them, or leave it out")
 
 
 def log_cautions(config: Config) -> None:

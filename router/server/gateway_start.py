@@ -62,6 +62,6 @@ async def start_gateway(
     server = GatewayServer(picker.pick, ready, metrics.gateway, errors.inc, max_body_bytes=config.max_body_bytes)
     certificate = None
     if config.gateway_certificate is not None and config.gateway_key is not None:
-        certificate = Certificate(config.gateway_certificate, config.gateway_key)
+        certificate = Certificate(config.gateway_certificate, config.gateway_key, config.gateway_client_ca)
     port = await server.start(config.host, config.gateway_port, certificate, shared=config.processes > 1)
     return server, port

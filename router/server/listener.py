@@ -20,13 +20,15 @@ def start_line(config: Config, listener: socket.socket, workers: int, gateway_po
         data = f"its index is in {Path(config.data_dir).resolve()}"
     else:
         data = f"its index is in {without_password(config.redis)}"
-    at = "" if (host, port) == ("127.0.0.1", Config().port) else f" --url http://{shown}:{port}"
+    scheme = "http" if config.tls_certificate is None else "https"
+    is_default = (scheme, host, port) == ("http", "127.0.0.1", Config().port)
+    at = "" if is_default else f" --url {scheme}://{shown}:{port}"
     if workers or config.workers or config.workers_file or config.kubernetes_selector:
         following = f"`kvrouter workers{at}` shows the workers"
     else:
-        following = f"no worker yet: POST /register, or start with --worker, --workers-file or --kubernetes-selector; API: http://{shown}:{port}/docs"
+        following = f"no worker yet: POST /register, or start with --worker, --workers-file or --kubernetes-selector; API: {scheme}://{shown}:{port}/docs"
     gateways = "" if gateway_port is None else f" and for gateways on grpc://{shown}:{gateway_port}"
-    return f"kvrouter {VERSION} listens on http://{shown}:{port}{gateways}; {data}; {following}"
+    return f"kvrouter {VERSION} listens on {scheme}://{shown}:{port}{gateways}; {data}; {following}"
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import ssl
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -38,11 +39,12 @@ FINISH_S = 2.0
 
 
 class ShadowOptions(msgspec.Struct, frozen=True):
-    """listen: host and port, 0: a free one. log: file, `-` for stdin. wait_s: for the log's line about a mirrored
-    request."""
+    """tls: for https; None: plain. listen: host and port, 0: a free one. log: file, `-` for stdin. wait_s: for the log's
+    line about a mirrored request."""
 
     url: str
     api_key: str | None
+    tls: ssl.SSLContext | None
     listen: tuple[str, int] | None
     log: str | None
     follow: bool
@@ -89,7 +91,8 @@ class ShadowRun:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._cut)
         headers = {} if options.api_key is None else {"authorization": f"Bearer {options.api_key}"}
-        async with aiohttp.ClientSession(headers=headers) as session:
+        connector = aiohttp.TCPConnector(ssl=True if options.tls is None else options.tls)
+        async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
             client = IndexClient(session, options.url)
             try:
                 self._fleet = await client.fleet()

@@ -9,9 +9,10 @@ import contextlib
 import logging
 from collections.abc import Coroutine
 
-from kvrouter.events.patch.hello import greet
+from kvrouter.events.patch.hello import ClientRefused, greet
 from kvrouter.events.patch.items import PatchHeard, PatchSilent, ReportItem
 from kvrouter.events.patch.subscriber import ReportSubscriber
+from kvrouter.events.transport.curve import CurveClient, public_key
 from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import Connected, StreamItem
 from kvrouter.events.vllm.subscriber import Subscriber
@@ -65,6 +66,8 @@ class SourceSwitch:
         self._commits = commits
         self._engine = engine
         self._services = services
+        # Whether the patch did not admit this router, when it was greeted last.
+        self._is_refused = False
 
     async def follow(self, action: Action) -> None:
         """Follow the worker until its hold ends: raises LeaseLost."""
@@ -90,9 +93,13 @@ class SourceSwitch:
             await self.hold()
         else:
             endpoints = self._record.endpoints
+            problem = endpoints.silence
+            if self._is_refused:
+                secret = self._services.patch_secret
+                problem = endpoints.refusal(None if secret is None else public_key(secret))
             if endpoints.key is not None:
-                self._record.facts.key_problem = endpoints.silence
-            raise LeaseLost(endpoints.silence)
+                self._record.facts.key_problem = problem
+            raise LeaseLost(problem)
 
     async def _greet(self) -> str | None:
         """The epoch of the patch that answers, None where none does."""
@@ -100,17 +107,26 @@ class SourceSwitch:
         if endpoints.patch is None:
             return None
         known = self._record.ingest.profile.patch.epoch is not None
-        hello = await greet(
-            endpoints.patch,
-            context=self._services.context,
-            timeout_s=GREET_KNOWN_S if known else GREET_FIRST_S,
-            server_key=endpoints.key,
-            waits=known or endpoints.key is not None,
-        )
+        self._is_refused = False
+        try:
+            hello = await greet(
+                endpoints.patch,
+                context=self._services.context,
+                timeout_s=GREET_KNOWN_S if known else GREET_FIRST_S,
+                curve=self._curve(),
+                waits=known or endpoints.key is not None,
+            )
+        except ClientRefused:
+            self._is_refused = True
+            return None
         if hello is None:
             return None
         self._record.facts.key_problem = None
         return hello.epoch
+
+    def _curve(self) -> CurveClient | None:
+        key = self._record.endpoints.key
+        return None if key is None else CurveClient(key, self._services.patch_secret)
 
     async def _follow_reports(self, epoch: str) -> None:
         record, endpoints = self._record, self._record.endpoints
@@ -122,7 +138,7 @@ class SourceSwitch:
             context=self._services.context,
             resume=record.ingest.reports.resume,
             refusal=self._services.allowed.problem,
-            server_key=endpoints.key,
+            curve=self._curve(),
             permits=self._services.permits,
         )
         self._engine.expire = reports.expire

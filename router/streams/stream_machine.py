@@ -115,6 +115,19 @@ class Endpoints(msgspec.Struct, frozen=True):
             "has no KVROUTER_PATCH_CURVE_KEY, or it does not run"
         )
 
+    def refusal(self, public: str | None) -> str:
+        """Why nothing can be followed when the patch does not admit this router. public: the key that it shows; None:
+        another one each time."""
+        if public is None:
+            return (
+                f"the engine patch at {self.patch} lists the clients that it admits, and this router has no key of its own: "
+                "set curve_client_key, and add its public key to the engine's KVROUTER_PATCH_CURVE_CLIENTS"
+            )
+        return (
+            f"the engine patch at {self.patch} does not admit this router: add its public key {public} to the file of the "
+            "engine's KVROUTER_PATCH_CURVE_CLIENTS"
+        )
+
 
 Step: TypeAlias = tuple[Phase, Action]
 

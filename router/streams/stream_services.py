@@ -29,7 +29,7 @@ class StreamServices:
     """token: names the process in leases. leases: renews them. held: the workers that are followed. turns: of all
     streams that take items in. mirror: led while the process follows a worker. http: polls engines for liveness; None:
     no polls. polls: bounds how many at once. feed: where what happens
-    is published."""
+    is published. patch_secret: the CURVE key that engines' patches see; None: another for each connection."""
 
     store: IndexStore
     leases: LeaseRounds
@@ -48,6 +48,7 @@ class StreamServices:
     supervisor: TaskSupervisor
     mirror: MirrorSource
     feed: EventFeed
+    patch_secret: bytes | None = dataclasses.field(default=None, repr=False)
 
     def new_epoch(self) -> str:
         return f"{self.rng.getrandbits(64):016x}"

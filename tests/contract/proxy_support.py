@@ -22,8 +22,10 @@ import uvloop
 
 # pytest's importlib mode leaves sys.path alone.
 from api_support import TinyCore
+from certificates import OverTls
 from scripted_engine import Script, ScriptedEngine, plain
 
+from kvrouter.router.access.access import Access
 from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.http_connection import connection_factory
@@ -144,7 +146,7 @@ class GivenTokens:
 
 
 class ProxyServer:
-    """Serves until `close`. `core` may be changed meanwhile."""
+    """Serves until `close`, over TLS where `OverTls` says so. `core` may be changed meanwhile."""
 
     def __init__(
         self, registrations: Sequence[Registration], limits: HttpLimits | None = None, **settings: Any
@@ -152,6 +154,10 @@ class ProxyServer:
         self.core = InOrder(registrations)
         self.registry = MetricRegistry()
         self.metrics = RouterMetrics(self.registry)
+        self._tls = OverTls.now
+        if self._tls is not None:
+            certificate, key = map(str, self._tls.server)
+            settings = {"tls_certificate": certificate, "tls_key": key} | settings
         self._config = Config(**settings)
         self._limits = limits
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
@@ -166,7 +172,7 @@ class ProxyServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'' if self._tls is None else 's'}://127.0.0.1:{self.port}"
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -198,13 +204,22 @@ class ProxyServer:
             worker_key=config.worker_api_key,
             has_own_key=config.api_key is not None,
         )
+        access = Access(config, self.metrics.http.access, clock=time.monotonic, wall_clock=time.time)
         app = build_api(
-            self.core, real, config, self.metrics.http, time.perf_counter, None, proxy, self.quality.tracing
+            self.core,
+            real,
+            config,
+            self.metrics.http,
+            time.perf_counter,
+            None,
+            proxy,
+            self.quality.tracing,
+            access=access,
         )
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app.cold,
-                http=connection_factory(app, self._limits),  # type: ignore[arg-type]
+                http=connection_factory(app, self._limits, lambda: access.context),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -243,7 +258,7 @@ class ProxyServer:
         self, path: str, body: dict[str, Any] | bytes, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers, body, over a connection of its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        connection = self.http_client()
         try:
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
             connection.request("POST", path, raw, {"content-type": "application/json", **(headers or {})})
@@ -254,7 +269,7 @@ class ProxyServer:
 
     def get(self, path: str) -> Any:
         """The decoded JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        connection = self.http_client()
         try:
             connection.request("GET", path)
             return json.loads(connection.getresponse().read())
@@ -270,7 +285,15 @@ class ProxyServer:
     def connect(self) -> socket.socket:
         client = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return client
+        if self._tls is None:
+            return client
+        return self._tls.authority.client().wrap_socket(client, server_hostname="127.0.0.1")
+
+    def http_client(self) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        context = self._tls.authority.client()
+        return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=WAIT_S, context=context)
 
 
 def worker(name: str, url: str | None, model: str = "m", rank: int = 0) -> Registration:
@@ -303,10 +326,11 @@ def raw_request(path: str, body: bytes, *headers: str, close: bool = True) -> by
 
 def received(client: socket.socket) -> bytes:
     """Everything until the end."""
-    whole = b""
+    # Not bytes, which would be copied for each piece: over TLS those are small.
+    whole = bytearray()
     while piece := client.recv(1024**2):
         whole += piece
-    return whole
+    return bytes(whole)
 
 
 def code(answer: bytes) -> str:

@@ -17,7 +17,9 @@ import uvicorn
 
 # pytest's importlib mode leaves sys.path alone.
 from api_support import TinyCore, build, hit
+from certificates import OverTls
 
+from kvrouter.router.access.certificate import CertificateFiles, read_certificate
 from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.api.http.http_connection import LAST_REQUEST_S, connection_factory
 from kvrouter.router.api.http_metrics import CUT_REASONS
@@ -32,16 +34,18 @@ ASKED = b'{"model": "m", "block_hashes": [1, 2, 3]}'
 
 
 class Server:
-    """The protocol under test in a thread, on a core with one worker."""
+    """The protocol under test in a thread, on a core with one worker; over TLS where `OverTls` says so."""
 
     def __init__(self, limits: HttpLimits, *, workers: int = 1) -> None:
         self.core = TinyCore([hit(f"w{n}", 16, 32, 48) for n in range(workers)])
         app, self._registry = build(self.core)
+        self._tls = OverTls.now
+        context = None if self._tls is None else read_certificate(CertificateFiles(*self._tls.server)).context
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app.cold,
-            http=connection_factory(app, limits),  # type: ignore[arg-type]
+            http=connection_factory(app, limits, lambda: context),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -65,7 +69,9 @@ class Server:
     def connect(self) -> socket.socket:
         client = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return client
+        if self._tls is None:
+            return client
+        return self._tls.authority.client().wrap_socket(client, server_hostname="127.0.0.1")
 
     def cuts(self) -> dict[str, float]:
         name = "kvrouter_http_connections_cut_total"
@@ -129,8 +135,16 @@ def drips(client: socket.socket, piece: bytes) -> bytes:
             client.sendall(piece)
         except (BrokenPipeError, ConnectionResetError):
             return b""
-        if select.select([client], [], [], 0.1)[0]:
-            return received(client)
+        # Not select, to which TLS' own records are something, too.
+        client.settimeout(0.1)
+        try:
+            said = client.recv(65_536)
+        except TimeoutError:
+            continue
+        except ConnectionResetError:
+            return b""
+        client.settimeout(WAIT_S)
+        return said + received(client)
     raise AssertionError("it may go on for ever")
 
 

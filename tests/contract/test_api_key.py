@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+from pathlib import Path
 
 import pytest
 
@@ -84,16 +86,24 @@ def test_no_path_but_health_is_open(path: str) -> None:
     assert not core.registered
 
 
-def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[bytes] = []
+def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(
+        "keys: [{name: a, scopes: [watch], key: a-key-of-the-file-1}, {name: b, scopes: [ask], key: a-key-of-the-file-2}]"
+    )
+    compared: list[tuple[bytes, bytes]] = []
     compare = hmac.compare_digest
 
     def watched(given: bytes, right: bytes) -> bool:
-        compared.append(given)
+        compared.append((given, right))
         return compare(given, right)
 
     monkeypatch.setattr(hmac, "compare_digest", watched)
-    app, _ = build(TinyCore(), api_key=KEY)
-    for given in ("Bearer a", f"Bearer {KEY[:-1]}"):
-        assert call(app, "GET", "/workers", headers={"authorization": given}).status == 401
-    assert compared == [b"a", KEY[:-1].encode()]
+    app, _ = build(TinyCore(), api_key=KEY, api_keys_file=str(file))
+    for given, status in (("a", 401), (KEY[:-1], 401), (KEY, 200), ("a-key-of-the-file-1", 200)):
+        compared.clear()
+        assert call(app, "GET", "/workers", headers={"authorization": f"Bearer {given}"}).status == status
+        # Digests, so that not even a length shows; and none is left out behind the right one.
+        assert len(compared) == 3
+        assert {one for one, _ in compared} == {hashlib.sha256(given.encode()).digest()}
+        assert len({right for _, right in compared}) == 3

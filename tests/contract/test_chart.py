@@ -260,6 +260,30 @@ def test_the_key_is_asked_for_where_it_is_set() -> None:
     assert "authorization" not in open_endpoint
 
 
+def test_a_certificate_and_keys_reach_the_router_and_who_asks_it() -> None:
+    objects = rendered("everything")
+    router = container(one(objects, "Deployment"))
+    config = settings(objects)
+    mounts = {mount["name"]: mount["mountPath"] for mount in router["volumeMounts"]}
+    assert config.tls_certificate == f"{mounts['tls']}/tls.crt" and config.tls_key == f"{mounts['tls']}/tls.key"
+    assert config.api_keys_file == f"{mounts['keys']}/keys.yaml"
+    volumes = {volume["name"]: volume for volume in one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]}
+    assert (volumes["tls"]["secret"], volumes["keys"]["secret"]) == (
+        {"secretName": "port-tls"},
+        {"secretName": "scopes"},
+    )
+    for found, scheme in ((objects, "HTTPS"), (rendered("defaults"), "HTTP")):
+        probed = container(one(found, "Deployment"))
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert probed[probe]["httpGet"]["scheme"] == scheme
+    (endpoint,) = one(objects, "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["scheme"] == "https" and endpoint["tlsConfig"]["ca"]["secret"] == {
+        "name": "port-tls",
+        "key": "ca.crt",
+    }
+    assert settings(rendered("defaults")).tls_certificate is None
+
+
 @pytest.mark.parametrize(
     ("values", "why"),
     [

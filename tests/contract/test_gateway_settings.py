@@ -50,6 +50,11 @@ def test_a_certificate_needs_its_key() -> None:
             check(gateway_port=0, **{name: "x.pem"})
 
 
+def test_authorities_of_gateways_need_a_certificate() -> None:
+    with pytest.raises(SettingError, match="gateway_client_ca needs"):
+        check(gateway_port=0, gateway_client_ca="x.pem")
+
+
 def test_several_processes_need_one_port() -> None:
     with pytest.raises(SettingError, match="gateway_port 0"):
         check(gateway_port=0, processes=2)

@@ -10,7 +10,7 @@ import http.client
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-from proxy_support import BODY, CHAT, OK, RAW, WAIT_S, code, fleet, raw_request, until
+from proxy_support import BODY, CHAT, OK, RAW, code, fleet, raw_request, until
 from scripted_engine import STREAM_HEAD, Asked, Wire, chunk, hang, plain
 
 from kvrouter.router.proxy.upstream.connection import MAX_INTERIM_ANSWERS
@@ -143,7 +143,7 @@ def test_an_answer_that_breaks_off_breaks_off_for_the_client(head: bytes) -> Non
         wire.reset()
 
     with fleet(script) as (router, _):
-        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
+        connection = router.http_client()
         connection.request("POST", CHAT, RAW)
         answer = connection.getresponse()
         got.append(answer.read(5))

@@ -8,7 +8,6 @@ import asyncio
 import json
 import random
 import re
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import msgspec
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-from proxy_support import CHAT, COMPLETIONS, WAIT_S, fleet, until
+from proxy_support import CHAT, COMPLETIONS, fleet, until
 from scripted_engine import Asked, Wire, chunk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -182,7 +181,7 @@ def played(seed: int, steps: int) -> list[Any]:
             step = some_step(draw)
             if step.hangs_up:
                 before = sum(engine.given_up for engine in engines)
-                with socket.create_connection(("127.0.0.1", router.port), timeout=WAIT_S) as client:
+                with router.connect() as client:
                     asked = sum(len(engine.asked) for engine in engines)
                     client.sendall(step.requests[0])
                     if b'"x"' not in step.requests[0]:

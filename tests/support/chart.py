@@ -28,7 +28,8 @@ EVERYTHING: dict[str, Any] = {
         "settings": {"allow_hosts": ["10.0.0.0/8", "*.local"], "access_log": True},
         "env": [{"name": "A", "value": "b"}],
     },
-    "service": {"type": "LoadBalancer"},
+    "service": {"type": "LoadBalancer", "tlsSecret": "port-tls"},
+    "apiKeysSecret": "scopes",
     "gateway": {
         "enabled": True,
         "tlsSecret": "tls",

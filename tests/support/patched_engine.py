@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 from fake_engine import BLOCK, SCHEME, FakeEngine, hashes
 
+from kvrouter.engine_patch.reporter.client_gate import ClientList
 from kvrouter.engine_patch.reporter.reporter import Reporter
 from kvrouter.engine_patch.setup.settings import ReporterSettings
 from kvrouter.events.patch.messages import (
@@ -64,9 +65,14 @@ class PatchedEngine(FakeEngine):
             self.patch()
 
     def patch(
-        self, declared: DeclaredCatalog | None = None, *, curve_secret: bytes | None = None, **settings: Any
+        self,
+        declared: DeclaredCatalog | None = None,
+        *,
+        curve_secret: bytes | None = None,
+        clients: ClientList | None = None,
+        **settings: Any,
     ) -> None:
-        """Begin reporting: one life of the patch."""
+        """Begin reporting: one life of the patch. curve_secret, clients: as Reporter has them."""
         requests, reports = requests_endpoint(self.endpoint), reports_endpoint(self.endpoint)
         assert requests is not None and reports is not None
         self.reported = 0
@@ -80,6 +86,7 @@ class PatchedEngine(FakeEngine):
             new_epoch=lambda: secrets.token_hex(8),
             patch_version="test",
             curve_secret=curve_secret,
+            clients=clients,
         )
         self.reporter.declare(declared or catalog())
 

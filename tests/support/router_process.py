@@ -9,6 +9,7 @@ import http.client
 import json
 import os
 import shlex
+import ssl
 import subprocess
 import sys
 import time
@@ -53,10 +54,16 @@ class RouterProcess:
     """Starts on entry, stops on exit; one keep-alive connection."""
 
     def __init__(
-        self, folder: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        *,
+        tls: ssl.SSLContext | None = None,
+        api_key: str | None = None,
     ) -> None:
         """arguments: further flags. environment: added to our own. Where either names a Redis there is no embedded
-        store."""
+        store. tls: of a client, where the arguments name a certificate. api_key: sent with each request."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         shared = "--data-dir" in arguments or "--redis" in arguments or "KVROUTER_REDIS" in (environment or {})
@@ -68,7 +75,13 @@ class RouterProcess:
         ours = all(name.startswith("KVROUTER_") and name != UNCOMPILED for name in environment or {})
         self._preloaded = ours and COMMAND_VARIABLE not in os.environ and os.environ.get(PRELOAD_VARIABLE) == "1"
         self._process: subprocess.Popen[bytes] | PreloadedRouter | None = None
-        self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=VISIBLE_TIMEOUT_S)
+        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        if tls is None:
+            self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=VISIBLE_TIMEOUT_S)
+        else:
+            self._connection = http.client.HTTPSConnection(
+                "127.0.0.1", self.port, timeout=VISIBLE_TIMEOUT_S, context=tls
+            )
 
     def __enter__(self) -> Self:
         default = f"{shlex.quote(sys.executable)} -m kvrouter.router.cli serve"
@@ -173,7 +186,8 @@ class RouterProcess:
     ) -> tuple[int, bytes]:
         """Status and body. A failure closes the connection, and the next exchange opens a new one."""
         try:
-            self._connection.request(method, path, payload, {"content-type": "application/json", **(headers or {})})
+            given = {"content-type": "application/json", **self._headers, **(headers or {})}
+            self._connection.request(method, path, payload, given)
             response = self._connection.getresponse()
             return response.status, response.read()
         except BaseException:

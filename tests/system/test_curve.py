@@ -4,7 +4,9 @@ is heard."""
 
 from __future__ import annotations
 
+import logging
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +19,12 @@ from fake_engine import hashes, prompt, stored
 from patched_engine import PatchedEngine, stores
 from router_process import RouterError, RouterProcess
 
-from kvrouter.engine_patch.setup.curve_key import read_secret
+from kvrouter.engine_patch.reporter.client_gate import ClientList
+from kvrouter.engine_patch.reporter.reporter_start import start_reporter
+from kvrouter.engine_patch.setup.features import Features
+from kvrouter.engine_patch.setup.settings import from_environment
 from kvrouter.events.patch.messages import REPORT_TOPIC, HelloRequest, reports_endpoint, requests_endpoint
+from kvrouter.events.transport.curve import public_key, read_secret
 from kvrouter.router.workers.worker_spec import patch_key_problem
 
 TOKENS = prompt(1)
@@ -150,3 +156,176 @@ def test_a_patch_key_that_is_none_is_refused(router: RouterProcess, engine: Patc
     for more in ({"patch_key": "short"}, {"patch_key": public.decode(), "patch_endpoint": "off"}):
         with pytest.raises(RouterError, match=r"400.*patch_key"):
             router.request("POST", "/register", engine.registration("w9", "m") | more)
+
+
+# A list of clients.
+
+
+def write(file: Path, text: str) -> None:
+    """At once, as a ConfigMap changes."""
+    beside = file.with_suffix(".new")
+    beside.write_text(text)
+    beside.rename(file)
+
+
+def test_a_patch_with_a_list_admits_those_alone(engine: PatchedEngine, tmp_path: Path) -> None:
+    public, secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    key_file, clients = tmp_path / "client.key", tmp_path / "clients"
+    key_file.write_bytes(client_secret + b"\n")
+    key_file.chmod(stat.S_IRUSR)
+    clients.write_text(f"# routers\n{client_public.decode()} router-a\n")
+    engine.patch(curve_secret=secret, clients=ClientList(str(clients)))
+    assert engine.reporter is not None
+    known = engine.registration("w0", "m") | {"patch_key": public.decode()}
+    with (
+        RouterProcess(tmp_path / "a", ["--curve-client-key", str(key_file)]) as listed,
+        RouterProcess(tmp_path / "b") as without,
+    ):
+        for router in (listed, without):
+            router.request("POST", "/register", known)
+        until(listed, lambda row: row["patch"] is not None and row["state"] in ("live", "catching_up"))
+        engine.report(stores(CHAIN[:4]))
+        until(listed, lambda row: sum(row["residency"].values()) == 4)
+        # The other one learns why, and what to do.
+        until(without, lambda row: "has no key of its own: set curve_client_key" in row["reason"])
+        assert sum(without.worker("w0")["residency"].values()) == 0
+        assert engine.reporter.counters.clients_refused > 0
+        # The engine goes on, whoever is refused.
+        engine.report(stores(CHAIN[4:8]))
+        until(listed, lambda row: sum(row["residency"].values()) == 8)
+
+        # A router that is taken off the list stays until its connection ends, and is then refused by its name.
+        write(clients, "# nobody\n")
+        engine.reporter.close()
+        engine.patch(curve_secret=secret, clients=ClientList(str(clients)))
+        until(listed, lambda row: f"add its public key {client_public.decode()} to the file" in row["reason"])
+        # One that is added is admitted, without a restart of either.
+        write(clients, client_public.decode())
+        until(listed, lambda row: row["patch"] is not None and not row["reason"].startswith("the engine patch"))
+        engine.report(stores(CHAIN[:4]))
+        until(listed, lambda row: sum(row["residency"].values()) == 4)
+        shown = listed.log_tail() + str(listed.worker("w0"))
+        assert client_secret.decode() not in shown and secret.decode() not in shown
+
+
+def test_the_engines_thread_waits_for_no_handshake(engine: PatchedEngine, context: Context, tmp_path: Path) -> None:
+    public, secret = zmq.curve_keypair()
+    clients = tmp_path / "clients"
+    clients.write_text("")
+    judged = ClientList(str(clients))
+    begun, release = threading.Event(), threading.Event()
+
+    def stand_still() -> None:
+        begun.set()
+        release.wait(WAIT_S)
+
+    judged.refresh = stand_still  # type: ignore[method-assign,assignment]
+    engine.patch(curve_secret=secret, clients=judged)
+    assert engine.reporter is not None
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = public
+        endpoint = requests_endpoint(engine.endpoint)
+        assert endpoint is not None
+        socket.connect(endpoint)
+        assert begun.wait(WAIT_S)
+        sent = engine.reporter.counters.sent
+        for number in range(100):
+            engine.report(stores(CHAIN[: number % 8 + 1]))
+        deadline = time.monotonic() + WAIT_S
+        while engine.reporter.counters.sent < sent + 100:
+            assert time.monotonic() < deadline, "the reporter waits for a client to be judged"
+            time.sleep(0.01)
+    finally:
+        release.set()
+        socket.close(linger=0)
+        engine.reporter.close()
+
+
+def test_a_list_that_breaks_keeps_the_former(engine: PatchedEngine, context: Context, tmp_path: Path) -> None:
+    public, secret = zmq.curve_keypair()
+    mine, clients = zmq.curve_keypair(), tmp_path / "clients"
+    clients.write_text(mine[0].decode())
+    engine.patch(curve_secret=secret, clients=ClientList(str(clients)))
+    assert engine.reporter is not None
+
+    def is_admitted(pair: tuple[bytes, bytes]) -> bool:
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.curve_publickey, socket.curve_secretkey = pair
+            socket.curve_serverkey = public
+            endpoint = requests_endpoint(engine.endpoint)
+            assert endpoint is not None
+            socket.connect(endpoint)
+            socket.send_multipart([b"", msgspec.msgpack.encode(HelloRequest(1))])
+            return bool(socket.poll(QUIET_MS))
+        finally:
+            socket.close(linger=0)
+
+    other = zmq.curve_keypair()
+    try:
+        assert is_admitted(mine) and not is_admitted(other)
+        for broken in ("no key", None):
+            if broken is None:
+                clients.unlink()
+            else:
+                write(clients, broken)
+            assert is_admitted(mine) and not is_admitted(other)
+        write(clients, other[0].decode() + " another router\n")
+        assert is_admitted(other) and not is_admitted(mine)
+        assert engine.reporter.counters.clients_refused == 4
+    finally:
+        engine.reporter.close()
+
+
+def test_a_list_that_is_none_is_refused_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "clients"
+    with pytest.raises(ValueError, match="No such file"):
+        ClientList(str(file))
+    key = zmq.curve_keypair()[0].decode()
+    for text, said in ((f"{key}\nshort\n", "line 2 has no public key"), ("\xfc", "is not ASCII")):
+        file.write_text(text, encoding="latin-1")
+        with pytest.raises(ValueError, match=said):
+            ClientList(str(file))
+    # A key may begin as a comment does.
+    file.write_text(f"#{key[1:]}\n# {key}\n#{key}\n\n  {key} name\n")
+    found = ClientList(str(file))
+    assert found.admits(key.encode()) and found.admits(b"#" + key[1:].encode())
+
+
+def test_the_public_key_follows_from_the_secret_one() -> None:
+    public, secret = zmq.curve_keypair()
+    assert public_key(secret) == public.decode()
+
+
+class Publisher:
+    """As far as a start looks at an engine's own."""
+
+    _endpoint = "inproc://events"
+    _dp_rank = 0
+
+
+def test_an_engine_reports_nothing_rather_than_to_all(tmp_path: Path) -> None:
+    key, clients = tmp_path / "key", tmp_path / "clients"
+    key.write_bytes(zmq.curve_keypair()[1])
+    places = {name: f"ipc://{tmp_path}/{name}" for name in ("REQUESTS", "REPORTS")}
+
+    def started(**named: Path) -> tuple[bool, str]:
+        given = {f"KVROUTER_PATCH_{name}": str(value) for name, value in (places | named).items()}
+        settings, wrong = from_environment(given)
+        assert not wrong
+        features = Features(logging.getLogger("test"))
+        reporter = start_reporter(settings, Publisher(), features, Publisher._endpoint)
+        if reporter is not None:
+            reporter.close()
+        return reporter is not None, features["reports"].state
+
+    assert started(CURVE_KEY=key)[0]
+    runs, state = started(CURVE_KEY=key, CURVE_CLIENTS=clients)
+    assert not runs and "No such file" in state and "Nothing is reported" in state
+    clients.write_text("")
+    assert started(CURVE_KEY=key, CURVE_CLIENTS=clients) == (True, "on")
+    runs, state = started(CURVE_CLIENTS=clients)
+    assert not runs and "needs KVROUTER_PATCH_CURVE_KEY" in state

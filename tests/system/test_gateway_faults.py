@@ -23,6 +23,7 @@ from typing import Any
 
 import grpc
 import pytest
+from certificates import Authority, Pair
 from envoy_process import BUFFERED, FULL_DUPLEX, ORIGINAL_DST, OVERRIDE_HOST, EnvoyProcess
 from fleet import until
 from ports import free_port
@@ -450,6 +451,29 @@ def test_a_certificate_is_read_again_when_it_changes(tmp_path: Path) -> None:
         (tmp_path / "cert.pem").write_text("nonsense")
         assert "two" in presented(site.gateway_port)
         assert post(envoy.port)[0] == 200
+
+
+def test_gateways_without_a_certificate_of_the_authorities_are_refused(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs", "theirs")
+    server = authority.issue("picker")
+    flags = ("--gateway-certificate", str(server.certificate), "--gateway-key", str(server.key))
+
+    def serves(shown: Pair | None) -> bool:
+        proof = (
+            {} if shown is None else {"certificate_chain": shown[0].read_bytes(), "private_key": shown[1].read_bytes()}
+        )
+        credentials = grpc.ssl_channel_credentials(authority.file.read_bytes(), **proof)
+        with grpc.secure_channel(f"127.0.0.1:{site.gateway_port}", credentials) as channel:
+            try:
+                channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+            except grpc.RpcError:
+                return False
+            return True
+
+    with stage(tmp_path, [answers], *flags, "--gateway-client-ca", str(authority.file)) as site:
+        assert serves(authority.issue("gateway"))
+        assert not serves(None)
+        assert not serves(stranger.issue("gateway"))
 
 
 def test_several_processes_share_the_port(tmp_path: Path) -> None:

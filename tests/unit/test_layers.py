@@ -48,6 +48,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "index": "What Redis holds of each worker, and how it is written and followed.",
         "telemetry": "Metrics and log format of a process.",
         "config": "Settings from file, environment and flags.",
+        "access": "Who may connect to the router's port and do what: certificate, API keys, rate of registrations.",
         "matching": "From a question to every worker's hit, in memory.",
         "load": "What is in flight where, and how fast each worker is.",
         "placement": "Which worker gets a request, why, and the reservation.",

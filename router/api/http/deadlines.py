@@ -18,6 +18,8 @@ class HttpLimits(msgspec.Struct, frozen=True):
     max_head_bytes: int = 32 * 1024
     # Apache's LimitRequestFields.
     max_headers: int = 100
+    # Two round trips, and a millisecond of each side's CPU; longer only for a client that is not about to ask anything.
+    handshake_timeout_s: float = 10.0
     # A head is one packet, or two; a client that connects ahead of its requests finds out by the close.
     head_timeout_s: float = 10.0
     # max_body_bytes at 0.5 MB/s; a usual prompt at a tenth of a modem's speed.

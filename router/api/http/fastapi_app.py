@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,10 +15,12 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
+from kvrouter.router.access.access import Access
 from kvrouter.router.api.decisions import decision_routes
 from kvrouter.router.api.diagnosis import DiagnosisPort, diagnosis_routes
 from kvrouter.router.api.events import EventStream
 from kvrouter.router.api.health import watch_routes
+from kvrouter.router.api.http.guard import Guard
 from kvrouter.router.api.http.http_api import HotHandler, HttpApi, headers_of, label_of
 from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.models import model_routes
@@ -27,6 +30,7 @@ from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.api.query import QueryRoutes
 from kvrouter.router.api.reservations import end_here, load_routes
 from kvrouter.router.api.responses import encode
+from kvrouter.router.api.scopes import OPEN_PATHS, RouteTable
 from kvrouter.router.api.select import SelectRoutes
 from kvrouter.router.api.versioned_paths import VersionedPaths
 from kvrouter.router.api.workers import worker_routes
@@ -46,6 +50,7 @@ from kvrouter.router.page.page_files import FILES, INDEX, login_page, page_files
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.redis_client.errors import StoreError
+from kvrouter.router.tokens.proxied_paths import PATHS
 from kvrouter.router.watch.watch import Watch
 
 if TYPE_CHECKING:
@@ -117,14 +122,16 @@ def build_api(
     shutdown: Shutdown | None = None,
     watch: Watch | None = None,
     diagnosis: DiagnosisPort | None = None,
+    access: Access | None = None,
 ) -> HttpApi:
     """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
     tokens: tokenizes texts; without it texts are refused. clock: monotonic, in seconds; measures decisions. proxy:
     without it nothing is forwarded. tracing: None turns traces off. sources: where workers come from; they report their
     problems. shutdown: set when the process is to end. watch: events and decisions; without it neither is shown.
-    diagnosis: looks for what is wrong."""
+    diagnosis: looks for what is wrong. access: who is admitted; without it, by the settings as they are now."""
     shutdown = shutdown or Shutdown()
+    access = access or Access(config, metrics.access, clock=time.monotonic, wall_clock=time.time)
     app = FastAPI(
         title=PACKAGE,
         version=VERSION,
@@ -141,9 +148,7 @@ def build_api(
             Exception: _on_bug,
         },
     )
-    watching = watch_routes(
-        core, placing, tokens, proxy, sources, metrics, shutdown, app, needs_key=config.api_key is not None
-    )
+    watching = watch_routes(core, placing, tokens, proxy, sources, metrics, shutdown, app, access)
     asking = QueryRoutes(core, metrics, clock)
     selecting = SelectRoutes(core, placing, tokens, asking, metrics, clock)
     pages = page_files()
@@ -181,6 +186,12 @@ def build_api(
         clock,
         shutdown,
         paths=app.state.paths,
-        open_files=[f"{FILES}{name}" for name in pages],
+        guard=Guard(
+            access,
+            RouteTable(
+                app.state.routes, [*(("POST", path) for path in (*hot, *PATHS)), *(("GET", path) for path in streams)]
+            ),
+            OPEN_PATHS.union(f"{FILES}{name}" for name in pages),
+        ),
         login=login_page(pages[INDEX]),
     )

@@ -6,7 +6,6 @@ Every answer that is not a success has the shape of `errors.ErrorBody`; no trace
 
 from __future__ import annotations
 
-import hmac
 import logging
 import math
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, MutableMapping
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Message, Scope
 
 from kvrouter.router.api.http.cors import CorsPolicy
+from kvrouter.router.api.http.guard import Guard
 from kvrouter.router.api.http.plain_head import PlainHead
 from kvrouter.router.api.http.request import HttpRequest
 from kvrouter.router.api.http_metrics import HttpMetrics
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Load balancers ask these, and have no key.
-OPEN_PATHS = frozenset({"/health", "/ready"})
 HTML = "text/html"
 
 # Each reservation comes back here twice, so these go past the application of the cold paths where nothing is waited for.
@@ -78,7 +76,7 @@ class HttpApi:
 
     paths: which of ours are also served below a version; all other arguments have them without it. cold: the ASGI
     application of all other paths. proxy: has its paths' requests to itself; without it there are none. tracing: None
-    where no traces are wanted. clock: seconds, for those. open_files: paths that take no key. login: what a browser
+    where no traces are wanted. clock: seconds, for those. guard: who is admitted. login: what a browser
     without the key gets at PAGE."""
 
     def __init__(
@@ -95,11 +93,11 @@ class HttpApi:
         shutdown: Shutdown,
         *,
         paths: VersionedPaths,
-        open_files: Iterable[str] = (),
+        guard: Guard,
         login: PageFile | None = None,
     ) -> None:
         self.shutdown = shutdown
-        self._open_paths = OPEN_PATHS.union(open_files)
+        self._guard = guard
         self._login = login
         self.cors = CorsPolicy(config.cors_origins)
         self.paths = paths
@@ -113,7 +111,6 @@ class HttpApi:
         self._tracing = tracing
         self._clock = clock
         self.max_body_bytes = config.max_body_bytes
-        self._key = None if config.api_key is None else config.api_key.encode()
         # For `json_head`.
         self._dated: list[tuple[bytes, bytes]] = []
         self._json_head = b""
@@ -122,9 +119,9 @@ class HttpApi:
             spelling.encode(): path
             for path in hot
             for spelling in paths.spellings(path)
-            if self._key is None and path not in self._proxied_paths and (tracing is None or path not in TRACED_PATHS)
+            if not guard.wants_key and path not in self._proxied_paths and (tracing is None or path not in TRACED_PATHS)
         }
-        below = paths.spellings(RESERVATIONS) if self._key is None else ()
+        below = () if guard.wants_key else paths.spellings(RESERVATIONS)
         self.plain_below = tuple(spelling.encode() for spelling in below)
         # The same of those whose headers go on.
         self.forwarded_paths = {path.encode(): path for path in self._proxied_paths}
@@ -141,8 +138,8 @@ class HttpApi:
         """Why a request is refused before its body is read, None where it is not."""
         if self.cors.allows_preflight(request.method, request.headers):
             return None
-        if self._key is not None and request.path not in self._open_paths and not self._has_key(request.authorization):
-            return Unauthorized("this router wants its API key: send the header `Authorization: Bearer KEY`")
+        if (refused := self._guard.refusal(request.method, request.path, request.authorization)) is not None:
+            return refused
         if request.path in self._streams and request.method != "GET":
             return MethodNotAllowed(f"{request.path} takes GET, not {request.method}", allowed="GET")
         if request.path in self._proxied_paths:
@@ -333,13 +330,6 @@ class HttpApi:
         content, media_type = encode(internal_error(), accept)
         self._metrics.requests(label, 500).inc()
         return _answer(500, content, media_type)
-
-    def _has_key(self, authorization: str) -> bool:
-        assert self._key is not None
-        scheme, _, key = authorization.partition(" ")
-        # Constant time: how long it takes must not tell how much of the key was right.
-        right = hmac.compare_digest(key.strip().encode("utf-8", "surrogatepass"), self._key)
-        return scheme.lower() == "bearer" and right
 
 
 def _answer(status: int, content: bytes, media_type: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> Answer:

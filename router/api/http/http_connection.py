@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import ssl
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -22,6 +23,7 @@ from kvrouter.router.api.http.plain_head import PlainHead, plain_head
 from kvrouter.router.api.http.proxied_answer import ProxiedAnswer
 from kvrouter.router.api.http.request import CONTINUE, HttpRequest
 from kvrouter.router.api.http.request_parser import RequestParser
+from kvrouter.router.api.http.tls import TlsHandshake
 from kvrouter.router.common.direct_task import DirectTask
 from kvrouter.router.common.errors import HeadTooLarge, RouterError, TooManyConnections, TooSlow
 from kvrouter.router.common.sockets import poller
@@ -107,6 +109,10 @@ class HttpConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The client sends no more: it hung up, or closed its half behind its last request (RFC 9112, 9.6) and still
         reads. True: there are answers to give, so our half stays open."""
+        if not self._transport.can_write_eof():
+            # TLS, where asyncio ends both halves: whoever closes one gives up its answers.
+            self._transport.close()
+            return False
         if self._parser.in_message or not self._queue:
             return False
         self._queue[-1].keep_alive = False
@@ -417,11 +423,16 @@ class HttpConnection(asyncio.Protocol):
             self._transport.close()
 
 
-def connection_factory(api: HttpApi, limits: HttpLimits | None = None) -> Callable[..., HttpConnection]:
-    """What `uvicorn.Config(http=...)` takes: makes the connections of `api`."""
+def connection_factory(
+    api: HttpApi, limits: HttpLimits | None = None, tls: Callable[[], ssl.SSLContext | None] = lambda: None
+) -> Callable[..., HttpConnection | TlsHandshake]:
+    """What `uvicorn.Config(http=...)` takes: makes the connections of `api`. tls: the context for a new one; None: it is
+    plain."""
     limits = limits or HttpLimits()
 
-    def connection(*, server_state: ServerState, **_: Any) -> HttpConnection:
-        return HttpConnection(api, limits, server_state)
+    def connection(*, server_state: ServerState, **_: Any) -> HttpConnection | TlsHandshake:
+        made = HttpConnection(api, limits, server_state)
+        context = tls()
+        return made if context is None else TlsHandshake(made, context, limits, server_state, api.count_cut)
 
     return connection

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers from a file that is watched: the file of `workers_file`, or the settings file. The async shell around
-`file_watch.py`."""
+`FileWatch`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.file_watch import FileWatch
 from kvrouter.router.discovery.candidate import Candidate
-from kvrouter.router.discovery.files.file_watch import FileWatch
 
 # A change counts when it has been there for one of these, so it is registered within a second and a half. A look is one
 # stat.

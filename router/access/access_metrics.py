@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of certificate, API keys and registrations."""
+
+from __future__ import annotations
+
+from kvrouter.router.common.tally import Counter
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+
+# What is read from files, and what came of a change.
+FILES = ("certificate", "api_keys")
+OUTCOMES = ("taken", "refused")
+# Of a request with a key: it was admitted, its scope did not suffice, or it registered too often. One without a known
+# key is unauthorized.
+ADMITTED, FORBIDDEN, LIMITED, UNAUTHORIZED = "admitted", "forbidden", "limited", "unauthorized"
+KEY_OUTCOMES = (ADMITTED, FORBIDDEN, LIMITED)
+
+
+class AccessMetrics:
+    """key_requests: by a key's name, of which there are at most MAX_KEYS; the series end with the key."""
+
+    def __init__(self, registry: MetricRegistry) -> None:
+        self.expiry = registry.gauge(
+            "tls_certificate_expiry_timestamp_seconds",
+            "When the certificate of the HTTP port ends, in seconds since 1970; 0 without TLS",
+        )
+        self.stale = registry.gauge(
+            "access_file_stale", "1 while what a file holds now cannot be used, and the former is", "file"
+        )
+        self.reloads = registry.counter(
+            "access_reloads_total", "Changes of files, by what came of them", "file", "outcome"
+        )
+        self.key_requests: Counter = registry.counter(
+            "key_requests_total", "Requests to paths that take a key, by its name", "key", "outcome"
+        )
+        self.limited = registry.counter("registrations_limited_total", "Registrations refused for coming too fast")

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The certificate of the router's port: what its files hold, as a context for new connections."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import msgspec
+
+from kvrouter.router.access.validity import Validity, validity_of
+from kvrouter.router.common.errors import SettingError
+
+# All that the port speaks.
+ALPN = ["http/1.1"]
+
+# A certificate is near its end in the last two weeks, or in the last fifth of a short life: those that renew
+# themselves do so with a third of it left.
+NEAR_S = 14 * 86_400.0
+NEAR_SHARE = 0.2
+DAY_S = 86_400.0
+HOUR_S = 3_600.0
+
+
+class CertificateFiles(msgspec.Struct, frozen=True):
+    """PEM files. client_ca: clients must show a certificate of these authorities; None: they need none."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+    @property
+    def paths(self) -> list[Path]:
+        return [self.certificate, self.key, *([] if self.client_ca is None else [self.client_ca])]
+
+
+class Certificate(msgspec.Struct, frozen=True):
+    """What was read. Each has a context of its own, so that no session of a former one goes on."""
+
+    context: ssl.SSLContext
+    validity: Validity
+
+    def expiry_problem(self, now_s: float) -> str | None:
+        """Why clients refuse it; None: they do not for that."""
+        if now_s >= self.validity.ends_s:
+            return (
+                "the certificate of the router's port has expired: clients refuse it; put a new one in its place "
+                "(tls_certificate)"
+            )
+        if now_s < self.validity.begins_s:
+            return (
+                "the certificate of the router's port is not valid yet: clients refuse it; compare the clocks, or put another "
+                "in its place"
+            )
+        return None
+
+    def expiry_caution(self, now_s: float) -> str | None:
+        """That it ends soon."""
+        left_s = self.validity.ends_s - now_s
+        near_s = min(NEAR_S, NEAR_SHARE * (self.validity.ends_s - self.validity.begins_s))
+        if not 0 < left_s <= near_s:
+            return None
+        left = f"{left_s / DAY_S:.0f} days" if left_s >= 2 * DAY_S else f"{left_s / HOUR_S:.1f} hours"
+        return (
+            f"the certificate of the router's port expires in {left}; put a new one in its place (tls_certificate): it is "
+            "taken without a restart"
+        )
+
+
+def read_certificate(files: CertificateFiles) -> Certificate:
+    """Raises OSError where a file cannot be read, and SettingError where they do not fit together."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    # A client could have the costly part done again and again.
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(ALPN)
+    try:
+        validity = validity_of(files.certificate.read_text(encoding="ascii", errors="replace"))
+    except ValueError as error:
+        raise SettingError(f"tls_certificate {files.certificate}: {error}; name a PEM file with the chain") from None
+    try:
+        context.load_cert_chain(files.certificate, files.key, password=_refuse_password)
+    except ssl.SSLError as error:
+        raise SettingError(
+            f"tls_certificate {files.certificate} and tls_key {files.key} are no pair that can be used "
+            f"({error.reason or error}); name the PEM files of one certificate and its key"
+        ) from None
+    except _Encrypted:
+        raise SettingError(f"tls_key {files.key} is encrypted; name the file of a key without a password") from None
+    if files.client_ca is not None:
+        try:
+            context.load_verify_locations(files.client_ca)
+        except ssl.SSLError as error:
+            raise SettingError(
+                f"tls_client_ca {files.client_ca} holds no authority ({error.reason or error}); name a PEM file of certificates"
+            ) from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return Certificate(context, validity)
+
+
+class _Encrypted(Exception):
+    pass
+
+
+def _refuse_password() -> str:
+    """OpenSSL would ask for it at the terminal."""
+    raise _Encrypted

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request is admitted, by its key, its route's scopes and the rate of registrations: before its body is
+read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvrouter.router.access.access import Access
+from kvrouter.router.access.access_metrics import ADMITTED, FORBIDDEN, LIMITED, UNAUTHORIZED
+from kvrouter.router.access.api_keys import UNKNOWN_NAME
+from kvrouter.router.access.scope import Scope
+from kvrouter.router.api.scopes import REGISTER, RouteTable, Scopes
+from kvrouter.router.common.errors import Forbidden, RouterError, TooManyRegistrations, Unauthorized
+from kvrouter.router.common.escaping import printable
+
+# What routes that register begin with: without keys only these are looked up.
+REGISTERING = ("/register", "/unregister", "/workers")
+# Paths as they stand in an error.
+SHOWN_CHARS = 80
+
+
+class Guard:
+    """open_paths: admitted without a key."""
+
+    def __init__(self, access: Access, routes: RouteTable, open_paths: Collection[str]) -> None:
+        self._access = access
+        self._routes = routes
+        self._open_paths = open_paths
+
+    @property
+    def wants_key(self) -> bool:
+        return self._access.keys is not None
+
+    def refusal(self, method: str, path: str, authorization: str) -> RouterError | None:
+        """Why a request is refused; None: it is admitted, which counts."""
+        keys = self._access.keys
+        if keys is None:
+            if not path.startswith(REGISTERING) or self._routes.scopes(method, path) != REGISTER:
+                return None
+            return self._too_many("")
+        if path in self._open_paths:
+            return None
+        holder = keys.holder(authorization)
+        if holder is None:
+            self._access.count(UNKNOWN_NAME, UNAUTHORIZED)
+            return Unauthorized("this router wants its API key: send the header `Authorization: Bearer KEY`")
+        wanted = self._routes.scopes(method, path)
+        refused: RouterError | None = None
+        outcome = ADMITTED
+        if not holder.may(wanted):
+            outcome = FORBIDDEN
+            refused = Forbidden(
+                f"the API key {holder.name} has the scope {_named(holder.scopes)}, and {method} {printable(path[:SHOWN_CHARS])} "
+                f"takes one with {_named(wanted)}: send another key, or add the scope in the router's api_keys_file"
+            )
+        elif wanted == REGISTER and (refused := self._too_many(holder.name)) is not None:
+            outcome = LIMITED
+        self._access.count(holder.name, outcome)
+        return refused
+
+    def _too_many(self, key: str) -> TooManyRegistrations | None:
+        pause_s = self._access.registration_pause_s(key)
+        if not pause_s:
+            return None
+        return TooManyRegistrations(
+            "registrations come faster than this router takes them: send them again later, or raise its registrations_per_s",
+            retry_after_s=pause_s,
+        )
+
+
+def _named(scopes: Scopes) -> str:
+    """The scopes, in their order; `admin` has all."""
+    shown = [scope.value for scope in Scope if scope in scopes and (scope is not Scope.ADMIN or len(scopes) == 1)]
+    return " or ".join(shown)

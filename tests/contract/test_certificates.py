@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Certificates as their files hold them, beside what openssl says of them."""
+
+from __future__ import annotations
+
+import calendar
+import time
+from pathlib import Path
+
+import pytest
+from certificates import Authority, openssl
+
+from kvrouter.router.access.certificate import CertificateFiles, read_certificate
+from kvrouter.router.access.validity import validity_of
+from kvrouter.router.common.errors import SettingError
+
+DAY_S = 86_400.0
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+def test_the_validity_is_what_openssl_says(authority: Authority) -> None:
+    pair = authority.issue("dated", days=45)
+    found = validity_of(pair.certificate.read_text())
+
+    def said(which: str) -> float:
+        line = openssl(pair.certificate.parent, "x509", f"-{which}", "-noout", "-in", str(pair.certificate))
+        return calendar.timegm(time.strptime(line.partition("=")[2].strip(), "%b %d %H:%M:%S %Y %Z"))
+
+    assert (found.begins_s, found.ends_s) == (said("startdate"), said("enddate"))
+    assert 44 * DAY_S < found.ends_s - time.time() < 46 * DAY_S
+    # Of a chain, that of all of them; a year after 2049 is written in another way.
+    late = authority.issue("late", days=365 * 40)
+    far = validity_of(late.certificate.read_text())
+    assert far.ends_s - time.time() > 39 * 365 * DAY_S
+    chain = validity_of(late.certificate.read_text() + pair.certificate.read_text())
+    assert chain.ends_s == found.ends_s
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4, 20, 60, 100])
+def test_a_certificate_that_is_cut_is_refused_and_nothing_else(authority: Authority, cut: int) -> None:
+    whole = authority.file.read_text().splitlines()
+    body = "".join(whole[1:-1])
+    text = "\n".join([whole[0], body[: cut // 4 * 4], whole[-1]])
+    with pytest.raises(ValueError, match=r"validity|no certificate"):
+        validity_of(text)
+
+
+def test_pairs_that_are_none_are_refused_with_the_reason(authority: Authority, tmp_path: Path) -> None:
+    pair, other = authority.issue("one"), authority.issue("two")
+    assert read_certificate(CertificateFiles(*pair)).validity.ends_s > time.time()
+    with pytest.raises(SettingError, match="no pair that can be used"):
+        read_certificate(CertificateFiles(pair.certificate, other.key))
+    with pytest.raises(SettingError, match="holds no certificate"):
+        read_certificate(CertificateFiles(pair.key, pair.key))
+    with pytest.raises(SettingError, match="no pair that can be used"):
+        read_certificate(CertificateFiles(pair.certificate, pair.certificate))
+    with pytest.raises(SettingError, match="holds no authority"):
+        read_certificate(CertificateFiles(*pair, client_ca=pair.key))
+    with pytest.raises(FileNotFoundError):
+        read_certificate(CertificateFiles(pair.certificate, tmp_path / "none"))
+    # OpenSSL would ask at the terminal.
+    locked = tmp_path / "locked.key"
+    openssl(tmp_path, "ec", "-in", str(pair.key), "-out", str(locked), "-aes256", "-passout", "pass:secret")
+    with pytest.raises(SettingError, match="is encrypted"):
+        read_certificate(CertificateFiles(pair.certificate, locked))

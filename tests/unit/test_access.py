@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys as their file holds them, when a certificate ends, and the rate of registrations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrouter.router.access.access import Access
+from kvrouter.router.access.access_metrics import AccessMetrics
+from kvrouter.router.access.api_keys import MAX_KEYS, ApiKey, ApiKeys, digest_of, parse_keys
+from kvrouter.router.access.certificate import Certificate
+from kvrouter.router.access.scope import Scope
+from kvrouter.router.access.token_bucket import TokenBucket
+from kvrouter.router.access.validity import Validity
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.file_watch import FileWatch
+from kvrouter.router.config.settings import Config
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+
+KEY = "a-key-of-the-gateway"
+OTHER = "another-key-of-an-engine"
+DAY_S = 86_400.0
+
+
+def access(clock: list[float] | None = None, wall: list[float] | None = None, **settings: object) -> Access:
+    now, wall_now = clock or [0.0], wall or [time.time()]
+    return Access(
+        Config(**settings),  # type: ignore[arg-type]
+        AccessMetrics(MetricRegistry()),
+        clock=lambda: now[0],
+        wall_clock=lambda: wall_now[0],
+    )
+
+
+# Keys.
+
+
+def test_a_file_lists_keys_by_themselves_or_by_their_digest() -> None:
+    digest = hashlib.sha256(OTHER.encode()).hexdigest()
+    engines = f"{{name: engines, scopes: [register, watch], sha256: {digest}}}"
+    text = f"keys:\n- {{name: gateway, scopes: [ask], key: {KEY}}}\n- {engines}\n"
+    first, second = parse_keys(text, "f")
+    assert first == ApiKey("gateway", frozenset({Scope.ASK}), digest_of(KEY))
+    assert second == ApiKey("engines", frozenset({Scope.REGISTER, Scope.WATCH}), digest_of(OTHER))
+    keys = ApiKeys([first, second])
+    for given, found in ((KEY, first), (OTHER, second), (KEY + "x", None), ("", None)):
+        assert keys.holder(f"Bearer {given}") == found
+        assert keys.holder(f"bearer  {given} ") == found
+        assert keys.holder(f"Basic {given}") is keys.holder(given) is None
+    # JSON is YAML.
+    assert parse_keys(json.dumps({"keys": [{"name": "gateway", "scopes": ["ask"], "key": KEY}]}), "f") == [first]
+
+
+def test_admin_may_do_all_and_others_what_they_name() -> None:
+    admin = ApiKey("a", frozenset({Scope.ADMIN}), b"")
+    ask = ApiKey("b", frozenset({Scope.ASK}), b"")
+    for scope in Scope:
+        assert admin.may(frozenset({scope}))
+        assert ask.may(frozenset({scope})) == (scope is Scope.ASK)
+    assert ask.may(frozenset(Scope))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "lists no keys"),
+        ("keys: []", "lists no keys"),
+        ("[]", "lists no keys"),
+        ("keys: {}\nmore: 1", "lists no keys"),
+        ("keys: [", "line 1 is not YAML"),
+        ("keys: [5]", "key 1 is no key"),
+        (f"keys: [{{name: a b, scopes: [ask], key: {KEY}}}]", "key 1 is no key"),
+        (f"keys: [{{name: a, scopes: [], key: {KEY}}}]", "key 1 is no key"),
+        (f"keys: [{{name: a, scopes: [root], key: {KEY}}}]", "ask, register, watch, admin"),
+        (f"keys: [{{name: a, scopes: [ask], key: {KEY}, more: 1}}]", "key 1 is no key"),
+        ("keys: [{name: a, scopes: [ask], key: 12345678901234567}]", "as quoted text"),
+        ("keys: [{name: a, scopes: [ask]}]", "either `key` or `sha256`"),
+        (f"keys: [{{name: a, scopes: [ask], key: {KEY}, sha256: '00'}}]", "either `key` or `sha256`"),
+        ("keys: [{name: a, scopes: [ask], sha256: '00'}]", "64 hex digits"),
+        ("keys: [{name: a, scopes: [ask], key: short}]", "16 or more printable"),
+        ("keys: [{name: a, scopes: [ask], key: 'a key with some spaces'}]", "16 or more printable"),
+        (f"keys: [{{name: api_key, scopes: [ask], key: {KEY}}}]", "name api_key is taken"),
+        (f"keys: [{{name: unknown, scopes: [ask], key: {KEY}}}]", "name unknown is taken"),
+        (f"keys: [{{name: a, scopes: [ask], key: {KEY}}}, {{name: a, scopes: [ask], key: {OTHER}}}]", "there twice"),
+        (
+            f"keys: [{{name: a, scopes: [ask], key: {KEY}}}, {{name: b, scopes: [ask], key: {KEY}}}]",
+            "the same key as a",
+        ),
+        ("keys: [" + ", ".join(f"{{name: k{n}}}" for n in range(MAX_KEYS + 1)) + "]", f"at most {MAX_KEYS}"),
+    ],
+)
+def test_a_wrong_file_is_refused_without_a_word_of_its_keys(text: str, said: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        parse_keys(text, "keys.yaml")
+    assert said in caught.value.message and caught.value.message.startswith("keys.yaml")
+    assert KEY not in caught.value.message and "short" not in caught.value.message
+
+
+def test_the_setting_is_one_key_among_those_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"keys: [{{name: gateway, scopes: [ask], key: {KEY}}}]")
+    assert access().keys is None
+    both = access(api_key="x", api_keys_file=str(file)).keys
+    assert both is not None and both.names == ["api_key", "gateway"]
+    found = both.holder("Bearer x")
+    assert found is not None and found.scopes == {Scope.ADMIN}
+
+
+def test_files_that_are_not_there_end_the_start(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none")
+    with pytest.raises(SettingError, match="No such file"):
+        access(api_keys_file=missing)
+    with pytest.raises(SettingError, match="No such file"):
+        access(tls_certificate=missing, tls_key=missing)
+    halves: list[dict[str, Any]] = [{"tls_certificate": missing}, {"tls_key": missing}]
+    for half in halves:
+        with pytest.raises(SettingError, match="go together"):
+            access(**half)
+    with pytest.raises(SettingError, match="tls_client_ca needs"):
+        access(tls_client_ca=missing)
+
+
+# Certificates.
+
+
+def test_a_certificate_says_when_it_is_near_its_end() -> None:
+    def at(days_left: float, life_days: float) -> tuple[str | None, str | None]:
+        one = Certificate(None, Validity(0.0, life_days * DAY_S))  # type: ignore[arg-type]
+        now_s = (life_days - days_left) * DAY_S
+        return one.expiry_caution(now_s), one.expiry_problem(now_s)
+
+    assert at(15, 90) == (None, None)
+    caution, problem = at(13.9, 90)
+    assert caution is not None and "in 14 days" in caution and problem is None
+    # One that lives for a day is renewed within it.
+    assert at(0.3, 1) == (None, None)
+    caution, problem = at(0.15, 1)
+    assert caution is not None and "3.6 hours" in caution and problem is None
+    caution, problem = at(0, 90)
+    assert caution is None and problem is not None and "has expired" in problem
+    caution, problem = at(91, 90)
+    assert caution is None and problem is not None and "not valid yet" in problem
+
+
+# Registrations.
+
+
+def test_registrations_come_in_a_burst_and_then_at_a_rate() -> None:
+    bucket = TokenBucket(10.0, 3, 0.0)
+    assert [bucket.take(0.0) for _ in range(3)] == [0.0, 0.0, 0.0]
+    assert bucket.take(0.0) == pytest.approx(0.1)
+    # One that is refused costs nothing.
+    assert bucket.take(0.05) == pytest.approx(0.05)
+    assert bucket.take(0.11) == 0.0
+    # And no more gather than a burst.
+    assert [bucket.take(1_000.0) for _ in range(4)][:3] == [0.0, 0.0, 0.0]
+    assert bucket.take(1_000.0) > 0
+
+
+def test_each_key_has_its_own_rate_and_a_fleet_may_come_at_once() -> None:
+    now = [0.0]
+    found = access(now, max_workers=10, registrations_per_s=1.0)
+    assert not any(found.registration_pause_s("a") for _ in range(40))
+    assert found.registration_pause_s("a") == 1.0
+    assert found.registration_pause_s("b") == 0.0
+    now[0] = 1.0
+    assert found.registration_pause_s("a") == 0.0
+    unlimited = access(now, max_workers=1, registrations_per_s=0.0)
+    assert not any(unlimited.registration_pause_s("a") for _ in range(1_000))
+
+
+# Files.
+
+
+def test_files_that_belong_together_are_due_when_one_of_them_changes_and_rests(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.write_text("1")
+    second.write_text("2")
+    watch = FileWatch(first, second)
+    watch.begin()
+    assert not watch.due() and not watch.due()
+    second.write_text("22")
+    assert not watch.due(), "it may be half written"
+    assert watch.due()
+    watch.begin()
+    assert not watch.due()
+    first.unlink()
+    with pytest.raises(OSError):
+        watch.due()
+    first.write_text("1")
+    assert not watch.due() and watch.due()
