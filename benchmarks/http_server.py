@@ -22,10 +22,13 @@ from http_client import HttpClient
 from processes import cpu_s
 from report import machine, markdown
 
+from kvrouter.router.access.access import Access
+from kvrouter.router.api.http.guard import Guard
 from kvrouter.router.api.http.http_api import HttpApi
 from kvrouter.router.api.http.http_connection import connection_factory
 from kvrouter.router.api.http.request import HttpRequest
 from kvrouter.router.api.http_metrics import HttpMetrics
+from kvrouter.router.api.scopes import OPEN_PATHS, RouteTable
 from kvrouter.router.api.versioned_paths import VersionedPaths
 from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.config.settings import Config
@@ -75,8 +78,22 @@ def serve(way: str) -> None:
     print(listener.getsockname()[1], flush=True)
     hot = {HOT: lambda asked: REPLY}
     metrics = HttpMetrics(MetricRegistry())
-    no_end, clock, paths = (lambda method, path: None), time.perf_counter, VersionedPaths(hot)
-    api = HttpApi(hot, {}, no_end, cold, Config(), metrics, None, None, clock, Shutdown(), paths=paths)
+    access = Access(Config(), metrics.access, clock=time.monotonic, wall_clock=time.time)
+    guard = Guard(access, RouteTable([], [("POST", HOT)]), OPEN_PATHS)
+    api = HttpApi(
+        hot,
+        {},
+        lambda method, path: None,
+        cold,
+        Config(),
+        metrics,
+        None,
+        None,
+        time.perf_counter,
+        Shutdown(),
+        paths=VersionedPaths(hot),
+        guard=guard,
+    )
     own = way == WAYS[0]
     config = uvicorn.Config(
         cold if own else asgi(api),

@@ -21,8 +21,6 @@ MENTION = re.compile(r"\bdocs/[\w/-]+\.md\b")
 KINDS = {"tutorials", "how-to", "reference", "explanation", "adr"}
 README_LINES_MAX = 120
 REASON_WORDS_MAX = 16
-# Pages whose blocks wait for their marks.
-UNSETTLED = {"docs/how-to/hardening.md"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -76,7 +74,7 @@ def test_the_readme_is_short() -> None:
 
 def test_every_shell_block_is_run_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints how many there are of each. What is run is in tests/system/test_docs_run.py."""
-    shells = [block for block in all_blocks() if block.is_shell and block.page not in UNSETTLED]
+    shells = [block for block in all_blocks() if block.is_shell]
     unmarked = [str(block) for block in shells if block.not_run is None and block.page not in WORLDS]
     with capsys.disabled():
         print(f"\n{counts(set(WORLDS))}")
