@@ -37,12 +37,16 @@ def bash(script: str, environment: dict[str, str], *arguments: object) -> str:
     return done.stdout
 
 
+# How a command of a client reaches a router that asks who it is.
+ACCESS = ("--api-key", "--ca-file", "--client-certificate", "--client-key")
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
         (["kvrouter", "wor"], {"workers"}),
         (["kvrouter", "config", ""], {"schema", "markdown"}),
-        (["kvrouter", "drain", "--"], {"--model", "--url", "--api-key", "--json", "--help"}),
+        (["kvrouter", "drain", "--"], {"--model", "--url", *ACCESS, "--json", "--help"}),
         (["kvrouter", "serve", "--log-l"], {"--log-level"}),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
