@@ -202,7 +202,8 @@ class Fleet:
             if known is not None and same_url and registration.engine is None:
                 # What was found out of an engine stays where the same engine is registered without it.
                 registration = msgspec.structs.replace(registration, engine=known.registration.engine)
-            if known is not None and _says_the_same(known.registration, registration) and worker not in self._illegible:
+            is_known = known is not None and _says_the_same(known.registration, registration)
+            if is_known and worker not in self._illegible and not await self._may_have_changed():
                 return
             replaced = self._registry.workers_with(worker.worker_id, worker.dp_rank)
             for other in replaced:
@@ -234,6 +235,13 @@ class Fleet:
             log.info(
                 "registered", extra={"worker": worker, "events": registration.events, "source": registration.source}
             )
+
+    async def _may_have_changed(self) -> bool:
+        """Whether another process wrote to the registry what is not read here yet. False where Redis does not say."""
+        try:
+            return await self._store.registry.version() != self._version
+        except StoreError:
+            return False
 
     def _take_version(self, version: int) -> None:
         """The registry in Redis is at `version` by a change that was made here too. With a change of another process in

@@ -138,6 +138,8 @@ def test_an_idle_engine_that_is_cleared_says_so(
     eventually(lambda: bool(copies_of(peer.snapshot())))
     seq = peer.hello().next_seq
     engine.call(*clear)
+    # The reporter's thread says it a moment later.
+    eventually(lambda: peer.hello().next_seq > seq)
     (message,) = hear(peer, seq)
     assert message.events == [ReportCleared("GPU", "prefix cache reset")]
     assert message.batch_seq is None
