@@ -189,3 +189,19 @@ def test_a_worker_that_is_registered_again_is_never_missed(
     check(pair, server.client, churn)
     for router in pair:
         assert "Traceback" not in router.log_tail()
+
+
+def test_the_last_registration_holds_at_whichever_router_it_came(
+    server: StoreServer, churn: Churn, pair: tuple[RouterProcess, RouterProcess]
+) -> None:
+    """Also where that router has not read yet what another one changed, and knows only what came before that."""
+    register(pair[0], churn)
+    wait_shared(pair, ENGINES)
+    pair[0].unregister("w4")
+    (own, replay), (other, other_replay) = churn.endpoints[0], churn.endpoints[4]
+    for _ in range(10):
+        pair[1].register("w0", MODEL, other, other_replay, patch_endpoint="off")
+        pair[0].register("w0", MODEL, own, replay, patch_endpoint="off")
+        stored = json.loads(server.client.hget(keys.registry(MODEL), "w0@0"))
+        assert stored["events"] == own
+        until(partial(shows, pair, MODEL), "it is not followed again by both")
