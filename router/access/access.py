@@ -153,5 +153,7 @@ class Access:
                 self._metrics.key_requests.remove(name, outcome)
 
     def _show_expiry(self) -> None:
-        ends_s = 0.0 if self._certificate is None else self._certificate.value.validity.ends_s
-        self._metrics.expiry.set(ends_s)
+        if self._certificate is not None:
+            validity = self._certificate.value.validity
+            self._metrics.start.set(validity.begins_s)
+            self._metrics.expiry.set(validity.ends_s)

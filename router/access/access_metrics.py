@@ -19,6 +19,10 @@ class AccessMetrics:
     """key_requests: by a key's name, of which there are at most MAX_KEYS; the series end with the key."""
 
     def __init__(self, registry: MetricRegistry) -> None:
+        self.start = registry.gauge(
+            "tls_certificate_start_timestamp_seconds",
+            "From when the certificate of the HTTP port is valid, in seconds since 1970; 0 without TLS",
+        )
         self.expiry = registry.gauge(
             "tls_certificate_expiry_timestamp_seconds",
             "When the certificate of the HTTP port ends, in seconds since 1970; 0 without TLS",

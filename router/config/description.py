@@ -22,5 +22,7 @@ def markdown() -> str:
     for name, field in FIELDS.items():
         default = "" if field.default in (None, ()) else f"`{field.default}`"
         told = describe(name).replace("|", "\\|")
-        rows.append(f"| `{name}` | `{flag_of(name)} {metavar_of(name)}`, `{variable_of(name)}` | {default} | {told} |")
+        # Within code, renderers differ on what escapes a bar.
+        value = metavar_of(name).replace("|", "/")
+        rows.append(f"| `{name}` | `{flag_of(name)} {value}`, `{variable_of(name)}` | {default} | {told} |")
     return "\n".join(rows) + "\n"

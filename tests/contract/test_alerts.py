@@ -60,6 +60,13 @@ WELL = {
     'kvrouter_load_known{instance="a"}': "1x90",
     'kvrouter_task_failures_total{instance="a",task="mirror"}': "3x90",
     'kvrouter_internal_errors_total{instance="a",where="/query"}': "1x90",
+    # A certificate of ten hours, of which eight and a half are left at the end.
+    'kvrouter_tls_certificate_start_timestamp_seconds{instance="a"}': "1x90",
+    'kvrouter_tls_certificate_expiry_timestamp_seconds{instance="a"}': "36000x90",
+    # A router without TLS.
+    'kvrouter_tls_certificate_start_timestamp_seconds{instance="b"}': "0x90",
+    'kvrouter_tls_certificate_expiry_timestamp_seconds{instance="b"}': "0x90",
+    'kvrouter_access_file_stale{instance="a",file="certificate"}': "0x90",
     'kvrouter_trace_spans_total{instance="a",outcome="exported"}': "0+9x90",
     'kvrouter_trace_spans_total{instance="a",outcome="dropped"}': "2x90",
 }
@@ -95,6 +102,8 @@ FAULTS: dict[str, dict[str, str | None]] = {
     "KvrouterLoadUnknown": {'kvrouter_load_known{instance="a"}': "0x90"},
     "KvrouterTaskFails": {'kvrouter_task_failures_total{instance="a",task="mirror"}': "0+1x90"},
     "KvrouterInternalErrors": {'kvrouter_internal_errors_total{instance="a",where="/query"}': "0+1x90"},
+    "KvrouterCertificateEnds": {'kvrouter_tls_certificate_expiry_timestamp_seconds{instance="a"}': "6000x90"},
+    "KvrouterAccessFileRefused": {'kvrouter_access_file_stale{instance="a",file="certificate"}': "1x90"},
     "KvrouterNotCompiled": {'kvrouter_build_info{instance="a",version="1",compiled="no"}': "1x90"},
     "KvrouterVersionsDiffer": {'kvrouter_build_info{instance="b",version="2",compiled="yes"}': "1x90"},
     "KvrouterTracesLost": {'kvrouter_trace_spans_total{instance="a",outcome="dropped"}': "0+2x90"},

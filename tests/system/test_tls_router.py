@@ -161,6 +161,7 @@ def test_a_certificate_is_changed_without_a_restart_and_a_broken_one_changes_not
     first, pid = serial(router, authority), router.pid
     expires_s = router.metric("kvrouter_tls_certificate_expiry_timestamp_seconds")
     assert 29 * 86_400 < expires_s - time.time() < 31 * 86_400
+    assert router.metric("kvrouter_tls_certificate_start_timestamp_seconds") <= time.time()
     # A connection that is open stays.
     router.request("GET", "/version")
     placed.replace(authority.issue("second", days=60))
