@@ -29,8 +29,8 @@ from report import machine, markdown
 
 from kvrouter.router.common.direct_task import directly
 from kvrouter.router.proxy.headers import request_head
-from kvrouter.router.proxy.upstream.origin import target_of
-from kvrouter.router.proxy.upstream.pool import Pool
+from kvrouter.router.upstream.origin import target_of
+from kvrouter.router.upstream.pool import Pool
 
 PATH = "/v1/completions"
 HEADERS = {"content-type": "application/json", "x-request-id": "x"}

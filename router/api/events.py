@@ -11,7 +11,7 @@ from kvrouter.router.common.errors import BadQuestion, RouterError, TooManyConne
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.headers import Headers, header
-from kvrouter.router.proxy.upstream.connection import AnswerHead
+from kvrouter.router.upstream.connection import AnswerHead
 from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.watch.fleet_event import EventFilter, EventType
 

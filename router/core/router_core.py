@@ -50,6 +50,7 @@ from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_stream import WorkerStream
+from kvrouter.router.upstream.engine_client import EngineClient
 from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.watch.fleet_event import UNREGISTERED, EventType
 from kvrouter.router.workers.allow_list import AllowList
@@ -80,12 +81,14 @@ class Core:
         clock: Callable[[], float],
         rng: random.Random,
         http: aiohttp.ClientSession | None = None,
+        engine_client: EngineClient | None = None,
         token: str | None = None,
         supervisor: TaskSupervisor | None = None,
         feed: EventFeed | None = None,
         patch_secret: bytes | None = None,
     ) -> None:
-        """http: polls engines for liveness and load; None: they are not polled. token: names this process in leases;
+        """http: asks engines for their lists; None: they are not asked. engine_client: polls them for liveness and
+        load; None: they are not polled. token: names this process in leases;
         one that outlives the process lets its successor take over at once. feed: receives the fleet's events; None:
         nobody watches them. patch_secret: the CURVE key that engines' patches see; None: another for each
         connection."""
@@ -155,7 +158,7 @@ class Core:
             context=zmq_context,
             clock=clock,
             rng=rng,
-            http=http,
+            http=engine_client,
             polls=asyncio.Semaphore(POLLS_AT_ONCE),
             allowed=self._allowed,
             permits=self._permits,

@@ -23,11 +23,11 @@ from kvrouter.router.gateway.process_stream import GatewayRequest, Route
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
+from kvrouter.router.proxy.attempts import AttemptsSpent
 from kvrouter.router.proxy.kv_transfer_params import can_be_handed_over
 from kvrouter.router.proxy.prefill_leg import Given, excluding
 from kvrouter.router.proxy.proxy import Proxy, error_of
 from kvrouter.router.proxy.request_reader import Request
-from kvrouter.router.proxy.upstream.failure import AttemptsSpent
 from kvrouter.router.proxy.worker_addresses import Addresses
 from kvrouter.router.quality.request_watch import CLIENT_GONE, Quality
 from kvrouter.router.tokens.proxied_paths import PATHS

@@ -14,8 +14,8 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.matcher import WorkerView
 from kvrouter.router.proxy.circuit_breaker import Breaker, BreakerState
 from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
-from kvrouter.router.proxy.upstream.connection import Connection
-from kvrouter.router.proxy.upstream.failure import Failure, Kind
+from kvrouter.router.upstream.connection import Connection
+from kvrouter.router.upstream.failure import Failure, Kind
 from kvrouter.router.workers.stream_state import StreamState
 
 DRAINING = "it is draining and takes no new requests until its state is set to active"

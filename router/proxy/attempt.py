@@ -12,11 +12,11 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.proxy.request_reader import Request
-from kvrouter.router.proxy.upstream.connection import AnswerHead, Connection
-from kvrouter.router.proxy.upstream.failure import Failure, Kind
-from kvrouter.router.proxy.upstream.origin import Target
-from kvrouter.router.proxy.upstream.pool import Pool
 from kvrouter.router.proxy.worker_addresses import Addresses
+from kvrouter.router.upstream.connection import AnswerHead, Connection
+from kvrouter.router.upstream.failure import Failure, Kind
+from kvrouter.router.upstream.origin import Target
+from kvrouter.router.upstream.pool import Pool
 
 FIRST_SERVER_ERROR = 500
 

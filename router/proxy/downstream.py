@@ -8,7 +8,7 @@ from typing import Protocol
 
 from kvrouter.router.common.errors import RouterError
 from kvrouter.router.proxy.headers import Headers
-from kvrouter.router.proxy.upstream.connection import AnswerHead
+from kvrouter.router.upstream.connection import AnswerHead
 
 
 class Source(Protocol):

@@ -10,9 +10,9 @@ from collections.abc import Container, Iterable
 from functools import lru_cache
 from urllib.parse import quote
 
-from kvrouter.router.proxy.upstream.origin import Target
+from kvrouter.router.upstream.connection import Headers as Headers
+from kvrouter.router.upstream.origin import Target
 
-Headers = list[tuple[bytes, bytes]]
 NOTHING: Headers = []
 
 REQUEST_ID = b"x-request-id"

@@ -18,11 +18,12 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest, PrefillPart
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Attempt, named
+from kvrouter.router.proxy.attempts import GONE_STATUSES
 from kvrouter.router.proxy.kv_transfer_params import MAX_ANSWER_BYTES, decode_body, given_params, prefill_body
 from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.proxy.request_reader import Request
-from kvrouter.router.proxy.upstream.failure import GONE_STATUSES, Failure, Kind
 from kvrouter.router.proxy.worker_addresses import Addresses
+from kvrouter.router.upstream.failure import Failure, Kind
 
 OK = 200
 # An outcome, as the metrics name it.

@@ -19,15 +19,16 @@ from kvrouter.router.placement.placement_request import Placement, PlacementRequ
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Attempt, Sent, named
+from kvrouter.router.proxy.attempts import GONE_STATUSES, AttemptsSpent
 from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.kv_transfer_params import can_be_handed_over
 from kvrouter.router.proxy.prefill_leg import PrefillLeg, excluding
 from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.proxy.request_reader import Request, RequestReader, Tokens
-from kvrouter.router.proxy.upstream.failure import GONE_STATUSES, AttemptsSpent, Failure, Kind
-from kvrouter.router.proxy.upstream.pool import Pool
 from kvrouter.router.proxy.worker_addresses import Addresses
 from kvrouter.router.quality.request_watch import Quality
+from kvrouter.router.upstream.failure import Failure, Kind
+from kvrouter.router.upstream.pool import Pool
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration

@@ -6,8 +6,8 @@ from __future__ import annotations
 from functools import cache
 
 from kvrouter.router.proxy.circuit_breaker import BreakerState
-from kvrouter.router.proxy.upstream.failure import Kind
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.upstream.failure import Kind
 
 # What of a request's outcomes says something of a worker.
 ANSWER_OUTCOMES = ("ok", "client_error", "server_error")

@@ -15,10 +15,10 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.json_arrays import LONG_BODY_BYTES
 from kvrouter.router.matching.question import Question
 from kvrouter.router.placement.placement_request import PlacementRequest
+from kvrouter.router.proxy.attempts import Attempts
 from kvrouter.router.proxy.downstream import ClientRequest
 from kvrouter.router.proxy.form_body import read_form_model
 from kvrouter.router.proxy.openai_body import OpenAIBody, openai_body, renamed
-from kvrouter.router.proxy.upstream.failure import Attempts
 from kvrouter.router.quality.request_watch import RequestWatch
 from kvrouter.router.tokens.client_body import ClientBody, read_client_body
 from kvrouter.router.tokens.forward_ids import forwarded_body

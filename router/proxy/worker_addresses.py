@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.proxy.upstream.origin import Target, target_of
+from kvrouter.router.upstream.origin import Target, target_of
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.role import HandoverWay, Role

@@ -46,7 +46,6 @@ from kvrouter.router.index.store import IndexStore
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.proxy import Proxy
-from kvrouter.router.proxy.upstream.pool import KEEP_IDLE_S, Pool
 from kvrouter.router.quality.access_log import set_up_access_log
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStoreError
@@ -63,6 +62,8 @@ from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.engine.client import Engine
 from kvrouter.router.tokens.engine.verification import LocalMaker
 from kvrouter.router.tokens.tokenizer import TextTokenizer
+from kvrouter.router.upstream.engine_client import EngineClient
+from kvrouter.router.upstream.pool import KEEP_IDLE_S, Pool
 from kvrouter.router.watch.decision_log import DecisionLog
 from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.watch.watch import Watch
@@ -223,6 +224,8 @@ async def _start(
         stack.callback(context.destroy, linger=0)
         engine_headers = {} if config.worker_api_key is None else {"authorization": f"Bearer {config.worker_api_key}"}
         http = await stack.enter_async_context(aiohttp.ClientSession(headers=engine_headers))
+        engine_client = EngineClient(asyncio.get_running_loop(), engine_headers)
+        stack.callback(engine_client.close)
         token = token or secrets.token_hex(8)
         # Each start numbers its events from one.
         feed = EventFeed(life=secrets.token_hex(4), wall_clock=time.time, metrics=metrics.core.watch)
@@ -236,6 +239,7 @@ async def _start(
             clock=time.monotonic,
             rng=random.Random(),
             http=http,
+            engine_client=engine_client,
             token=token,
             supervisor=supervisor,
             feed=feed,

@@ -8,9 +8,6 @@ import asyncio
 from collections.abc import Callable
 from http import HTTPStatus
 
-import aiohttp
-
-from kvrouter.router.common.bounded_read import read_at_most
 from kvrouter.router.ingest.engine_liveness import (
     EngineBack,
     EngineLiveness,
@@ -26,10 +23,14 @@ from kvrouter.router.streams.cpu_tier_watch import parse_cpu_tier
 from kvrouter.router.streams.disk_watch import parse_disk
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import WorkerRecord
+from kvrouter.router.upstream.engine_client import EngineClient
+from kvrouter.router.upstream.failure import Failure
+from kvrouter.router.upstream.origin import Target, target_of
 
 # Every second poll requests /metrics too: some 100 kB, with the start time and the load of the engine; only its health
 # path says whether its core lives. The load of what the router itself sent is known without a poll.
 METRICS_EVERY = 2
+METRICS_PATH = "/metrics"
 # A busy engine answers its /health within a second; what takes longer counts as a miss.
 TIMEOUT_S = 2.0
 # A deadline that is noticed so much later says that this process stood still, not that the engine did.
@@ -62,6 +63,7 @@ class EnginePoller:
         self._services = services
         self._engine_load = engine_load
         self._url = ""
+        self._target: Target | None = None
         self._wanted = asyncio.Event()
         # Reads the current stream again; None without one.
         self.expire: Callable[[str], None] | None = None
@@ -70,6 +72,7 @@ class EnginePoller:
     def move(self, url: str) -> None:
         """Polls the engine there from now on."""
         self._url = url.rstrip("/")
+        self._target = target_of(url)
         self._wanted.set()
 
     def ask_now(self) -> None:
@@ -97,13 +100,11 @@ class EnginePoller:
             with_start = wanted or facts.vitals.start_s is None or number % METRICS_EVERY == 0
             number += 1
             async with services.polls:
-                sign, asked_s = (
-                    await self._ask(services.http, self._record.profile.engine.health_path),
-                    services.clock(),
-                )
+                sign = await self._ask(services.http, self._record.profile.engine.health_path)
+                asked_s = services.clock()
                 if with_start and isinstance(sign, Pulse):
                     # Answered also while the core behind the HTTP is gone: no sign of life by itself.
-                    said = await self._ask(services.http, "/metrics")
+                    said = await self._ask(services.http, METRICS_PATH)
                     sign = said if isinstance(said, Pulse) else sign
             for found in () if sign is None else facts.vitals.observe(sign, asked_s):
                 self._take(found)
@@ -125,30 +126,26 @@ class EnginePoller:
         self._record.refresh()
         self._record.dirty.set()
 
-    async def _ask(self, http: aiohttp.ClientSession, path: str) -> Pulse | NoPulse | None:
+    async def _ask(self, http: EngineClient, path: str) -> Pulse | NoPulse | None:
         """None: the router was too slow to know."""
+        assert self._target is not None
         due_s = self._services.clock() + TIMEOUT_S
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                async with http.get(self._url + path, allow_redirects=False) as answer:
-                    if answer.status >= FIRST_ERROR_STATUS:
-                        return NoPulse(f"{self._url}{path} answers {answer.status}")
-                    return await self._pulse(answer) if path == "/metrics" else Pulse()
+            status, body = await http.get(self._target, path, MAX_METRICS_BYTES, TIMEOUT_S)
         except TimeoutError:
             if self._services.clock() > due_s + STALL_S:
                 self._services.metrics.polls_unjudged.inc()
                 return None
             return NoPulse(f"{self._url} did not answer in {TIMEOUT_S:g} s")
-        except aiohttp.ClientConnectorError as error:
-            refused = isinstance(error.os_error, ConnectionRefusedError)
-            return NoPulse(f"{self._url} cannot be reached: {error.os_error.strerror or error.os_error}", gone=refused)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            return NoPulse(f"{self._url} did not answer: {str(error) or type(error).__name__}")
+        except Failure as failure:
+            # Raised from what the operating system said of the connection.
+            gone = isinstance(failure.__cause__, ConnectionRefusedError)
+            return NoPulse(f"{self._url} did not answer: {failure.text}", gone)
+        if status >= FIRST_ERROR_STATUS:
+            return NoPulse(f"{self._url}{path} answers {status}")
+        return self._pulse(body) if path == METRICS_PATH and status == HTTPStatus.OK else Pulse()
 
-    async def _pulse(self, answer: aiohttp.ClientResponse) -> Pulse:
-        if answer.status != HTTPStatus.OK:
-            return Pulse()
-        page, _ = await read_at_most(answer, MAX_METRICS_BYTES)
+    def _pulse(self, page: bytes) -> Pulse:
         facts, dp_rank = self._record.facts, self._record.registration.worker.dp_rank
         gauges = self._record.profile.engine.gauges
         if (said := parse_engine_load(page, dp_rank, gauges)) is not None:

@@ -8,7 +8,6 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-import aiohttp
 import zmq
 
 from kvrouter.events.transport.permits import Permits
@@ -20,6 +19,7 @@ from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.mirror_lead import MirrorSource
 from kvrouter.router.streams.stream_metrics import StreamMetrics
+from kvrouter.router.upstream.engine_client import EngineClient
 from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.workers.allow_list import AllowList
 
@@ -41,7 +41,7 @@ class StreamServices:
     context: zmq.Context[zmq.Socket[bytes]]
     clock: Callable[[], float]
     rng: random.Random
-    http: aiohttp.ClientSession | None
+    http: EngineClient | None
     polls: asyncio.Semaphore
     allowed: AllowList
     permits: Permits

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import aiohttp
 import numpy as np
 import zmq
 from fake_engine import FakeEngine, hashes, prompt
@@ -25,6 +24,7 @@ from kvrouter.router.index import keys
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.matching.question import Question
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.upstream.engine_client import EngineClient
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 WORKER = WorkerKey("m", "w")
@@ -49,7 +49,8 @@ async def router(
         stack.push_async_callback(asyncio.to_thread, context.destroy, linger=0)
         store = await IndexStore.open(server.url)
         stack.push_async_callback(store.close)
-        http = await stack.enter_async_context(aiohttp.ClientSession())
+        client = EngineClient(asyncio.get_running_loop(), {})
+        stack.callback(client.close)
         core = Core(
             store=store,
             config=Config(suspect_credit_s=SUSPECT_CREDIT_S, health_interval_s=0.1, **settings),
@@ -57,7 +58,7 @@ async def router(
             zmq_context=context,
             clock=time.monotonic,
             rng=random.Random(token),
-            http=http,
+            engine_client=client,
             token=token,
         )
         watch(core)

@@ -37,13 +37,13 @@ from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.proxy import Proxy
-from kvrouter.router.proxy.upstream.pool import Pool
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.server.checks import tracing_of
 from kvrouter.router.server.router_metrics import RouterMetrics
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.client_body import ClientBody
 from kvrouter.router.tokens.prompt_tokens import Prompt
+from kvrouter.router.upstream.pool import Pool
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 import zmq
 from engine_http import EngineHttp
@@ -25,6 +24,7 @@ from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.core.router_core import Core
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.upstream.engine_client import EngineClient
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 pytestmark = pytest.mark.slow
@@ -66,7 +66,8 @@ def test_nothing_is_left_of_a_worker(
         context: Context = zmq.Context()
         http = EngineHttp()
         store = await IndexStore.open(embedded_url)
-        async with aiohttp.ClientSession() as session, engine(context, http) as registration:
+        client = EngineClient(asyncio.get_running_loop(), {})
+        async with engine(context, http) as registration:
             core = Core(
                 store=store,
                 config=Config(health_interval_s=0.05),
@@ -74,7 +75,7 @@ def test_nothing_is_left_of_a_worker(
                 zmq_context=context,
                 clock=time.monotonic,
                 rng=random.Random(1),
-                http=session,
+                engine_client=client,
             )
             await core.start()
             await core.register(registration)
@@ -88,6 +89,7 @@ def test_nothing_is_left_of_a_worker(
                 while any(one() for one in left):
                     await asyncio.sleep(0.01)
             await core.stop()
+            client.close()
         await store.close()
         http.stop()
         context.destroy(linger=0)

@@ -13,7 +13,7 @@ import pytest
 from proxy_support import BODY, CHAT, OK, RAW, code, fleet, raw_request, until
 from scripted_engine import STREAM_HEAD, Asked, Wire, chunk, hang, plain
 
-from kvrouter.router.proxy.upstream.connection import MAX_INTERIM_ANSWERS
+from kvrouter.router.upstream.connection import MAX_INTERIM_ANSWERS
 
 
 def test_a_silent_engine_is_given_up_after_the_timeout() -> None:

@@ -19,8 +19,8 @@ from kvrouter.router.common.direct_task import directly
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.matcher import WorkerView
 from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN
-from kvrouter.router.proxy.upstream.connection import Connection
-from kvrouter.router.proxy.upstream.failure import Failure, Kind
+from kvrouter.router.upstream.connection import Connection
+from kvrouter.router.upstream.failure import Failure, Kind
 from kvrouter.router.workers.stream_state import StreamState
 
 RESPONSES = "/v1/responses"

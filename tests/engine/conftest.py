@@ -96,6 +96,15 @@ def table(request: pytest.FixtureRequest) -> Callable[[str, tuple[str, ...], tup
     return add
 
 
+@pytest.fixture(autouse=True)
+def unpatched() -> Iterator[None]:
+    """No test leaves the patch in this process, where others hold the router to vLLM as it is."""
+    yield
+    scheduler = sys.modules.get("vllm.v1.core.sched.scheduler")
+    if scheduler is not None:
+        assert "engine_patch" not in scheduler.Scheduler.__init__.__code__.co_filename
+
+
 @pytest.fixture(scope="session")
 def seed() -> int:
     return int(os.environ.get(SEED_VARIABLE, DEFAULT_SEED))

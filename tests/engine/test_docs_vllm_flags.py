@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from doc_blocks import all_blocks
 
+from kvrouter.engine_patch.setup.settings import SWITCH
+
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
@@ -33,7 +35,10 @@ def parser() -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    return make_arg_parser(FlexibleArgumentParser())
+    with pytest.MonkeyPatch.context() as environment:
+        # It loads the plugins, and the patch would stay in this process, where other tests need vLLM as it is.
+        environment.setenv(SWITCH, "0")
+        return make_arg_parser(FlexibleArgumentParser())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 from event_stream import PATIENCE_S, QUIET, Context, Stream, kinds, seqs
-from ports import free_port
+from ports import free_port, until_free
 from sglang.srt.disaggregation.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -45,6 +45,7 @@ class Engine:
         """The endpoints as configured; the publisher adds its rank to the ports."""
         self.oracle = TreeOracle(LAYOUT, Random(seed))
         replay = None if replay_port is None else f"tcp://*:{replay_port}"
+        self._ports = [one + rank for one in (port, replay_port) if one is not None]
         self.publisher = ZmqEventPublisher(rank, f"tcp://*:{port}", replay, topic=TOPIC)
         self.oracle.publish = self.publish
         self.batches = 0
@@ -65,6 +66,9 @@ class Engine:
 
     def close(self) -> None:
         self.publisher.shutdown()
+        # ZMQ's own thread closes the sockets, a moment later.
+        for port in self._ports:
+            until_free(port)
 
 
 class Follower:

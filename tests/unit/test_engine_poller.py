@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -14,12 +13,9 @@ from bare_services import bare_services
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.streams.engine_poller import POLLS_AT_ONCE, TIMEOUT_S, EnginePoller
 from kvrouter.router.streams.worker_record import WorkerRecord
+from kvrouter.router.upstream.origin import Target
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
-
-
-class Answer:
-    status = 404
 
 
 class Stage:
@@ -31,10 +27,9 @@ class Stage:
         self.services = bare_services(lambda: self.now_s, http=self)
         self.metrics = self.services.metrics
 
-    @asynccontextmanager
-    async def get(self, url: str, allow_redirects: bool) -> AsyncIterator[Answer]:
+    async def get(self, target: Target, path: str, most_bytes: int, timeout_s: float) -> tuple[int, bytes]:
         await self._poll()
-        yield Answer()
+        return 404, b""
 
     def poller(self, name: str) -> tuple[EnginePoller, WorkerRecord]:
         registration = Registration(WorkerKey("m", name), "tcp://h:1", url=f"http://{name}:8000")

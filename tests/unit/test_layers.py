@@ -44,6 +44,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "kvcache": "Engines' caches rederived: groups, block hashes and the hit rule. Pure.",
         "engines": "What differs from engine to engine: a folder each, all else reads its description.",
         "ingest": "From one worker's events to net changes of its residency. Pure.",
+        "upstream": "Connections to engines.",
         "redis_client": "Connections to Redis, to a cluster, through Sentinel, and the private server.",
         "index": "What Redis holds of each worker, and how it is written and followed.",
         "telemetry": "Metrics and log format of a process.",

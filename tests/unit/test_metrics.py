@@ -16,11 +16,11 @@ from kvrouter.router.common.tally import Histogram
 from kvrouter.router.core.resident_blocks import ResidentBlocks
 from kvrouter.router.proxy.circuit_breaker import BreakerState
 from kvrouter.router.proxy.proxy_metrics import ANSWER_OUTCOMES
-from kvrouter.router.proxy.upstream.failure import Kind
 from kvrouter.router.quality.prediction_judge import PredictionOutcome
 from kvrouter.router.server.router_metrics import RouterMetrics
 from kvrouter.router.streams.stream_metrics import RESYNCS
 from kvrouter.router.telemetry.metric_registry import MAX_WORKER_LABEL_CHARS, OTHER, MetricRegistry
+from kvrouter.router.upstream.failure import Kind
 from kvrouter.router.workers.stream_state import StreamState
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "metrics.json"

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.proxy.upstream.failure import MAX_ARRIVALS, MAX_ATTEMPTS, Attempts, AttemptsSpent, Failure, Kind
+from kvrouter.router.proxy.attempts import MAX_ARRIVALS, MAX_ATTEMPTS, Attempts, AttemptsSpent
 from kvrouter.router.tokens.proxied_paths import PATHS
+from kvrouter.router.upstream.failure import Failure, Kind
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 NOT_ARRIVED = (Kind.REFUSED, Kind.CONNECT_TIMEOUT)

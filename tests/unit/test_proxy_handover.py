@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvrouter.router.proxy.attempts import MAX_ATTEMPTS, Attempts
 from kvrouter.router.proxy.headers import request_head
 from kvrouter.router.proxy.kv_transfer_params import can_be_handed_over, decode_body, given_params, prefill_body
-from kvrouter.router.proxy.upstream.failure import MAX_ATTEMPTS, Attempts, Failure, Kind
-from kvrouter.router.proxy.upstream.origin import target_of
+from kvrouter.router.upstream.failure import Failure, Kind
+from kvrouter.router.upstream.origin import target_of
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 

@@ -14,7 +14,7 @@ from kvrouter.router.api.http.request import CONTINUE, HttpRequest
 from kvrouter.router.common.errors import RouterError
 from kvrouter.router.proxy.downstream import Source
 from kvrouter.router.proxy.headers import Headers
-from kvrouter.router.proxy.upstream.connection import NO_CONTENT, AnswerHead
+from kvrouter.router.upstream.connection import NO_CONTENT, AnswerHead
 
 LAST_CHUNK = b"0\r\n\r\n"
 

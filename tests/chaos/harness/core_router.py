@@ -9,7 +9,6 @@ import random
 import time
 from dataclasses import dataclass
 
-import aiohttp
 import numpy as np
 import zmq
 
@@ -20,6 +19,7 @@ from kvrouter.router.core.router_core import Core
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.matching.question import Question
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.upstream.engine_client import EngineClient
 from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
 
 from .engines import MODEL, Engine
@@ -68,7 +68,7 @@ class CoreRouter:
 
     async def open(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._http = aiohttp.ClientSession()
+        self._client = EngineClient(asyncio.get_running_loop(), {})
         self._store = await IndexStore.open(self._url)
         self.core = Core(
             store=self._store,
@@ -83,14 +83,14 @@ class CoreRouter:
             zmq_context=self._context,
             clock=self.clock,
             rng=self._rng,
-            http=self._http,
+            engine_client=self._client,
         )
         await self.core.start()
 
     async def close(self) -> None:
         await self.core.stop()
         await self._store.close()
-        await self._http.close()
+        self._client.close()
         # Waits for its sockets, so not in the loop's thread.
         await asyncio.to_thread(self._context.destroy, linger=0)
 

@@ -18,9 +18,8 @@ import msgspec
 
 from kvrouter.router.common.direct_task import Signal
 from kvrouter.router.common.sockets import poller, untaken_bytes
-from kvrouter.router.proxy.headers import Headers
-from kvrouter.router.proxy.upstream.failure import Failure, Kind
-from kvrouter.router.proxy.upstream.plain_answer import plain_answer, whole_chunks
+from kvrouter.router.upstream.failure import Failure, Kind
+from kvrouter.router.upstream.plain_answer import plain_answer, whole_chunks
 
 # Of the head of an answer with the interim ones before it, of a chunk's extensions or of trailers: engines send some
 # hundred bytes.
@@ -36,6 +35,7 @@ VERSIONS = frozenset({"1.0", "1.1"})
 # What the general parser has to know of an answer whose first chunks were read without it.
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
+Headers = list[tuple[bytes, bytes]]
 Take = Callable[[list[bytes]], None]
 
 

@@ -10,9 +10,9 @@ import asyncio
 import ssl
 from collections import deque
 
-from kvrouter.router.proxy.upstream.connection import Connection
-from kvrouter.router.proxy.upstream.failure import Failure, Kind
-from kvrouter.router.proxy.upstream.origin import Target
+from kvrouter.router.upstream.connection import Connection
+from kvrouter.router.upstream.failure import Failure, Kind
+from kvrouter.router.upstream.origin import Target
 
 # vLLM's HTTP server (uvicorn) closes what is idle for 5 s: who closes first does not meet a closed connection.
 KEEP_IDLE_S = 4.0
@@ -55,7 +55,7 @@ class Pool:
         except (OSError, UnicodeError) as error:
             # UnicodeError: a host name that cannot be looked up.
             what = getattr(error, "strerror", None) or error
-            raise Failure(Kind.REFUSED, f"no connection to {where}: {what}") from None
+            raise Failure(Kind.REFUSED, f"no connection to {where}: {what}") from error
         return connection
 
     def give_back(self, target: Target, connection: Connection) -> None:

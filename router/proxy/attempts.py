@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an attempt at a worker can fail, and whether the request may go to another worker. Pure.
+"""Whether a request of which an attempt failed may go to another worker. Pure.
 
 Never after the first byte of an answer went to the client, and never for a client's error. A request that an engine may
 have started is sent once more at most, whatever the age of the connection: a request that kills engines must not go
@@ -8,9 +8,8 @@ through the fleet.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from kvrouter.router.tokens.proxied_paths import REPEATABLE_PATHS
+from kvrouter.router.upstream.failure import Failure, Kind
 
 # The first and two more: with a third of a fleet gone at once, one request in thirty meets three of the gone.
 MAX_ATTEMPTS = 3
@@ -20,35 +19,11 @@ MAX_ARRIVALS = 2
 # What a gateway in front of an engine answers when the engine is gone, and vLLM itself while it scales.
 GONE_STATUSES = frozenset({502, 503, 504})
 
-
-class Kind(StrEnum):
-    """The kinds, as the metrics and the header of a retried answer name them."""
-
-    REFUSED = "refused"  # no connection: nobody listens, no route, no such name, TLS that fails
-    CONNECT_TIMEOUT = "connect_timeout"
-    STALE = "stale"  # a kept connection had been closed before the request came there
-    RESET = "reset"  # the connection ended before the first byte of the answer
-    LOST = "lost"  # its health checks stopped being answered while the request waited
-    SILENT = "silent"  # not a byte for answer_timeout_s
-    MALFORMED = "malformed"  # what came is no HTTP
-    GONE = "gone"  # one of GONE_STATUSES
-    CUT = "cut"  # the connection ended within the answer
-
-
 # The request cannot have reached the engine.
 _BEFORE_ARRIVAL = frozenset({Kind.REFUSED, Kind.CONNECT_TIMEOUT})
 # After such a wait the client has given up, and the next engine would need as long; what is not HTTP does not come from
 # an engine; of a cut answer the client has a part.
 _FINAL = frozenset({Kind.SILENT, Kind.MALFORMED, Kind.CUT})
-
-
-class Failure(Exception):
-    """An attempt failed. The text says what happened, for the client and `/workers`."""
-
-    def __init__(self, kind: Kind, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
-        self.text = text
 
 
 class AttemptsSpent(Exception):
