@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 from typing import Any
 
 TIMEOUT_S = 30.0
@@ -13,10 +14,12 @@ TIMEOUT_S = 30.0
 class HttpClient:
     """One connection to 127.0.0.1. Only for servers that answer with a content-length, which is checked."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
         self._port = port
         self._socket = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            self._socket = tls.wrap_socket(self._socket, server_hostname="127.0.0.1")
 
     def request(self, method: str, path: str, body: object = None) -> bytes:
         """The bytes of a request, to be sent as often as wanted."""

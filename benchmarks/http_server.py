@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: a request costs less CPU time on our own HTTP connection than as an ASGI application under uvicorn.
 
-Both servers run the same handler, which decodes nothing and replies with a small object: what differs is the way from
-the socket to the handler and back. One client asks over one kept connection, in turns. See docs/adr/0006.
+All servers run the same handler, which decodes nothing and replies with a small object: what differs is the way from
+the socket to the handler and back. One client asks over one kept connection, in turns, or over a new one each time. The
+third way is the first behind TLS, whose certificate openssl makes. See docs/adr/0006.
 """
 
 from __future__ import annotations
@@ -10,19 +11,27 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import uvicorn
 import uvloop
+from certificates import Authority
 from http_client import HttpClient
 from processes import cpu_s
 from report import machine, markdown
 
 from kvrouter.router.access.access import Access
+from kvrouter.router.access.certificate import CertificateFiles, read_certificate
+from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.api.http.guard import Guard
 from kvrouter.router.api.http.http_api import HttpApi
 from kvrouter.router.api.http.http_connection import connection_factory
@@ -34,11 +43,13 @@ from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.config.settings import Config
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
-WAYS = ("own connection", "ASGI under uvicorn")
+OWN, ASGI, TLS = WAYS = ("own connection", "ASGI under uvicorn", "own connection, TLS")
 # A hot path, and one of the ASGI application behind it.
 HOT, COLD = "/query_by_hash", "/workers"
 # 16 and 512 block hashes as JSON.
 BODY_BYTES = (340, 10_600)
+# Of the requests, as many are sent over connections of their own.
+NEW_SHARE = 10
 REPLY = {"instances": {f"w{number}": {"gpu": 8_192, "cpu": 8_192, "disk": 8_192} for number in range(8)}}
 
 
@@ -72,8 +83,8 @@ def asgi(api: HttpApi) -> Any:
     return application
 
 
-def serve(way: str) -> None:
-    """Prints its port, and serves until it is terminated."""
+def serve(way: str, pair: list[str] | None) -> None:
+    """pair: PEM files of certificate and key. Prints its port, and serves until it is terminated."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     hot = {HOT: lambda asked: REPLY}
@@ -94,10 +105,13 @@ def serve(way: str) -> None:
         paths=VersionedPaths(hot),
         guard=guard,
     )
-    own = way == WAYS[0]
+    context: ssl.SSLContext | None = None
+    if pair is not None:
+        context = read_certificate(CertificateFiles(*map(Path, pair))).context
+    own = way != ASGI
     config = uvicorn.Config(
         cold if own else asgi(api),
-        http=connection_factory(api) if own else "httptools",  # type: ignore[arg-type]
+        http=connection_factory(api, HttpLimits(), lambda: context) if own else "httptools",  # type: ignore[arg-type]
         loop="none",
         ws="none",
         lifespan="off",
@@ -109,27 +123,44 @@ def serve(way: str) -> None:
     uvloop.run(uvicorn.Server(config).serve(sockets=[listener]))
 
 
-def measure(rounds: int, requests: int) -> list[list[str]]:
+def measure(rounds: int, requests: int, folder: Path) -> list[list[str]]:
     """A row for each kind of request: its name, and for each way the least and the median CPU time in us."""
-    bodies = [("POST", HOT, "x" * size, f"POST {HOT}, {size:,} bytes") for size in BODY_BYTES]
+    kept = [("POST", HOT, "x" * size, f"POST {HOT}, {size:,} bytes", True) for size in BODY_BYTES]
+    kinds = [
+        *kept,
+        ("GET", COLD, None, f"GET {COLD}", True),
+        ("POST", HOT, "x" * BODY_BYTES[0], f"POST {HOT}, {BODY_BYTES[0]:,} bytes, on a new connection", False),
+    ]
+    authority = Authority(folder)
+    pair = authority.issue("router")
     rows = []
     servers = [
-        subprocess.Popen([sys.executable, __file__, "--serve", way], stdout=subprocess.PIPE, text=True) for way in WAYS
+        subprocess.Popen(
+            [sys.executable, __file__, "--serve", way, *(("--pair", *map(str, pair)) if way == TLS else ())],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for way in WAYS
     ]
     try:
         ports = [int(server.stdout.readline()) for server in servers if server.stdout]
-        for method, path, body, name in (*bodies, ("GET", COLD, None, f"GET {COLD}")):
+        for method, path, body, name, keeps in kinds:
             taken: list[list[float]] = [[] for _ in WAYS]
+            count = requests if keeps else requests // NEW_SHARE
             for _ in range(rounds):
-                for server, port, figures in zip(servers, ports, taken, strict=True):
-                    client = HttpClient(port)
+                for way, server, port, figures in zip(WAYS, servers, ports, taken, strict=True):
+                    tls = authority.client() if way == TLS else None
+                    client = HttpClient(port, tls)
                     question = client.request(method, path, body)
                     begun_s = cpu_s(server.pid)
-                    for _ in range(requests):
+                    for _ in range(count):
+                        if not keeps:
+                            client.close()
+                            client = HttpClient(port, tls)
                         status, _ = client.send(question)
                         if status != 200:
                             raise RuntimeError(f"{name} was answered with {status}")
-                    figures.append((cpu_s(server.pid) - begun_s) / requests * 1e6)
+                    figures.append((cpu_s(server.pid) - begun_s) / count * 1e6)
                     client.close()
             rows.append([name, *(f"{min(one):.0f} ({statistics.median(one):.0f})" for one in taken)])
     finally:
@@ -144,9 +175,11 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--requests", type=int, default=5_000)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--pair", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        serve(given.serve)
+        serve(given.serve, given.pair)
     else:
         print(f"us of CPU time a request, least (median) of {given.rounds} rounds; {machine()}\n")
-        print(markdown([["request", *WAYS], *measure(given.rounds, given.requests)]))
+        with tempfile.TemporaryDirectory() as folder:
+            print(markdown([["request", *WAYS], *measure(given.rounds, given.requests, Path(folder))]))
