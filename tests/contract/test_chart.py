@@ -258,6 +258,10 @@ def test_the_key_is_asked_for_where_it_is_set() -> None:
     assert endpoint["authorization"]["credentials"] == {"name": "keys", "key": "api-key"}
     (open_endpoint,) = one(rendered("vllm"), "ServiceMonitor")["spec"]["endpoints"]
     assert "authorization" not in open_endpoint
+    own = {"metrics": {"serviceMonitor": {"enabled": True, "apiKey": {"secret": "watchers", "key": "prometheus"}}}}
+    for values in (own, {"apiKey": {"secret": "keys"}, **own}):
+        (endpoint,) = one(helm_template(CHART, values), "ServiceMonitor")["spec"]["endpoints"]
+        assert endpoint["authorization"]["credentials"] == {"name": "watchers", "key": "prometheus"}
 
 
 def test_a_certificate_and_keys_reach_the_router_and_who_asks_it() -> None:
