@@ -390,7 +390,7 @@ class Core:
             name = f"worker {printable(view.worker.worker_id)} (rank {view.worker.dp_rank})"
             known = (self.mirror_sync.lost_credit(view.worker), stream.note, stream.disk_problem)
             problems += [f"{name}: {why}" for why in known if why]
-            if view.state is not StreamState.LIVE or view.catalog.problem is not None:
+            if view.state is not StreamState.LIVE or (view.catalog.problem is not None and not _is_fresh(stream)):
                 why = view.reason or view.catalog.problem or ""
                 problems.append(f"{name} is {view.state.value}: {why}")
         return problems + self.registry.problems + self.adoption.problems + self._supervisor.health()
@@ -451,3 +451,8 @@ class Core:
         self._segments_counted = (hits, misses)
         for worker, stream in self.registry.streams.items():
             count_worker(metrics.streams, worker, stream)
+
+
+def _is_fresh(stream: WorkerStream) -> bool:
+    """Whether its engine is heard and has stored nothing yet: there is nothing that could be credited."""
+    return not stream.view.catalog.groups and not any(stream.counts().values())

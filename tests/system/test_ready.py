@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 # pytest's importlib mode leaves sys.path alone.
+from fake_engine import BLOCK, FakeEngine, stored
+from fleet import until
 from replica_process import ReplicaProcess
 from router_process import RouterProcess
 from scripted_engine import ScriptedEngine, plain
@@ -180,3 +183,32 @@ def test_a_dead_worker_has_no_lag(fleet: Fleet, tmp_path: Path) -> None:
         assert fleet.router.worker("w0")["lag_ms"] is None and fleet.router.metric(name, worker="w0") == 0
         (row,) = [line for line in fleet.shown().splitlines() if "down" in line and "the engine" in line]
         assert " ms" not in row
+
+
+def test_an_engine_that_has_stored_nothing_yet_degrades_nothing_and_blocks_of_no_known_group_do(
+    router: RouterProcess,
+) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    engine = FakeEngine(context)
+    prompt = list(range(2 * BLOCK))
+
+    def row() -> dict[str, Any]:
+        (found,) = router.request("GET", "/workers")["workers"]
+        return dict(found)
+
+    try:
+        router.request("POST", "/register", engine.registration("fresh", "m-fresh", patch_endpoint="off"))
+        until(lambda: row()["state"] == "live", "it is not live")
+        # What it stores is known from its first event on.
+        assert router.request("GET", "/health")["reasons"] == []
+        engine.publish(stored(prompt, 0, 1, kind=None))
+        until(lambda: row()["residency"], "its block is not taken")
+        (reason,) = router.request("GET", "/health")["reasons"]
+        assert reason.startswith("worker fresh (rank 0) is live: ") and row()["catalog"]["problem"] in reason
+        engine.publish(stored(prompt, 1, 2))
+        until(lambda: row()["catalog"]["problem"] is None, "its group is not known")
+        assert router.request("GET", "/health")["reasons"] == []
+    finally:
+        router.request("POST", "/unregister", {"worker_id": "fresh"})
+        engine.close()
+        context.destroy(linger=0)
