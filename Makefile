@@ -8,12 +8,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-engine fuzz sanitize chaos takeover soak lint format chart-readme bench bench-peers docs audit lock sbom image-check clean
+.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak lint format chart-readme bench bench-peers docs audit lock sbom image-check clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what four replicas reuse"
 	@echo "make test         install and run the tests of every part, in minutes"
 	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo, all examples of the properties"
+	@echo "make test-uncompiled  those of make test, with the modules as they run where there is no C compiler"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
 	@echo "make fuzz         a million inputs against the decoders and what follows, ten million heads and answers, and the HTTP API's description"
 	@echo "make sanitize     the compiled modules under gcc's address and undefined-behaviour sanitizers (part of make fuzz)"
@@ -55,6 +56,10 @@ test: $(VENV)/installed
 
 test-all: $(VENV)/installed
 	$(PYTEST) -m "slow or property" $(ARGS)
+
+# As where there was no C compiler.
+test-uncompiled: $(VENV)/installed
+	KVROUTER_TEST_UNCOMPILED=1 KVROUTER_TEST_EXAMPLES=few $(PYTEST) -m "not slow" $(ARGS)
 
 test-engine:
 	$(PYTHON) tests/engine/run.py $(ARGS)

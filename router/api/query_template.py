@@ -16,8 +16,12 @@ class QueryTemplate:
     def __init__(self, pieces: list[bytes], cells: list[int], columns: int) -> None:
         self._text = b"%d".join(piece.replace(b"%", b"%%") for piece in pieces)
         self._cells = cells
+        self._columns = columns
 
     def fill(self, found: NDArray[np.int64]) -> bytes:
-        """The JSON with the numbers of this table, none of them below zero."""
+        """The JSON with the numbers of this table, none of them below zero. Raises ValueError and IndexError for a table
+        of another shape."""
+        if found.shape[1] != self._columns:
+            raise ValueError(f"a table of {found.shape[0]} rows of {found.shape[1]}")
         numbers = found.ravel().tolist()
         return self._text % tuple([numbers[cell] for cell in self._cells])

@@ -243,7 +243,8 @@ class MirrorTable:
                     if record & _LOW16 == mask:
                         self.drop_first(i)
                     else:
-                        self.slots.words[2 * i + 1] = record & ~mask
+                        # Not `& ~mask`, which uncompiled is a negative int, and no uint64.
+                        self.slots.words[2 * i + 1] = record ^ (record & mask)
                     continue
                 before = _END
                 at = record >> 32
@@ -255,7 +256,7 @@ class MirrorTable:
                 if records[at] & _LOW16 == mask:
                     self.drop_record(i, before, at)
                 else:
-                    records[at] &= ~mask
+                    records[at] ^= records[at] & mask
 
     def sweep(self, start: int, dead_slots: NDArray[np.int64], budget: int) -> int:
         """Drop what dead slots hold in the entries from `start` on, until `budget` entries, records and cells were

@@ -21,15 +21,18 @@ import pytest
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
+# A user's settings are not these tests'.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVROUTER_")}
 
 
 @contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """(process, the line it printed). Router and private server are ended by their own pids, also when a test fails."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVROUTER_")}
     command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--port", "0", "--data-dir", str(folder / "data")]
     with (folder / "log").open("a") as log:
-        process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=log, text=True, env=environ)
+        process = subprocess.Popen(
+            [*command, *arguments], stdout=subprocess.PIPE, stderr=log, text=True, env=ENVIRONMENT
+        )
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
@@ -123,7 +126,7 @@ def test_a_second_router_on_the_same_data_ends_with_one_line(tmp_path: Path) -> 
             "--data-dir",
             str(tmp_path / "data"),
         ]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
+        second = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S, env=ENVIRONMENT)
         assert second.returncode == 1
         assert second.stderr.startswith("kvrouter: ") and second.stderr.count("\n") == 1
         process.send_signal(signal.SIGTERM)
