@@ -12,7 +12,6 @@ from router_process import RouterError, RouterProcess
 
 from kvrouter.router.cli.api_client import Client
 from kvrouter.router.cli.doctor_report import DoctorReport, diagnose
-from kvrouter.router.common import compiled
 from kvrouter.router.diagnosis.finding import Finding
 
 TIMEOUT_S = 40.0
@@ -31,9 +30,7 @@ class Clinic:
         return diagnose(Client(self._url, self._key), self._url, time.time)
 
     def codes(self) -> list[str]:
-        """But for that of a router that is not compiled, where none is here."""
-        expected = "" if compiled.caution() is None else "KV007"
-        return [finding.code for finding in self.report().findings if finding.code != expected]
+        return [finding.code for finding in self.report().findings]
 
     def find(self, code: str, subject: str = "") -> Finding:
         """The finding of this code, once there is one; subject: what its subject has."""

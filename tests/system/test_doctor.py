@@ -23,6 +23,7 @@ from ports import free_port
 from router_process import RouterError, RouterProcess
 from scripted_engine import Asked, ScriptedEngine, Wire, plain, reset
 
+from kvrouter.router.common import compiled
 from kvrouter.router.diagnosis.endpoint_probe import GREETING
 from kvrouter.router.diagnosis.event_checks import UNHEARD_PROMPTS
 from kvrouter.router.diagnosis.finding import Severity
@@ -92,6 +93,7 @@ def shows(clinic: Clinic, worker_id: str) -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.skipif(compiled.caution() is not None, reason="a router that is not compiled is not all well")
 def test_no_worker_then_a_fleet_that_is_well(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
     assert clinic.codes() == ["KV005"]
     command = [sys.executable, "-m", "kvrouter.router.cli", "doctor", "--url", f"http://127.0.0.1:{clinic.router.port}"]
