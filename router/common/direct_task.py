@@ -77,12 +77,11 @@ class DirectTask:
         if coroutine is None:
             return
         self._awaited = None
-        try:
-            _enter_task(loop, self)  # type: ignore[arg-type]
-        except RuntimeError:
+        if asyncio.current_task(loop) is not None:
             # Within another task, which is to go on first.
             loop.call_soon(self.resume)
             return
+        _enter_task(loop, self)  # type: ignore[arg-type]
         try:
             if self._is_cancelled:
                 self._is_cancelled = False

@@ -64,7 +64,9 @@ class EnginePoller:
         self._engine_load = engine_load
         self._url = ""
         self._target: Target | None = None
-        self._wanted = asyncio.Event()
+        # Set by `ask_now` and at the end of a pause.
+        self._due = asyncio.Event()
+        self._wants_start = False
         # Reads the current stream again; None without one.
         self.expire: Callable[[str], None] | None = None
         self.lives = 0
@@ -73,11 +75,12 @@ class EnginePoller:
         """Polls the engine there from now on."""
         self._url = url.rstrip("/")
         self._target = target_of(url)
-        self._wanted.set()
+        self.ask_now()
 
     def ask_now(self) -> None:
         """Since when it lives is wanted at once: its stream was connected again."""
-        self._wanted.set()
+        self._wants_start = True
+        self._due.set()
 
     def judge_ranks(self) -> None:
         """Take what is known now of the ranks that its events may name."""
@@ -95,9 +98,9 @@ class EnginePoller:
         facts.vitals = EngineLiveness(facts.vitals.start_s)
         number = 0
         while True:
-            wanted = self._wanted.is_set()
-            self._wanted.clear()
-            with_start = wanted or facts.vitals.start_s is None or number % METRICS_EVERY == 0
+            with_start = self._wants_start or facts.vitals.start_s is None or number % METRICS_EVERY == 0
+            self._wants_start = False
+            self._due.clear()
             number += 1
             async with services.polls:
                 sign = await self._ask(services.http, self._record.profile.engine.health_path)
@@ -108,13 +111,13 @@ class EnginePoller:
                     sign = said if isinstance(said, Pulse) else sign
             for found in () if sign is None else facts.vitals.observe(sign, asked_s):
                 self._take(found)
+            # Not asyncio.timeout, which ends every pause with two exceptions.
             pause_s = interval_s * services.rng.uniform(1 - JITTER, 1 + JITTER)
+            timer = asyncio.get_running_loop().call_later(pause_s, self._due.set)
             try:
-                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
-                async with asyncio.timeout(pause_s):
-                    await self._wanted.wait()
-            except TimeoutError:
-                continue
+                await self._due.wait()
+            finally:
+                timer.cancel()
 
     def _take(self, sign: VitalSign) -> None:
         ingest = self._record.ingest
