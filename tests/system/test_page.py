@@ -118,7 +118,7 @@ def ask_tokens(page: Page, ids: list[int]) -> None:
     page.check("input[value=tokens]")
     page.fill("textarea", ", ".join(map(str, ids)))
     page.click("text=Where does it lie?")
-    page.wait_for_selector("[data-worker]")
+    page.wait_for_selector("#prompt-answer[aria-busy=false] [data-worker]")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -217,7 +217,6 @@ def test_the_blocks_of_a_prompt_are_those_of_the_query(tab: BrowserPage, router:
         body = {"model": MODEL, "token_ids": ids, "explain": True, "held": True}
         before = router.request("POST", "/query", body)["instances"]
         ask_tokens(page, ids)
-        page.wait_for_function("!document.getElementById('prompt-problem').textContent")
         if router.request("POST", "/query", body)["instances"] != before:
             return False
         for name, instance in before.items():

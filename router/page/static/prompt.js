@@ -36,6 +36,7 @@ function chat(text) {
 async function ask(app, form) {
   const { model, kind, text, lora_name, cache_salt } = Object.fromEntries(new FormData(form));
   busy = true;
+  document.getElementById("prompt-answer").ariaBusy = "true";
   app.changed();
   try {
     const more = {};
@@ -108,6 +109,7 @@ function update({ state }) {
   show(document.getElementById("prompt-problem"), problem ? el("p", { class: "notice", text: problem }) : null,
     busy ? el("p", { text: "Asking…" }) : null);
   const pane = document.getElementById("prompt-answer");
+  pane.ariaBusy = String(busy);
   if (!answer) {
     show(pane);
     return;
