@@ -35,6 +35,15 @@ def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def peak_rss_bytes(pid: int) -> int:
+    """The most that a process's resident set was since the last call, or its start. Source: VmHWM in /proc/PID/status,
+    reset by 5 in /proc/PID/clear_refs, proc(5)."""
+    process = Path(f"/proc/{pid}")
+    (line,) = (line for line in (process / "status").read_text().splitlines() if line.startswith("VmHWM:"))
+    (process / "clear_refs").write_text("5")
+    return int(line.split()[1]) * 1024
+
+
 def cpu_by_process(pid: int) -> dict[int, float]:
     """CPU time (user and system, in s) by process id: of a process, its threads that still live, and its children.
     Unlike wall time it hardly depends on what else runs on the machine. Source: /proc/PID/task/TID/schedstat (ns),
