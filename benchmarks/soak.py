@@ -46,6 +46,8 @@ CONNECTIONS = 8
 QUESTIONS_A_CONNECTION = 100
 SAMPLE_S = 10.0
 SAMPLES_A_MINUTE = 6
+# Fewer peaks show no growth, whatever leaks.
+MIN_JUDGED_MINUTES = 4
 UPSET_S = 30.0
 PROMPT_TOKENS = 1_024
 KNOWN_PROMPTS = 200
@@ -213,6 +215,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the figures go")
     options = parser.parse_args()
     warm_up = options.minutes / 4 if options.warm_up is None else options.warm_up
+    if options.minutes - warm_up < MIN_JUDGED_MINUTES:
+        parser.error(f"at least {MIN_JUDGED_MINUTES} minutes must follow the warm-up of {warm_up:g}: raise --minutes")
     # Also where a shell has a background job ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

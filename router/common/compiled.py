@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules with a `.pxd` or `.pyx` beside them are compiled at installation where there is a C compiler, and run as they
-stand where there is none, 10 to 270 times slower. With KVROUTER_TEST_UNCOMPILED=1 they run as they stand all the
+stand where there is none, up to 270 times slower. With KVROUTER_TEST_UNCOMPILED=1 they run as they stand all the
 same, so that they can be read, debugged and covered; tests hold both ways equal."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 
 UNCOMPILED = "KVROUTER_TEST_UNCOMPILED"
 SLOW = (
-    "some modules are not compiled ({}), so questions and events take 10 to 90 times longer: install a wheel of "
+    "some modules are not compiled ({}), so questions and events take up to 90 times longer: install a wheel of "
     "this platform, or install again where there is a C compiler"
 )
 ROUTER = Path(__file__).parents[1]

@@ -87,11 +87,10 @@ class Core:
         feed: EventFeed | None = None,
         patch_secret: bytes | None = None,
     ) -> None:
-        """http: asks engines for their lists; None: nobody asks them. engine_client: polls them for liveness and
-        load; None: they are not polled. token: names this process in leases;
-        one that outlives the process lets its successor take over at once. feed: receives the fleet's events; None:
-        nobody watches them. patch_secret: the CURVE key that engines' patches see; None: another for each
-        connection."""
+        """http: asks engines for their lists; None: nobody asks them. engine_client: polls them for liveness and load;
+        None: they are not polled. token: names this process in leases; one that outlives the process lets its successor
+        take over at once. feed: receives the fleet's events; None: nobody watches them. patch_secret: the CURVE key
+        that engines' patches see; None: another for each connection."""
         self._store = store
         self._config = config
         self._metrics = metrics

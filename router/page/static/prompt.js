@@ -36,6 +36,7 @@ function chat(text) {
 async function ask(app, form) {
   const { model, kind, text, lora_name, cache_salt } = Object.fromEntries(new FormData(form));
   busy = true;
+  // At once: what stands there until the next frame answers the question before.
   document.getElementById("prompt-answer").ariaBusy = "true";
   app.changed();
   try {
