@@ -35,7 +35,7 @@ from kvrouter.router.common.json_arrays import hash_array, token_array
 from kvrouter.router.matching.question import Question
 from kvrouter.router.placement.candidates import Pin
 from kvrouter.router.placement.choose import Choice
-from kvrouter.router.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.placement.placement_request import MAX_LIMIT_TOKENS, Placement, PlacementRequest
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.tokens.without_cache import engines_without_cache
@@ -265,6 +265,8 @@ def decode_blocks(decode_tokens: int, block_size: int) -> int:
 
 def _ask(body: Any, question: Question) -> PlacementRequest:
     max_tokens = body.expected_output_tokens if body.max_tokens is None else body.max_tokens
+    if max_tokens is not None:
+        max_tokens = min(max_tokens, MAX_LIMIT_TOKENS)
     pinned = body.pinned_worker
     pin = None if pinned is None else Pin(str(pinned.worker_id), pinned.dp_rank)
     context = body.session_context

@@ -12,13 +12,16 @@ from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.candidates import Pin
 from kvrouter.router.placement.choose import Choice
 
+# Of max_tokens: the largest number that a trace can hold. What asks for more asks for no limit.
+MAX_LIMIT_TOKENS = 2**63 - 1
+
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """One request. question: a prompt whose tokens are not known has no block hashes and an estimated length;
-    max_tokens: the most that is generated, None: not known; pinned: this worker and no other, as `Pin` or by its name
-    (`w0`, `w0@1`); selection_id: the client's own; may_hand_over: whether another worker may compute the prompt for the
-    one that decodes it; dry_run: it is not sent where it is placed, so later choices must not count on it;
-    keeps_comparison: the placement's choice has the workers that were compared."""
+    max_tokens: the most that is generated, up to MAX_LIMIT_TOKENS, None: not known; pinned: this worker and no other, as
+    `Pin` or by its name (`w0`, `w0@1`); selection_id: the client's own; may_hand_over: whether another worker may compute
+    the prompt for the one that decodes it; dry_run: it is not sent where it is placed, so later choices must not count on
+    it; keeps_comparison: the placement's choice has the workers that were compared."""
 
     question: Question
     session_id: str | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.placement.placement_request import MAX_LIMIT_TOKENS
 from kvrouter.router.tokens.client_body import ClientBody
 
 
@@ -29,7 +30,7 @@ class OpenAIBody(msgspec.Struct):
         """How many tokens may be generated at most, None where it is not said."""
         for given in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
             if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-                return given
+                return min(given, MAX_LIMIT_TOKENS)
         return None
 
     @property

@@ -242,6 +242,16 @@ def test_select_has_the_shape_of_the_contract(core: TinyCore) -> None:
     assert core.asked[0].exclude_worker_ids == {"w9"}
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "expected_output_tokens"])
+@pytest.mark.parametrize("limit", [2**63 - 1, 2**64, 10**400])
+def test_a_limit_of_any_size_is_a_limit_that_a_decision_can_hold(core: TinyCore, field: str, limit: int) -> None:
+    app, _ = build(core)
+    for path in ("/select", "/select_and_reserve"):
+        assert call(app, "POST", path, {"model": "m", "token_ids": [1], field: limit}).status == 200
+        decision = call(app, "GET", "/decisions").json()["decisions"][0]
+        assert decision["max_tokens"] == 2**63 - 1
+
+
 def test_select_explains_every_candidate(core: TinyCore) -> None:
     body = {"model": "m", "block_hashes": [1], "num_tokens": 300, "explain": True}
     candidates = call(build(core)[0], "POST", "/select", body).json()["candidates"]

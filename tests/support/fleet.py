@@ -92,19 +92,21 @@ def settle(router: RouterProcess) -> None:
 
 
 def wait_seqs(router: RouterProcess, seqs: dict[str, int]) -> None:
-    """Until the answers show these batches of these workers."""
-    shown: dict[str, Any] = {}
+    """Until the answers show these batches of these workers; a router may not have read of a worker yet."""
+    late: dict[str, Any] = {}
 
     def all_there() -> bool:
-        shown.update(rows(router))
-        return all(
-            (shown[worker]["seq"] if shown[worker]["seq"] is not None else -1) >= seq for worker, seq in seqs.items()
-        )
+        shown = rows(router)
+        late.clear()
+        for worker, seq in seqs.items():
+            row = shown.get(worker)
+            if row is None or row["seq"] is None or row["seq"] < seq:
+                late[worker] = (seq, row and (row["state"], row["seq"], row["reason"]))
+        return not late
 
     try:
         until(all_there, "")
     except AssertionError:
-        late = {w: (shown[w]["state"], shown[w]["seq"], seq, shown[w]["reason"]) for w, seq in seqs.items()}
         raise RouterError(f"not all batches are shown: {late}\n{router.log_tail()}") from None
 
 

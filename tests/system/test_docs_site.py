@@ -164,7 +164,8 @@ def test_a_page_is_found_by_its_words_and_its_pictures_are_shown(chromium: Brows
     with closing(BrowserPage(chromium, port, viewport={"width": DESK, "height": 900})) as tab:
         page = tab.page
         page.goto(tab.address)
-        page.fill(".md-search__input", "sliding window")
+        # Key by key: it looks at what stands there when a key is released.
+        page.locator(".md-search__input").press_sequentially("sliding window")
         expect(page.locator(".md-search-result__item").first).to_be_visible(timeout=30_000)
         links = page.locator(".md-search-result__link").all()
         assert any("hit-rule" in (link.get_attribute("href") or "") for link in links)

@@ -117,6 +117,7 @@ def test_addresses_of_a_fleet() -> None:
         (b'{"max_tokens": 5}', 5),
         (b'{"max_tokens": 5, "max_completion_tokens": 7}', 7),
         (b'{"max_output_tokens": 9}', 9),
+        (b'{"max_tokens": 18446744073709551616}', 2**63 - 1),
         (b'{"max_tokens": null}', None),
         (b'{"max_tokens": true}', None),
         (b'{"max_tokens": -1}', None),
