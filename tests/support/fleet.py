@@ -100,7 +100,8 @@ def wait_seqs(router: RouterProcess, seqs: dict[str, int]) -> None:
         late.clear()
         for worker, seq in seqs.items():
             row = shown.get(worker)
-            if row is None or row["seq"] is None or row["seq"] < seq:
+            # -1: the engine has published nothing.
+            if row is None or (-1 if row["seq"] is None else row["seq"]) < seq:
                 late[worker] = (seq, row and (row["state"], row["seq"], row["reason"]))
         return not late
 
