@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_REQUEST_BYTES = 256 * 1024
+CUDA_DEVICE = Path("/dev/nvidiactl")
 
 
 class ForkedEngine:
@@ -66,8 +67,11 @@ def _forker() -> socket.socket:
 
 def _serve(forker: socket.socket) -> None:
     import offload_child
-    import vllm  # noqa: F401
-    from vllm import LLM, SamplingParams  # noqa: F401
+
+    # A process that has looked at a CUDA device cannot be forked for one.
+    if not CUDA_DEVICE.exists():
+        import vllm  # noqa: F401
+        from vllm import LLM, SamplingParams  # noqa: F401
 
     # Nobody asks how an engine ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -27,7 +27,12 @@ class Child:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
         from vllm.config import KVEventsConfig, KVTransferConfig
+        from vllm.platforms import current_platform
 
+        device: dict[str, Any] = {}
+        if current_platform.is_cuda():
+            # The other backends have no float32; several engines share the device.
+            device = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.1}
         transfer = None
         if options["offload"] is not None:
             transfer = KVTransferConfig(
@@ -45,6 +50,7 @@ class Child:
             enable_prefix_caching=True,
             disable_log_stats=True,
             kv_transfer_config=transfer,
+            **device,
             kv_events_config=KVEventsConfig(
                 enable_kv_cache_events=True,
                 publisher="zmq",
@@ -167,10 +173,10 @@ class Child:
             for ref, pages in enumerate(copier._pages[group]):
                 # The key names the last block of its chunk.
                 start = layout.offset(group, ref, layout.blocks_per_chunk - 1)
-                stored = slots[tiers._cpu.slot(key), start : start + pages.itemsize].tobytes()
                 for one in blocks:
+                    page = page_of(pages, one.block_id)
                     compared += 1
-                    different += pages[one.block_id].tobytes() != stored
+                    different += slots[tiers._cpu.slot(key), start : start + len(page)].tobytes() != page
         return {"compared": compared, "different": different}
 
     def counts(self) -> dict[str, Any]:
@@ -181,6 +187,14 @@ class Child:
         done = self.llm.reset_prefix_cache(reset_connector=connector)
         self.rest()
         return bool(done)
+
+
+def page_of(pages: Any, block_id: int) -> bytes:
+    """pages: of one ref of a CpuCopier (an array), or of a CudaCopier (a tensor and the bytes of a page)."""
+    if isinstance(pages, tuple):
+        tensor, page_bytes = pages
+        return bytes(tensor[block_id, :page_bytes].cpu().numpy().tobytes())
+    return bytes(pages[block_id].tobytes())
 
 
 def serve(options: dict[str, Any]) -> None:

@@ -64,7 +64,8 @@ def take(
     """A view of raw bytes: offset in bytes, strides in elements; contiguous without strides."""
     element = torch.empty(0, dtype=dtype).element_size()
     strides = tuple(stride) if stride is not None else torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=dtype).set_(raw.untyped_storage(), offset // element, tuple(shape), strides)
+    empty = torch.empty(0, dtype=dtype, device=raw.device)
+    return empty.set_(raw.untyped_storage(), offset // element, tuple(shape), strides)
 
 
 def kv_first(raw: Sequence[torch.Tensor]) -> Views:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,37 +21,63 @@ from offload_layouts import LAYOUTS, NUM_BLOCKS, Layout  # noqa: E402
 from strided_pages import strided_pages  # noqa: E402
 
 from kvrouter.engine_patch.offload.memory import copier as copier_module  # noqa: E402
-from kvrouter.engine_patch.offload.memory.copier import CpuCopier  # noqa: E402
+from kvrouter.engine_patch.offload.memory.copier import Copier, CpuCopier  # noqa: E402
 from kvrouter.engine_patch.offload.memory.region import Region  # noqa: E402
 from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, Plan, SlotLayout, num_chunks  # noqa: E402
 
 NUM_SLOTS = 20
+# Of a device: a quarter of a second and more of work.
+DEVICE_TURNS, DEVICE_SIZE = 200, 4_096
 # How often a copy of 64 KiB or more is repeated at most, until another thread got to run: half a second, where it never
 # does.
 TURNS = 20_000
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+# Slots that the driver has not pinned work too, slower.
+every_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=on_cuda), pytest.param("cuda, not pinned", marks=on_cuda)]
+)
 
 
 class Cache:
     """An engine's caches of random bytes, and a copier to slots of random bytes."""
 
-    def __init__(self, layout: Layout, blocks_per_chunk: int, region: Region, seed: int = 0) -> None:
+    def __init__(self, layout: Layout, blocks_per_chunk: int, region: Region, device: str, seed: int = 0) -> None:
         self.layout = layout
-        self.raw = layout.raw(seed)
+        self.device = device.partition(",")[0]
+        self.raw = self.storages(seed)
         self.caches = layout.caches(self.raw)
         self.slots = region.rank_tensor()
         self.slot_layout = SlotLayout(self.caches.page_bytes, blocks_per_chunk, region.rank_bytes)
-        self.copier = CpuCopier(self.caches, self.slot_layout, self.slots)
+        if device == "cuda":
+            assert region.pin()
+        self.copier: Copier
+        if self.device == "cuda":
+            from kvrouter.engine_patch.offload.memory.cuda_copier import CudaCopier
+
+            self.copier = CudaCopier(self.caches, self.slot_layout, self.slots)
+        else:
+            self.copier = CpuCopier(self.caches, self.slot_layout, self.slots)
         generator = torch.Generator().manual_seed(seed + 1)
         self.slots.copy_(torch.randint(-128, 128, self.slots.shape, dtype=torch.int8, generator=generator))
 
+    def storages(self, seed: int) -> list[Any]:
+        """Random bytes for all of the caches."""
+        return [storage.to(self.device) for storage in self.layout.raw(seed)]
+
+    def store(self, plan: Plan) -> int:
+        return self.copier.store(plan, self.copier.fence())
+
+    def load(self, plan: Plan) -> int:
+        return self.copier.load(plan, self.copier.fence())
+
 
 @contextmanager
-def opened(layout: Layout, blocks_per_chunk: int) -> Iterator[Cache]:
-    """Slots of two ranks, of which the second's is used, with some bytes to spare."""
+def opened(layout: Layout, blocks_per_chunk: int, device: str) -> Iterator[Cache]:
+    """Slots of one rank, with some bytes to spare."""
     rank_bytes = max(layout.block_bytes) * blocks_per_chunk + 7
     region = Region.create_or_open(None, NUM_SLOTS, rank_bytes)
-    yield Cache(layout, blocks_per_chunk, region)
+    yield Cache(layout, blocks_per_chunk, region, device)
     region.close()
 
 
@@ -78,13 +105,14 @@ def transfers(draw: st.DrawFn, groups: int, blocks_per_chunk: int) -> tuple[Plan
     return tuple(stored), tuple(loaded)
 
 
+@every_device
 @every_layout
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3, 4])
 # Of each layout and chunk size; all of them together make more than a thousand.
 @settings(max_examples=30)
 @given(data=st.data(), sizes=st.sampled_from([(1, 2**20), (100, 2**20), (2**20, 2**20), (1, 1), (100, 60)]))
 def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(
-    layout: Layout, blocks_per_chunk: int, data: st.DataObject, sizes: tuple[int, int]
+    layout: Layout, blocks_per_chunk: int, device: str, data: st.DataObject, sizes: tuple[int, int]
 ) -> None:
     stored, loaded = data.draw(transfers(len(layout.groups), blocks_per_chunk))
     with pytest.MonkeyPatch.context() as patch:
@@ -92,39 +120,40 @@ def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(
         # larger.
         patch.setattr(copier_module, "BATCH_BYTES", sizes[0])
         patch.setattr(copier_module, "DIRECT_BYTES", sizes[1])
-        check_round_trip(layout, blocks_per_chunk, stored, loaded)
+        check_round_trip(layout, blocks_per_chunk, device, stored, loaded)
 
 
-def check_round_trip(layout: Layout, blocks_per_chunk: int, stored: Plan, loaded: Plan) -> None:
-    with opened(layout, blocks_per_chunk) as cache:
+def check_round_trip(layout: Layout, blocks_per_chunk: int, device: str, stored: Plan, loaded: Plan) -> None:
+    with opened(layout, blocks_per_chunk, device) as cache:
         original = [storage.clone() for storage in cache.raw]
         blocks = sum(len(group.block_ids) * layout.block_bytes[group.group] for group in stored)
 
-        assert cache.copier.store(stored) == blocks
+        assert cache.store(stored) == blocks
         assert all(torch.equal(a, b) for a, b in zip(cache.raw, original, strict=True))
 
         # Another life of the caches: other bytes everywhere.
-        for storage, other in zip(cache.raw, layout.raw(99), strict=True):
+        for storage, other in zip(cache.raw, cache.storages(99), strict=True):
             storage.copy_(other)
         wanted = [storage.clone() for storage in cache.raw]
         for source, target in zip(stored, loaded, strict=True):
             for before, after in zip(
                 layout.blocks(original, source.group), layout.blocks(wanted, source.group), strict=True
             ):
-                after[target.block_ids] = before[source.block_ids]
+                after[torch.from_numpy(target.block_ids)] = before[torch.from_numpy(source.block_ids)]
         slots = cache.slots.clone()
 
-        assert cache.copier.load(loaded) == blocks
+        assert cache.load(loaded) == blocks
         assert all(torch.equal(a, b) for a, b in zip(cache.raw, wanted, strict=True))
         assert torch.equal(cache.slots, slots)
 
 
+@every_device
 @every_layout
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])
 def test_a_page_lies_where_the_layout_says_and_the_rest_of_the_slots_stays(
-    layout: Layout, blocks_per_chunk: int
+    layout: Layout, blocks_per_chunk: int, device: str
 ) -> None:
-    with opened(layout, blocks_per_chunk) as cache:
+    with opened(layout, blocks_per_chunk, device) as cache:
         wanted = cache.slots.clone()
         plan = []
         for group, refs in enumerate(cache.caches.group_refs):
@@ -138,25 +167,28 @@ def test_a_page_lies_where_the_layout_says_and_the_rest_of_the_slots_stays(
                     start = cache.slot_layout.offset(group, number, (2 + i) % blocks_per_chunk)
                     page = cache.caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes]
                     wanted[slot, start : start + ref.page_size_bytes] = page
-        cache.copier.store(tuple(plan))
+        cache.store(tuple(plan))
         assert torch.equal(cache.slots, wanted)
 
 
-def test_a_part_of_a_chunk_is_added_to_what_its_slot_holds() -> None:
+@every_device
+def test_a_part_of_a_chunk_is_added_to_what_its_slot_holds(device: str) -> None:
     layout = LAYOUTS[0]
-    with opened(layout, 4) as cache:
+    with opened(layout, 4, device) as cache:
         for block in range(4):
-            cache.copier.store((part(0, [block], block, [7]),))
+            cache.store((part(0, [block], block, [7]),))
         whole = cache.slots[7].clone()
-        cache.copier.store((part(0, [0, 1, 2, 3], 0, [8]),))
+        cache.store((part(0, [0, 1, 2, 3], 0, [8]),))
         assert torch.equal(whole[:-7], cache.slots[8][:-7])
 
 
-def test_a_plan_of_nothing_copies_nothing() -> None:
-    with opened(LAYOUTS[0], 1) as cache:
-        assert cache.copier.store(()) == cache.copier.load(()) == 0
+@every_device
+def test_a_plan_of_nothing_copies_nothing(device: str) -> None:
+    with opened(LAYOUTS[0], 1, device) as cache:
+        assert cache.store(()) == cache.load(()) == 0
 
 
+@every_device
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -168,10 +200,10 @@ def test_a_plan_of_nothing_copies_nothing() -> None:
     ],
     ids=["block", "negative block", "slot", "negative slot", "one slot for two chunks"],
 )
-def test_what_is_not_there_is_refused_and_nothing_is_changed(wrong: GroupPart) -> None:
-    with opened(LAYOUTS[0], 1) as cache:
+def test_what_is_not_there_is_refused_and_nothing_is_changed(wrong: GroupPart, device: str) -> None:
+    with opened(LAYOUTS[0], 1, device) as cache:
         raw, slots = [storage.clone() for storage in cache.raw], cache.slots.clone()
-        for copy in (cache.copier.store, cache.copier.load):
+        for copy in (cache.store, cache.load):
             with pytest.raises((IndexError, ValueError), match=r"\d"):
                 copy((part(0, [5], 0, [5]), wrong))
         assert all(torch.equal(a, b) for a, b in zip(cache.raw, raw, strict=True))
@@ -209,6 +241,39 @@ def test_the_interpreter_is_free_while_a_copy_runs(page_bytes: int, direction: s
     finally:
         sys.setswitchinterval(interval)
     assert stopped == [True]
+
+
+@on_cuda
+@pytest.mark.parametrize("device", ["cuda", "cuda, not pinned"])
+def test_a_copy_waits_for_what_the_device_was_told_before_and_for_nothing_after(device: str) -> None:
+    """Law: what is stored is what the engine had computed when it submitted; what is loaded is not written over by work
+    from before; a copy does not wait for work from after."""
+    with opened(LAYOUTS[1], 1, device) as cache:
+        plan = (part(0, list(range(NUM_BLOCKS)), 0, list(range(NUM_BLOCKS))),)
+        held = LAYOUTS[1].block_bytes[0]
+
+        cache.raw[0].fill_(1)
+        keep_busy()
+        cache.raw[0].fill_(2)
+        fence = cache.copier.fence()
+        after = keep_busy()
+        cache.copier.store(plan, fence)
+        assert not after.query(), "the copy waited for what came after it"
+        assert bool((cache.slots[:NUM_BLOCKS, :held] == 2).all())
+
+        cache.slots.fill_(3)
+        keep_busy()
+        cache.raw[0].zero_()
+        cache.load(plan)
+        assert bool((cache.raw[0] == 3).all())
+
+
+def keep_busy() -> Any:
+    """Work on the current stream; the event after it."""
+    matrix = torch.randn(DEVICE_SIZE, DEVICE_SIZE, device="cuda")
+    for _ in range(DEVICE_TURNS):
+        matrix = (matrix @ matrix).clamp_(-1, 1)
+    return torch.cuda.current_stream().record_event()
 
 
 def test_slots_and_layouts_that_do_not_fit_are_refused() -> None:

@@ -143,6 +143,19 @@ def test_where_the_driver_refuses_nothing_stays_registered(driver: Driver, caplo
     region.close()
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_the_cuda_driver_pins_the_region_and_lets_it_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("kvrouter.engine_patch.offload.memory.region.PIN_BYTES", 10_000)
+    for path in (None, tmp_path / "slots"):
+        region = Region.create_or_open(path, 5, 8)
+        assert not region.rank_tensor().is_pinned()
+        assert region.pin() and region.pin()
+        kept = region.rank_tensor()
+        assert kept.is_pinned()
+        region.close()
+        assert not kept.is_pinned()
+
+
 def test_without_cuda_pinning_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     region = Region.create_or_open(None, 1, 8)
