@@ -62,7 +62,7 @@ def strided_pages(
         widths[place] = max(widths.get(place, 0), run.width)
     tensors = []
     for (number, offset, stride), width in widths.items():
-        view = torch.empty(0, dtype=torch.int8).set_(
+        view = torch.empty(0, dtype=torch.int8, device=list(storages.values())[number].device).set_(
             list(storages.values())[number], offset, (num_blocks, width), (stride, 1)
         )
         tensors.append(PageTensor(view, width))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -144,9 +145,12 @@ def test_where_the_driver_refuses_nothing_stays_registered(driver: Driver, caplo
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_the_cuda_driver_pins_the_region_and_lets_it_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cuda_driver_pins_the_region_and_lets_it_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrouter.engine_patch.offload.memory.region.PIN_BYTES", 10_000)
-    for path in (None, tmp_path / "slots"):
+    # A file as engines have it, in memory: the driver does not take one on a disk.
+    for path in (None, Path(f"/dev/shm/kvrouter-test-{os.getpid()}/slots")):
+        if path is not None:
+            path.parent.mkdir()
         region = Region.create_or_open(path, 5, 8)
         assert not region.rank_tensor().is_pinned()
         assert region.pin() and region.pin()
