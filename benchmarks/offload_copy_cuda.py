@@ -4,7 +4,7 @@ as many bytes in one piece, in both directions, and need pinned memory for it.
 
 The side to compare with is torch's copy_ between the device and pinned memory, the same way. All sides take turns, round
 by round; the table has medians over the rounds, and median and quartiles of the ratios of each round. A copy's time is
-what the thread that asked for it waits, with the making of its addresses. For an environment with vLLM for CUDA.
+what the calling thread waits, with the making of its addresses. For an environment with vLLM for CUDA.
 """
 
 from __future__ import annotations

