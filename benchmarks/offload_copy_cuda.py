@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import engine_venv
 import msgspec
-from offload_copy import BLOCKS_PER_CHUNK, QUICK_ROUNDS, QUICK_TRANSFER_BYTES, ROUNDS, SEED, SPREAD, TRANSFER_BYTES
+from offload_copy import (
+    BLOCKS_PER_CHUNK,
+    QUICK_ROUNDS,
+    QUICK_TRANSFER_BYTES,
+    ROUNDS,
+    SEED,
+    SPREAD,
+    TRANSFER_BYTES,
+    gigabytes_per_s,
+)
 from report import Others, Result, machine, markdown, number, progress, quartiles, save
 
 if TYPE_CHECKING:
@@ -42,12 +50,6 @@ class Line(msgspec.Struct):
     # Of ours to one_piece, round by round: (lower quartile, median, upper quartile).
     ratio: tuple[float, float, float]
     rounds: dict[str, list[float]]
-
-
-def gigabytes_per_s(copy: Callable[[], object], size: int) -> float:
-    start = time.perf_counter()
-    copy()
-    return size / (time.perf_counter() - start) / 1e9
 
 
 def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> list[Line]:

@@ -62,9 +62,9 @@ def strided_pages(
         widths[place] = max(widths.get(place, 0), run.width)
     tensors = []
     for (number, offset, stride), width in widths.items():
-        view = torch.empty(0, dtype=torch.int8, device=list(storages.values())[number].device).set_(
-            list(storages.values())[number], offset, (num_blocks, width), (stride, 1)
-        )
+        storage = list(storages.values())[number]
+        empty = torch.empty(0, dtype=torch.int8, device=storage.device)
+        view = empty.set_(storage, offset, (num_blocks, width), (stride, 1))
         tensors.append(PageTensor(view, width))
     numbers = {place: number for number, place in enumerate(widths)}
     refs = [[PageRef(numbers[r.storage, r.offset, r.stride], r.used) for r in runs] for runs in group_runs]

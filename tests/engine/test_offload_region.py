@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -148,16 +148,15 @@ def test_where_the_driver_refuses_nothing_stays_registered(driver: Driver, caplo
 def test_the_cuda_driver_pins_the_region_and_lets_it_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrouter.engine_patch.offload.memory.region.PIN_BYTES", 10_000)
     # A file as engines have it, in memory: the driver does not take one on a disk.
-    for path in (None, Path(f"/dev/shm/kvrouter-test-{os.getpid()}/slots")):
-        if path is not None:
-            path.parent.mkdir()
-        region = Region.create_or_open(path, 5, 8)
-        assert not region.rank_tensor().is_pinned()
-        assert region.pin() and region.pin()
-        kept = region.rank_tensor()
-        assert kept.is_pinned()
-        region.close()
-        assert not kept.is_pinned()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for path in (None, Path(folder) / "slots"):
+            region = Region.create_or_open(path, 5, 8)
+            assert not region.rank_tensor().is_pinned()
+            assert region.pin() and region.pin()
+            kept = region.rank_tensor()
+            assert kept.is_pinned()
+            region.close()
+            assert not kept.is_pinned()
 
 
 def test_without_cuda_pinning_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
