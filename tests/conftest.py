@@ -7,7 +7,9 @@ In CI it draws the same examples each time: what chance finds is found at a desk
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.property)
         if folder in SLOW_FOLDERS and item.get_closest_marker("smoke") is None:
             item.add_marker(pytest.mark.slow)
+
+
+class Unhandled(logging.Handler):
+    """What an event loop says of an error that nobody took."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(self.format(record))
+
+
+@pytest.fixture(autouse=True)
+def no_unhandled_error() -> Iterator[None]:
+    """A law of every test: no event loop of its process has an error that nobody handles."""
+    unhandled = Unhandled()
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(unhandled)
+    yield
+    logger.removeHandler(unhandled)
+    assert not unhandled.found, unhandled.found[0]

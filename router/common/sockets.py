@@ -15,10 +15,15 @@ INT_BYTES = 4
 
 
 def untaken_bytes(transport: asyncio.WriteTransport) -> int:
-    """What was written and is not in the other side's kernel yet: what waits here, and what was not acknowledged."""
+    """What was written and is not in the other side's kernel yet: what waits here, and what was not acknowledged. 0 of
+    one that is gone."""
     waiting = transport.get_write_buffer_size()
+    socket = transport.get_extra_info("socket")
+    if socket is None:
+        # uvloop's, once it is closed; asyncio's has a socket without a descriptor.
+        return waiting
     with contextlib.suppress(OSError, ValueError):
-        descriptor = transport.get_extra_info("socket").fileno()
+        descriptor = socket.fileno()
         waiting += int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(INT_BYTES)), sys.byteorder)
     return waiting
 

@@ -219,5 +219,5 @@ def test_the_same_exchanges_with_the_short_ways_and_without(monkeypatch: pytest.
     for one, other in zip(with_them, without, strict=True):
         hosts = re.compile(r"127\.0\.0\.1:\d+")
         assert hosts.sub("", repr(one)) == hosts.sub("", repr(other))
-    # Many are plain, and many are not.
-    assert len(taken) / 5 < sum(taken) < len(taken) * 19 / 20
+    # Some are plain, and some are not; how many depends on which pieces the kernel joins.
+    assert 10 <= sum(taken) <= len(taken) - 6
