@@ -6,8 +6,8 @@ questions a second: three in four about prompts that the engines know, by hash; 
 of tokens, half of them never seen before. Each connection is closed and opened again after a hundred questions. Twice a
 minute one engine's batches go missing and come by replay, one of the workers is unregistered and registered again, and
 `/workers` and `/metrics` are read. Every ten seconds memory and open files of both processes are read. Judged is the most
-that the router took in each minute: a replay takes some 35 MiB for a moment, which malloc gives back or keeps for the
-next. At the end the answers and the sets in Redis are compared with what the engines hold, block by block.
+that the router took in each minute, as a replay takes some 40 MiB for a moment. At the end the answers and the sets in
+Redis are compared with what the engines hold, block by block.
 """
 
 from __future__ import annotations

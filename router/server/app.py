@@ -52,6 +52,7 @@ from kvrouter.router.redis_client.embedded_valkey import EmbeddedStoreError
 from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
 from kvrouter.router.server.checks import log_cautions, patch_client_secret, tracing_of
 from kvrouter.router.server.listener import bound_socket, port_taken, start_line
+from kvrouter.router.server.memory_release import release_memory, trim_function
 from kvrouter.router.server.private_store import private_store
 from kvrouter.router.server.router_metrics import RouterMetrics
 from kvrouter.router.server.service_manager import announce
@@ -194,6 +195,8 @@ async def _start(
     if tracing is not None:
         stack.push_async_callback(tracing.close)
     stack.callback(supervisor.start("access", access.watch).cancel)
+    if (trim := trim_function()) is not None:
+        stack.callback(supervisor.start("memory_release", partial(release_memory, trim)).cancel)
     if part is None:
         log_cautions(config)
     token = PRIVATE_TOKEN if config.redis is None else None
