@@ -28,10 +28,11 @@ from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.loading import Origin
 from kvrouter.router.config.settings import Config
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStoreError
-from kvrouter.router.server.app import PRIVATE_TOKEN, ProcessPart, serve
+from kvrouter.router.server.app import serve
 from kvrouter.router.server.checks import local_tokenizers, log_cautions
 from kvrouter.router.server.listener import bound_socket, start_line
 from kvrouter.router.server.private_store import private_store
+from kvrouter.router.server.process_part import PRIVATE_TOKEN, ProcessPart
 from kvrouter.router.server.service_manager import announce
 from kvrouter.router.server.stopping import HURRY
 from kvrouter.router.telemetry.log_format import set_up_logs

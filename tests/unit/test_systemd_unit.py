@@ -13,12 +13,12 @@ from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.config.loading import load_config
 from kvrouter.router.config.settings import FIELDS, Config, variable_of
 from kvrouter.router.redis_client.embedded_valkey import STOP_TIMEOUT_S
-from kvrouter.router.server.app import FILES_PER_CONNECTION
+from kvrouter.router.server.descriptors import FILES_PER_CONNECTION
 from kvrouter.router.server.supervisor import CLOSE_TIMEOUT_S
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 PAGE = (FOLDER.parents[1] / "docs" / "how-to" / "systemd.md").read_text()
-# Of a worker (router/server/app.py).
+# Of a worker (router/server/descriptors.py).
 FILES_PER_WORKER = 6
 
 
