@@ -28,6 +28,7 @@ from kvrouter.simulator.engine.timing import INSTANT, Timing
 from kvrouter.simulator.http.api import Api, EngineLife
 from kvrouter.simulator.http.event_stream import EventStream
 from kvrouter.simulator.http.faults import Faults
+from kvrouter.simulator.http.held_ports import held_ports
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +169,8 @@ class ReplicaServer:
         self.api.down = True
         await self._end_life()
         self.publisher.close()
-        await asyncio.sleep(down_s)
+        async with held_ports(self.endpoints["events"], self.endpoints["replay"]):
+            await asyncio.sleep(down_s)
         self.publisher = EventPublisher(self.endpoints["events"], self.endpoints["replay"], context=self._context)
         self.api.life = self._make_life()
         self._running = asyncio.create_task(self._live())

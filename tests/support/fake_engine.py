@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import zmq
+from ports import free_port
 
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.publisher import EventPublisher
@@ -107,7 +108,9 @@ class FakeEngine:
         self._replay = replay
         # As its batches name it.
         self.dp_rank = 0
-        self.publisher = self._open("tcp://127.0.0.1:0", "tcp://127.0.0.1:0" if replay else None)
+        # None that the kernel gives to somebody's connection while this one restarts.
+        events, second = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+        self.publisher = self._open(events, second if replay else None)
         self.endpoint = self.publisher.endpoint
         self.replay_endpoint = self.publisher.replay_endpoint
 
