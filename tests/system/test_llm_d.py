@@ -69,6 +69,8 @@ def test_the_configuration_names_the_producer_and_the_scorer_that_reads_it() -> 
         if "\tType = " in line
     )
     assert types.index("token-producer") < types.index(kind)
+    (scorer,) = (plugin for plugin in config["plugins"] if plugin["type"] == "prefix-cache-scorer")
+    assert scorer["parameters"] == {"prefixMatchInfoProducerName": kind}
     used = {plugin["pluginRef"] for profile in config["schedulingProfiles"] for plugin in profile["plugins"]}
     assert "prefix-cache-scorer" in used and used <= set(types)
 

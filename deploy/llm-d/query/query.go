@@ -44,6 +44,9 @@ func (h Hit) Tokens(w Weights) int {
 	return int(float64(h.GPU)*w.GPU + float64(cpu)*w.CPU + float64(disk)*w.Disk)
 }
 
+// All is the hit in tokens, from whichever tier.
+func (h Hit) All() int { return max(h.GPU, max(h.CPU, h.Disk)) }
+
 func max(a, b int) int {
 	if a > b {
 		return a

@@ -44,7 +44,7 @@ func TestHitsAreWhatTheReplicasReuse(t *testing.T) {
 	}
 	for worker, reused := range fleet.Reused {
 		hit := hits[worker]
-		if all := hit.Tokens(Weights{1, 1, 1}); all != reused || hit.State != "live" {
+		if all := hit.Tokens(Weights{1, 1, 1}); all != reused || hit.All() != reused || hit.State != "live" {
 			t.Errorf("%s: %+v makes %d, and %d were reused", worker, hit, all, reused)
 		}
 	}
