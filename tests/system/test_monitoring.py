@@ -50,18 +50,26 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
         flags = worker_flags(replica.endpoints for replica in replicas)
         with RouterProcess(tmp_path_factory.mktemp("router"), flags) as process:
             numbers = itertools.count()
+            missing: set[str] = set()
 
             def counts() -> bool:
                 """After one prompt more: all that traffic counts is counted."""
                 number = next(numbers)
-                # Streams have a time to first token, and times between tokens.
-                body = {"model": MODEL, "prompt": [number % 5 + 1] * 300, "max_tokens": 3, "stream": number % 2 == 1}
+                # Some again, and new ones all the time, of which engines have news. Streams have a time to first token,
+                # and times between tokens.
+                body = {"model": MODEL, "prompt": [number // 4 + 1] * 300, "max_tokens": 3, "stream": number % 2 == 1}
                 options = {"stream_options": {"include_usage": True}} if body["stream"] else {}
                 process.text("/v1/completions", body | options)
                 values = [(one.name, one.value) for family in families(process) for one in family.samples]
-                return {f"kvrouter_{name}" for name in COUNTED} <= {name for name, value in values if value > 0}
+                counted = {name for name, value in values if value > 0}
+                missing.clear()
+                missing.update(name for name in COUNTED if f"kvrouter_{name}" not in counted)
+                return not missing
 
-            until(counts, "traffic is counted")
+            try:
+                until(counts, "traffic is counted")
+            except AssertionError:
+                raise AssertionError(f"not counted: {missing}; {process.log_tail()}") from None
             yield process
         thread.stop()
 
