@@ -125,27 +125,30 @@ def test_every_prediction_is_what_the_engine_reused(site: Site, name: str) -> No
             chat.clear()
         chat += [rng.randrange(1, 30_000) for _ in range(rng.randrange(50, 400))]
         streams = {"stream": True, "stream_options": {"include_usage": True}} if number % 7 == 0 else {}
+        # Where chats begin is chance, which now and then leaves a worker out.
+        where = {"x-kvrouter-worker": f"w{number}"} if number < REPLICAS else {}
         settle(site.router)
         if streams:
-            found, headers = streamed(port, completion(list(chat), **streams))
+            found, headers = streamed(port, completion(list(chat), **streams), where)
         else:
-            answer, headers = post(port, completion(list(chat)))
+            answer, headers = post(port, completion(list(chat)), where)
             found = cached(answer)
         assert int(headers["x-kvrouter-predicted-hit"]) == found, (number, headers)
         reused += found
         workers.add(headers["x-kvrouter-worker"])
-    # Six chats on three workers leave one out now and then.
-    assert reused > 0 and len(workers) > 1
+    assert reused > 0 and len(workers) == REPLICAS
     site.wait_idle()
     assert exact(site.router) - before == REQUESTS
     print(f"{name}: {REQUESTS} requests, {reused} tokens reused, all as predicted")
 
 
-def streamed(port: int, body: Any) -> tuple[int, dict[str, str]]:
+def streamed(port: int, body: Any, headers: dict[str, str] | None = None) -> tuple[int, dict[str, str]]:
     """Cached tokens, and the headers, of a stream."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
-        connection.request("POST", COMPLETIONS, json.dumps(body), {"content-type": "application/json"})
+        connection.request(
+            "POST", COMPLETIONS, json.dumps(body), {"content-type": "application/json", **(headers or {})}
+        )
         answer = connection.getresponse()
         assert answer.status == 200
         events = answer.read().split(b"\n\n")
