@@ -37,7 +37,7 @@ from kvrouter.events.patch.snapshot_assembly import DEFAULT_MAX_SNAPSHOT_BLOCKS,
 from kvrouter.events.transport.held_queue import HeldQueue
 from kvrouter.events.transport.holding_cursor import HoldingCursor
 from kvrouter.events.transport.settings import DEFAULT_MAX_HELD_BYTES
-from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
+from kvrouter.events.vllm.stream_items import CaughtUp, Connected, Disconnected, Malformed
 
 # What arrives during a snapshot: a minute of 1,000 messages a second, a batch of a long prefill some 10 KB.
 DEFAULT_MAX_HELD = 65_536
@@ -173,10 +173,10 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
 
     def expire(self) -> None:
         """Another source reports that the known life may have ended: greets and requests catalog and snapshot again."""
-        self.items.append(Expired())
         self._declared, self._catalog_asked = -1, 0
         self._greeted = False
         self.greeting_wanted = True
+        self.items.append(Expired())
         self._want_snapshot()
 
     def on_request_sent(self) -> None:
@@ -314,6 +314,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             if self._request is not None:
                 # The next snapshot contains the rest.
                 return
+        self.items.append(CaughtUp())
 
     def _hold(self, seq: int, message: _Message, size_bytes: int) -> None:
         for dropped_seq, dropped, _ in self._held.append(seq, message, size_bytes):

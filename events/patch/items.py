@@ -3,6 +3,7 @@
 
 The consumer knows the publisher's ledger from `Loaded` (or its resume point) on, as long as it applies every
 `ReportBatch`. `ReportGap` ends that, `NewEpoch` voids all it knew; after either, no batch follows before a `Loaded`.
+What came during the snapshot follows `Loaded`, and then `CaughtUp`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgspec
 
 from kvrouter.events.patch.messages import DeclaredCatalog, Events, Heartbeat, Hello, PlaceSummary
 from kvrouter.events.vllm.messages import HashArray
-from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
+from kvrouter.events.vllm.stream_items import CaughtUp, Connected, Disconnected, Malformed
 
 
 class ReportResume(msgspec.Struct, frozen=True):
@@ -94,7 +95,7 @@ class Expired(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Exactly this is resident; batches continue at its `next_seq`."""
+    """Exactly this was resident before its `next_seq`; the messages held meanwhile follow, and then `CaughtUp`."""
 
     snapshot: Snapshot
 
@@ -132,6 +133,7 @@ class PatchHeard(msgspec.Struct, frozen=True):
 ReportItem: TypeAlias = (
     Connected
     | Disconnected
+    | CaughtUp
     | Greeted
     | Declared
     | ReportBatch

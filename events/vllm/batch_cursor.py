@@ -7,6 +7,10 @@ fingerprint. So each replay request starts at the last batch that was passed on;
 The shell feeds in messages and connection changes, takes `items` out, and keeps exactly the replay request that
 `request` names in flight. Meanwhile live batches are held (bounded; an overflow is a gap again). The shell decides when
 an answer is overdue.
+
+Invariant: between `FellBehind` and `CaughtUp` the publisher is known, or must be assumed, to have sent more than was
+handed out: a replay is under way, or batches are held behind it. `FellBehind` comes before the first item of a replay,
+and `CaughtUp` after the last held batch.
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ from kvrouter.events.vllm.replay_request import Purpose, Request
 from kvrouter.events.vllm.seen_batches import REMEMBERED_BATCHES, SeenBatches
 from kvrouter.events.vllm.stream_items import (
     Batch,
+    CaughtUp,
     Connected,
     Disconnected,
+    FellBehind,
     GapClosed,
     GapLost,
     GapOpened,
@@ -31,7 +37,6 @@ from kvrouter.events.vllm.stream_items import (
     Proven,
     ReadAnew,
     ReplayFailed,
-    ReplayFinished,
     Restarted,
     ResumePoint,
     StreamItem,
@@ -63,6 +68,8 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._seen = SeenBatches()
         self._gap: tuple[int, int] | None = None
         self._requests = 0
+        # `FellBehind` was announced, and `CaughtUp` was not.
+        self._behind = False
         self._debt = ReplayDebt(owed=replay and resume is not None and resume.incomplete)
         if resume is not None:
             self._expected = resume.seq + 1
@@ -80,7 +87,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._replay_works = self._replay
         if self._to_prove and self._replay:
             self._begin_proof()
-        self.items.append(Connected(replaying=self._holding()))
+        self.items.append(Connected())
 
     def disconnected(self) -> None:
         """The live socket lost its peer: the next batch may belong to another life."""
@@ -101,9 +108,11 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self._begin_proof()
         batch = Batch(seq, payload, fingerprint(payload), replayed=False)
         if self._holding():
+            self._fall_behind()
             self._held.hold(batch)
         elif not self._accept(batch):
             self._hold_first(batch)
+        self._catch_up()
 
     def replayed(self, seq: int, payload: bytes) -> None:
         """A batch from the replay socket."""
@@ -156,9 +165,8 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
                 return
             self._lose_gap("the publisher no longer has these batches")
         self.request = None
-        if request.announced or request.batches:
-            self.items.append(ReplayFinished(request.first_seq, request.last_seq, request.batches))
         self._drain()
+        self._catch_up()
 
     def replay_overdue(self) -> None:
         """The replay made no progress for too long."""
@@ -183,9 +191,11 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self._to_prove = True
             self._lose_unless_contradicted(reason)
         self._lose_gap(reason)
+        self._lose_cut_answer(request, reason)
         self._owe()
         self._held.old = 0
         self._drain()
+        self._catch_up()
 
     def check(self) -> None:
         """Requests, without holding live batches, whatever is missing at the end of the stream.
@@ -199,7 +209,11 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         """Another source reports that the known life may have ended. All is replayed, where that is possible."""
         # Without a peer, the next connection begins the replay.
         self._restart(self._expected or 0, reason, ask=self._connected)
+        if self.request is None:
+            # No replay follows that would judge them.
+            self._held.clear()
         self._to_prove = not self._connected
+        self._catch_up()
 
     def malformed(self, reason: str) -> None:
         """A message that is no batch."""
@@ -209,6 +223,18 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         request = self.request
         return request is not None and not (request.silent and request.purpose is Purpose.PROVE)
 
+    def _fall_behind(self, *, missing: bool = False) -> None:
+        """Announce, once, that more was sent than was handed out."""
+        if not self._behind:
+            self._behind = True
+            self.items.append(FellBehind(missing))
+
+    def _catch_up(self) -> None:
+        """Announce that no replay is under way and nothing is held, if that is so."""
+        if self._behind and self.request is None and not self._held:
+            self._behind = False
+            self.items.append(CaughtUp())
+
     def _begin_proof(self) -> None:
         self._to_prove = False
         self._begin(Purpose.START if self._last_seq is None else Purpose.PROVE)
@@ -217,17 +243,13 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         if purpose is Purpose.START:
             self._held.drop_old()
             self._held.mark_old()
+        if not silent:
+            self._fall_behind()
         self._requests += 1
-        self.request = Request(
-            self._requests,
-            self._first_wanted(),
-            purpose,
-            silent,
-            announced=not silent or not self._replay_works,
-            judged=self._last_seq is None,
-        )
+        self.request = Request(self._requests, self._first_wanted(), purpose, silent, judged=self._last_seq is None)
 
     def _request_rest(self, request: Request) -> None:
+        self._fall_behind(missing=True)
         self._requests += 1
         self.request = msgspec.structs.replace(
             request,
@@ -250,6 +272,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
                 self._restart(seq, f"seq {seq} is another batch than the one handed out")
             elif self._to_prove or (request.purpose is Purpose.PROVE and not request.silent):
                 self._to_prove = False
+                self._fall_behind()
                 self.items.append(Proven(seq, "replay"))
             return False
         expected = self._expected
@@ -306,12 +329,11 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self.items.append(GapClosed(gap[0], gap[1]))
 
     def _hand_replayed(self, request: Request, batch: Batch) -> None:
+        # Only a check is not announced before: it found batches that the live socket did not bring.
+        self._fall_behind(missing=self._expected is not None)
         self._hand(batch)
         request.batches += 1
         request.progress += 1
-        request.last_seq = batch.seq
-        if request.first_seq is None:
-            request.first_seq = batch.seq
 
     def _lose(self, first_seq: int, next_seq: int, reason: str) -> None:
         """Gives up a range. The consumer starts from nothing, so any seq may be next."""
@@ -328,6 +350,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         """The replay endpoint answers: whether the whole ring is requested now, in place of `request`."""
         due = self._debt.is_due(request)
         if due:
+            self._fall_behind()
             self.items.append(ReadAnew())
             self._begin_anew()
         return due
@@ -343,6 +366,13 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         following = next((seq for seq, _, _ in self._held if seq >= self._gap[1]), self._gap[1])
         self._lose(self._expected, following, reason)
 
+    def _lose_cut_answer(self, request: Request, reason: str) -> None:
+        """Give up the position that an answer without its end left: the publisher may have sent more, and nothing held
+        shows where it stands."""
+        shown = request.batches or (request.judged and request.purpose is Purpose.PROVE and not request.silent)
+        if shown and not self._held and self._expected is not None:
+            self._lose(self._expected, self._expected, f"the replay stopped before its end: {reason}")
+
     def _lose_unless_contradicted(self, reason: str) -> None:
         """Without a proof, and with held batches dropped or old, the next seq alone proves nothing either."""
         expected = self._expected
@@ -357,7 +387,9 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
     def _restart(self, seq: int, reason: str, *, ask: bool = True) -> None:
         last_seq = -1 if self._expected is None else self._expected - 1
         replaying = ask and self._replay_works
-        self.items.append(Restarted(last_seq, seq, reason, replaying))
+        if replaying:
+            self._fall_behind()
+        self.items.append(Restarted(last_seq, seq, reason))
         if replaying:
             # The replay repeats the held batches of the new life; those of the old life must not pass for it.
             self._begin_anew()

@@ -28,8 +28,6 @@ class Request(msgspec.Struct):
     purpose: Purpose
     # A check without a known fault: live batches are not held for it.
     silent: bool = False
-    # Whether its end is reported even if it returned nothing.
-    announced: bool = True
     # Requested again from where an answer had a hole: ZMQ's ROUTER drops silently above its high-water mark.
     again_at: int | None = None
     # The answer's first batch has been compared with the last one handed out, or there was none.
@@ -40,5 +38,3 @@ class Request(msgspec.Struct):
     batches: int = 0
     # The same, since it was last requested again.
     progress: int = 0
-    first_seq: int | None = None
-    last_seq: int | None = None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a subscriber yields: batches in order, and every fact about what is missing or proven. Values only.
+"""The items that a subscriber yields: batches in order, and every fact about what is missing or proven. Values only.
 
 For the consumer: `GapLost`, `ReadAnew` and `Restarted` void what it knows; whatever is missing is announced by one of
-them before the next `Batch`. All seqs are of the life that the surrounding items speak of.
+them before the next `Batch`. From `FellBehind` to `CaughtUp` the publisher has sent more than the batches yielded so
+far. All seqs are of the life that the surrounding items speak of.
 """
 
 from __future__ import annotations
@@ -35,13 +36,22 @@ class ResumePoint(msgspec.Struct, frozen=True):
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """The live socket has a peer. replaying: a replay is under way, and its end will be announced."""
-
-    replaying: bool = False
+    """The live socket has a peer."""
 
 
 class Disconnected(msgspec.Struct, frozen=True):
     """The live socket lost its peer; ZMQ keeps trying to connect."""
+
+
+class FellBehind(msgspec.Struct, frozen=True):
+    """A replay or a snapshot is under way, or messages are held behind one: more was sent than was yielded."""
+
+    # Batches that follow those yielded are known to exist; else the stream may just as well have ended there.
+    missing: bool = False
+
+
+class CaughtUp(msgspec.Struct, frozen=True):
+    """Nothing is under way or held any more, and all that was is yielded. A lost connection may come in between."""
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
@@ -91,26 +101,16 @@ class Restarted(msgspec.Struct, frozen=True):
     last_seq: int
     seq: int
     reason: str
-    # A replay of its ring is requested.
-    replaying: bool = False
 
 
 class Proven(msgspec.Struct, frozen=True):
-    """After a resume or a reconnect: the life is the same, and nothing up to seq was missed.
+    """After a resume or a reconnect: the life is the same as that of batch `seq`, the last one known.
 
     how: `next_seq`, only where there is no replay endpoint: the next seq came, which another life can reach by
     chance."""
 
     seq: int
     how: Literal["replay", "next_seq"]
-
-
-class ReplayFinished(msgspec.Struct, frozen=True):
-    """A replay ended; it returned `batches` new batches, first_seq to last_seq (None when 0)."""
-
-    first_seq: int | None
-    last_seq: int | None
-    batches: int
 
 
 class ReplayFailed(msgspec.Struct, frozen=True):
@@ -128,6 +128,8 @@ class Malformed(msgspec.Struct, frozen=True):
 StreamItem: TypeAlias = (
     Connected
     | Disconnected
+    | FellBehind
+    | CaughtUp
     | Batch
     | GapOpened
     | GapClosed
@@ -136,7 +138,6 @@ StreamItem: TypeAlias = (
     | ReadAnew
     | Restarted
     | Proven
-    | ReplayFinished
     | ReplayFailed
     | Malformed
 )

@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from kvrouter.events.patch.items import ReportItem
 from kvrouter.events.vllm.codec import BatchDecoder
-from kvrouter.events.vllm.stream_items import Connected, Disconnected, ResumePoint, StreamItem
+from kvrouter.events.vllm.stream_items import (
+    CaughtUp,
+    Connected,
+    Disconnected,
+    FellBehind,
+    ResumePoint,
+    StreamItem,
+)
 from kvrouter.router.common.ids import Place
 from kvrouter.router.ingest.engine_liveness import (
     EngineAbsent,
@@ -96,30 +103,34 @@ class Ingest:
         self.held.continue_from(epoch, seq)
         self.profile.load(meta)
         self.profile.contact.unproven = True
-        self.profile.set(
-            StreamState.SUSPECT,
-            f"restored from Redis at seq {seq}; the stream has not shown yet that nothing was missed since",
+        self.profile.wait_for(
+            f"restored from Redis at seq {seq}; the stream has not shown yet that nothing was missed since"
         )
 
     def begin_unreadable(self, problem: str) -> None:
         """Redis holds something of this worker that cannot be read; nothing of it is used."""
-        self.profile.incident = f"what Redis holds of it cannot be read ({problem}): it is learned again"
+        self.profile.report(f"what Redis holds of it cannot be read ({problem}): it is learned again")
 
     def pause(self, incident: str) -> None:
         """Nobody reads the stream for now: what is held stays, until the stream shows whether something was missed."""
         contact = self.profile.contact
-        if self.held.seq is None:
-            contact.unproven = False
-            self.profile.set(StreamState.CONNECTING, incident)
-        elif self.profile.stage is not StreamState.RESYNCING:
-            contact.unproven = True
-            self.profile.set(StreamState.SUSPECT, incident)
-        contact.gap_open = contact.expired = contact.linked = False
+        contact.unproven = self.held.seq is not None
+        contact.gap_open = contact.expired = contact.linked = contact.behind = contact.same_life = False
         contact.next_seq_s = contact.told_start_s = None
+        if not contact.missing:
+            self.profile.wait_for(incident)
 
     def apply(self, item: StreamItem | ReportItem, now: float) -> None:
         """Take the next item of either stream. now: seconds, monotonic."""
-        if isinstance(item, _REPORT_ITEMS) or (self._follows_reports and isinstance(item, Connected | Disconnected)):
+        contact = self.profile.contact
+        if isinstance(item, FellBehind):
+            contact.behind = True
+            contact.missing |= item.missing
+        elif isinstance(item, CaughtUp):
+            # One from before the engine's process changed says nothing of the stream that follows.
+            if not contact.expired:
+                self.profile.catch_up()
+        elif isinstance(item, _REPORT_ITEMS) or (self._follows_reports and isinstance(item, Connected | Disconnected)):
             self.reports.apply(item, now)
         else:
             self.stock.apply(item, now)
@@ -144,11 +155,11 @@ class Ingest:
     def _begin_life(self, sign: EngineBack | EngineRestarted) -> None:
         self.profile.contact.down = ""
         if self.profile.is_silent:
-            self.profile.set(StreamState.CONNECTING, SILENT)
+            self.profile.report(SILENT)
         else:
             what = "answers again" if isinstance(sign, EngineBack) else f"is another process ({sign.reason})"
             self.held.void_life(f"the engine {what}; its stream is read again")
-            self.profile.stage, self.profile.contact.expired = StreamState.CONNECTING, True
+            self.profile.contact.expired = True
         if self._follows_reports:
             self.reports.suspect_life("answers again" if isinstance(sign, EngineBack) else sign.reason)
 

@@ -33,7 +33,6 @@ from kvrouter.events.vllm.stream_items import Connected, Disconnected, StreamIte
 from kvrouter.router.common.ids import GPU, Place
 from kvrouter.router.ingest.residency import EMPTY_SUM, MAX_PLACES, PlaceSum, Runs
 from kvrouter.router.ingest.worker_epoch import WorkerEpoch
-from kvrouter.router.workers.stream_state import StreamState
 
 PROVING = "waiting for a heartbeat to prove that nothing was missed"
 
@@ -74,9 +73,9 @@ class PatchFeed:
 
     def _load_first(self, incident: str) -> None:
         """No snapshot was loaded yet: what is held, if anything, is from the engine's own topic."""
+        self._contact.behind = True
         if self._epoch.seq is None:
-            linked = self._contact.linked
-            self._profile.set(StreamState.CATCHING_UP if linked else StreamState.CONNECTING, incident)
+            self._profile.wait_for(incident)
         else:
             self._doubt(incident)
 
@@ -91,6 +90,9 @@ class PatchFeed:
         profile = self._profile
         if self._contact.expired and isinstance(item, ReportBatch | HeartbeatSeen | Loaded):
             return
+        if isinstance(item, ReportBatch | HeartbeatSeen):
+            # A message may come before the news of its connection.
+            self._contact.linked = True
         if isinstance(item, ReportBatch):
             self._report(item.seq, item.message, now)
         elif isinstance(item, HeartbeatSeen):
@@ -115,11 +117,11 @@ class PatchFeed:
                 f"the engine's publisher started again ({item.reason}); loading a snapshot, no credit meanwhile"
             )
         elif isinstance(item, SnapshotFailed):
-            profile.incident = f"no snapshot ({item.reason}); asking again; residency before it is not complete"
+            profile.wait_for(f"no snapshot ({item.reason}); asking again; residency before it is not complete")
         elif isinstance(item, PatchSilent):
             self._doubt(f"not heard for {item.silent_s:.1f} s; the last known residency is shown")
         elif isinstance(item, PatchHeard):
-            profile.incident = f"heard again; {PROVING}"
+            profile.wait_for(f"heard again; {PROVING}")
         elif isinstance(item, Greeted):
             self._patch.greeting = item
         elif isinstance(item, Declared):
@@ -139,20 +141,19 @@ class PatchFeed:
         elif self._patch.epoch is None:
             self._contact.linked = True
             self._load_first("loading a snapshot of what the engine holds")
-        elif self._profile.stage is not StreamState.RESYNCING:
+        else:
+            self._contact.linked = True
             self._doubt(f"connected; {PROVING}")
 
     def _doubt(self, incident: str) -> None:
-        """Nothing is known to be wrong, and nothing proves that it is right."""
+        """Mark what is held as unproven: nothing is known to be wrong, and nothing proves that it is right."""
         self._contact.unproven = True
-        # Where batches are known to be missing, doubt is no better.
-        missing = self._profile.stage is StreamState.RESYNCING
-        self._profile.set(StreamState.RESYNCING if missing else StreamState.SUSPECT, incident)
+        self._profile.wait_for(incident)
 
     def _distrust(self, incident: str) -> None:
-        """What is held is known not to be what the engine holds."""
-        self._contact.unproven = True
-        self._profile.set(StreamState.RESYNCING, incident)
+        """Mark what is held as known not to be what the engine holds."""
+        self._contact.unproven = self._contact.missing = True
+        self._profile.wait_for(incident)
 
     def _report(self, seq: int, message: Events, now: float) -> None:
         profile = self._profile
@@ -220,9 +221,11 @@ class PatchFeed:
         self._patch.epoch = snapshot.epoch
         if last >= 0:
             epoch.jump(last)
-        self._contact.unproven = False
+        self._contact.unproven = self._contact.missing = False
+        # What came during the snapshot is still to be applied.
+        self._contact.behind = True
         self.wants_snapshot = None
-        profile.set(StreamState.LIVE, "")
+        profile.wait_for("the snapshot is loaded; applying what came meanwhile")
 
     def _count_differences(self, truth: dict[Place, NDArray[np.uint64]]) -> None:
         blocks, tally = self._epoch.blocks, self._profile.tally
@@ -257,9 +260,8 @@ class PatchFeed:
             )
             self._distrust(f"{self.wants_snapshot}; loading a snapshot, no credit meanwhile")
             return
-        self._contact.unproven = False
-        if self._profile.stage is not StreamState.LIVE:
-            self._profile.set(StreamState.LIVE, "")
+        self._contact.missing = False
+        self._profile.prove()
 
 
 def _places_of(snapshot: Snapshot) -> dict[Place, tuple[NDArray[np.uint64], dict[int, int]]]:

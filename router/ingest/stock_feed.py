@@ -26,7 +26,6 @@ from kvrouter.events.vllm.stream_items import (
     Proven,
     ReadAnew,
     ReplayFailed,
-    ReplayFinished,
     Restarted,
     StreamItem,
 )
@@ -71,23 +70,24 @@ class StockFeed:
             self._batch(item, now)
         elif isinstance(item, Connected):
             contact.linked = True
-            self._connected(item)
+            self._connected()
         elif isinstance(item, Disconnected):
-            contact.linked = False
-            profile.set(StreamState.SUSPECT, f"connection to {events} lost; the last known residency is shown")
+            contact.linked = contact.same_life = False
             # With no batch there is nothing to prove.
             contact.unproven = self._epoch.seq is not None
             contact.next_seq_s = contact.told_start_s = None
+            if not contact.missing:
+                shown = "; the last known residency is shown" if contact.unproven else ""
+                profile.wait_for(f"connection to {events} lost{shown}")
         elif isinstance(item, GapOpened):
             self._count_gap(item.first_seq, item.next_seq)
-            profile.set(
-                StreamState.RESYNCING,
-                f"batches {item.first_seq} to {item.next_seq - 1} are missing; asking the replay endpoint, no credit meanwhile",
+            contact.missing = True
+            profile.wait_for(
+                f"batches {item.first_seq} to {item.next_seq - 1} are missing; asking the replay endpoint, no credit meanwhile"
             )
         elif isinstance(item, GapClosed):
             contact.gap_open = False
             profile.tally.replays += 1
-            profile.set(StreamState.LIVE, "")
         elif isinstance(item, GapLost):
             if not contact.gap_open:
                 self._count_gap(item.first_seq, item.next_seq)
@@ -105,24 +105,18 @@ class StockFeed:
             self._epoch.void_life(
                 "the replay endpoint answers again: all that it still has is read again, with what was given up"
             )
-            profile.stage = StreamState.CATCHING_UP
         elif isinstance(item, Restarted):
             contact.gap_open = contact.expired = False
             profile.tally.restarts += 1
             self._epoch.void_life(f"the engine restarted ({item.reason}); what it held before is void")
             # This life has not named its rank yet.
             profile.ranks.published, profile.ranks.problem, profile.ranks.skips = None, "", False
-            if item.replaying:
-                profile.stage = StreamState.CATCHING_UP
         elif isinstance(item, Proven):
             if item.how == "next_seq":
                 self._follow_next_seq(item.seq + 1, now)
             else:
-                contact.unproven = False
-                profile.set(StreamState.LIVE, "")
-        elif isinstance(item, ReplayFinished):
-            if profile.stage is StreamState.CATCHING_UP:
-                profile.set(StreamState.LIVE, profile.incident if profile.tally.restarts else "")
+                contact.same_life = True
+                profile.wait_for(f"the engine is the same; reading what it sent after batch {item.seq}")
         elif isinstance(item, ReplayFailed):
             self._replay_failed(item)
         elif isinstance(item, Malformed):
@@ -135,8 +129,8 @@ class StockFeed:
             contact.told_start_s = sign.start_s if contact.linked else None
         elif contact.next_seq_s is not None and sign.asked_s >= contact.next_seq_s:
             if sign.start_s == contact.process_start_s:
-                contact.unproven, contact.next_seq_s = False, None
-                self._profile.set(StreamState.LIVE, "")
+                contact.next_seq_s = None
+                self._profile.prove()
             else:
                 self._void_unproven(self._epoch.seq or 0, "the engine's process is another, or was not known before")
 
@@ -147,7 +141,7 @@ class StockFeed:
             self._void_unproven(seq, "there is neither a replay endpoint nor a url to ask")
         else:
             self._contact.next_seq_s = now
-            self._profile.incident = (
+            self._profile.wait_for(
                 f"seq {seq} follows; waiting for the engine's HTTP to say that its process is the same"
             )
 
@@ -163,28 +157,26 @@ class StockFeed:
         self._profile.tally.gaps += 1
         self._profile.tally.missed_batches += next_seq - first_seq
 
-    def _connected(self, item: Connected) -> None:
-        profile, registration = self._profile, self._profile.registration
-        if self._contact.expired or profile.stage is StreamState.RESYNCING:
+    def _connected(self) -> None:
+        profile, contact, registration = self._profile, self._contact, self._profile.registration
+        if contact.expired or contact.missing:
             return
-        if self._contact.unproven:
-            profile.incident = f"connected to {registration.events}; waiting for proof that nothing was missed"
-        elif item.replaying:
-            profile.set(StreamState.CATCHING_UP, "replaying what the engine still remembers")
+        if contact.unproven:
+            profile.wait_for(f"connected to {registration.events}; waiting for proof that nothing was missed")
+        elif contact.behind:
+            profile.wait_for("replaying what the engine still remembers")
         elif registration.replay:
             # Batches came before this news, and the replay that they began is over.
-            profile.set(StreamState.LIVE, profile.incident if profile.stage is StreamState.LIVE else "")
+            profile.settle()
         else:
-            profile.set(StreamState.LIVE, "no replay endpoint: what was cached before is learned as it is used")
+            profile.report("no replay endpoint: what was cached before is learned as it is used")
 
     def _replay_failed(self, item: ReplayFailed) -> None:
         profile = self._profile
         if profile.stage is StreamState.CATCHING_UP:
-            profile.set(
-                StreamState.LIVE, f"replay failed ({item.reason}): what was cached before is learned as it is used"
-            )
+            profile.report(f"replay failed ({item.reason}): what was cached before is learned as it is used")
         elif self._contact.unproven:
-            profile.incident = (
+            profile.wait_for(
                 f"replay failed ({item.reason}); suspect until it answers, or the next batch comes and voids"
             )
 
@@ -215,8 +207,9 @@ class StockFeed:
                 self._take(batch)
             else:
                 self._skip()
-        if profile.stage in (StreamState.CONNECTING, StreamState.SUSPECT) and not contact.unproven:
-            profile.set(StreamState.LIVE, "")
+        # The batch may come before the news of its connection.
+        contact.linked = True
+        profile.settle()
         contact.fingerprint = item.fingerprint
         epoch.advance(item.seq)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.ingest.residency import Residency
 from kvrouter.router.ingest.worker_profile import WorkerProfile
-from kvrouter.router.workers.stream_state import StreamState
 
 
 class WorkerEpoch:
@@ -55,8 +54,9 @@ class WorkerEpoch:
         self.blocks.forget()
         self.seq = self._first_seq = None
         self.profile.rewrite()
-        contact.unproven, contact.next_seq_s, contact.incomplete = False, None, False
-        self.profile.set(StreamState.LIVE if contact.linked else StreamState.CONNECTING, incident)
+        contact.unproven = contact.same_life = contact.missing = contact.incomplete = False
+        contact.next_seq_s = None
+        self.profile.report(incident)
 
     def void_life(self, incident: str) -> None:
         """The same, where another life of the engine may have begun: what was learned of the old one is void with

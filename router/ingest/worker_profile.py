@@ -55,25 +55,35 @@ class StoredScheme(msgspec.Struct, frozen=True):
 
 
 class Contact(msgspec.Struct):
-    """What is known of the connection to the engine, and of the proof that nothing was missed. Times: seconds.
+    """The connection to an engine, and the proof that nothing of its stream was missed. Times: seconds, monotonic."""
 
-    down: why the engine is down by what its HTTP says; absent: why its URL has never answered; a stream that is
-    connected says more than its URL. expired: the engine's process is another, and the stream has not started again
-    yet: its batches may be the old one's. gap_open: counted, and neither filled nor lost yet. incomplete: the replay
-    endpoint may have more than is known. fingerprint: of the last batch. process_start_s: when the process started that
-    said what is held, by its HTTP; told_start_s: what its HTTP answered since the last batch. next_seq_s: when the next
-    seq came after a new connection, while only the engine's HTTP can prove that it is the same life."""
-
+    # The stream's socket has a peer.
     linked: bool = False
-    down: str = ""
-    absent: str = ""
+    # More was sent than was applied: a replay or a snapshot is under way, or messages are held behind one.
+    behind: bool = False
+    # Nothing proves that what is held is still what the engine holds: it was restored, or the connection was lost.
     unproven: bool = False
+    # The replay under way has shown that the engine is the one that was known; what it sent since is still to come.
+    same_life: bool = False
+    # Batches are known to be missing from what is held, until the stream has caught up.
+    missing: bool = False
+    # The engine's process is another, and the stream has not started again yet: its batches may be the old one's.
     expired: bool = False
+    # Why the engine is down, by its HTTP; empty: it is not.
+    down: str = ""
+    # Why the engine's URL has never answered; empty: it has. A connected stream counts for more.
+    absent: str = ""
+    # A gap was counted, and is neither filled nor lost yet.
     gap_open: bool = False
+    # The replay endpoint may have more than is known.
     incomplete: bool = False
+    # The fingerprint of the last batch.
     fingerprint: int = 0
+    # When the process started that sent what is held, by its HTTP.
     process_start_s: float | None = None
+    # The same, as its HTTP answered since the last batch.
     told_start_s: float | None = None
+    # When the next seq came after a new connection, while only the engine's HTTP can prove that it is the same life.
     next_seq_s: float | None = None
     last_event_s: float | None = None
 
@@ -99,7 +109,9 @@ class PatchContact(msgspec.Struct):
 
 
 class WorkerProfile:
-    """One worker's. `stage` is where its stream stands, `incident` what happened last."""
+    """Everything known of one worker but its blocks. Its state is derived from `contact` and never assigned.
+
+    Invariant: while the stream is behind, unproven, incomplete or not connected, the state is not `live`."""
 
     def __init__(self, registration: Registration, seed: str | None) -> None:
         """seed: the engines' PYTHONHASHSEED as configured for the whole router."""
@@ -116,8 +128,10 @@ class WorkerProfile:
         self.contact = Contact()
         self.ranks = Ranks(ranks_allowed(registration.worker.dp_rank, True, ()))
         self.patch = PatchContact()
-        self.stage = StreamState.CONNECTING
+        # The sentence that explains the state, or says what happened last.
         self.incident = SILENT if self.is_silent else f"no connection to {registration.events} yet"
+        # Whether the incident describes something under way, so that it ends when the worker is live.
+        self._is_passing = not self.is_silent
         self._catalog: tuple[tuple[int, int | None], Catalog] | None = None
         # What of it Redis has.
         self._written: tuple[int, SchemeState] | None = None
@@ -146,6 +160,22 @@ class WorkerProfile:
         if self._catalog is None or version != self._catalog[0]:
             self._catalog = version, self.learner.catalog(self.identity.hash_block_size)
         return self._catalog[1]
+
+    @property
+    def stage(self) -> StreamState:
+        """Where the stream stands, whatever the engine's HTTP and its ranks say.
+
+        The order decides about credit: batches known to be missing end it, whatever else is the case."""
+        contact = self.contact
+        if contact.missing:
+            return StreamState.RESYNCING
+        if contact.expired:
+            return StreamState.CONNECTING
+        if contact.unproven:
+            return StreamState.SUSPECT
+        if not contact.linked:
+            return StreamState.CONNECTING
+        return StreamState.CATCHING_UP if contact.behind else StreamState.LIVE
 
     @property
     def state(self) -> StreamState:
@@ -196,11 +226,36 @@ class WorkerProfile:
             "is one block; register a catalog with offload_blocks_per_chunk"
         )
 
-    def set(self, stage: StreamState, incident: str) -> None:
-        self.stage, self.incident = stage, incident
+    def wait_for(self, incident: str) -> None:
+        """Explain the state by something under way, which is forgotten once the worker is live."""
+        self.incident, self._is_passing = incident, True
+
+    def report(self, incident: str) -> None:
+        """Say what happened; a live worker shows it too, until `forget_incident`."""
+        self.incident, self._is_passing = incident, False
+
+    def catch_up(self) -> None:
+        """Take that nothing is under way any more, and that everything sent so far was applied."""
+        contact = self.contact
+        if contact.same_life:
+            contact.unproven = contact.same_life = False
+        contact.behind = False
+        if not contact.unproven:
+            contact.missing = False
+        self.settle()
+
+    def prove(self) -> None:
+        """Take that what is held is what the engine held when it sent the last item."""
+        self.contact.unproven = False
+        self.settle()
+
+    def settle(self) -> None:
+        """Forget an incident that ended with the worker being live."""
+        if self._is_passing:
+            self.forget_incident()
 
     def forget_incident(self) -> None:
-        """What happened is over, and no reason for what is now."""
+        """Forget what happened to a live worker."""
         if self.stage is StreamState.LIVE:
             self.incident = ""
 

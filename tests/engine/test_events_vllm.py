@@ -25,9 +25,9 @@ from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import (
     Batch,
+    CaughtUp,
     GapClosed,
     Proven,
-    ReplayFinished,
     Restarted,
     ResumePoint,
     StreamItem,
@@ -168,7 +168,7 @@ def test_our_subscriber_reads_vllms_publisher() -> None:
             publisher.publish(step(number))
         subscriber = Subscriber(to(endpoint), to(replay), context=context, settings=settings)
         await subscriber.start()
-        items = await until(subscriber, ReplayFinished)
+        items = await until(subscriber, CaughtUp)
         assert hashes(items) == [0, 1, 2]
         last = [item for item in items if isinstance(item, Batch)][-1]
         await asyncio.sleep(0.5)
@@ -181,7 +181,7 @@ def test_our_subscriber_reads_vllms_publisher() -> None:
         next(publisher._seq_gen)
         publisher._buffer.append((4, msgspec.msgpack.encode(step(4))))
         publisher.publish(step(5))
-        items = await until(subscriber, ReplayFinished)
+        items = await until(subscriber, CaughtUp)
         assert hashes(items) == [4, 5]
         assert GapClosed(4, 5) in items
         await subscriber.close()
@@ -194,14 +194,14 @@ def test_our_subscriber_reads_vllms_publisher() -> None:
             resume=ResumePoint(last.seq, last.fingerprint),
         )
         await subscriber.start()
-        items = await until(subscriber, ReplayFinished)
+        items = await until(subscriber, CaughtUp)
         assert Proven(last.seq, "replay") in items
         assert hashes(items) == [3, 4, 5]
 
         publisher.shutdown()
         await asyncio.sleep(0.5)
         successor = kv_events.ZmqEventPublisher(0, endpoint, replay)
-        items = await until(subscriber, ReplayFinished)
+        items = await until(subscriber, CaughtUp)
         assert any(isinstance(item, Restarted) for item in items)
         successor.publish(step(9))
         assert hashes(await until(subscriber, Batch)) == [9]

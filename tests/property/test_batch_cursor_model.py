@@ -18,12 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.stream_items import (
     Batch,
+    CaughtUp,
+    FellBehind,
     GapClosed,
     GapLost,
     GapOpened,
     Proven,
     ReadAnew,
-    ReplayFinished,
     Restarted,
     ResumePoint,
     fingerprint,
@@ -42,6 +43,7 @@ class Consumer:
         self.handed: set[tuple[int, int]] = set() if last is None else {last}
         self.gap: tuple[int, int] | None = None
         self.lost_next: int | None = None
+        self.behind = False
 
     def read(self, item: object) -> None:
         match item:
@@ -78,8 +80,12 @@ class Consumer:
             case Proven(seq):
                 assert self.last is not None
                 assert seq == self.last[1]
-            case ReplayFinished(first_seq, last_seq, batches):
-                assert (first_seq is None) == (last_seq is None) == (batches == 0)
+            case FellBehind():
+                assert not self.behind
+                self.behind = True
+            case CaughtUp():
+                assert self.behind
+                self.behind = False
             case _:
                 pass
 
@@ -223,6 +229,11 @@ class World(RuleBasedStateMachine):
             self.consumer.read(item)
         assert self.cursor.held <= MAX_HELD
         assert self.replay or self.cursor.request is None
+        request = self.cursor.request
+        if self.cursor.held or (request is not None and (not request.silent or request.batches)):
+            assert self.consumer.behind, "more is to come, and nothing says so"
+        elif not self.connection_due and request is None:
+            assert not self.consumer.behind, "nothing is under way, and nothing says so"
 
     def teardown(self) -> None:
         if not hasattr(self, "cursor"):

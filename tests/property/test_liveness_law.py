@@ -61,9 +61,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=FIRST_SEED, help="of the first world")
+    parser.add_argument(
+        "--count-early", action="store_true", help="count live steps inside an answer, go on after them"
+    )
     parser.add_argument("--explain", type=int, default=3, help="broken worlds that are shown in full")
     arguments = parser.parse_args()
+    World.counts_early = arguments.count_early
     begun_s, steps = time.monotonic(), 0
+    live = early = 0
     wrong: dict[int, str] = {}
     kinds: Counter[str] = Counter()
     for seed in range(arguments.seed, arguments.seed + arguments.worlds):
@@ -74,7 +79,10 @@ def main() -> int:
         except Exception as error:
             steps += WORLD_STEPS
             wrong[seed] = f"{world.kind}{'+http' if world.http else ''}: {error!r}"
+        live += world.live_items
+        early += world.early_items
     print(f"{arguments.worlds} worlds, {steps} steps, {len(wrong)} wrong, {time.monotonic() - begun_s:.0f} s")
+    print(f"{live} items after which the worker was live, {early} of them inside an answer or with messages held")
     print(", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
     groups: dict[str, list[int]] = {}
     for seed, what in wrong.items():
@@ -83,7 +91,7 @@ def main() -> int:
         print(f"{len(seeds)} x {what}; seeds {seeds[:4]}")
     for seed in list(wrong)[: arguments.explain]:
         print(report(seed))
-    return bool(wrong)
+    return bool(wrong or early)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tree_layouts import LAYOUTS
 from tree_oracle import TreeOracle
 
 from kvrouter.events.vllm.codec import BatchDecoder
-from kvrouter.events.vllm.stream_items import Batch, Connected, Proven, ReplayFinished, Restarted
+from kvrouter.events.vllm.stream_items import Batch, CaughtUp, Connected, Proven, Restarted
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.router.common.ids import CPU, STORAGE
 from kvrouter.router.workers.stream_state import StreamState
@@ -145,7 +145,7 @@ def test_a_stream_joined_late_is_replayed_and_followed(context: Context, seed: i
             engine.steps(STEPS)
             follower = Follower(context, port, replay_port, new_predictor())
             async with follower.stream:
-                await follower.until(lambda said: any(isinstance(item, ReplayFinished) for item in said))
+                await follower.until(lambda said: any(isinstance(item, CaughtUp) for item in said))
                 # Topic, seq and payload: four frames with the empty one, where older publishers send three.
                 replayed = [item for item in follower.said if isinstance(item, Batch)]
                 assert replayed and all(item.replayed for item in replayed) and "Malformed" not in kinds(follower.said)

@@ -9,8 +9,9 @@ from typing import Any
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import (
     Batch,
+    CaughtUp,
     Connected,
-    ReplayFinished,
+    FellBehind,
     fingerprint,
 )
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
@@ -52,6 +53,6 @@ def feed(ingest: Ingest, *items: Any) -> Ingest:
 
 
 def live(**options: Any) -> Ingest:
-    ingest = feed(make(**options), Connected(replaying=True), ReplayFinished(None, None, 0))
+    ingest = feed(make(**options), FellBehind(), Connected(), CaughtUp())
     assert ingest.state is StreamState.LIVE
     return ingest

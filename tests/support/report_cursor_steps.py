@@ -63,5 +63,5 @@ def in_order(next_seq: int = 10, **options: Any) -> ReportCursor:
     cursor = greeted(**options)
     cursor.on_request_sent()
     load(cursor, next_seq)
-    assert kinds(cursor.take()) == ["Loaded"]
+    assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
     return cursor

@@ -36,6 +36,9 @@ class RouterEnd:
     """The router that follows one worker, and what has reached it. `life` is the current engine, None between two
     lives."""
 
+    # Count the items after which a worker is live too early, instead of raising.
+    counts_early = False
+
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
         self.kind = rng.choice(["stock", "stock", "plain", "patched", "patched"])
@@ -57,7 +60,11 @@ class RouterEnd:
         self.hellos: deque[Hello] = deque()
         self.parts: deque[SnapshotPart] = deque()
         self.asked: int | None = None
-        self.inbox: deque[object] = deque()
+        # Items of the cursor, and whether it was still reading behind each: see `_is_reading`.
+        self.inbox: deque[tuple[object, bool]] = deque()
+        self.was_reading = False
+        # Items after which the worker was live, and those of them with more to read.
+        self.live_items = self.early_items = 0
         # For each lost connection that waits there, the lives that had ended by then.
         self.ends: deque[list[Life]] = deque()
         self.faulty = True
@@ -113,6 +120,7 @@ class RouterEnd:
         self.swapped = None
         self.wired = self.joined = False
         self.served, self.asked = 0, None
+        self.was_reading = False
         ingest = self.ingest
         self.cursor: Cursor | ReportCursor
         if self.kind == "patched" and self.life is not None and self.life.patched:
@@ -144,8 +152,28 @@ class RouterEnd:
         self.trace.append(f"spoils {self.store.spoil(self.rng)}")
         self._begin_router()
 
+    def _is_reading(self) -> bool:
+        """Whether the engine is known to have sent more than the cursor has handed out, by the cursor's request and what
+        it holds; nothing that the cursor announces is used."""
+        cursor = self.cursor
+        if cursor.held:
+            return True
+        if isinstance(cursor, ReportCursor):
+            return cursor._request is not None
+        request = cursor.request
+        return request is not None and (not request.silent or request.batches > 0)
+
+    def _take_items(self) -> None:
+        """Put what the cursor hands out into the inbox. Of one step's items, only the last can end the reading."""
+        items, reading = self.cursor.take(), self._is_reading()
+        inside = [self.was_reading or reading] * len(items)
+        if inside:
+            inside[-1] = reading
+        self.was_reading = reading
+        self.inbox.extend(zip(items, inside, strict=True))
+
     def _collect(self) -> None:
-        self.inbox.extend(self.cursor.take())
+        self._take_items()
         if isinstance(self.cursor, Cursor) and self.cursor.request is not None and self.cursor.held > MAX_HELD:
             raise Misled("more is held than may be")
         if not self.faulty or self.rng.random() < 0.7:
@@ -155,9 +183,10 @@ class RouterEnd:
         """The ingest takes what waits for it."""
         ingest = self.ingest
         while self.inbox:
-            item = self.inbox.popleft()
+            item, is_early = self.inbox.popleft()
             self.trace.append(f"  {_short(item)}")
             ingest.apply(item, self.now)  # type: ignore[arg-type]
+            self._judge_live(is_early=is_early)
             if isinstance(item, Disconnected):
                 for life in self.ends.popleft():
                     life.end_heard = True
@@ -168,7 +197,15 @@ class RouterEnd:
             if ingest.reports.wants_snapshot is not None and isinstance(self.cursor, ReportCursor):
                 self.cursor.request_snapshot()
                 ingest.reports.wants_snapshot = None
-                self.inbox.extend(self.cursor.take())
+                self._take_items()
+
+    def _judge_live(self, *, is_early: bool) -> None:
+        """No worker is live between the items of an answer that is under way, or of what is held behind it."""
+        if self.state is StreamState.LIVE:
+            self.live_items += 1
+            self.early_items += is_early
+            if is_early and not self.counts_early:
+                raise Misled("live although the stream is known to have more")
 
     def commit(self) -> None:
         flush = self.ingest.held.take()

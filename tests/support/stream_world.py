@@ -6,7 +6,8 @@ Real are the cursors of both streams, `Ingest`, `EngineLiveness` and the `Mirror
 `PendingCommit`es as Redis takes commits. Everything is drawn from one seed, so a seed is a world. `Misled` says which
 law was broken.
 
-Safety: while a worker is `live` or `catching_up`, what is credited was held at the shown seq, by the engine's life of
+Safety: a worker is never `live` inside an answer, or while messages are held behind one. While it is `live` or
+`catching_up`, what is credited was held at the shown seq, by the engine's life of
 now or by one whose end the router has not heard of; while it is `suspect`, each block was held once by some life.
 Liveness: once faults end, within QUIET_ROUNDS rounds the worker is `live`, its catalog and hash scheme are the
 engine's, and its credit is full: all that is held (with the patch), all that was stored since the replay ring begins or

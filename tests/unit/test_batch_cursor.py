@@ -9,8 +9,10 @@ from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.seen_batches import REMEMBERED_BATCHES
 from kvrouter.events.vllm.stream_items import (
     Batch,
+    CaughtUp,
     Connected,
     Disconnected,
+    FellBehind,
     GapClosed,
     GapLost,
     GapOpened,
@@ -18,7 +20,6 @@ from kvrouter.events.vllm.stream_items import (
     Malformed,
     Proven,
     ReplayFailed,
-    ReplayFinished,
     Restarted,
     ResumePoint,
     StreamItem,
@@ -38,30 +39,30 @@ class TestStart:
         assert asked(cursor) is None
         cursor.connected()
         assert asked(cursor) == 0
-        assert live(cursor, 4, 5) == [Connected(replaying=True)]
+        assert live(cursor, 4, 5) == [FellBehind(), Connected()]
         assert cursor.held == 2
-        assert replay(cursor, 2, 3, 4) == [*again(2, 3, 4), ReplayFinished(2, 4, 3), batch(5)]
+        assert replay(cursor, 2, 3, 4) == [*again(2, 3, 4), batch(5), CaughtUp()]
         assert (cursor.held, cursor.held_bytes) == (0, 0)
 
     def test_a_ring_that_begins_late_is_no_gap(self) -> None:
         cursor = Cursor(replay=True)
         cursor.connected()
-        assert replay(cursor, 90, 91)[1:] == [*again(90, 91), ReplayFinished(90, 91, 2)]
+        assert replay(cursor, 90, 91)[2:] == [*again(90, 91), CaughtUp()]
 
     def test_a_live_batch_before_its_connection_requests_a_replay(self) -> None:
         cursor = Cursor(replay=True)
-        assert live(cursor, 3) == []
+        assert live(cursor, 3) == [FellBehind()]
         assert asked(cursor) == 0
         number = cursor.request.number if cursor.request else 0
         cursor.connected()
         assert cursor.request is not None
         assert cursor.request.number == number
-        assert replay(cursor, 2, 3) == [Connected(replaying=True), *again(2, 3), ReplayFinished(2, 3, 2)]
+        assert replay(cursor, 2, 3) == [Connected(), *again(2, 3), CaughtUp()]
 
     def test_an_empty_ring_makes_0_the_expected_seq(self) -> None:
         cursor = following()
-        assert live(cursor, 1) == [GapOpened(0, 1)]
-        assert replay(cursor, 0, 1) == [*again(0), GapClosed(0, 1), *again(1), ReplayFinished(0, 1, 2)]
+        assert live(cursor, 1) == [GapOpened(0, 1), FellBehind()]
+        assert replay(cursor, 0, 1) == [*again(0), GapClosed(0, 1), *again(1), CaughtUp()]
 
     def test_without_any_answer_the_live_stream_goes_on(self) -> None:
         cursor = Cursor(replay=True)
@@ -70,7 +71,7 @@ class TestStart:
         cursor.replay_overdue()
         items = cursor.take()
         assert isinstance(items[0], ReplayFailed)
-        assert items[1:] == [Incomplete(), batch(5)]
+        assert items[1:] == [Incomplete(), batch(5), CaughtUp()]
         assert cursor.degraded
         assert live(cursor, 6) == [batch(6)]
 
@@ -80,7 +81,7 @@ class TestStart:
         live(cursor, 0)
         replay(cursor, 3, 4)
         assert asked(cursor) == 0
-        assert replay(cursor, 3, 4) == [*again(3, 4), ReplayFinished(3, 4, 2)]
+        assert replay(cursor, 3, 4) == [*again(3, 4), CaughtUp()]
         assert cursor.request is None
 
 
@@ -90,7 +91,7 @@ class TestResume:
         cursor.connected()
         assert asked(cursor) == 7
         items = replay(cursor, 7, 8, 9)
-        assert items == [Connected(replaying=True), Proven(7, "replay"), *again(8, 9), ReplayFinished(8, 9, 2)]
+        assert items == [FellBehind(), Connected(), Proven(7, "replay"), *again(8, 9), CaughtUp()]
         assert live(cursor, 10) == [batch(10)]
 
     def test_another_batch_under_the_same_seq_is_another_life(self) -> None:
@@ -101,7 +102,7 @@ class TestResume:
         assert isinstance(restarted, Restarted)
         assert (restarted.last_seq, restarted.seq) == (7, 7)
         assert asked(cursor) == 0
-        assert replay(cursor, 0, 1) == [*again(0, 1), ReplayFinished(0, 1, 2)]
+        assert replay(cursor, 0, 1) == [*again(0, 1), CaughtUp()]
 
     def test_an_empty_replay_means_another_life(self) -> None:
         cursor = Cursor(replay=True, resume=point(7, "old"))
@@ -110,7 +111,7 @@ class TestResume:
         (restarted,) = replay(cursor)
         assert isinstance(restarted, Restarted)
         assert (restarted.last_seq, restarted.seq) == (7, 0)
-        assert replay(cursor, 0) == [*again(0), ReplayFinished(0, 0, 1)]
+        assert replay(cursor, 0) == [*again(0), CaughtUp()]
 
     def test_a_ring_that_begins_after_the_resume_is_a_lost_gap(self) -> None:
         cursor = Cursor(replay=True, resume=point(7))
@@ -119,7 +120,7 @@ class TestResume:
         items = replay(cursor, 20, 21)
         assert isinstance(items[0], GapLost)
         assert (items[0].first_seq, items[0].next_seq) == (8, 20)
-        assert items[1:] == [*again(20, 21), ReplayFinished(20, 21, 2)]
+        assert items[1:] == [*again(20, 21), CaughtUp()]
 
     def test_the_next_seq_alone_proves_nothing(self) -> None:
         cursor = Cursor(replay=True, resume=point(7))
@@ -136,7 +137,7 @@ class TestResume:
             live(cursor, seq)
             cursor.replay_overdue()
             items = cursor.take()
-            assert [type(item) for item in items] == [ReplayFailed, kind, Incomplete, Batch]
+            assert [type(item) for item in items] == [ReplayFailed, kind, Incomplete, Batch, CaughtUp]
 
     def test_batches_held_from_an_old_connection_do_not_follow_an_unproven_replay(self) -> None:
         cursor = Cursor(replay=True, resume=point(1))
@@ -164,12 +165,13 @@ class TestResume:
 class TestRestart:
     def test_a_lower_seq_is_a_restart(self) -> None:
         cursor = following(0, 1, 2)
-        (restarted,) = live(cursor, 0, life="b")
+        behind, restarted = live(cursor, 0, life="b")
+        assert behind == FellBehind()
         assert isinstance(restarted, Restarted)
         assert (restarted.last_seq, restarted.seq) == (2, 0)
         assert asked(cursor) == 0
         assert live(cursor, 1, life="b") == []
-        assert replay(cursor, 0, 1, life="b") == [*again(0, 1, life="b"), ReplayFinished(0, 1, 2)]
+        assert replay(cursor, 0, 1, life="b") == [*again(0, 1, life="b"), CaughtUp()]
 
     def test_without_replay_the_new_life_starts_at_its_first_batch(self) -> None:
         cursor = Cursor(replay=False)
@@ -196,8 +198,8 @@ class TestConnection:
         cursor.disconnected()
         cursor.connected()
         assert asked(cursor) == 1
-        assert live(cursor, 3) == [Disconnected(), Connected(replaying=True)]
-        assert replay(cursor, 1, 2) == [Proven(1, "replay"), *again(2), ReplayFinished(2, 2, 1), batch(3)]
+        assert live(cursor, 3) == [Disconnected(), FellBehind(), Connected()]
+        assert replay(cursor, 1, 2) == [Proven(1, "replay"), *again(2), batch(3), CaughtUp()]
 
     def test_an_idle_publisher_of_another_life_is_detected(self) -> None:
         cursor = following(0, 1)
@@ -205,7 +207,7 @@ class TestConnection:
         cursor.connected()
         cursor.take()
         assert isinstance(replay(cursor)[0], Restarted)
-        assert replay(cursor, 0, life="b") == [*again(0, life="b"), ReplayFinished(0, 0, 1)]
+        assert replay(cursor, 0, life="b") == [*again(0, life="b"), CaughtUp()]
 
     def test_without_replay_the_next_seq_is_the_proof(self) -> None:
         cursor = Cursor(replay=False)
@@ -238,7 +240,7 @@ class TestConnection:
             *again(1, 2),
             GapClosed(1, 3),
             *again(3),
-            ReplayFinished(1, 3, 3),
+            CaughtUp(),
         ]
 
     def test_only_a_connection_can_be_lost(self) -> None:

@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
+import pytest
 from batch_cursor_steps import again, asked, batch, following, live, point, replay
 
 from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.replay_debt import ANSWERS_BETWEEN_READINGS
 from kvrouter.events.vllm.stream_items import (
+    CaughtUp,
     Connected,
+    FellBehind,
     GapClosed,
     GapLost,
     GapOpened,
     Incomplete,
     ReadAnew,
     ReplayFailed,
-    ReplayFinished,
     Restarted,
     ResumePoint,
 )
@@ -24,21 +26,21 @@ from kvrouter.events.vllm.stream_items import (
 class TestGap:
     def test_a_gap_is_filled_by_the_replay(self) -> None:
         cursor = following(0, 1)
-        assert live(cursor, 4, 5) == [GapOpened(2, 4)]
+        assert live(cursor, 4, 5) == [GapOpened(2, 4), FellBehind()]
         assert asked(cursor) == 1
         assert replay(cursor, 1, 2, 3, 4) == [
             *again(2, 3),
             GapClosed(2, 4),
             *again(4),
-            ReplayFinished(2, 4, 3),
             batch(5),
+            CaughtUp(),
         ]
         assert live(cursor, 6) == [batch(6)]
 
     def test_a_gap_is_filled_up_to_the_held_batches(self) -> None:
         cursor = following(0)
         live(cursor, 2)
-        assert replay(cursor, 0, 1) == [*again(1), GapClosed(1, 2), ReplayFinished(1, 1, 1), batch(2)]
+        assert replay(cursor, 0, 1) == [*again(1), GapClosed(1, 2), batch(2), CaughtUp()]
 
     def test_without_replay_a_gap_is_lost_at_once(self) -> None:
         cursor = Cursor(replay=False)
@@ -57,7 +59,7 @@ class TestGap:
             *again(2, 3, 4),
             GapClosed(1, 5),
             *again(5),
-            ReplayFinished(1, 5, 5),
+            CaughtUp(),
         ]
 
     def test_a_hole_that_stays_is_lost(self) -> None:
@@ -67,7 +69,7 @@ class TestGap:
         items = replay(cursor, 1, 3, 4, 5)
         assert isinstance(items[0], GapLost)
         assert (items[0].first_seq, items[0].next_seq) == (2, 3)
-        assert items[1:] == [*again(3, 4, 5), ReplayFinished(1, 5, 4)]
+        assert items[1:] == [*again(3, 4, 5), CaughtUp()]
 
     def test_an_answer_that_ends_early_is_requested_again_once(self) -> None:
         cursor = following(0)
@@ -77,7 +79,28 @@ class TestGap:
         items = replay(cursor, 1)
         assert isinstance(items[0], GapLost)
         assert (items[0].first_seq, items[0].next_seq) == (2, 3)
-        assert items[1:] == [ReplayFinished(1, 1, 1), batch(3)]
+        assert items[1:] == [batch(3), CaughtUp()]
+
+    @pytest.mark.parametrize("first", [0, 2], ids=["from nothing", "after a resume"])
+    def test_an_answer_that_is_cut_proves_nothing_of_what_follows(self, first: int) -> None:
+        cursor = Cursor(replay=True, resume=point(first) if first else None)
+        cursor.connected()
+        replay(cursor, *range(first, 5), end=False)
+        cursor.replay_overdue()
+        assert cursor.take() == [], "it made progress, so the rest is requested"
+        cursor.replay_overdue()
+        failed, lost, incomplete, caught_up = cursor.take()
+        assert isinstance(failed, ReplayFailed) and (incomplete, caught_up) == (Incomplete(), CaughtUp())
+        assert isinstance(lost, GapLost) and (lost.first_seq, lost.next_seq) == (5, 5)
+
+    def test_an_answer_that_is_cut_before_held_batches_is_continued_by_them(self) -> None:
+        cursor = Cursor(replay=True)
+        cursor.connected()
+        live(cursor, 3, 4)
+        replay(cursor, 0, 1, 2, end=False)
+        cursor.replay_overdue()
+        cursor.replay_overdue()
+        assert cursor.take()[-3:] == [batch(3), batch(4), CaughtUp()]
 
     def test_a_gap_without_an_answer_is_lost(self) -> None:
         cursor = following(0)
@@ -87,19 +110,19 @@ class TestGap:
         assert isinstance(failed, ReplayFailed)
         assert isinstance(lost, GapLost)
         assert (lost.first_seq, lost.next_seq) == (1, 3)
-        assert rest == [Incomplete(), batch(3), batch(4)]
+        assert rest == [Incomplete(), batch(3), batch(4), CaughtUp()]
 
     def test_a_lost_gap_is_read_when_the_endpoint_answers_again(self) -> None:
         cursor = following(0)
         live(cursor, 3)
         cursor.replay_overdue()
-        assert cursor.take()[-1] == batch(3)
+        assert cursor.take()[-2:] == [batch(3), CaughtUp()]
         cursor.check()
         assert asked(cursor) == 3
-        assert replay(cursor, 3, end=False) == [ReadAnew()]
+        assert replay(cursor, 3, end=False) == [FellBehind(), ReadAnew()]
         assert asked(cursor) == 0
         assert live(cursor, 4) == []
-        assert replay(cursor, 0, 1, 2, 3, 4) == [*again(0, 1, 2, 3, 4), ReplayFinished(0, 4, 5)]
+        assert replay(cursor, 0, 1, 2, 3, 4) == [*again(0, 1, 2, 3, 4), CaughtUp()]
         assert live(cursor, 5) == [batch(5)]
 
     def test_the_debt_outlives_connections_and_an_empty_start(self) -> None:
@@ -111,7 +134,7 @@ class TestGap:
         cursor.connected()
         cursor.take()
         assert replay(cursor, end=True) == [ReadAnew()]
-        assert replay(cursor, 1, 2, 3) == [*again(1, 2, 3), ReplayFinished(1, 3, 3)]
+        assert replay(cursor, 1, 2, 3) == [*again(1, 2, 3), CaughtUp()]
 
     def test_an_endpoint_that_never_sends_all_is_read_from_its_start_every_few_answers(self) -> None:
         cursor = following(0)
@@ -126,15 +149,15 @@ class TestGap:
             cursor.check()
             assert not any(isinstance(item, ReadAnew) for item in replay(cursor, 4))
         cursor.check()
-        assert replay(cursor, 4, end=False) == [ReadAnew()]
-        assert replay(cursor, 0, 1, 2, 3, 4) == [*again(0, 1, 2, 3, 4), ReplayFinished(0, 4, 5)]
+        assert replay(cursor, 4, end=False) == [FellBehind(), ReadAnew()]
+        assert replay(cursor, 0, 1, 2, 3, 4) == [*again(0, 1, 2, 3, 4), CaughtUp()]
         assert not cursor.degraded
         assert live(cursor, 5) == [batch(5)]
 
     def test_an_incomplete_resume_is_completed_when_the_endpoint_answers(self) -> None:
         cursor = Cursor(replay=True, resume=ResumePoint(3, point(3).fingerprint, incomplete=True))
         cursor.connected()
-        assert replay(cursor, 3, end=False) == [Connected(replaying=True), ReadAnew()]
+        assert replay(cursor, 3, end=False) == [FellBehind(), Connected(), ReadAnew()]
 
     def test_batches_that_left_the_ring_are_not_requested_again(self) -> None:
         cursor = following(0)
@@ -150,7 +173,7 @@ class TestGap:
         replay(cursor, 0, 1, end=False)
         cursor.replay_overdue()
         assert asked(cursor) == 1
-        assert replay(cursor, 1, 2) == [*again(2), GapClosed(1, 3), ReplayFinished(1, 2, 2), batch(3)]
+        assert replay(cursor, 1, 2) == [*again(2), GapClosed(1, 3), batch(3), CaughtUp()]
 
     def test_the_answer_of_another_life_fills_nothing(self) -> None:
         cursor = following(0, 1)
@@ -158,7 +181,7 @@ class TestGap:
         (restarted,) = replay(cursor, 1, life="b", end=False)
         assert isinstance(restarted, Restarted)
         assert asked(cursor) == 0
-        assert replay(cursor, 0, 1, 2, 3, life="b") == [*again(0, 1, 2, 3, life="b"), ReplayFinished(0, 3, 4)]
+        assert replay(cursor, 0, 1, 2, 3, life="b") == [*again(0, 1, 2, 3, life="b"), CaughtUp()]
 
     def test_an_overflow_of_held_batches_is_a_gap(self) -> None:
         cursor = following(0, max_held=2)
@@ -168,11 +191,10 @@ class TestGap:
             *again(1),
             GapClosed(1, 2),
             *again(2),
-            ReplayFinished(1, 2, 2),
             GapOpened(3, 4),
-        ]
+        ], "behind all the while"
         assert asked(cursor) == 2
-        assert replay(cursor, 2, 3)[-2:] == [batch(4), batch(5)]
+        assert replay(cursor, 2, 3)[-3:] == [batch(4), batch(5), CaughtUp()]
 
     def test_held_bytes_are_bounded_too(self) -> None:
         cursor = following(0, max_held_bytes=100)
@@ -192,17 +214,18 @@ class TestCheck:
     def test_a_check_brings_the_missing_last_batches(self) -> None:
         cursor = following(0, 1)
         cursor.check()
-        assert replay(cursor, 1, 2, 3) == [*again(2, 3), ReplayFinished(2, 3, 2)]
+        assert replay(cursor, 1, 2, 3) == [FellBehind(missing=True), *again(2, 3), CaughtUp()]
 
     def test_a_check_detects_a_restart_behind_a_proxy(self) -> None:
         cursor = following(0, 1)
         cursor.check()
-        assert isinstance(replay(cursor)[0], Restarted)
+        behind, restarted = replay(cursor)
+        assert behind == FellBehind() and isinstance(restarted, Restarted)
 
     def test_a_gap_replaces_a_check(self) -> None:
         cursor = following(0, 1)
         cursor.check()
-        assert live(cursor, 4) == [GapOpened(2, 4)]
+        assert live(cursor, 4) == [GapOpened(2, 4), FellBehind()]
         assert replay(cursor, 1, 2, 3)[:3] == [*again(2, 3), GapClosed(2, 4)]
 
     def test_a_dead_replay_endpoint_and_its_return_are_reported_once(self) -> None:
@@ -215,7 +238,7 @@ class TestCheck:
         assert cursor.take() == []
         assert cursor.degraded
         cursor.check()
-        assert replay(cursor, 0) == [ReplayFinished(None, None, 0)]
+        assert replay(cursor, 0) == []
         assert not cursor.degraded
 
     def test_no_check_runs_while_disconnected_or_replaying(self) -> None:

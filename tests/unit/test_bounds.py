@@ -27,7 +27,7 @@ from kvrouter.events.patch.messages import (
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.messages import MAX_NAME_CHARS
 from kvrouter.events.vllm.settings import SubscriberSettings
-from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, ReplayFinished, StreamItem, fingerprint
+from kvrouter.events.vllm.stream_items import Batch, CaughtUp, Connected, Disconnected, StreamItem, fingerprint
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
 from kvrouter.router.common.compiled import wanted
@@ -56,7 +56,7 @@ def make() -> Ingest:
     registration = Registration(WORKER, events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2")
     ingest = Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
     ingest.apply(Connected(), 1.0)
-    ingest.apply(ReplayFinished(None, None, 0), 1.0)
+    ingest.apply(CaughtUp(), 1.0)
     return ingest
 
 
@@ -122,6 +122,7 @@ def test_a_snapshot_finds_room_although_empty_places_had_it_all() -> None:
     assert ingest.held.blocks.counts() == {"g0:GPU": 2, "g1:GPU": 2, "g2:GPU": 2}
     more = [SnapshotPlace(g, "CPU", None, hashes_of(1), []) for g in range(MAX_PLACES - 2)]
     ingest.apply(Loaded(Snapshot("a" * 16, 1.0, 9, more, [])), 1.0)
+    ingest.apply(CaughtUp(), 1.0)
     assert len(ingest.held.blocks.counts()) == MAX_PLACES - 2
     assert ingest.state is StreamState.LIVE
 

@@ -12,7 +12,7 @@ from judging import judge
 
 from kvrouter.events.patch.messages import DeclaredCatalog
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
-from kvrouter.events.vllm.stream_items import Batch, Connected, ReplayFinished, fingerprint
+from kvrouter.events.vllm.stream_items import Batch, CaughtUp, Connected, fingerprint
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 from kvrouter.router.common.ids import CPU, GPU, STORAGE, Place, WorkerKey
 from kvrouter.router.ingest.declared_catalog import contradictions, declared_spec
@@ -87,7 +87,7 @@ def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> Ingest:
     )
     ingest = Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e")
     ingest.apply(Connected(), 0.0)
-    ingest.apply(ReplayFinished(None, None, 0), 0.0)
+    ingest.apply(CaughtUp(), 0.0)
     for seq, events in enumerate(batches):
         payload = encode_batch(float(seq), events)
         ingest.apply(Batch(seq, payload, fingerprint(payload), False), 0.0)

@@ -18,14 +18,15 @@ from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import (
     Batch,
+    CaughtUp,
     Connected,
     Disconnected,
+    FellBehind,
     GapClosed,
     GapLost,
     GapOpened,
     Proven,
     ReplayFailed,
-    ReplayFinished,
     Restarted,
     ResumePoint,
     fingerprint,
@@ -42,8 +43,8 @@ def test_a_late_reader_with_replay_misses_nothing(context: Context, run: Any) ->
                 publisher.publish(b"%d" % number)
             publisher.flush(PATIENCE_S)
             async with subscribe(publisher, context, topic=b"kv") as stream:
-                items = await stream.until_kind(ReplayFinished)
-                assert kinds(items) == ["Connected", "ReplayFinished"]
+                items = await stream.until_kind(CaughtUp)
+                assert kinds(items) == ["FellBehind", "Connected", "CaughtUp"]
                 assert [(item.seq, item.payload, item.replayed) for item in items if isinstance(item, Batch)] == [
                     (number, b"%d" % number, True) for number in range(5)
                 ]
@@ -87,7 +88,7 @@ def test_a_gap_that_replay_cannot_fill_is_lost(context: Context, run: Any) -> No
                 publisher.skip_seq(2)
                 publisher.publish(b"x")
                 items = await stream.until_kind(Batch)
-                assert [type(item) for item in items[:3]] == [GapOpened, GapLost, Batch]
+                assert [type(item) for item in items[:4]] == [GapOpened, FellBehind, GapLost, Batch]
                 assert seqs(items) == [last + 3]
 
     run(test())
@@ -121,8 +122,8 @@ def test_a_restart_on_the_same_address_is_detected(context: Context, run: Any, b
                 for number in range(batches):
                     successor.publish(b"new%d" % number)
                 successor.flush(PATIENCE_S)
-                items = await stream.until_kind(ReplayFinished)
-                assert kinds(items) == ["Connected", "Restarted", "ReplayFinished"]
+                items = await stream.until_kind(CaughtUp)
+                assert kinds(items) == ["FellBehind", "Connected", "Restarted", "CaughtUp"]
                 assert seqs(items) == list(range(batches))
 
     run(test())
@@ -140,7 +141,7 @@ def test_reconnect_to_the_same_life_is_proven(context: Context, run: Any) -> Non
             )
             async with Stream(subscriber) as stream:
                 await answer(router, ring)
-                assert seqs(await stream.until_kind(ReplayFinished)) == [0, 1, 2, 3]
+                assert seqs(await stream.until_kind(CaughtUp)) == [0, 1, 2, 3]
                 live.unbind(f"tcp://127.0.0.1:{live_port}")
                 live.close()
                 await stream.until_kind(Disconnected)
@@ -153,12 +154,12 @@ def test_reconnect_to_the_same_life_is_proven(context: Context, run: Any) -> Non
                         except zmq.ZMQError:
                             await asyncio.sleep(0.01)
                     starts = await answer(router, ring)
-                    items = await stream.until_kind(ReplayFinished)
+                    items = await stream.until_kind(CaughtUp)
                     assert starts == 3
-                    assert items[1:] == [
+                    assert items[2:] == [
                         Proven(3, "replay"),
                         Batch(4, b"4", fingerprint(b"4"), True),
-                        ReplayFinished(4, 4, 1),
+                        CaughtUp(),
                     ]
 
     run(test())
@@ -172,11 +173,11 @@ def test_replays_with_and_without_a_topic_are_read(context: Context, run: Any, t
             subscriber = Subscriber(publisher.endpoint, f"tcp://127.0.0.1:{port}", context=context, settings=QUIET)
             async with Stream(subscriber) as stream:
                 await answer(router, [(7, b"seven"), (8, b"eight")], topic=topic)
-                items = await stream.until_kind(ReplayFinished)
-                assert items[1:] == [
+                items = await stream.until_kind(CaughtUp)
+                assert items[2:] == [
                     Batch(7, b"seven", fingerprint(b"seven"), True),
                     Batch(8, b"eight", fingerprint(b"eight"), True),
-                    ReplayFinished(7, 8, 2),
+                    CaughtUp(),
                 ]
 
     run(test())
@@ -191,7 +192,13 @@ def test_a_dead_replay_endpoint_holds_the_stream_only_for_a_while(context: Conte
                 router.close()
             subscriber = Subscriber(publisher.endpoint, f"tcp://127.0.0.1:{port}", context=context, settings=IMPATIENT)
             async with Stream(subscriber) as stream:
-                assert kinds(await stream.until_kind(ReplayFailed)) == ["Connected", "ReplayFailed", "Incomplete"]
+                assert kinds(await stream.until_kind(ReplayFailed)) == [
+                    "FellBehind",
+                    "Connected",
+                    "ReplayFailed",
+                    "Incomplete",
+                    "CaughtUp",
+                ]
                 await stream.until_live(publisher)
 
     run(test())
@@ -213,7 +220,7 @@ def test_no_more_replays_at_once_than_are_permitted(context: Context, run: Any) 
                     await asyncio.sleep(0.005)
                 (asked,) = (router for router in left if router.poll(0))
                 await answer(asked, [(0, b"only")])
-                assert seqs(await left.pop(asked).until_kind(ReplayFinished)) == [0]
+                assert seqs(await left.pop(asked).until_kind(CaughtUp)) == [0]
             assert permits.waiting == 0
 
     run(test())
@@ -228,8 +235,8 @@ def test_an_answer_that_stops_is_requested_again(context: Context, run: Any) -> 
             async with Stream(subscriber) as stream:
                 assert await answer(router, ring[:2], end=False) == 0
                 assert await answer(router, ring) == 1
-                items = await stream.until_kind(ReplayFinished)
-                assert (seqs(items), kinds(items)) == ([0, 1, 2, 3], ["Connected", "ReplayFinished"])
+                items = await stream.until_kind(CaughtUp)
+                assert (seqs(items), kinds(items)) == ([0, 1, 2, 3], ["FellBehind", "Connected", "CaughtUp"])
 
     run(test())
 
@@ -241,12 +248,12 @@ def test_a_resume_is_proven_or_disproven_by_replay(context: Context, run: Any) -
                 publisher.publish(b"%d" % number)
             publisher.flush(PATIENCE_S)
             async with subscribe(publisher, context, resume=ResumePoint(3, fingerprint(b"3"))) as stream:
-                items = await stream.until_kind(ReplayFinished)
-                assert items[:2] == [Connected(replaying=True), Proven(3, "replay")]
+                items = await stream.until_kind(CaughtUp)
+                assert items[:3] == [FellBehind(), Connected(), Proven(3, "replay")]
                 assert seqs(items) == [4, 5]
             async with subscribe(publisher, context, resume=ResumePoint(3, fingerprint(b"another"))) as stream:
-                items = await stream.until_kind(ReplayFinished)
-                assert isinstance(items[1], Restarted)
+                items = await stream.until_kind(CaughtUp)
+                assert isinstance(items[2], Restarted)
                 assert seqs(items) == [0, 1, 2, 3, 4, 5]
 
     run(test())
@@ -260,10 +267,11 @@ def test_the_last_batches_of_a_silent_stream_are_requested(context: Context, run
                 last = await stream.until_live(publisher)
                 publisher.drop_next()
                 publisher.publish(b"dropped, and nothing follows")
-                items = await stream.until_kind(ReplayFinished)
+                items = await stream.until_kind(CaughtUp)
                 assert items == [
-                    Batch(last + 1, b"dropped, and nothing follows", items[0].fingerprint, True),  # type: ignore[union-attr]
-                    ReplayFinished(last + 1, last + 1, 1),
+                    FellBehind(missing=True),
+                    Batch(last + 1, b"dropped, and nothing follows", items[1].fingerprint, True),  # type: ignore[union-attr]
+                    CaughtUp(),
                 ]
 
     run(test())
@@ -275,7 +283,7 @@ def test_inproc_endpoints_are_read(context: Context, run: Any) -> None:
             publisher.publish(b"0")
             publisher.flush(PATIENCE_S)
             async with subscribe(publisher, context) as stream:
-                assert seqs(await stream.until_kind(ReplayFinished)) == [0]
+                assert seqs(await stream.until_kind(CaughtUp)) == [0]
                 await stream.until_live(publisher)
 
     run(test())

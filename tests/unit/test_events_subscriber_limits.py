@@ -13,7 +13,7 @@ from event_stream import ANY, END, PATIENCE_S, QUIET, Stream, kinds, seq8, seqs,
 from kvrouter.events.transport.subscription import SubscriberClosed
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.events.vllm.settings import SubscriberSettings
-from kvrouter.events.vllm.stream_items import Batch, GapClosed, GapLost, Malformed, ReplayFinished, Restarted
+from kvrouter.events.vllm.stream_items import Batch, CaughtUp, GapClosed, GapLost, Malformed, Restarted
 from kvrouter.events.vllm.subscriber import Subscriber
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -34,7 +34,7 @@ def test_malformed_messages_are_dropped_and_reported(context: Context, run: Any)
                 for frames in ([b"x"], [b"", b"a", b"b", b"c"], [b"", b"short", b"p"], [b"no", seq8(1), b"p"]):
                     router.send_multipart([client, *frames])
                 router.send_multipart([client, b"", END, b""])
-                items = await stream.until_kind(ReplayFinished)
+                items = await stream.until_kind(CaughtUp)
                 assert sum(isinstance(item, Malformed) for item in items) == 4
                 while True:
                     live.send_multipart([b"", seq8(0), b"first"])
@@ -112,7 +112,7 @@ def test_close_ends_a_waiting_next_and_leaves_nothing(context: Context, run: Any
             tasks = asyncio.all_tasks()
             stream = subscribe(publisher, context)
             await stream.subscriber.start()
-            await stream.until_kind(ReplayFinished)
+            await stream.until_kind(CaughtUp)
             waiting = asyncio.create_task(stream.subscriber.next())
             await asyncio.sleep(0)
             with pytest.raises(RuntimeError, match="another task"):

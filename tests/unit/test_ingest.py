@@ -8,8 +8,10 @@ from ingest_steps import batch, feed, live, make, removed, stored
 
 from kvrouter.events.vllm.stream_items import (
     Batch,
+    CaughtUp,
     Connected,
     Disconnected,
+    FellBehind,
     GapClosed,
     GapLost,
     GapOpened,
@@ -103,10 +105,12 @@ def test_a_lost_gap_voids_and_learns_anew() -> None:
 
 
 def test_an_open_gap_withdraws_credit_and_a_closed_one_gives_it_back() -> None:
-    ingest = feed(live(), batch(0, stored([1])), GapOpened(1, 3))
+    ingest = feed(live(), batch(0, stored([1])), GapOpened(1, 3), FellBehind())
     assert ingest.state is StreamState.RESYNCING
     feed(ingest, batch(1), batch(2), GapClosed(1, 3), batch(3))
-    assert ingest.state is StreamState.LIVE and ingest.held.blocks.counts() == {"g0:GPU": 1}
+    assert ingest.state is StreamState.RESYNCING, "a removal may still be held behind the replay"
+    feed(ingest, CaughtUp())
+    assert ingest.state is StreamState.LIVE and not ingest.reason and ingest.held.blocks.counts() == {"g0:GPU": 1}
 
 
 def test_a_restart_voids_before_its_first_batch() -> None:
@@ -151,10 +155,14 @@ def test_restored_is_suspect_until_proven_and_credited_meanwhile() -> None:
     assert (
         ingest.state is StreamState.SUSPECT and ingest.resume_point == ResumePoint(41, 0) and not ingest.held.has_news
     )
-    feed(ingest, Connected())
+    feed(ingest, FellBehind(), Connected())
     assert ingest.state is StreamState.SUSPECT
-    feed(ingest, Proven(41, "replay"), batch(42, removed([1, 2])))
-    assert ingest.state is StreamState.LIVE
+    feed(ingest, Proven(41, "replay"))
+    assert ingest.state is StreamState.SUSPECT, "the removals come with the rest of the replay"
+    feed(ingest, batch(42, removed([1, 2])))
+    assert ingest.state is StreamState.SUSPECT and "after batch 41" in ingest.reason
+    feed(ingest, CaughtUp())
+    assert ingest.state is StreamState.LIVE and not ingest.reason
     assert net(ingest) == {"g0:GPU": ([], [1])}
 
 
@@ -181,16 +189,40 @@ def test_what_was_learned_survives_a_restore() -> None:
 def test_a_lost_connection_is_suspect() -> None:
     ingest = feed(live(), batch(0, stored([1])), Disconnected())
     assert ingest.state is StreamState.SUSPECT and "lost" in ingest.reason
-    feed(ingest, Connected())
+    feed(ingest, FellBehind(), Connected())
     assert ingest.state is StreamState.SUSPECT
-    feed(ingest, Proven(0, "replay"))
+    feed(ingest, Proven(0, "replay"), CaughtUp())
     assert ingest.state is StreamState.LIVE
 
 
+def test_a_connection_lost_in_the_middle_of_a_replay_proves_nothing() -> None:
+    ingest = feed(live(), batch(0, stored([1])), Disconnected(), FellBehind(), Connected(), Proven(0, "replay"))
+    feed(ingest, Disconnected(), Connected(), CaughtUp())
+    assert ingest.state is StreamState.SUSPECT
+
+
+def test_a_connection_lost_with_a_gap_open_gives_no_credit_back() -> None:
+    ingest = feed(live(), batch(0, stored([1])), GapOpened(1, 3), FellBehind(), Disconnected())
+    assert ingest.state is StreamState.RESYNCING and "1 to 2 are missing" in ingest.reason
+    ingest.pause("followed again in a moment")
+    assert ingest.state is StreamState.RESYNCING
+    feed(ingest, FellBehind(), Connected(), Proven(0, "replay"), batch(1), batch(2))
+    assert ingest.state is StreamState.RESYNCING
+    feed(ingest, CaughtUp())
+    assert ingest.state is StreamState.LIVE
+
+
+def test_a_check_that_finds_batches_withdraws_credit_until_it_has_read_all() -> None:
+    ingest = feed(live(), batch(0, stored([1])), FellBehind(missing=True), batch(1))
+    assert ingest.state is StreamState.RESYNCING
+    feed(ingest, batch(2, removed([1])), CaughtUp())
+    assert ingest.state is StreamState.LIVE and ingest.held.blocks.blocks == 0
+
+
 def test_a_replay_that_fails_leaves_a_fresh_worker_live_and_says_so() -> None:
-    ingest = feed(make(), Connected(replaying=True))
+    ingest = feed(make(), FellBehind(), Connected())
     assert ingest.state is StreamState.CATCHING_UP
-    feed(ingest, ReplayFailed("no answer within 5 s"))
+    feed(ingest, ReplayFailed("no answer within 5 s"), CaughtUp())
     assert ingest.state is StreamState.LIVE and "no answer" in ingest.reason
 
 

@@ -13,6 +13,7 @@ from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
+    FellBehind,
     Restarted,
     fingerprint,
 )
@@ -132,7 +133,7 @@ def test_the_rank_of_a_stream_is_remembered_over_a_restart() -> None:
     assert again.allow_ranks(frozenset({0})), "what was left out is wanted"
     # Another life may have another rank.
     again.allow_ranks(frozenset({1}))
-    feed(again, Connected(), Restarted(0, 0, "seq 0 again", True))
+    feed(again, FellBehind(), Connected(), Restarted(0, 0, "seq 0 again"))
     assert again.state is StreamState.CATCHING_UP
 
 
@@ -141,7 +142,7 @@ def test_what_happened_to_a_live_worker_hides_nothing_for_good() -> None:
     assert ingest.state is not StreamState.CONNECTING and "no replay endpoint" in ingest.reason
     ingest.profile.forget_incident()
     assert "chunk size of the offload tier" in ingest.reason
-    doubted = feed(make(), Connected(replaying=True))
+    doubted = feed(make(), FellBehind(), Connected())
     assert doubted.reason
     doubted.profile.forget_incident()
     # It is why it is not live.

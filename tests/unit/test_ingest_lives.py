@@ -16,13 +16,14 @@ from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import (
     Batch,
+    CaughtUp,
     Connected,
     Disconnected,
+    FellBehind,
     GapLost,
     Incomplete,
     Proven,
     ReadAnew,
-    ReplayFinished,
     Restarted,
     ResumePoint,
     fingerprint,
@@ -77,13 +78,16 @@ def batch(seq: int, *events: Any) -> Batch:
 
 
 def feed(ingest: Ingest, *items: Any, now: float = 1.0) -> Ingest:
+    """Apply the items, and `CaughtUp` after each snapshot, as the cursor yields it when nothing came meanwhile."""
     for item in items:
         ingest.apply(item, now)
+        if isinstance(item, Loaded):
+            ingest.apply(CaughtUp(), now)
     return ingest
 
 
 def live(**options: Any) -> Ingest:
-    return feed(make(**options), Connected(replaying=True), ReplayFinished(None, None, 0))
+    return feed(make(**options), FellBehind(), Connected(), CaughtUp())
 
 
 # -- a new life begins with nothing learned

@@ -56,7 +56,7 @@ class TestStart:
         assert (cursor.held, cursor.held_bytes) == (4, 40)
         load(cursor, 10)
         items = cursor.take()
-        assert kinds(items) == ["Loaded", "ReportBatch", "ReportBatch"]
+        assert kinds(items) == ["Loaded", "ReportBatch", "ReportBatch", "CaughtUp"]
         assert seqs(items) == [10, 11]
         assert cursor.request is None
         assert cursor.held == cursor.held_bytes == 0
@@ -69,13 +69,13 @@ class TestStart:
         assert cursor.held == 0
         cursor.on_request_sent()
         load(cursor, 6)
-        assert kinds(cursor.take()) == ["Loaded"]
+        assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
 
     def test_loaded_lists_all_resident_blocks(self) -> None:
         cursor = greeted()
         cursor.on_request_sent()
         load(cursor, 10)
-        (item,) = cursor.take()
+        item, _ = cursor.take()
         assert isinstance(item, Loaded)
         loaded = item.snapshot
         assert (loaded.epoch, loaded.started_s, loaded.next_seq) == (A, 1.0, 10)
@@ -91,7 +91,7 @@ class TestStart:
         assert cursor.request is not None
         for part in parts({}, cursor.request, A, 0):
             cursor.part(part)
-        (item,) = cursor.take()
+        item, _ = cursor.take()
         assert isinstance(item, Loaded)
         assert item.snapshot.places == []
 
@@ -105,7 +105,7 @@ class TestStart:
         assert cursor.request not in (None, first)
         cursor.on_request_sent()
         load(cursor, 13)
-        assert kinds(cursor.take()) == ["Loaded"]
+        assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
 
     def test_a_held_heartbeat_reveals_a_lost_message(self) -> None:
         cursor = greeted()
@@ -121,7 +121,7 @@ class TestStart:
         live(cursor, 10)
         cursor.heartbeat(11, beat(), 10)
         load(cursor, 10)
-        assert kinds(cursor.take()) == ["Loaded", "ReportBatch", "HeartbeatSeen"]
+        assert kinds(cursor.take()) == ["Loaded", "ReportBatch", "HeartbeatSeen", "CaughtUp"]
 
     def test_a_gap_among_held_messages_takes_another_snapshot(self) -> None:
         cursor = greeted()
@@ -182,7 +182,7 @@ class TestResume:
         cursor.on_request_sent()
         load(cursor, 4)
         live(cursor, 4)
-        assert kinds(cursor.take()) == ["Loaded", "ReportBatch"]
+        assert kinds(cursor.take()) == ["Loaded", "CaughtUp", "ReportBatch"]
 
 
 class TestGap:
@@ -196,7 +196,7 @@ class TestGap:
         load(cursor, 14)
         live(cursor, 14)
         items = cursor.take()
-        assert kinds(items) == ["Loaded", "ReportBatch"]
+        assert kinds(items) == ["Loaded", "CaughtUp", "ReportBatch"]
         assert seqs(items) == [14]
 
     def test_of_dropped_messages_those_that_the_snapshot_contains_are_not_missing(self) -> None:
@@ -258,7 +258,7 @@ class TestGap:
         assert cursor.take() == []
         cursor.on_request_sent()
         load(cursor, 11)
-        assert kinds(cursor.take()) == ["Loaded"]
+        assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
 
 
 class TestLives:
@@ -274,7 +274,7 @@ class TestLives:
         cursor.on_request_sent()
         load(cursor, 1, B)
         live(cursor, 1, epoch=B)
-        assert kinds(cursor.take()) == ["Greeted", "Loaded", "ReportBatch"]
+        assert kinds(cursor.take()) == ["Greeted", "Loaded", "CaughtUp", "ReportBatch"]
 
     def test_no_snapshot_is_requested_before_the_life_says_what_it_declares(self) -> None:
         cursor = in_order()
@@ -307,7 +307,7 @@ class TestLives:
             cursor.part(part)
         assert kinds(cursor.take()) == ["NewEpoch", "Greeted"]
         load(cursor, 1, B)
-        assert kinds(cursor.take()) == ["Loaded"]
+        assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
 
     def test_a_snapshot_of_another_epoch_begins_a_life(self) -> None:
         cursor = in_order()
@@ -325,7 +325,7 @@ class TestLives:
         live(cursor, 5, epoch=B)
         live(cursor, 2, epoch=C)
         items = cursor.take()
-        assert kinds(items) == ["Greeted", "Loaded", "ReportBatch"] and seqs(items) == [2]
+        assert kinds(items) == ["Greeted", "Loaded", "CaughtUp", "ReportBatch"] and seqs(items) == [2]
 
     def test_a_past_epoch_can_come_back_by_an_answer(self) -> None:
         cursor = in_order()
@@ -334,7 +334,7 @@ class TestLives:
         cursor.on_request_sent()
         load(cursor, 11, A)
         live(cursor, 11)
-        assert kinds(cursor.take()) == ["NewEpoch", "Greeted", "NewEpoch", "Loaded", "ReportBatch"]
+        assert kinds(cursor.take()) == ["NewEpoch", "Greeted", "NewEpoch", "Loaded", "CaughtUp", "ReportBatch"]
 
     def test_remembered_epochs_are_bounded(self) -> None:
         cursor = in_order()

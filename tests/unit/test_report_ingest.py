@@ -39,7 +39,7 @@ from kvrouter.events.patch.messages import (
     pack_hashes,
 )
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
-from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, Proven, ReplayFinished, fingerprint
+from kvrouter.events.vllm.stream_items import Batch, CaughtUp, Connected, Disconnected, Proven, fingerprint
 from kvrouter.events.vllm.wire import WireStored
 from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
 from kvrouter.router.ingest.ingest import Ingest
@@ -58,8 +58,11 @@ def make(catalog: CatalogSpec | None = None) -> Ingest:
 
 
 def feed(ingest: Ingest, *items: Any) -> Ingest:
+    """Apply the items, and `CaughtUp` after each snapshot, as the cursor yields it when nothing came meanwhile."""
     for item in items:
         ingest.apply(item, 1.0)
+        if isinstance(item, Loaded):
+            ingest.apply(CaughtUp(), 1.0)
     return ingest
 
 
@@ -128,6 +131,15 @@ def test_a_snapshot_is_the_residency_and_its_seq() -> None:
     assert seqs == (4, 4) and changes == {"g0:GPU": ([1, 2], []), "g0:CPU": ([9], [])}
     feed(ingest, events(5, removed([2]), removed([1])))
     assert net(ingest) == (epoch, (5, 5), {"g0:GPU": ([], [1])})
+
+
+def test_a_snapshot_is_not_live_before_what_came_meanwhile_is_applied() -> None:
+    ingest = live()
+    ingest.apply(snapshot(5, {Place(0, GPU): {1: 1, 2: 3}}), 1.0)
+    ingest.apply(events(5, removed([1])), 1.0)
+    assert ingest.state is StreamState.CATCHING_UP
+    ingest.apply(CaughtUp(), 1.0)
+    assert ingest.state is StreamState.LIVE and not ingest.reason
 
 
 def test_nothing_earns_credit_before_the_first_snapshot() -> None:
@@ -364,7 +376,7 @@ def test_without_its_patch_an_engine_is_learned_from_its_own_topic() -> None:
     assert ingest.profile.catalog.source == "learned" and ingest.profile.patch.greeting is None
     event = WireStored([5], None, [], 16, None, GPU, None, group_idx=0, kv_cache_spec_kind="full_attention")
     payload = encode_batch(1.0, [event])
-    feed(ingest, Connected(), ReplayFinished(None, None, 0), Batch(0, payload, fingerprint(payload), False))
+    feed(ingest, Connected(), CaughtUp(), Batch(0, payload, fingerprint(payload), False))
     assert ingest.state is StreamState.LIVE and net(ingest)[1:] == ((0, 0), {"g0:GPU": ([5], [])})
     assert ingest.resume_point is not None
 

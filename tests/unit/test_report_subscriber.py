@@ -35,7 +35,7 @@ def test_a_late_reader_loads_a_snapshot_and_follows(context: Context, run: Any) 
             reporter.declare(DeclaredCatalog([], align=64))
             async with read(reporter, context) as stream:
                 items = await stream.until_kind(Loaded)
-                assert kinds(items) == ["Greeted", "Declared", "Connected", "Loaded"]
+                assert kinds(items) == ["Greeted", "Declared", "Connected", "Loaded", "CaughtUp"]
                 assert stream.ledger == reporter.ledger
                 last = reporter.publish(stored(3))
                 items = await stream.until_kind(ReportBatch)

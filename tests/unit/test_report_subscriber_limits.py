@@ -69,7 +69,7 @@ def test_an_unreadable_events_message_is_a_gap(context: Context, run: Any) -> No
                 msgspec.msgpack.encode({"type": "events", "epoch": reporter.epoch}),
             )
             items = await stream.until_kind(Loaded)
-            assert kinds(items) == ["Malformed", "ReportGap", "Loaded"]
+            assert kinds(items) == ["Malformed", "ReportGap", "Loaded", "CaughtUp"]
             await stream.until_proven(reporter)
 
     run(test())
@@ -138,7 +138,7 @@ def test_inproc_endpoints_are_followed(context: Context, run: Any) -> None:
             FakeReporter(context, requests="inproc://q", reports="inproc://r") as reporter,
             read(reporter, context) as stream,
         ):
-            assert kinds(await stream.until_kind(Loaded)) == ["Greeted", "Connected", "Loaded"]
+            assert kinds(await stream.until_kind(Loaded)) == ["Greeted", "Connected", "Loaded", "CaughtUp"]
             reporter.publish(stored(1))
             await stream.until_proven(reporter)
 
