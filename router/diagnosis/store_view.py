@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.fleet.heartbeat import Heartbeat
+from kvrouter.router.fleet.heartbeat import LATE_MS, Heartbeat
 from kvrouter.router.index.keys import worker_tag
 from kvrouter.router.index.server_settings import ServerSettings
 
@@ -70,8 +70,7 @@ def store_reply(
     for name, beat in sorted(heartbeats.items()):
         holds = sorted(tag for tag in beat.holds if tag in by_tag)
         followed.update(holds)
-        late = set(beat.late)
-        follows = [_followed(by_tag[tag], tag in late) for tag in holds]
+        follows = [_followed(by_tag[tag], beat.holds[tag].waits_ms > LATE_MS) for tag in holds]
         routers.append(RouterView(name, name == token, beat.software, follows, len(beat.refuses)))
     return StoreReply(
         is_private,

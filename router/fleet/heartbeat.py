@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each router process says of itself in Redis, several times a second. Pure.
+"""The heartbeat that each router process writes to Redis several times a second. Pure.
 
 It carries no time: a reader judges by its own clock when it last saw the count change. It carries all that its router
 follows, so that one alone is enough to judge by; its cost grows with the workers, not with what changed. Whatever is
@@ -12,28 +12,42 @@ from typing import Annotated
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 
 # A token is 16 characters of our own; a heartbeat of a router with a thousand workers is some 40 KB.
 MAX_TOKEN_BYTES = 128
 MAX_HEARTBEAT_BYTES = 4 * 1024**2
 
+# A change that waits for the store for longer than this is late: a commit takes some milliseconds.
+LATE_MS = 1_000
+
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class Hold(msgspec.Struct, frozen=True, array_like=True):
+    """One worker that a router follows, and how far the store has what the router knows of it."""
+
+    # The number of the lease.
+    lease: Number
+    # The number of the last log entry of the worker that is in the store, as far as the router knows.
+    commits: Number
+    # Age of the oldest change that is not in the store yet; 0: all are.
+    waits_ms: Number = 0
+
+
 class Heartbeat(msgspec.Struct, frozen=True):
-    """One router's word. Workers are named as by `keys.worker_tag`.
+    """One router's word. Workers are named as by `keys.worker_tag`."""
 
-    count: another one each time. holds: the workers that it follows, with the number of each lease. late: those of them
-    of which the store lacks what it learned more than a second ago. refuses: workers that it will not follow, and
-    why. software: its version. settings: its settings that must be the same at all (`config/agreement.py`)."""
-
+    # Another number each time.
     count: Number
     version: Number
-    holds: dict[str, Number]
-    late: list[str]
+    # The workers that the router follows.
+    holds: dict[str, Hold]
+    # Workers that it will not follow, with the reason of each.
     refuses: dict[str, str]
+    # The router's version.
     software: str = ""
+    # The settings that must be the same at all routers (`config/agreement.py`).
     settings: dict[str, str] = {}
 
 

@@ -9,18 +9,23 @@ whatever the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping
 
 import msgspec
 
 from kvrouter.router.common.escaping import printable
-from kvrouter.router.fleet.heartbeat import Heartbeat, decode_heartbeat
+from kvrouter.router.fleet.heartbeat import LATE_MS, Heartbeat, Hold, decode_heartbeat
+from kvrouter.router.streams.stream_view import Position
 
 # One heartbeat and one look at all others.
 INTERVAL_S = 0.25
-# What a worker's follower said last holds for so long. With the age of a heartbeat when it is seen, its workers are in
-# doubt within 2 s of it.
+# How long a heartbeat vouches for what is shown of its router's workers. With its age when it is seen (INTERVAL_S) and
+# the time until the next judgement (INTERVAL_S), no answer shows a worker of another router as `live` with content that
+# was older than 2 s: reference/states.md says so.
 HEARD_S = 1.5
+# Heartbeats of one router that are remembered: those that can vouch for anything, and one to spare.
+REMEMBERED_BEATS = round(HEARD_S / INTERVAL_S) + 2
 # Looks for which what the first look showed counts without having been seen to beat: it may live, or be what a dead
 # router left. What comes later counts from its second heartbeat on.
 UNPROVEN_LOOKS = 3
@@ -36,25 +41,35 @@ MAX_ROUTERS = 1_024
 
 
 class _Router(msgspec.Struct):
-    """One token's heartbeats as they were seen here. was_first: it stood there at the first look; beats: it was seen to
-    beat, not only to have beaten. heard_s: when it beat last; holds, late: what it said then."""
+    """One token's heartbeats as they were seen here."""
 
+    token: str
     heartbeat: Heartbeat
+    # It stood there at the first look.
     was_first: bool
+    # It was seen to beat, not only to have beaten.
     beats: bool = False
     unchanged_looks: int = 0
     missing_looks: int = 0
-    heard_s: float = -math.inf
-    holds: dict[str, int] = {}
-    late: frozenset[str] = frozenset()
+    # When it beat, and what it held then; the newest last.
+    heard: deque[tuple[float, dict[str, Hold]]] = msgspec.field(default_factory=lambda: deque(maxlen=REMEMBERED_BEATS))
+
+    @property
+    def heard_s(self) -> float:
+        """When it beat last."""
+        return self.heard[-1][0] if self.heard else -math.inf
+
+    @property
+    def holds(self) -> dict[str, Hold]:
+        """What it held when it beat last."""
+        return self.heard[-1][1] if self.heard else {}
 
 
-class _Claim(msgspec.Struct, frozen=True):
-    """What a router that followed a worker said of it last."""
+class _Follower(msgspec.Struct, frozen=True):
+    """The router that was the last to say that it follows a worker, and under which lease."""
 
-    token: str
-    heard_s: float
-    late: bool
+    router: _Router
+    lease: int
 
 
 class Membership:
@@ -66,9 +81,7 @@ class Membership:
         self._gone_looks = max(MISSING_LOOKS, round(ttl_s / INTERVAL_S))
         self._forgotten_looks = FORGOTTEN_TTLS * self._gone_looks
         self._known: dict[str, _Router] = {}
-        # By worker: the router that says that it follows it, and what one said that does so no longer.
-        self._followers: dict[str, str] = {}
-        self._past: dict[str, _Claim] = {}
+        self._followers: dict[str, _Follower] = {}
         self._garbage: dict[bytes, bytes] = {}
         self._first = True
         # The tokens that count, this process's always; and by worker, why which of them refuse it.
@@ -85,11 +98,14 @@ class Membership:
                 router.missing_looks += 1
                 if router.missing_looks >= MISSING_LOOKS:
                     del self._known[token]
-                    self._end_claims(token, router, router.holds)
         for token, heartbeat in seen.items():
             self._take(token, heartbeat, now_s)
         self._first = False
-        self._past = {worker: one for worker, one in self._past.items() if now_s - one.heard_s < CLAIM_KEPT_S}
+        self._followers = {
+            worker: follower
+            for worker, follower in self._followers.items()
+            if now_s - follower.router.heard_s < CLAIM_KEPT_S
+        }
         routers = frozenset(token for token, router in self._known.items() if self._counts(router)) | {self._token}
         refusals: dict[str, dict[str, str]] = {}
         for token in routers & self._known.keys():
@@ -115,7 +131,7 @@ class Membership:
     def _take(self, token: str, heartbeat: Heartbeat, now_s: float) -> None:
         router = self._known.get(token)
         if router is None:
-            router = self._known[token] = _Router(heartbeat, self._first)
+            router = self._known[token] = _Router(token, heartbeat, self._first)
         elif router.heartbeat.count == heartbeat.count:
             router.unchanged_looks += 1
         else:
@@ -123,32 +139,26 @@ class Membership:
         router.missing_looks = 0
         # This process knows of its own heartbeat that it is no dead one's.
         if token == self._token or (router.beats and not router.unchanged_looks):
-            self._take_claims(token, router, heartbeat)
-            router.heard_s = now_s
+            router.heard.append((now_s, heartbeat.holds))
+            for worker, hold in heartbeat.holds.items():
+                self._take_hold(worker, hold, router, now_s)
 
-    def _take_claims(self, token: str, router: _Router, heartbeat: Heartbeat) -> None:
-        """Usually nothing changed, of a thousand workers."""
-        before, holds = router.holds, heartbeat.holds
-        if holds != before:
-            # With its number: a worker that was lost and taken again is followed by whoever took it last.
-            for worker, _ in holds.items() - before.items():
-                self._followers[worker] = token
-                self._past.pop(worker, None)
-            self._end_claims(token, router, before.keys() - holds.keys())
-            router.holds = holds
-        router.late = frozenset(heartbeat.late)
+    def _take_hold(self, worker: str, hold: Hold, router: _Router, now_s: float) -> None:
+        """Note who follows the worker: the router with the highest lease, unless it says so no longer.
 
-    def _end_claims(self, token: str, router: _Router, workers: Iterable[str]) -> None:
-        """It no longer says that it follows these."""
-        for worker in workers:
-            if self._followers.get(worker) != token:
-                continue
-            other = next((other for other, one in self._known.items() if other != token and worker in one.holds), None)
-            if other is not None:
-                self._followers[worker] = other
-            else:
-                del self._followers[worker]
-                self._past[worker] = _Claim(token, router.heard_s, worker in router.late)
+        A store that lost its data begins again with low numbers."""
+        known = self._followers.get(worker)
+        if known is not None and known.router is router:
+            if known.lease == hold.lease:
+                return
+        elif known is not None and known.lease >= hold.lease and self._claims(known.router, worker, now_s):
+            return
+        self._followers[worker] = _Follower(router, hold.lease)
+
+    def _claims(self, router: _Router, worker: str, now_s: float) -> bool:
+        """Whether a router is heard, and says that it follows the worker."""
+        is_known = self._known.get(router.token) is router
+        return is_known and worker in router.holds and now_s - router.heard_s <= HEARD_S
 
     def _counts(self, router: _Router) -> bool:
         if router.beats:
@@ -170,24 +180,46 @@ class Membership:
         router = self._known.get(token)
         return router is not None and token not in self.routers and router.unchanged_looks >= UNPROVEN_LOOKS
 
-    def follower_problem(self, worker: str, now_s: float) -> str | None:
-        """Why what the store says of a worker that another process follows may be old; None: its follower is heard."""
+    def follower_problem(self, worker: str, now_s: float, shown: Position) -> str | None:
+        """Return why what is shown of a worker that another process follows may be old; None: its follower vouches for it.
+
+        shown: how far this process has read what the follower writes."""
         follower = self._followers.get(worker)
-        claim = self._past.get(worker)
+        is_newest = follower is None or follower.lease <= shown.lease
+        if is_newest and now_s - shown.since_s <= HEARD_S:
+            # The heartbeat with this lease may still be on its way.
+            return None
         if follower is not None:
-            router = self._known[follower]
-            claim = _Claim(follower, router.heard_s, worker in router.late)
-        if claim is not None:
-            name = f"router {printable(claim.token)}, which follows this worker,"
-            if claim.late:
-                return f"{name} cannot write to Redis what it learns"
-            age_s = now_s - claim.heard_s
-            if age_s <= HEARD_S:
+            if now_s - _vouched_s(follower.router, worker, shown) <= HEARD_S:
                 return None
-            if follower is not None:
-                return f"{name} has not been heard for {age_s:.0f} s"
+            if self._known.get(follower.router.token) is follower.router and worker in follower.router.holds:
+                return _problem_of(follower, worker, now_s, shown)
         refused = "; ".join(
             f"router {printable(token)} refuses it: {printable(reason)}"
             for token, reason in sorted(self.refusals.get(worker, {}).items())
         )
         return "no router follows this worker" + (f" ({refused})" if refused else "")
+
+
+def _vouched_s(router: _Router, worker: str, shown: Position) -> float:
+    """Return the moment up to which what is shown has everything that the router knew, by its heartbeats."""
+    vouched_s = -math.inf
+    for heard_s, holds in router.heard:
+        hold = holds.get(worker)
+        if hold is not None and hold.lease == shown.lease and hold.commits <= shown.commits:
+            vouched_s = max(vouched_s, heard_s - hold.waits_ms / 1_000)
+    return vouched_s
+
+
+def _problem_of(follower: _Follower, worker: str, now_s: float, shown: Position) -> str:
+    """Return why a follower that says that it follows the worker does not vouch for what is shown of it."""
+    name = f"router {printable(follower.router.token)}, which follows this worker,"
+    silent_s = now_s - follower.router.heard_s
+    if silent_s > HEARD_S:
+        return f"{name} has not been heard for {silent_s:.0f} s"
+    hold = follower.router.holds[worker]
+    if hold.lease != shown.lease:
+        return f"{name} has not written yet what it knows of it"
+    if hold.waits_ms > LATE_MS:
+        return f"{name} cannot write to Redis what it learns"
+    return f"{name} has written more than was read here (entry {hold.commits}, read up to {shown.commits})"

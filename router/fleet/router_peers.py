@@ -17,7 +17,7 @@ from kvrouter.router.common import version
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.fleet.assignment import assign_workers
 from kvrouter.router.fleet.fleet_metrics import FleetMetrics
-from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, encode_heartbeat
+from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, Hold, encode_heartbeat
 from kvrouter.router.fleet.membership import INTERVAL_S, Membership
 from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
@@ -118,9 +118,12 @@ class RouterPeers:
 
     def _heartbeat(self) -> Heartbeat:
         self._beats += 1
-        held = self._held
-        late, refused = held.late(self._clock()), self._own_refusals()
-        return Heartbeat(self._beats, VERSION, held.numbers, late, refused, version.VERSION, self._settings)
+        held, now_s = self._held, self._clock()
+        holds = {
+            tag: Hold(holding.lease, holding.commits, round(1_000 * held.waits_s(tag, now_s)))
+            for tag, holding in held.holdings.items()
+        }
+        return Heartbeat(self._beats, VERSION, holds, self._own_refusals(), version.VERSION, self._settings)
 
     def _own_refusals(self) -> dict[str, str]:
         if self._refuses is None:
@@ -153,13 +156,14 @@ class RouterPeers:
         now_s = self._clock()
         self._contact.judge(is_refused=bool(self._held.refused))
         silence = self._contact.silence
-        if len(self._held.numbers) == len(self._registry.streams):
+        if len(self._held.holdings) == len(self._registry.streams):
             # All are followed here, as in a process that is alone.
             return
         unheard = silence and f"{silence}: what the router that follows this worker learns is not known here"
         for stream in self._registry.streams.values():
-            if stream.tag not in self._held.numbers:
-                stream.follower_heard(unheard or self._membership.follower_problem(stream.tag, now_s))
+            if stream.tag not in self._held.holdings:
+                heard = self._membership.follower_problem(stream.tag, now_s, stream.position)
+                stream.follower_heard(unheard or heard)
 
     def is_mine(self, worker: WorkerKey) -> bool:
         """Whether this process should follow the worker; of one that is new among several routers, known in a

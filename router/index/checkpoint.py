@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvrouter.router.common.checksum import checksum
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.ingest.net_changes import ResidencyDelta
@@ -66,39 +67,61 @@ class LogTail:
         return self.weight_blocks >= max(TAIL_BLOCKS, held_blocks // TAIL_SHARE)
 
 
-def checkpoint_commands(checkpoint: Checkpoint, stored: Iterable[str]) -> Iterable[bytes]:
-    """stored: the texts of the places of the checkpoint that it replaces."""
+def pack_places(places: Mapping[Place, Hashes]) -> dict[Place, bytes]:
+    """Return the hashes of each place as they are stored."""
+    return {place: hashes_to_bytes(hashes) for place, hashes in places.items()}
+
+
+def checkpoint_commands(
+    checkpoint: Checkpoint, packed: Mapping[Place, bytes], stored: Iterable[str]
+) -> Iterable[bytes]:
+    """Yield the commands that write a checkpoint.
+
+    packed: its places as `pack_places` returned them. stored: the texts of the places of the checkpoint it replaces."""
     worker, epoch = checkpoint.worker, checkpoint.epoch
-    full = {place: hashes for place, hashes in checkpoint.places.items() if len(hashes)}
-    for place, hashes in full.items():
-        yield long_command("SET", keys.residents(worker, epoch, place), hashes_to_bytes(hashes))
+    full = {place: value for place, value in packed.items() if value}
+    for place, value in full.items():
+        yield long_command("SET", keys.residents(worker, epoch, place), value)
     empty = {*map(keys.parse_place, stored)} - full.keys()
     if empty:
         yield command("UNLINK", *(keys.residents(worker, epoch, place) for place in empty))
 
 
-def places_text(places: Mapping[Place, Hashes]) -> bytes:
-    """Each place with the number of its hashes."""
-    return " ".join(f"{keys.place_text(place)}={len(hashes)}" for place, hashes in places.items()).encode("ascii")
+class StoredPlace(msgspec.Struct, frozen=True):
+    """The size of one place of a checkpoint, in blocks, and the checksum of its hashes as they are stored."""
+
+    blocks: int
+    checksum: bytes
 
 
-def parse_places(text: bytes) -> dict[str, int]:
-    """The number of hashes by the text of their place. Raises ValueError for what `places_text` never writes."""
-    found = {}
+def places_text(packed: Mapping[Place, bytes]) -> bytes:
+    """Return each place with the number of its hashes and their checksum, as `meta` keeps them."""
+    return b" ".join(
+        b"%s=%d=%s" % (keys.place_text(place).encode("ascii"), len(value) // HASH_BYTES, checksum(value))
+        for place, value in packed.items()
+    )
+
+
+def parse_places(text: bytes) -> dict[str, StoredPlace]:
+    """Return the stored places by the text of each. Raises ValueError for what `places_text` never writes."""
+    places = {}
     for part in text.decode("ascii").split(" ") if text else ():
-        place, _, blocks = part.rpartition("=")
+        place, blocks, found = part.rsplit("=", 2)
         keys.parse_place(place)
-        found[place] = keys.parse_number(blocks.encode())
-    return found
+        places[place] = StoredPlace(keys.parse_number(blocks.encode()), found.encode())
+    return places
 
 
-def parse_residents(key: str, value: Any, blocks: int) -> Hashes:
-    """What is stored at `key`, which must be `blocks` hashes. Raises StoredValueError."""
+def parse_residents(key: str, value: Any, place: StoredPlace) -> Hashes:
+    """Return the hashes stored at `key`, of which `place` says how they must be. Raises StoredValueError."""
+    blocks = place.blocks
     if value is None and not blocks:
         return np.empty(0, np.uint64)
     if not isinstance(value, bytes) or len(value) != HASH_BYTES * blocks:
         shown = value if value is None or not isinstance(value, bytes) else f"{len(value)} bytes for {blocks} hashes"
         raise StoredValueError(key, "", shown)
+    if checksum(value) != place.checksum:
+        raise StoredValueError(key, "", f"{blocks} hashes with another checksum than they were written with")
     return hashes_from_bytes(value)
 
 

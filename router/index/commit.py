@@ -9,9 +9,10 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrouter.router.common.checksum import checksum
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.checkpoint import parse_places
+from kvrouter.router.index.checkpoint import StoredPlace, parse_places
 from kvrouter.router.index.log_entry import decode_text, encode_text
 from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.redis_client.errors import StoredValueError
@@ -27,8 +28,12 @@ HEAD_FIELDS = (
     keys.META_PLACES,
     keys.META_LEASE,
     keys.META_CHECKPOINT,
+    keys.META_SUM,
     keys.META_UNREADABLE,
 )
+
+# Fields of `meta` that name the keys of the epoch, or show that one of those that do is damaged.
+_NAMING_KEYS = frozenset({keys.META_EPOCH, keys.META_PLACES, keys.META_SUM})
 
 # No log has more entries after a checkpoint: some thousand are usual, and the largest log has millions.
 MAX_TAIL_ENTRIES = 2**32
@@ -114,10 +119,12 @@ class Head(msgspec.Struct, frozen=True):
     epoch: str | None
     seq: int | None
     commits: int
-    # Blocks of the checkpoint by the text of their place, and the number of the last entry that it has.
-    places: dict[str, int]
+    # The places of the checkpoint by their texts, and the number of the last entry that it has.
+    places: dict[str, StoredPlace]
     lease: int
     checkpoint: int
+    # `places` as it is stored.
+    places_text: bytes
     # The first field that cannot be read, here as if it were absent; None: all can. Nothing but a new epoch may be
     # written over it.
     problem: StoredValueError | None = None
@@ -132,9 +139,10 @@ class Head(msgspec.Struct, frozen=True):
         places: bytes | None,
         lease: bytes | None,
         checkpoint: bytes | None,
+        sum_: bytes | None,
         unreadable: bytes | None = None,
     ) -> Head:
-        """key: where the fields stand. unreadable: what a router said that cannot read the worker's values."""
+        """Read the fields of `meta` at `key`. unreadable: why a router cannot read the worker's values."""
         problem: StoredValueError | None = None
 
         def read(field: str, value: bytes | None, parse: Callable[[bytes], T], absent: T) -> T:
@@ -152,7 +160,10 @@ class Head(msgspec.Struct, frozen=True):
             commits=read(keys.META_COMMITS, commits, keys.parse_number, 0),
             lease=read(keys.META_LEASE, lease, keys.parse_number, 0),
             checkpoint=read(keys.META_CHECKPOINT, checkpoint, keys.parse_number, 0),
+            places_text=places or b"",
         )
+        if epoch is not None and sum_ != head_sum(epoch, seq or b"", commits or b"", places or b"", checkpoint or b""):
+            problem = problem or StoredValueError(key, keys.META_SUM, sum_)
         if not 0 <= head.commits - head.checkpoint <= MAX_TAIL_ENTRIES:
             problem = problem or StoredValueError(key, keys.META_CHECKPOINT, checkpoint)
         if unreadable is not None:
@@ -167,7 +178,36 @@ class Head(msgspec.Struct, frozen=True):
     @property
     def hides_keys(self) -> bool:
         """Whether it cannot be said which keys the epoch has."""
-        return self.problem is not None and self.problem.field in (keys.META_EPOCH, keys.META_PLACES)
+        return self.problem is not None and self.problem.field in _NAMING_KEYS
+
+
+def head_sum(epoch: bytes, seq: bytes, commits: bytes, places: bytes, checkpoint: bytes) -> bytes:
+    """Return the checksum of these fields of `meta`, as they are stored; absent ones are empty."""
+    return checksum(epoch, seq, commits, places, checkpoint)
+
+
+def head_fields(epoch: str, seq: int | None, commits: int, checkpoint: int, places_text: bytes) -> dict[str, bytes]:
+    """Return the fields of `meta` that say where a worker's index stands, with their checksum."""
+    fields = {
+        keys.META_EPOCH: encode_text(epoch),
+        keys.META_SEQ: b"" if seq is None else b"%d" % seq,
+        keys.META_COMMITS: b"%d" % commits,
+        keys.META_PLACES: places_text,
+        keys.META_CHECKPOINT: b"%d" % checkpoint,
+    }
+    fields[keys.META_SUM] = head_sum(*fields.values())
+    if seq is None:
+        del fields[keys.META_SEQ]
+    return fields
+
+
+def next_fields(head: Head, seq: int | None) -> dict[str, bytes]:
+    """Return the fields that one more log entry changes in `head`, whose last committed seq is `seq` from then on."""
+    fields = head_fields(head.epoch or "", seq, head.commits + 1, head.checkpoint, head.places_text)
+    return {name: value for name, value in fields.items() if name not in _SET_BY_CHECKPOINTS}
+
+
+_SET_BY_CHECKPOINTS = frozenset({keys.META_EPOCH, keys.META_PLACES, keys.META_CHECKPOINT})
 
 
 def continues(commit: Commit, seq: int | None) -> bool:
@@ -200,7 +240,7 @@ def copies_commands(commit: Commit) -> Iterable[bytes]:
     for place, block_hash, count in commit.copies:
         field = keys.copies_field(place, block_hash)
         if count >= 2:
-            kept += (field, b"%d" % count)
+            kept += (field, copies_value(field, count))
         else:
             dropped.append(field)
     key = keys.copies(commit.worker, commit.epoch)
@@ -208,6 +248,20 @@ def copies_commands(commit: Commit) -> Iterable[bytes]:
         yield command("HSET", key, *kept)
     if dropped:
         yield command("HDEL", key, *dropped)
+
+
+def copies_value(field: bytes, count: int) -> bytes:
+    """Return what is stored of a block with several copies: their number, with a checksum of field and number."""
+    number = b"%d" % count
+    return number + b" " + checksum(field, number)
+
+
+def parse_copies_value(field: bytes, value: bytes) -> int:
+    """Return the number of copies. Raises ValueError for what `copies_value` never writes."""
+    number, _, found = value.partition(b" ")
+    if found != checksum(field, number):
+        raise ValueError(f"the checksum of {value!r} is wrong")
+    return keys.parse_number(number)
 
 
 def hset(key: str, fields: dict[str, bytes]) -> bytes:

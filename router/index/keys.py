@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every Redis key of the index, and the text forms used inside its values.
 
-They begin with the number of their schema, `kvr:2:`, so that routers of two schemas share a Redis during an upgrade and
+They begin with the number of their schema, `kvr:3:`, so that routers of two schemas share a Redis during an upgrade and
 neither reads what the other wrote (ADR 42). Only `kvr:schemas` is common to all.
 
 All keys of one worker share the hash tag `{model/worker_id}` (`{model/worker_id@3}` for dp_rank 3), so that one
@@ -11,19 +11,19 @@ so that no brace, colon, slash or newline in a name can reach another worker's k
 | key | type | content |
 |---|---|---|
 | `kvr:schemas` | HASH | number of each schema that this Redis holds -> version of the router that wrote it first |
-| `kvr:2:models` | SET | the quoted names of the models that have workers |
-| `kvr:2:registrations` | STRING | number of changes ever made to the registry: says whether to read it again |
-| `kvr:2:routers` | HASH | token of each router process -> its heartbeat (`heartbeat.py`) |
-| `kvr:2:router:TOKEN` | STRING | how often that router process renewed this, its lease; expires |
-| `kvr:2:adopted` | HASH | worker's tag -> its registration in the former schema, when it was taken over (`schemas.py`) |
-| `kvr:2:claims` | HASH | token of each router process -> the workers that its sources show it (`fleet.py`) |
-| `kvr:2:loads` | STREAM | what router processes have in flight (`load/messages.py`); trimmed |
-| `kvr:2:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
-| `kvr:2:{tag}:meta` | HASH | `META_FIELDS` and what the owner adds |
-| `kvr:2:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | STRING | 8-byte big-endian block hashes resident there at the checkpoint |
-| `kvr:2:{tag}:EPOCH:copies` | HASH | place text + 8 bytes -> number of copies, only 2 or more |
-| `kvr:2:{tag}:log` | STREAM | one entry a commit; trimmed, never behind the checkpoint |
-| `kvr:2:{tag}:lease` | STRING | `token:number` of the process that ingests this worker |
+| `kvr:3:models` | SET | the quoted names of the models that have workers |
+| `kvr:3:registrations` | STRING | number of changes ever made to the registry: says whether to read it again |
+| `kvr:3:routers` | HASH | token of each router process -> its heartbeat (`heartbeat.py`) |
+| `kvr:3:router:TOKEN` | STRING | how often that router process renewed this, its lease; expires |
+| `kvr:3:adopted` | HASH | worker's tag -> its registration in the former schema, when it was taken over (`schemas.py`) |
+| `kvr:3:claims` | HASH | token of each router process -> the workers that its sources show it (`fleet.py`) |
+| `kvr:3:loads` | STREAM | what router processes have in flight (`load/messages.py`); trimmed |
+| `kvr:3:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
+| `kvr:3:{tag}:meta` | HASH | `META_FIELDS` and what the owner adds |
+| `kvr:3:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | STRING | 8-byte big-endian block hashes resident there at the checkpoint |
+| `kvr:3:{tag}:EPOCH:copies` | HASH | place text + 8 bytes -> number of copies, only 2 or more, with its checksum |
+| `kvr:3:{tag}:log` | STREAM | one entry a commit, with its checksum; trimmed, never behind the checkpoint |
+| `kvr:3:{tag}:lease` | STRING | `token:number` of the process that ingests this worker |
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from kvrouter.router.workers.worker_spec import MAX_DP_RANK
 
 # Rises when a router of an earlier number would misread, or write away, a part of what routers of this one write: another
 # form, another meaning, or a field that says how a worker is judged. tests/golden/schema.json has the forms.
-SCHEMA = 2
+SCHEMA = 3
 PREFIX = f"kvr:{SCHEMA}:"
-# The schema before, of which registrations are taken over. It had no number in its keys.
-FORMER_SCHEMA = 1
-FORMER_PREFIX = "kvr:"
+# The schema before, of which registrations are taken over.
+FORMER_SCHEMA = 2
+FORMER_PREFIX = f"kvr:{FORMER_SCHEMA}:"
 FORMER_REGISTRATIONS = f"{FORMER_PREFIX}registrations"
 
 SCHEMAS = "kvr:schemas"
@@ -57,8 +57,11 @@ LOADS_MESSAGE = "m"
 META_EPOCH = "epoch"  # the current epoch's name
 META_SEQ = "seq"  # last committed seq of the epoch; absent before its first commit
 META_COMMITS = "commits"  # number of log entries ever written for this worker; each entry carries its number
-META_PLACES = "places"  # the places of the checkpoint, quoted, with their blocks: what to UNLINK when it is voided
+META_PLACES = (
+    "places"  # the places of the checkpoint, quoted, with blocks and checksum: what to UNLINK when it is voided
+)
 META_CHECKPOINT = "checkpoint"  # number of the last log entry whose changes the checkpoint has
+META_SUM = "sum"  # checksum of epoch, seq, commits, places and checkpoint
 META_LEASE = "lease"  # number of the last lease on this worker: each taking has a higher one
 META_UNREADABLE = "unreadable"  # set by a router that cannot read what is stored: its owner then opens a new epoch
 META_FIELDS = frozenset(
@@ -70,6 +73,7 @@ META_FIELDS = frozenset(
         META_LEASE,
         META_UNREADABLE,
         META_CHECKPOINT,
+        META_SUM,
     }
 )
 

@@ -3,7 +3,9 @@
 
 Fields of the stream entry: `kind` (commit, epoch, note), `commit` (its number, rising by one with each entry of the
 worker), `epoch`, `first`, `last` (seq range; of a commit only), `changes` and `meta` (msgpack; absent when empty).
-`changes` is a list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian each.
+`changes` is a list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian each. The last
+field, `sum`, is the checksum of the log's key and of all fields before it: an entry that was damaged where it is stored
+is none of ours.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from enum import Enum
 
 import msgspec
 
+from kvrouter.router.common.checksum import checksum
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.ingest.net_changes import ResidencyDelta
@@ -52,7 +55,11 @@ def decode_text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
+_SUM = b"sum"
+
+
 def entry_fields(
+    worker: WorkerKey,
     kind: EntryKind,
     commit: int,
     epoch: str,
@@ -73,11 +80,17 @@ def entry_fields(
         fields += [b"changes", _encode(packed)]
     if meta:
         fields += [b"meta", _encode(meta)]
-    return fields
+    return [*fields, _SUM, _checksum(worker, fields)]
+
+
+def _checksum(worker: WorkerKey, fields: list[bytes]) -> bytes:
+    return checksum(keys.log(worker).encode(), *fields)
 
 
 def parse_entry(worker: WorkerKey, entry_id: bytes, fields: list[bytes]) -> LogEntry:
     """The entry as XREAD returned it. Raises ValueError, KeyError or msgspec.MsgspecError when it is none of ours."""
+    if fields[-2:] != [_SUM, _checksum(worker, fields[:-2])]:
+        raise ValueError("its checksum is wrong: it was changed where it is stored")
     values = dict(zip(fields[::2], fields[1::2], strict=True))
     kind = EntryKind(values[b"kind"])
     first, last = values.get(b"first"), values.get(b"last")

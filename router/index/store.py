@@ -16,9 +16,11 @@ Not here: counting copies (ingest), deciding who should own a worker (fleet/assi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.checkpoint import Checkpoint, checkpoint_commands, places_text
+from kvrouter.router.index.checkpoint import Checkpoint, checkpoint_commands, pack_places, places_text
 from kvrouter.router.index.commit import (
     HEAD_FIELDS,
     Commit,
@@ -30,7 +32,9 @@ from kvrouter.router.index.commit import (
     continues,
     copies_commands,
     epoch_keys,
+    head_fields,
     hset,
+    next_fields,
     unlink_all,
 )
 from kvrouter.router.index.leases import Leases
@@ -65,6 +69,8 @@ class IndexStore:
         self.registry = Registry(self._transactions)
         self.schemas = Schemas(self._transactions)
         self._log_entries = log_entries
+        # The number of the last log entry of each worker that this process wrote, or knows to be written.
+        self.last_entries: dict[WorkerKey, int] = {}
 
     @classmethod
     async def open(cls, url: str, *, log_entries: int = LOG_ENTRIES) -> IndexStore:
@@ -85,6 +91,8 @@ class IndexStore:
         """Unlinks all that the index holds of `worker`, unless another token has its lease: for every process that
         learns that its registration is gone, as any of them may have taken the lease meanwhile."""
 
+        self.last_entries.pop(worker, None)
+
         def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
             free = holder is None or Lease.token_of(holder) in (None, token)
             return [unlink_all(worker, head)] if free else False
@@ -100,28 +108,20 @@ class IndexStore:
         fields = checked_meta(meta)
         garbage = False
 
-        def write(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
+        def write(head: Head) -> list[bytes] | CommitOutcome:
             nonlocal garbage
-            if holder != lease.value:
-                return CommitOutcome.FENCED
             if head.epoch == epoch and head.problem is None:
                 return CommitOutcome.STALE
             garbage = head.hides_keys
             meta_key, commits = keys.meta(worker), head.commits + 1
-            own = {
-                keys.META_EPOCH: encode_text(epoch),
-                keys.META_COMMITS: b"%d" % commits,
-                keys.META_CHECKPOINT: b"%d" % commits,
-                keys.META_PLACES: b"",
-                keys.META_LEASE: b"%d" % lease.number,
-            }
+            own = head_fields(epoch, None, commits, commits, b"") | {keys.META_LEASE: b"%d" % lease.number}
             return [
                 command("UNLINK", meta_key, *epoch_keys(worker, head)),
                 hset(meta_key, own | fields),
-                self._xadd(worker, 0, entry_fields(EntryKind.EPOCH, commits, epoch, meta=fields)),
+                self._xadd(worker, 0, entry_fields(worker, EntryKind.EPOCH, commits, epoch, meta=fields)),
             ]
 
-        outcome = await self._transactions.run(worker, write) or CommitOutcome.APPLIED
+        outcome = await self._write(worker, lease, write)
         if garbage and outcome is CommitOutcome.APPLIED:
             # Which keys the old epoch had is not known.
             unlink = self._transactions.unlink_epochs
@@ -132,22 +132,17 @@ class IndexStore:
         """Sets fields of meta while `epoch` is current, without a batch."""
         fields = checked_meta(meta)
 
-        def write(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
-            if holder != lease.value:
-                return CommitOutcome.FENCED
+        def write(head: Head) -> list[bytes] | CommitOutcome:
             if head.problem is not None:
                 raise head.problem
             if head.epoch != epoch:
                 return CommitOutcome.STALE
             commits = head.commits + 1
-            return [
-                hset(keys.meta(worker), {keys.META_COMMITS: b"%d" % commits} | fields),
-                self._xadd(
-                    worker, commits - head.checkpoint, entry_fields(EntryKind.NOTE, commits, epoch, meta=fields)
-                ),
-            ]
+            own = next_fields(head, head.seq)
+            entry = entry_fields(worker, EntryKind.NOTE, commits, epoch, meta=fields)
+            return [hset(keys.meta(worker), own | fields), self._xadd(worker, commits - head.checkpoint, entry)]
 
-        return await self._transactions.run(worker, write) or CommitOutcome.APPLIED
+        return await self._write(worker, lease, write)
 
     async def commit(self, commit: Commit, lease: Lease) -> CommitOutcome:
         """Applies `commit` if `lease` counts, its epoch is current and first_seq is the committed seq + 1.
@@ -159,17 +154,15 @@ class IndexStore:
         fields = checked_meta(commit.meta)
         worker, epoch = commit.worker, commit.epoch
 
-        def write(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
-            if holder != lease.value:
-                return CommitOutcome.FENCED
+        def write(head: Head) -> list[bytes] | CommitOutcome:
             if head.problem is not None:
                 raise head.problem
             if head.epoch != epoch or not continues(commit, head.seq):
                 return CommitOutcome.STALE
             commits = head.commits + 1
-            own = {keys.META_SEQ: b"%d" % commit.last_seq, keys.META_COMMITS: b"%d" % commits}
+            own = next_fields(head, commit.last_seq)
             entry = entry_fields(
-                EntryKind.COMMIT, commits, epoch, (commit.first_seq, commit.last_seq), commit.changes, fields
+                worker, EntryKind.COMMIT, commits, epoch, (commit.first_seq, commit.last_seq), commit.changes, fields
             )
             return [
                 *copies_commands(commit),
@@ -177,27 +170,45 @@ class IndexStore:
                 self._xadd(worker, commits - head.checkpoint, entry),
             ]
 
-        return await self._transactions.run(worker, write) or CommitOutcome.APPLIED
+        return await self._write(worker, lease, write)
 
     async def checkpoint(self, checkpoint: Checkpoint, lease: Lease) -> CommitOutcome:
         """Replaces the checkpoint if `lease` counts and its seq is the last that was committed to its epoch, which is
         current. Written twice, it is the same."""
-        worker = checkpoint.worker
+        worker, packed = checkpoint.worker, pack_places(checkpoint.places)
 
-        def write(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
-            if holder != lease.value:
-                return CommitOutcome.FENCED
+        def write(head: Head) -> list[bytes] | CommitOutcome:
             if head.problem is not None:
                 raise head.problem
             if (head.epoch, head.seq) != (checkpoint.epoch, checkpoint.seq):
                 return CommitOutcome.STALE
-            own = {
-                keys.META_CHECKPOINT: b"%d" % head.commits,
-                keys.META_PLACES: places_text(checkpoint.places),
-            }
-            return [*checkpoint_commands(checkpoint, head.places), hset(keys.meta(worker), own)]
+            own = head_fields(checkpoint.epoch, head.seq, head.commits, head.commits, places_text(packed))
+            return [*checkpoint_commands(checkpoint, packed, head.places), hset(keys.meta(worker), own)]
 
-        return await self._transactions.run(worker, write) or CommitOutcome.APPLIED
+        return await self._write(worker, lease, write, entries=0)
+
+    async def _write(
+        self,
+        worker: WorkerKey,
+        lease: Lease,
+        write: Callable[[Head], list[bytes] | CommitOutcome],
+        *,
+        entries: int = 1,
+    ) -> CommitOutcome:
+        """Execute what `write` makes of the head of `meta`, if `lease` counts; keep `last_entries`.
+
+        entries: how many log entries its commands add."""
+        before = 0
+
+        def write_fenced(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
+            nonlocal before
+            before = head.commits
+            return write(head) if holder == lease.value else CommitOutcome.FENCED
+
+        outcome = await self._transactions.run(worker, write_fenced) or CommitOutcome.APPLIED
+        if outcome is not CommitOutcome.FENCED:
+            self.last_entries[worker] = before + (entries if outcome is CommitOutcome.APPLIED else 0)
+        return outcome
 
     async def report_unreadable(self, worker: WorkerKey, reason: str) -> None:
         """Lets whoever follows the worker know that what is stored of it cannot be read, so that it opens a new

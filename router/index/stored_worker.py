@@ -11,7 +11,7 @@ import msgspec
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index.checkpoint import LogTail, apply_changes, parse_residents
-from kvrouter.router.index.commit import HEAD_FIELDS, NO_LOG_ID, Head, WorkerImage
+from kvrouter.router.index.commit import HEAD_FIELDS, NO_LOG_ID, Head, WorkerImage, parse_copies_value
 from kvrouter.router.index.log_entry import LogEntry, decode_text, parse_entry
 from kvrouter.router.index.transactions import Transactions, multi, pairs
 from kvrouter.router.redis_client.connection import Connection
@@ -59,8 +59,8 @@ async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerIma
             if (head.epoch, [*head.places]) != (asked.epoch, [*asked.places]) or head.commits - head.checkpoint > count:
                 continue
             base = {
-                keys.parse_place(text): parse_residents(key, value, blocks)
-                for (text, blocks), key, value in zip(head.places.items(), stored, values, strict=True)
+                keys.parse_place(text): parse_residents(key, value, place)
+                for (text, place), key, value in zip(head.places.items(), stored, values, strict=True)
             }
             entries, tail = _tail_of(worker, head, newest), LogTail()
             for entry in entries:
@@ -139,7 +139,7 @@ def _meta_of(key: str, fields: list[bytes]) -> dict[str, bytes]:
 def _copies_of(key: str, fields: list[bytes]) -> Iterable[tuple[tuple[Place, int], int]]:
     for field, value in pairs(fields):
         try:
-            count = keys.parse_number(value)
+            count = parse_copies_value(field, value)
             if not _COPIES_MIN <= count <= _COPIES_MAX:
                 raise ValueError(f"{count} copies")
             yield keys.parse_copies_field(field), count

@@ -12,6 +12,7 @@ import msgspec
 
 from kvrouter.events.patch.items import Greeted
 from kvrouter.events.patch.messages import DeclaredCatalog
+from kvrouter.router.common.checksum import seal, unseal
 from kvrouter.router.common.ids import Place
 from kvrouter.router.engines.known import engine_named
 from kvrouter.router.ingest.counters import IngestCounters
@@ -323,10 +324,10 @@ class WorkerProfile:
             stored = StoredScheme(
                 scheme.algo, scheme.none_hash.hex(), standing, self.identity.hash_block_size, scheme.lookahead
             )
-            meta[META_LEARNED] = self.learner.dump()
-            meta[META_SCHEME] = msgspec.json.encode(stored)
+            meta[META_LEARNED] = seal(META_LEARNED, self.learner.dump())
+            meta[META_SCHEME] = seal(META_SCHEME, msgspec.json.encode(stored))
             if self.declared is not None:
-                meta[META_DECLARED] = msgspec.json.encode(self.declared)
+                meta[META_DECLARED] = seal(META_DECLARED, msgspec.json.encode(self.declared))
             self._written = version
         return meta
 
@@ -344,14 +345,14 @@ class WorkerProfile:
         if META_RANK in meta:
             self.ranks.skips = not self.is_own(int(meta[META_RANK]))
         if META_LEARNED in meta:
-            self.learner.load(meta[META_LEARNED])
+            self.learner.load(unseal(META_LEARNED, meta[META_LEARNED]))
         if META_SCHEME in meta:
-            stored = msgspec.json.decode(meta[META_SCHEME], type=StoredScheme)
+            stored = msgspec.json.decode(unseal(META_SCHEME, meta[META_SCHEME]), type=StoredScheme)
             scheme = HashScheme(stored.algo, bytes.fromhex(stored.none_hash), stored.lookahead)
             self.identity.restore(scheme, SchemeState(stored.standing), stored.hash_block_size)
         self.patch.epoch = meta.get(META_REPORT_EPOCH, b"").decode() or None
         if self.patch.epoch is not None and META_DECLARED in meta:
-            self.declare(msgspec.json.decode(meta[META_DECLARED], type=DeclaredCatalog))
+            self.declare(msgspec.json.decode(unseal(META_DECLARED, meta[META_DECLARED]), type=DeclaredCatalog))
 
 
 def _stored_number(field: str, meta: dict[str, bytes]) -> int:

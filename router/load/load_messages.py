@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages about load between router processes, on the stream `kvr:2:loads` in Redis. Pure.
+"""The messages about load between router processes, on the stream `kvr:3:loads` in Redis. Pure.
 
 A message has totals, never differences; older messages are useless, so nothing is kept.
 """

@@ -21,6 +21,7 @@ from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.streams.lease_holder import LeaseHolder, LeaseLost
 from kvrouter.router.streams.mirror_lead import MirrorLead
+from kvrouter.router.streams.peer_view import META_STATE_LEASE
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import WorkerRecord
 
@@ -69,8 +70,7 @@ class CommitLoop:
     @property
     def unwritten_s(self) -> float:
         """How long the oldest news has waited for the store."""
-        since_s = self._services.held.unwritten_since_s.get(self._tag)
-        return 0.0 if since_s is None else self._services.clock() - since_s
+        return self._services.held.waits_s(self._tag, self._services.clock())
 
     @property
     def unwritten_blocks(self) -> int:
@@ -100,8 +100,12 @@ class CommitLoop:
         """Have written what the store lacks, if it lacks anything."""
         lead = self._record.lead
         waits = lead is not None and not lead.backlog.is_empty
-        if waits or self._record.state_fields() != self._written_state:
+        if waits or self._state_fields() != self._written_state:
             self._record.dirty.set()
+
+    def _state_fields(self) -> dict[str, bytes]:
+        """Return the state as the other processes are to know it, with the number of the lease that it is true of."""
+        return self._record.state_fields() | {META_STATE_LEASE: b"%d" % self._lease.number}
 
     async def take_in(self, items: Sequence[T], apply: Callable[[T, float], None]) -> None:
         """Apply the items in turns, show what they say after each, and wait for the store if it lacks too much.
@@ -176,7 +180,7 @@ class CommitLoop:
 
     async def _write(self) -> None:
         """Have in the store all that it lacks now."""
-        flush, state = self._next_commit(), self._record.state_fields()
+        flush, state = self._next_commit(), self._state_fields()
         self._measure_tail(flush, noted=state != self._written_state)
         residents = self._residents() if self.tail.is_long(self._record.ingest.held.blocks.blocks) else None
         self._record.drained.set()

@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers that this process follows, as it reports them to the other routers. Their leases and commits keep it."""
+"""The workers that this process follows, as its heartbeat reports them to the other routers. Pure."""
 
 from __future__ import annotations
 
-# The store, and so every other router, may lack for so long what was learned; a commit takes some milliseconds.
-LATE_S = 1.0
+import msgspec
+
+
+class Holding(msgspec.Struct):
+    """A lease that this process has, and the number of the last log entry that it knows to be in the store."""
+
+    lease: int
+    commits: int
 
 
 class HeldWorkers:
-    """Workers are named by their tags (`keys.worker_tag`)."""
+    """The leases of one process and its changes that wait for the store. Workers are named by `keys.worker_tag`.
+
+    `LeaseHolder` and `CommitLoop` of each worker keep it."""
 
     def __init__(self) -> None:
-        # The number of each lease.
-        self.numbers: dict[str, int] = {}
-        # Those of which the store took nothing at the last try.
+        self.holdings: dict[str, Holding] = {}
+        # Workers of which the store took nothing at the last try.
         self.refused: set[str] = set()
-        # Since when the store lacks something, by this process's clock.
+        # Since when the store lacks something of a worker, by this process's clock.
         self.unwritten_since_s: dict[str, float] = {}
 
-    def late(self, now_s: float) -> list[str]:
-        """Those of which the store lacks something for longer than LATE_S."""
-        return [
-            tag for tag, since_s in self.unwritten_since_s.items() if now_s - since_s > LATE_S and tag in self.numbers
-        ]
+    def waits_s(self, tag: str, now_s: float) -> float:
+        """Return the age of the oldest change of a worker that the store lacks, 0 if it lacks none."""
+        since_s = self.unwritten_since_s.get(tag)
+        return 0.0 if since_s is None else max(0.0, now_s - since_s)

@@ -21,7 +21,7 @@ from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import Hashes
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.redis_client.errors import StoredValueError, StoreError
-from kvrouter.router.streams.held_workers import HeldWorkers
+from kvrouter.router.streams.held_workers import HeldWorkers, Holding
 from kvrouter.router.streams.lease_rounds import LOOKS_PER_TTL, LeaseRounds
 from kvrouter.router.streams.stream_metrics import FAILED, StreamMetrics
 
@@ -119,7 +119,7 @@ class LeaseHolder:
             self._rounds.leave(self)
         alone = 0 < self._number == lease.number - 1 and not self._interrupted
         self._interrupted = False
-        self._have(lease)
+        self._have(lease, head)
         self._say(None)
         self._wrote(await self._stored(head))
         return alone
@@ -128,13 +128,27 @@ class LeaseHolder:
         """What the store has. head: before the lease was taken, which may have mended it."""
         return head.written if head.problem is None else await self._store.committed(self._worker)
 
-    def _have(self, lease: Lease | None) -> None:
-        self._lease = lease
-        if lease is None:
-            self._held.numbers.pop(self._tag, None)
-            self._held.refused.discard(self._tag)
-        else:
-            self._number = self._held.numbers[self._tag] = lease.number
+    @property
+    def number(self) -> int:
+        """The number of the lease that this process has, or had last; 0: it had none."""
+        return self._number
+
+    def _have(self, lease: Lease, head: Head) -> None:
+        """Have `lease`. head: of `meta` before it."""
+        self._lease, self._number = lease, lease.number
+        self._held.holdings[self._tag] = Holding(lease.number, head.commits)
+
+    def _end(self) -> None:
+        """Have no lease."""
+        self._lease = None
+        self._held.holdings.pop(self._tag, None)
+        self._held.refused.discard(self._tag)
+
+    def _count_entry(self) -> None:
+        """Take that the store has the log entry that was written last."""
+        holding = self._held.holdings.get(self._tag)
+        if holding is not None:
+            holding.commits = self._store.last_entries[self._worker]
 
     def _wrote(self, written: Written) -> None:
         """What the store has is known."""
@@ -161,7 +175,7 @@ class LeaseHolder:
         lease = self._lease
         if lease is None:
             return
-        self._have(None)
+        self._end()
         try:
             await asyncio.shield(self._store.leases.release(self._worker, lease))
         except StoreError as error:
@@ -169,7 +183,7 @@ class LeaseHolder:
 
     async def forget(self) -> None:
         """Unlink all that the index holds of the worker, unless another process has it: its registration is gone."""
-        self._have(None)
+        self._end()
         await self._store.forget(self._worker, self._token)
 
     async def keep(self, movable: Callable[[], bool]) -> None:
@@ -263,13 +277,15 @@ class LeaseHolder:
         assert taken is not None
         lease, head = taken
         alone = lease.number == self._number + 1
-        self._have(lease)
+        self._have(lease, head)
         if not alone:
             self._interrupted = True
             self._lose("taken", "another router process followed this worker meanwhile; beginning again from Redis")
         if not self._is_ours(await self._stored(head)):
             self._lose("data_lost", "Redis lost commits of this worker")
         log.warning("lease regained", extra={"worker": self._worker})
+        # The state is to be written again, under the new number.
+        self._changed(self.problem)
 
     def _lose(self, how: str, reason: str) -> None:
         self._metrics.leases_lost[how].inc()
@@ -355,6 +371,8 @@ class LeaseHolder:
 
     async def _judge(self, outcome: CommitOutcome, *, done: bool) -> bool:
         self._metrics.commits[outcome.value].inc()
+        if outcome is not CommitOutcome.FENCED:
+            self._count_entry()
         return await self._follow_outcome(outcome, done=done)
 
     async def _follow_outcome(self, outcome: CommitOutcome, *, done: bool) -> bool:

@@ -26,6 +26,7 @@ from kvrouter.router.ingest.worker_profile import (
     META_SCHEME,
     WorkerProfile,
 )
+from kvrouter.router.streams.stream_view import Position
 from kvrouter.router.streams.worker_events import Incidents
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -39,6 +40,8 @@ META_CREDITED = "credited"
 META_ENGINE_START = "engine_start"
 # What is wrong with the disk below its offload tier.
 META_DISK = "disk"
+# The number of the lease under which the state was written: the former follower's state is not the present one's.
+META_STATE_LEASE = "state_lease"
 
 # What `restore` raises for meta that another version or another program wrote.
 RESTORE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, KeyError, RecursionError)
@@ -81,6 +84,7 @@ class PeerView:
         self._counts: dict[Place, int] = {}
         self._shape_problem = ""
         self.epoch = ""
+        self.position = Position()
         self.profile = WorkerProfile(registration, seed)
 
     def _explain(self, epoch: str) -> None:
@@ -97,15 +101,20 @@ class PeerView:
             self.profile = WorkerProfile(self._registration, self._seed)
 
     def take_image(self, image: WorkerImage) -> None:
+        """Take what Redis held when it was loaded. That its writer lives is shown by nothing yet."""
         self._meta = dict(image.meta)
+        self.position = Position(self._number(META_STATE_LEASE), image.commits)
         self._counts = {place: len(hashes) for place, hashes in image.places.items()}
         self._explain(image.epoch or "")
 
-    def take_entry(self, entry: LogEntry) -> bool:
-        """Take what one log entry says; whether anything but counts may have changed."""
+    def take_entry(self, entry: LogEntry, now_s: float) -> bool:
+        """Take what one log entry says; return whether anything but counts may have changed."""
         if entry.opened_epoch:
             self._meta, self._counts = {}, {}
         self._meta |= entry.meta
+        lease = self._number(META_STATE_LEASE)
+        since_s = now_s if lease != self.position.lease else self.position.since_s
+        self.position = Position(lease, entry.commit, since_s)
         for change in entry.changes:
             self._counts[change.place] = self._counts.get(change.place, 0) + len(change.added) - len(change.removed)
         if entry.opened_epoch or entry.meta.keys() & _SHAPING:

@@ -7,6 +7,8 @@ that is not whole, a log or a follower that is not heard, and doubt that lasts t
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from kvrouter.router.ingest.engine_liveness import EngineLiveness
@@ -45,6 +47,20 @@ class Facts(msgspec.Struct):
     disk: DiskWatch = msgspec.field(default_factory=DiskWatch)
     cpu_tier: CpuTierWatch = msgspec.field(default_factory=CpuTierWatch)
     vitals: EngineLiveness = msgspec.field(default_factory=EngineLiveness)
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How far this process has read what a worker's follower writes.
+
+    A follower is heard only at a position: its heartbeat says nothing of a state that another router wrote, or of
+    entries that were not read."""
+
+    # The number of the lease under which the state that is shown was written; 0: none was.
+    lease: int = 0
+    # The number of the last log entry that was applied.
+    commits: int = 0
+    # When an entry of the log was the first of this lease, by this process's clock: it shows that its writer lived.
+    since_s: float = -math.inf
 
 
 class Word(msgspec.Struct, frozen=True):

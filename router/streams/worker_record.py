@@ -25,7 +25,7 @@ from kvrouter.router.streams.stream_view import Facts, Word, credit, shown_state
 from kvrouter.router.streams.worker_events import Incidents, WorkerEvents
 from kvrouter.router.workers.provenance import ranks_allowed
 from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.workers.stream_state import PROVEN, StreamState
 
 log = logging.getLogger("kvrouter.stream")
 
@@ -73,6 +73,8 @@ class WorkerRecord:
         # Since when the state and the reason are what they are. A timer ends the credit of a state in doubt.
         self.since_s = self._reason_s = services.clock()
         self._credit_end: asyncio.TimerHandle | None = None
+        # Since when nothing proves that what is shown is right; None: something does.
+        self._doubted_since_s: float | None = None
         self.ingest = self._ingest()
         word = self._word()
         self.view = self._view(shown_state(self.phase, self.facts, word), word)
@@ -211,11 +213,19 @@ class WorkerRecord:
         )
 
     def _time_credit(self, state: StreamState) -> None:
+        """Credit doubt for a while from its beginning. Doubt that is interrupted without proof has not begun again."""
+        if state in PROVEN:
+            self._doubted_since_s = None
         self.facts.overdue = False
         self.end_timer()
         if state is StreamState.SUSPECT:
-            pause_s = self._services.config.suspect_credit_s
-            self._credit_end = asyncio.get_running_loop().call_later(pause_s, self._end_credit)
+            now_s = self._services.clock()
+            if self._doubted_since_s is None:
+                self._doubted_since_s = now_s
+            left_s = self._doubted_since_s + self._services.config.suspect_credit_s - now_s
+            self.facts.overdue = left_s <= 0
+            if not self.facts.overdue:
+                self._credit_end = asyncio.get_running_loop().call_later(left_s, self._end_credit)
 
     def _end_credit(self) -> None:
         self.facts.overdue = True

@@ -35,6 +35,7 @@ from kvrouter.router.streams.peer_view import RESTORE_ERRORS, PeerView, engine_s
 from kvrouter.router.streams.source_switch import PAUSED, SourceSwitch
 from kvrouter.router.streams.stream_machine import Action, Event
 from kvrouter.router.streams.stream_services import StreamServices
+from kvrouter.router.streams.stream_view import Position
 from kvrouter.router.streams.worker_record import WorkerRecord
 from kvrouter.router.workers.registration import Registration
 
@@ -218,7 +219,7 @@ class WorkerStream:
     def take_entry(self, entry: LogEntry) -> None:
         """What Redis's log says, as it goes into the mirror."""
         record = self._record
-        shapes = record.peer.take_entry(entry)
+        shapes = record.peer.take_entry(entry, self._services.clock())
         if entry.opened_epoch:
             record.events.begin_epoch(entry.epoch, record.peer.reason)
         seq = record.shown.seq if entry.last_seq is None else entry.last_seq
@@ -235,8 +236,13 @@ class WorkerStream:
         self._record.facts.log_heard = heard
         self._record.refresh()
 
+    @property
+    def position(self) -> Position:
+        """How far this process has read what the worker's follower writes."""
+        return self._record.peer.position
+
     def follower_heard(self, problem: str | None) -> None:
-        """Whether the router that follows the worker, another one, is heard; problem: why it is not."""
+        """Take whether the router that follows the worker, another one, is heard; problem: why it is not."""
         if problem != self._record.facts.follower_problem:
             self._record.facts.follower_problem = problem
             if self._record.is_elsewhere:

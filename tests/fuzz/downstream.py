@@ -90,7 +90,9 @@ class Downstream:
             return
         assert flush.seqs[0] <= flush.seqs[1]
         self._commits += 1
-        fields = entry_fields(EntryKind.COMMIT, self._commits, flush.epoch, flush.seqs, flush.changes, flush.meta)
+        fields = entry_fields(
+            worker, EntryKind.COMMIT, self._commits, flush.epoch, flush.seqs, flush.changes, flush.meta
+        )
         entry = parse_entry(worker, b"1-1", fields)
         known = mirror.worker(worker)
         assert known is not None

@@ -17,7 +17,9 @@ from kvrouter.events.patch.messages import Events, Hello, Refused, ReportCleared
 from kvrouter.events.vllm.codec import BatchDecoder, CodecError
 from kvrouter.events.vllm.messages import AllBlocksCleared, BlockRemoved, EventBatch
 from kvrouter.events.vllm.wire import MAX_SEQ
+from kvrouter.router.common.checksum import checksum
 from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.index import keys
 from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
 from kvrouter.router.ingest.event_runs import RunReader
 from kvrouter.router.ingest.net_changes import ResidencyDelta
@@ -56,7 +58,7 @@ def corpus() -> list[bytes]:
         kind = REPORT if vector["side"] == "report" else ANSWER
         found.append(Step(kind, 0, bytes.fromhex(vector["payload"])))
     change = ResidencyDelta(Place(1, "GPU", "own er"), np.arange(3, dtype=np.uint64), np.arange(1, dtype=np.uint64))
-    fields = entry_fields(EntryKind.COMMIT, 1, "e", (0, 1), [change], {"learned": b"{}"})
+    fields = entry_fields(WORKER, EntryKind.COMMIT, 1, "e", (0, 1), [change], {"learned": b"{}"})
     found += [Step(CHANGES, 0, fields[fields.index(b"changes") + 1]), Step(META, 0, fields[fields.index(b"meta") + 1])]
     return [pack([step]) for step in found]
 
@@ -153,6 +155,8 @@ def _type_of(payload: bytes) -> Any:
 def _entry(name: bytes, value: bytes) -> None:
     """What the follower does with an entry of the log, whatever another program wrote there."""
     fields = [b"kind", b"commit", b"commit", b"1", b"epoch", b"e", b"first", b"0", b"last", b"1", name, value]
+    # The checksum is right, so that what is behind it is tried too.
+    fields += [b"sum", checksum(keys.log(WORKER).encode(), *fields)]
     try:
         entry = parse_entry(WORKER, b"1-1", fields)
     except (ValueError, KeyError, msgspec.MsgspecError):

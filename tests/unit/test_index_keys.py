@@ -7,13 +7,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.checkpoint import parse_places, places_text
+from kvrouter.router.index.checkpoint import pack_places, parse_places, places_text
 from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
 from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.redis_client.resp import command, long_command
@@ -34,14 +35,14 @@ HASHES = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(lambda values: np.a
 
 def test_keys_look_as_documented() -> None:
     worker = WorkerKey("m", "w", 0)
-    assert keys.meta(worker) == "kvr:2:{m/w}:meta"
-    assert keys.log(worker) == "kvr:2:{m/w}:log"
-    assert keys.lease(worker) == "kvr:2:{m/w}:lease"
-    assert keys.copies(worker, "e1") == "kvr:2:{m/w}:e1:copies"
-    assert keys.residents(worker, "e1", Place(0, "GPU")) == "kvr:2:{m/w}:e1:g0:GPU"
-    assert keys.residents(worker, "e1", Place(None, "STORAGE", "fs")) == "kvr:2:{m/w}:e1:g-:STORAGE:fs"
-    assert keys.meta(WorkerKey("m", "w", 3)) == "kvr:2:{m/w@3}:meta"
-    assert keys.registry("m") == "kvr:2:{m}:workers"
+    assert keys.meta(worker) == "kvr:3:{m/w}:meta"
+    assert keys.log(worker) == "kvr:3:{m/w}:log"
+    assert keys.lease(worker) == "kvr:3:{m/w}:lease"
+    assert keys.copies(worker, "e1") == "kvr:3:{m/w}:e1:copies"
+    assert keys.residents(worker, "e1", Place(0, "GPU")) == "kvr:3:{m/w}:e1:g0:GPU"
+    assert keys.residents(worker, "e1", Place(None, "STORAGE", "fs")) == "kvr:3:{m/w}:e1:g-:STORAGE:fs"
+    assert keys.meta(WorkerKey("m", "w", 3)) == "kvr:3:{m/w@3}:meta"
+    assert keys.registry("m") == "kvr:3:{m}:workers"
 
 
 @given(
@@ -100,7 +101,7 @@ def test_log_entries_read_back(
     changes: list[ResidencyDelta], epoch: str, kind: EntryKind, seqs: tuple[int, int] | None
 ) -> None:
     worker = WorkerKey("m", "w")
-    entry = parse_entry(worker, b"5-1", entry_fields(kind, 7, epoch, seqs, changes, {"state": b"x"}))
+    entry = parse_entry(worker, b"5-1", entry_fields(worker, kind, 7, epoch, seqs, changes, {"state": b"x"}))
     assert (entry.id, entry.commit, entry.epoch) == ("5-1", 7, epoch)
     assert (entry.first_seq, entry.last_seq) == (seqs or (None, None))
     assert entry.opened_epoch == (kind is EntryKind.EPOCH)
@@ -112,6 +113,22 @@ def test_log_entries_read_back(
         assert got.removed.tolist() == want.removed.tolist()
 
 
+@given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_no_flipped_bit_of_a_log_entry_passes(at: int, bit: int) -> None:
+    worker, hashes = WorkerKey("m", "w"), np.array([1, 2, 2**64 - 1], np.uint64)
+    changes = [ResidencyDelta(Place(0, "GPU"), hashes, hashes[:1])]
+    fields = entry_fields(worker, EntryKind.COMMIT, 7, "e", (1, 2), changes, {"state": b"live"})
+    assert parse_entry(worker, b"5-1", fields).commit == 7
+    sizes = np.cumsum([len(field) for field in fields])
+    index = int(np.searchsorted(sizes, at % sizes[-1], side="right"))
+    damaged = bytearray(fields[index])
+    damaged[at % sizes[-1] - int(sizes[index]) + len(damaged)] ^= 1 << bit
+    with pytest.raises(ValueError, match="checksum"):
+        parse_entry(worker, b"5-1", [*fields[:index], bytes(damaged), *fields[index + 1 :]])
+    with pytest.raises(ValueError, match="checksum"):
+        parse_entry(WorkerKey("m", "another"), b"5-1", fields)
+
+
 @given(args=st.lists(st.binary(max_size=20) | st.text(max_size=5) | st.integers(), min_size=1))
 def test_a_long_command_is_what_hiredis_packs(args: list[Any]) -> None:
     assert long_command(*args) == command(*args)
@@ -119,5 +136,7 @@ def test_a_long_command_is_what_hiredis_packs(args: list[Any]) -> None:
 
 @given(places=st.dictionaries(PLACES, HASHES, max_size=4))
 def test_places_read_back_with_their_blocks(places: dict[Place, Any]) -> None:
-    expected = {keys.place_text(place): len(hashes) for place, hashes in places.items()}
-    assert parse_places(places_text(places)) == expected
+    stored = parse_places(places_text(pack_places(places)))
+    assert {text: place.blocks for text, place in stored.items()} == {
+        keys.place_text(place): len(hashes) for place, hashes in places.items()
+    }

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.fleet.heartbeat import MAX_HEARTBEAT_BYTES, VERSION, Heartbeat, encode_heartbeat
+from kvrouter.router.fleet.heartbeat import MAX_HEARTBEAT_BYTES, VERSION, Heartbeat, Hold, encode_heartbeat
 from kvrouter.router.fleet.membership import HEARD_S, INTERVAL_S, MAX_ROUTERS, UNPROVEN_LOOKS, Membership
+from kvrouter.router.streams.stream_view import Position
 
 TTL_S = 1.5
 GONE_LOOKS = round(TTL_S / INTERVAL_S)
@@ -23,10 +24,22 @@ class World:
         self.fields: dict[bytes, bytes] = {}
         self.counts: dict[str, int] = {}
         self.me = Membership("me", ttl_s=TTL_S)
+        # How far this process has read what the follower of `w` writes.
+        self.shown = Position(1, 0)
 
-    def beat(self, token: str, holds: Any = (), late: Any = (), refuses: Any = None) -> None:
+    def beat(
+        self,
+        token: str,
+        holds: Any = (),
+        *,
+        lease: int = 1,
+        commits: int = 0,
+        waits_ms: int = 0,
+        refuses: Any = None,
+    ) -> None:
         self.counts[token] = self.counts.get(token, 0) + 1
-        heartbeat = Heartbeat(self.counts[token], VERSION, dict.fromkeys(holds, 1), list(late), refuses or {})
+        held = dict.fromkeys(holds, Hold(lease, commits, waits_ms))
+        heartbeat = Heartbeat(self.counts[token], VERSION, held, refuses or {})
         self.fields[token.encode()] = encode_heartbeat(heartbeat)
 
     def look(self) -> None:
@@ -34,7 +47,7 @@ class World:
         self.me.look(self.fields, self.now_s)
 
     def problem(self) -> str | None:
-        return self.me.follower_problem("w", self.now_s)
+        return self.me.follower_problem("w", self.now_s, self.shown)
 
 
 @pytest.fixture
@@ -148,10 +161,97 @@ def test_a_worker_that_two_say_they_follow_is_not_in_doubt_while_one_goes_on(wor
 
 
 def test_a_follower_that_cannot_write_says_so_at_once(world: World) -> None:
-    for late in ([], [], ["w"]):
-        world.beat("you", ["w"], late)
+    for waits_ms in (0, 0, 1_600):
+        world.beat("you", ["w"], waits_ms=waits_ms)
+        world.look()
+    # What it said before that still holds.
+    assert world.problem() is None
+    for _ in range(6):
+        world.beat("you", ["w"], waits_ms=1_600)
         world.look()
     assert world.problem() == "router you, which follows this worker, cannot write to Redis what it learns"
+
+
+def test_a_change_that_waits_ages_what_a_heartbeat_vouches_for(world: World) -> None:
+    for step in range(100):
+        waits_s = step * INTERVAL_S
+        world.beat("you", ["w"], waits_ms=round(1_000 * waits_s))
+        world.look()
+        if waits_s > HEARD_S:
+            assert world.problem() is not None
+    world.beat("you", ["w"])
+    world.look()
+    assert world.problem() is None
+
+
+def test_a_new_follower_does_not_vouch_for_the_state_of_the_one_before(world: World) -> None:
+    for _ in range(3):
+        world.beat("one", ["w"])
+        world.beat("two")
+        world.look()
+    assert world.problem() is None
+    # The first dies. The second has the lease, and loads what the store holds for as long as it likes.
+    for _ in range(100):
+        world.beat("two", ["w"], lease=2)
+        world.look()
+        assert world.problem() == "router two, which follows this worker, has not written yet what it knows of it"
+    world.shown = Position(2, 0)
+    assert world.problem() is None
+
+
+def test_a_follower_that_takes_the_lease_again_and_again_never_vouches_for_what_it_did_not_write(world: World) -> None:
+    for step in range(200):
+        world.beat("you", ["w"] if step % 4 < 2 else [], lease=2 + step // 4)
+        world.look()
+        assert world.problem() is not None
+
+
+def test_a_heartbeat_vouches_only_for_entries_that_were_read(world: World) -> None:
+    for _ in range(3):
+        world.beat("you", ["w"], commits=7)
+        world.look()
+        world.shown = Position(1, 7)
+    assert world.problem() is None
+    # The store was away; the heartbeat is heard again before the log is read.
+    world.now_s += 4.0
+    world.beat("you", ["w"], commits=9)
+    world.look()
+    assert world.problem() == (
+        "router you, which follows this worker, has written more than was read here (entry 9, read up to 7)"
+    )
+    world.shown = Position(1, 8)
+    assert world.problem() is not None
+    world.shown = Position(1, 9)
+    assert world.problem() is None
+
+
+def test_a_reader_that_is_always_a_heartbeat_behind_is_vouched_for(world: World) -> None:
+    for commits in range(0, 400, 10):
+        world.beat("you", ["w"], commits=commits)
+        world.look()
+        world.shown = Position(1, max(0, commits - 20))
+        assert world.problem() is None or commits < 30
+
+
+def test_an_entry_of_a_new_lease_vouches_for_itself_until_a_heartbeat_is_due(world: World) -> None:
+    world.look()
+    world.shown = Position(5, 1, since_s=world.now_s)
+    assert world.problem() is None
+    world.now_s += HEARD_S + 0.1
+    assert world.problem() == "no router follows this worker"
+
+
+def test_a_store_that_lost_its_data_begins_with_low_numbers_again(world: World) -> None:
+    for _ in range(3):
+        world.beat("one", ["w"], lease=7)
+        world.beat("two")
+        world.look()
+    for _ in range(3):
+        world.beat("one")
+        world.beat("two", ["w"], lease=1)
+        world.look()
+    world.shown = Position(1, 0)
+    assert world.problem() is None
 
 
 def test_a_router_that_left_counts_no_longer(world: World) -> None:
@@ -170,14 +270,14 @@ GARBAGE = {
     b"text": b"live for ever",
     b"number": b"99999999999999999999999999",
     b"future": msgspec.msgpack.encode(9e15),
-    b"wrong": msgspec.msgpack.encode({"count": -1, "version": 1, "holds": {"w": 1}, "late": [], "refuses": {}}),
-    b"types": msgspec.msgpack.encode({"count": 1, "version": 1, "holds": ["w"], "late": [], "refuses": {}}),
+    b"wrong": msgspec.msgpack.encode({"count": -1, "version": VERSION, "holds": {"w": [1, 1]}, "refuses": {}}),
+    b"types": msgspec.msgpack.encode({"count": 1, "version": VERSION, "holds": ["w"], "refuses": {}}),
     b"missing": msgspec.msgpack.encode({"count": 1}),
     b"huge": b"\xcf" + b"\xff" * 8,
-    b"other version": msgspec.msgpack.encode({"count": 1, "version": 2, "holds": {}, "late": [], "refuses": {}}),
-    b"\xff\xfe": encode_heartbeat(Heartbeat(1, VERSION, {"w": 1}, [], {})),
-    b"line\n": encode_heartbeat(Heartbeat(1, VERSION, {"w": 1}, [], {})),
-    b"x" * 200: encode_heartbeat(Heartbeat(1, VERSION, {"w": 1}, [], {})),
+    b"other version": msgspec.msgpack.encode({"count": 1, "version": VERSION + 1, "holds": {}, "refuses": {}}),
+    b"\xff\xfe": encode_heartbeat(Heartbeat(1, VERSION, {"w": Hold(1, 0)}, {})),
+    b"line\n": encode_heartbeat(Heartbeat(1, VERSION, {"w": Hold(1, 0)}, {})),
+    b"x" * 200: encode_heartbeat(Heartbeat(1, VERSION, {"w": Hold(1, 0)}, {})),
     b"large": b"\x00" * (MAX_HEARTBEAT_BYTES + 1),
 }
 

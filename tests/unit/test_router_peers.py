@@ -14,14 +14,15 @@ import pytest
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.fleet.fleet_metrics import FleetMetrics
-from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, decode_heartbeat, encode_heartbeat
+from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, Hold, decode_heartbeat, encode_heartbeat
 from kvrouter.router.fleet.membership import HEARD_S
 from kvrouter.router.fleet.router_peers import Claims, RouterPeers
 from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index import keys
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.streams.held_workers import HeldWorkers
+from kvrouter.router.streams.held_workers import HeldWorkers, Holding
+from kvrouter.router.streams.stream_view import Position
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import Registration
@@ -67,6 +68,7 @@ class Stream:
         self.problem: str | None = "not judged"
         self._refusal = refusal
         self.asked = 0
+        self.position = Position(1, 0)
 
     @property
     def refusal(self) -> str | None:
@@ -110,7 +112,7 @@ class World:
 
     def peer_beats(self, *holds: Stream) -> None:
         self.count += 1
-        heartbeat = Heartbeat(self.count, VERSION, {stream.tag: 1 for stream in holds}, [], {})
+        heartbeat = Heartbeat(self.count, VERSION, {stream.tag: Hold(1, 0) for stream in holds}, {})
         self.store.beats[b"you"] = encode_heartbeat(heartbeat)
 
 
@@ -122,13 +124,12 @@ def world() -> World:
 def test_a_heartbeat_says_what_is_held_late_and_refused(world: World) -> None:
     first, second, _ = (world.add(name) for name in "abc")
     refused = world.add("d", "not allowed")
-    world.held.numbers |= {first.tag: 7, second.tag: 8}
+    world.held.holdings |= {first.tag: Holding(7, 70), second.tag: Holding(8, 80)}
     # Late for a moment, late for long, and no longer held.
     world.held.unwritten_since_s |= {first.tag: world.now_s, second.tag: world.now_s - 2.0, refused.tag: 0.0}
     world.registry.leave_out({WorkerKey("m", "e"): "no room"})
     said = world.beat()
-    assert said.holds == {first.tag: 7, second.tag: 8}
-    assert said.late == [second.tag]
+    assert said.holds == {first.tag: Hold(7, 70), second.tag: Hold(8, 80, 2_000)}
     assert said.refuses == {refused.tag: "not allowed", keys.worker_tag(WorkerKey("m", "e")): "no room"}
     assert world.beat().count == said.count + 1
 

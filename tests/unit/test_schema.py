@@ -17,8 +17,8 @@ from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat
 from kvrouter.router.fleet.router_peers import Claims
 from kvrouter.router.index import keys
-from kvrouter.router.index.checkpoint import places_text
-from kvrouter.router.index.commit import Lease
+from kvrouter.router.index.checkpoint import pack_places, places_text
+from kvrouter.router.index.commit import Lease, copies_value
 from kvrouter.router.index.log_entry import EntryKind, entry_fields
 from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.load.load_messages import LoadMessage
@@ -32,7 +32,7 @@ PLACE = Place(0, "GPU")
 def forms() -> dict[str, Any]:
     hashes = np.array([1, 2], np.uint64)
     entry = entry_fields(
-        EntryKind.COMMIT, 7, "e", (3, 4), [ResidencyDelta(PLACE, hashes, hashes[:1])], {"catalog": b"c"}
+        WORKER, EntryKind.COMMIT, 7, "e", (3, 4), [ResidencyDelta(PLACE, hashes, hashes[:1])], {"catalog": b"c"}
     )
     _, structs = msgspec.json.schema_components([Registration, Heartbeat, Claims, LoadMessage], ref_template="{name}")
     return {
@@ -56,8 +56,9 @@ def forms() -> dict[str, Any]:
         ],
         "registry field": keys.registry_field(WORKER),
         "meta": sorted(keys.META_FIELDS),
-        "places": places_text({PLACE: hashes}).decode(),
+        "places": places_text(pack_places({PLACE: hashes})).decode(),
         "copies field": keys.copies_field(PLACE, 1).decode("latin-1"),
+        "copies value": copies_value(keys.copies_field(PLACE, 1), 2).decode(),
         "lease": Lease("token", 7).value.decode(),
         "entry": [part.decode("latin-1") for part in entry],
         "heartbeat": VERSION,

@@ -6,14 +6,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kvrouter.router.common.checksum import checksum
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys, registry
-from kvrouter.router.index.checkpoint import parse_places, parse_residents
-from kvrouter.router.index.commit import Head, Lease
+from kvrouter.router.index.checkpoint import StoredPlace, parse_places, parse_residents
+from kvrouter.router.index.commit import Head, Lease, copies_value, head_sum, parse_copies_value
 from kvrouter.router.redis_client.errors import StoredValueError
 from kvrouter.router.workers.registration import MAX_GROUPS, CatalogSpec, GroupSpec, Registration
 
 WORKER = WorkerKey("m", "w0", 2)
+GPU_PLACE = b"g0:GPU=7=00000000"
 GOOD = Registration(WORKER, events="tcp://h:1", replay="tcp://h:2", url="http://h:8000", block_size=16)
 
 
@@ -52,40 +54,80 @@ def test_a_model_is_as_it_is_written(member: bytes) -> None:
         keys.parse_model_member(member)
 
 
+def read_head(
+    seq: bytes = b"4",
+    commits: bytes = b"5",
+    places: bytes = b"",
+    checkpoint: bytes = b"1",
+    unreadable: bytes | None = None,
+) -> Head:
+    """Read a head whose checksum is right."""
+    found = head_sum(b"e", seq, commits, places, checkpoint)
+    return Head.of("k", b"e", seq, commits, places, b"3", checkpoint, found, unreadable)
+
+
 def test_a_head_reads_what_it_can_and_names_the_first_that_it_cannot() -> None:
-    head = Head.of("k", b"e", b"abc", b"5", b"g0:GPU=7", b"3", b"x")
+    head = read_head(seq=b"abc", places=GPU_PLACE, checkpoint=b"x")
     assert (head.epoch, head.seq, head.commits, head.lease, head.checkpoint) == ("e", None, 5, 3, 0)
     assert isinstance(head.problem, StoredValueError)
     assert (head.problem.key, head.problem.field) == ("k", "seq") and "b'abc'" in str(head.problem)
-    good = Head.of("k", b"e", b"4", b"5", b"g0:GPU=7 g-:CPU=0", b"3", b"5")
-    assert good == Head("e", 4, 5, {"g0:GPU": 7, "g-:CPU": 0}, 3, 5)
-    assert Head.of("k", *[None] * 7) == Head(None, None, 0, {}, 0, 0)
-    told = Head.of("k", b"e", b"4", b"5", b"", b"3", b"1", b"another router cannot read it")
+    good = read_head(places=GPU_PLACE, checkpoint=b"5")
+    assert good == Head("e", 4, 5, {"g0:GPU": StoredPlace(7, b"00000000")}, 3, 5, GPU_PLACE)
+    assert Head.of("k", *[None] * 8) == Head(None, None, 0, {}, 0, 0, b"")
+    told = read_head(unreadable=b"another router cannot read it")
     assert told.problem is not None and "another router cannot read it" in str(told.problem)
 
 
-@pytest.mark.parametrize("text", [b"g0:GPU", b"g0:GPU=", b"g0:GPU=-1", b"=3", b"g0:GPU=1  g1:GPU=1", b"\xff=1"])
+FIELDS = {"epoch": b"e", "seq": b"14", "commits": b"15", "places": GPU_PLACE, "lease": b"3", "checkpoint": b"12"}
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name != "lease"])
+def test_a_field_that_was_changed_to_another_good_value_is_named(name: str) -> None:
+    found = head_sum(*(value for field, value in FIELDS.items() if field != "lease"))
+    assert Head.of("k", *FIELDS.values(), found).problem is None
+    changed = FIELDS | {name: FIELDS[name].replace(b"1", b"0").replace(b"e", b"f").replace(b"7", b"6")}
+    problem = Head.of("k", *changed.values(), found).problem
+    assert problem is not None and problem.field in ("sum", "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"g0:GPU", b"g0:GPU=", b"g0:GPU=1", b"g0:GPU=-1=0", b"=3=0", b"g0:GPU=1=0  g1:GPU=1=0", b"\xff=1=0"],
+)
 def test_places_are_as_they_are_written(text: bytes) -> None:
     with pytest.raises(ValueError):
         parse_places(text)
 
 
 def test_a_log_longer_than_any_is_named() -> None:
-    problem = Head.of("k", b"e", b"4", b"%d" % (2**64 - 1), b"", b"3", b"1").problem
+    problem = read_head(commits=b"%d" % (2**64 - 1)).problem
     assert problem is not None and problem.field == "checkpoint"
 
 
 @pytest.mark.parametrize("checkpoint", [b"6", b"x"])
 def test_a_checkpoint_after_the_log_is_named(checkpoint: bytes) -> None:
-    problem = Head.of("k", b"e", b"4", b"5", b"g0:GPU=1", b"3", checkpoint).problem
+    problem = read_head(checkpoint=checkpoint).problem
     assert problem is not None and problem.field == "checkpoint"
 
 
 @pytest.mark.parametrize("value", [None, b"", bytes(8), bytes(15), bytes(24), 7, [b"x"]])
 def test_residents_that_are_not_as_many_as_meta_says_are_refused(value: object) -> None:
+    place = StoredPlace(2, checksum(bytes(16)))
     with pytest.raises(StoredValueError, match="Redis holds"):
-        parse_residents("k", value, 2)
-    assert parse_residents("k", bytes(16), 2).tolist() == [0, 0]
+        parse_residents("k", value, place)
+    assert parse_residents("k", bytes(16), place).tolist() == [0, 0]
+    with pytest.raises(StoredValueError, match="another checksum"):
+        parse_residents("k", bytes(15) + b"\1", place)
+
+
+@pytest.mark.parametrize("value", [b"", b"2", b"3", b"2 00000000"])
+def test_copies_that_were_changed_are_refused(value: bytes) -> None:
+    field = keys.copies_field(Place(0, "GPU"), 7)
+    assert parse_copies_value(field, copies_value(field, 2)) == 2
+    with pytest.raises(ValueError, match="checksum"):
+        parse_copies_value(field, value)
+    with pytest.raises(ValueError, match="checksum"):
+        parse_copies_value(keys.copies_field(Place(0, "GPU"), 8), copies_value(field, 2))
 
 
 @pytest.mark.parametrize(

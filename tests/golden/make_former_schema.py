@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes schema_1.json: what two routers of the version before (`tests/support/former_release.py` names the commit)
+"""Write schema_2.json: the keys that two routers of the version before (`tests/support/former_release.py` names the commit)
 left in a Valkey, with engines that stored and evicted, and workers of every kind that can be registered.
 
-    PYTHONPATH=tests/support .venv/bin/python tests/golden/make_schema_1.py
+    PYTHONPATH=tests/support .venv/bin/python tests/golden/make_former_schema.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from former_release import dump, environment, write
 from router_process import RouterProcess
 from store_server import StoreServer
 
-FILE = Path(__file__).with_name("schema_1.json")
+FILE = Path(__file__).with_name("schema_2.json")
 ENGINES = 2
 # So much that each has evicted, and that its log fits a file that is looked at.
 BLOCKS_A_SECOND = 500.0
