@@ -32,9 +32,6 @@ HEAD_FIELDS = (
     keys.META_UNREADABLE,
 )
 
-# Fields of `meta` that name the keys of the epoch, or show that one of those that do is damaged.
-_NAMING_KEYS = frozenset({keys.META_EPOCH, keys.META_PLACES, keys.META_SUM})
-
 # No log has more entries after a checkpoint: some thousand are usual, and the largest log has millions.
 MAX_TAIL_ENTRIES = 2**32
 
@@ -178,7 +175,7 @@ class Head(msgspec.Struct, frozen=True):
     @property
     def hides_keys(self) -> bool:
         """Whether it cannot be said which keys the epoch has."""
-        return self.problem is not None and self.problem.field in _NAMING_KEYS
+        return self.problem is not None and self.problem.field in (keys.META_EPOCH, keys.META_PLACES)
 
 
 def head_sum(epoch: bytes, seq: bytes, commits: bytes, places: bytes, checkpoint: bytes) -> bytes:

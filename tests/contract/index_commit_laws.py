@@ -27,6 +27,7 @@ from index_support import (
     take,
 )
 
+from kvrouter.router.common.checksum import checksum
 from kvrouter.router.index import keys
 from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
 from kvrouter.router.index.log_follower import LogFollower
@@ -54,9 +55,13 @@ class CommitLaws:
             assert await store.checkpoint(checkpoint(worker, "e1", 7, {GPU: (1, 2**64 - 1), DISK: (3,)}), ME) is APPLIED
             assert world.stored_keys() == own | {f"{tag}:e1:g0:GPU", f"{tag}:e1:g-:STORAGE:fs%3A%7B%7D%0A"}
             assert world.raw.get(f"{tag}:e1:g0:GPU") == bytes(7) + b"\x01" + b"\xff" * 8
-            assert world.raw.hget(f"{tag}:meta", "places") == b"g0:GPU=2 g-:STORAGE:fs%3A%7B%7D%0A=1"
+            assert world.raw.hget(f"{tag}:meta", "places") == b"g0:GPU=2=%s g-:STORAGE:fs%%3A%%7B%%7D%%0A=1=%s" % (
+                checksum(bytes(7) + b"\x01" + b"\xff" * 8),
+                checksum(bytes(7) + b"\x03"),
+            )
             assert world.raw.hget(f"{tag}:meta", "checkpoint") == world.raw.hget(f"{tag}:meta", "commits") == b"2"
-            assert world.raw.hgetall(f"{tag}:e1:copies") == {b"g0:GPU" + bytes(7) + b"\x01": b"2"}
+            field = b"g0:GPU" + bytes(7) + b"\x01"
+            assert world.raw.hgetall(f"{tag}:e1:copies") == {field: b"2 " + checksum(field, b"2")}
             assert world.raw.hget(f"{tag}:meta", "seq") == b"7"
             image = await store.load(worker)
             assert (image.epoch, image.seq, image.commits, image.meta) == ("e1", 7, 2, {"state": b"live"})

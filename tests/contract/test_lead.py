@@ -216,6 +216,7 @@ def test_what_a_dead_router_left_is_in_doubt_until_proven(life: str, server: Sto
             engine.publish(stored(TOKENS, 0, 12))
             await until(lambda: is_well(core, 12), "the worker is not live")
             await until(lambda: server.client.hget(keys.meta(WORKER), "engine_start"), "no start time is stored")
+            await until(lambda: server.client.hget(keys.meta(WORKER), "state") == b"live", "its state is not stored")
             # As kill -9 leaves it: state, lease and heartbeat as last written.
             left = {key: server.client.dump(key) for key in server.client.scan_iter("kvr:*")}
         for key, value in left.items():

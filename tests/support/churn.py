@@ -24,7 +24,7 @@ import zmq
 
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.publisher import EventPublisher
-from kvrouter.events.vllm.wire import WireEvent, WireRemoved, WireStored
+from kvrouter.events.vllm.wire import END_SEQ, SEQ_BYTES, WireEvent, WireRemoved, WireStored
 
 BLOCK = 16
 WINDOW = 64
@@ -52,15 +52,35 @@ def block_hash(chain: int, index: int) -> int:
 HASHES = [[block_hash(chain, index) for index in range(CHAIN_BLOCKS)] for chain in range(CHAINS)]
 
 
+class SlowReplayPublisher(EventPublisher):
+    """A publisher that waits before each batch of a replay, as one does whose machine or network is busy."""
+
+    replay_pause_s = 0.0
+
+    def _answer_replay(self, replay: zmq.Socket[bytes]) -> None:
+        if not self.replay_pause_s:
+            super()._answer_replay(replay)
+            return
+        client, _, start = replay.recv_multipart()
+        for seq, payload in list(self._ring):
+            if seq >= int.from_bytes(start, "big"):
+                replay.send_multipart((client, b"", self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload))
+                time.sleep(self.replay_pause_s)
+        replay.send_multipart((client, b"", b"", END_SEQ, b""))
+
+
 class Engine:
     """One engine: the copies it holds by group, and its publisher."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], rng: random.Random) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], rng: random.Random, replay_pause_s: float = 0.0
+    ) -> None:
         self._rng = rng
         self.held: tuple[Counter[int], ...] = tuple(Counter() for _ in KINDS)
         # One entry a copy, oldest first.
         self._order: tuple[list[int], ...] = tuple([] for _ in KINDS)
-        self.publisher = EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", context=context)
+        self.publisher = SlowReplayPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", context=context)
+        self.publisher.replay_pause_s = replay_pause_s
 
     def step(self) -> int:
         """Publish one batch; returns the blocks in it."""
@@ -156,10 +176,11 @@ def main() -> None:
     parser.add_argument("--engines", type=int, required=True)
     parser.add_argument("--rate", type=float, required=True, help="blocks/s in all, stored and removed")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--replay-pause-s", type=float, default=0.0, help="before each batch of a replay")
     arguments = parser.parse_args()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     rng = random.Random(arguments.seed)
-    engines = [Engine(context, random.Random(rng.random())) for _ in range(arguments.engines)]
+    engines = [Engine(context, random.Random(rng.random()), arguments.replay_pause_s) for _ in range(arguments.engines)]
     go, step = threading.Event(), threading.Lock()
     threading.Thread(target=publish, args=(engines, arguments.rate, go, step), daemon=True).start()
 
@@ -200,9 +221,9 @@ def main() -> None:
 class Churn:
     """The process, as tests drive it. Engine i is worker `w{i}`."""
 
-    def __init__(self, engines: int, rate: float, seed: int = 1) -> None:
+    def __init__(self, engines: int, rate: float, seed: int = 1, *, replay_pause_s: float = 0.0) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--engines", str(engines)]
-        command += ["--rate", str(rate), "--seed", str(seed)]
+        command += ["--rate", str(rate), "--seed", str(seed), "--replay-pause-s", str(replay_pause_s)]
         self.workers = [f"w{number}" for number in range(engines)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.endpoints: list[tuple[str, str]] = [(events, replay) for events, replay in self._answer()]

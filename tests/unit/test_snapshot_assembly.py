@@ -40,7 +40,7 @@ class TestSnapshotAnswers:
         cursor.part(msgspec.structs.replace(first, id=99))
         for part in (first, *rest):
             cursor.part(part)
-        assert kinds(cursor.take()) == ["Loaded"]
+        assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
         cursor.part(first)
         assert cursor.take() == []
 
@@ -91,7 +91,7 @@ class TestSnapshotAnswers:
         assert cursor.held == 0
         cursor.on_request_sent()
         load(cursor, 20)
-        assert kinds(cursor.take()) == ["Loaded"]
+        assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
 
     def test_one_message_of_any_size_is_held(self) -> None:
         cursor = greeted(max_held_bytes=5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.diagnosis.store_view import FollowedWorker, store_reply
-from kvrouter.router.fleet.heartbeat import Heartbeat
+from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, Hold
 from kvrouter.router.index.keys import worker_tag
 from kvrouter.router.index.server_settings import ServerSettings
 
@@ -14,7 +14,8 @@ A, B, C = (WorkerKey("m", "a"), WorkerKey("m", "b", 1), WorkerKey("n/{x}", "c"))
 
 def beat(holds: dict[WorkerKey, int], late: list[WorkerKey], refuses: int = 0) -> Heartbeat:
     tags = {worker_tag(worker): number for worker, number in holds.items()}
-    return Heartbeat(1, 1, tags, [worker_tag(one) for one in late], {str(i): "why" for i in range(refuses)}, "0.1.0")
+    holds = {tag: Hold(lease, 0, 2_000 if tag in set(map(worker_tag, late)) else 0) for tag, lease in tags.items()}
+    return Heartbeat(1, VERSION, holds, {str(i): "why" for i in range(refuses)}, "0.1.0")
 
 
 def test_each_worker_is_shown_with_the_router_whose_lease_it_is() -> None:
