@@ -257,7 +257,11 @@ class Watcher:
                 is_live = row["state"] == "live"
                 problem = ""
                 if is_live and seq < oldest[number]:
-                    problem = f"{row['worker_id']}: live at batch {seq}, {BOUND_S:g} s ago it was {oldest[number]}"
+                    whose = "another router's" if row["lag_ms"] is None else "its own"
+                    problem = (
+                        f"{row['worker_id']}: live at batch {seq}, {BOUND_S:g} s ago it was {oldest[number]}; {whose}, "
+                        f"{row['state_age_s']:.2f} s in this state, {row['reason']!r}"
+                    )
                 self._tally.add(row["state"], is_full=is_live and seq >= recent[number], problem=problem)
                 if is_live and seq >= recent[number]:
                     live.add(row["worker_id"])

@@ -91,6 +91,8 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._catalog_asked = 0
         self._connected = False
         self._silent = False
+        # A snapshot was loaded, and `CaughtUp` was not announced since.
+        self._loaded = False
         if resume is None:
             self._want_snapshot()
 
@@ -288,7 +290,14 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self.items.append(ReportGap(first_seq, next_seq, dropped, reason))
         self._want_snapshot()
 
+    def _catch_up(self) -> None:
+        """Announce that what came during the snapshot was handed out, and that nothing is unread, if that is so."""
+        if self._loaded and not self._unread:
+            self._loaded = False
+            self.items.append(CaughtUp())
+
     def _want_snapshot(self) -> None:
+        self._loaded = False
         self._requests += 1
         self._request = self._requests
         self._assembly = None
@@ -314,7 +323,8 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             if self._request is not None:
                 # The next snapshot contains the rest.
                 return
-        self.items.append(CaughtUp())
+        self._loaded = True
+        self._catch_up()
 
     def _hold(self, seq: int, message: _Message, size_bytes: int) -> None:
         for dropped_seq, dropped, _ in self._held.append(seq, message, size_bytes):

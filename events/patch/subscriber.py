@@ -118,11 +118,17 @@ class ReportSubscriber(Subscription[ReportItem]):
 
     def _read(self) -> bool:
         assert self._greeter is not None
+        live = self._live
+        # A snapshot is not the last word while messages wait in the live socket.
+        self._cursor.set_unread(live is not None and live.readable())
         more = self._snapshots.read(self._now_s)
         more = self._greeter.read() or more
         live = self._live
-        if live is not None:
-            more = live.read(self._handle_live, self._settings.turn_messages, self._settings.turn_bytes) or more
+        unread = live is not None and live.read(
+            self._handle_live, self._settings.turn_messages, self._settings.turn_bytes
+        )
+        self._cursor.set_unread(unread)
+        more = more or unread
         # Connection news last, when nothing is left of the old connection.
         self._greeter.read_news()
         self._read_live_news()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cursors of both streams share: items on their way out, and messages held back. Pure."""
+"""The part that the cursors of both streams share: items on their way out, and messages held back. Pure."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Generic, TypeVar
 
 from kvrouter.events.transport.held_queue import HeldQueue
@@ -11,12 +12,14 @@ Item = TypeVar("Item")
 Queue = TypeVar("Queue", bound=HeldQueue[Any])
 
 
-class HoldingCursor(Generic[Item, Queue]):
+class HoldingCursor(ABC, Generic[Item, Queue]):
     """Where a reader is in a stream. Single-threaded; never raises on what the wire brings."""
 
     def __init__(self, held: Queue) -> None:
         self.items: list[Item] = []
         self._held = held
+        # The live socket may have messages that were not read yet.
+        self._unread = False
 
     @property
     def held(self) -> int:
@@ -27,6 +30,15 @@ class HoldingCursor(Generic[Item, Queue]):
     def held_bytes(self) -> int:
         """Payload bytes of those."""
         return self._held.size_bytes
+
+    def set_unread(self, unread: bool) -> None:
+        """Take whether the live socket has messages that were not read yet: nothing is caught up before they are."""
+        self._unread = unread
+        self._catch_up()
+
+    @abstractmethod
+    def _catch_up(self) -> None:
+        """Announce `CaughtUp` where it is due."""
 
     def take(self) -> list[Item]:
         """The items since the last call, in order."""

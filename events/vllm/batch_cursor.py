@@ -230,8 +230,8 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self.items.append(FellBehind(missing))
 
     def _catch_up(self) -> None:
-        """Announce that no replay is under way and nothing is held, if that is so."""
-        if self._behind and self.request is None and not self._held:
+        """Announce that no replay is under way and that nothing is held or unread, if that is so."""
+        if self._behind and self.request is None and not self._held and not self._unread:
             self._behind = False
             self.items.append(CaughtUp())
 

@@ -84,9 +84,12 @@ class Subscriber(Subscription[StreamItem]):
 
     def _read(self) -> bool:
         assert self._live is not None
+        # The end of a replay is not the end of what was sent while messages wait in the live socket.
+        self._cursor.set_unread(self._live.readable())
         more = self._replay.read(self._now_s)
         if self._live.read(self._handle_live, self._settings.turn_messages, self._settings.turn_bytes):
             return True
+        self._cursor.set_unread(False)
         # Only when nothing is left of the old connection: its messages must not be taken for the new one's.
         self._read_news(self._live)
         return more

@@ -20,9 +20,9 @@ from kvrouter.router.streams.stream_view import Position
 
 # One heartbeat and one look at all others.
 INTERVAL_S = 0.25
-# How long a heartbeat vouches for what is shown of its router's workers. With its age when it is seen (INTERVAL_S) and
-# the time until the next judgement (INTERVAL_S), no answer shows a worker of another router as `live` with content that
-# was older than 2 s: reference/states.md says so.
+# How long a heartbeat vouches for what is shown of its router's workers, counted from the last look that did not show it
+# yet. With the time until the next judgement (INTERVAL_S), no answer shows a worker of another router as `live` with
+# content older than 2 s: reference/states.md says so.
 HEARD_S = 1.5
 # Heartbeats of one router that are remembered: those that can vouch for anything, and one to spare.
 REMEMBERED_BEATS = round(HEARD_S / INTERVAL_S) + 2
@@ -51,12 +51,12 @@ class _Router(msgspec.Struct):
     beats: bool = False
     unchanged_looks: int = 0
     missing_looks: int = 0
-    # When it beat, and what it held then; the newest last.
+    # When it beat at the earliest, and what it held then; the newest last.
     heard: deque[tuple[float, dict[str, Hold]]] = msgspec.field(default_factory=lambda: deque(maxlen=REMEMBERED_BEATS))
 
     @property
     def heard_s(self) -> float:
-        """When it beat last."""
+        """When it beat last, at the earliest."""
         return self.heard[-1][0] if self.heard else -math.inf
 
     @property
@@ -84,14 +84,20 @@ class Membership:
         self._followers: dict[str, _Follower] = {}
         self._garbage: dict[bytes, bytes] = {}
         self._first = True
+        # When the last look was asked for.
+        self._asked_s = -math.inf
         # The tokens that count, this process's always; and by worker, why which of them refuse it.
         self.routers = frozenset({token})
         self.refusals: dict[str, dict[str, str]] = {}
         # Values that were no heartbeats, each counted when it appears.
         self.ignored = 0
 
-    def look(self, fields: Mapping[bytes, bytes], now_s: float) -> bool:
-        """Take what one look at the store showed; whether who counts, or what they refuse, changed."""
+    def look(self, fields: Mapping[bytes, bytes], asked_s: float, now_s: float) -> bool:
+        """Take what one look at the store showed; return whether who counts, or what they refuse, changed.
+
+        asked_s: when it was asked for. A heartbeat that is new in this look was written after the look before was asked
+        for: a store that was away brings back heartbeats that nobody saw and that are as old as its absence."""
+        beaten_s, self._asked_s = self._asked_s, asked_s
         seen = self._decode(fields)
         for token, router in list(self._known.items()):
             if token not in seen:
@@ -99,7 +105,7 @@ class Membership:
                 if router.missing_looks >= MISSING_LOOKS:
                     del self._known[token]
         for token, heartbeat in seen.items():
-            self._take(token, heartbeat, now_s)
+            self._take(token, heartbeat, beaten_s, now_s)
         self._first = False
         self._followers = {
             worker: follower
@@ -128,7 +134,7 @@ class Membership:
         self._garbage = garbage
         return found
 
-    def _take(self, token: str, heartbeat: Heartbeat, now_s: float) -> None:
+    def _take(self, token: str, heartbeat: Heartbeat, beaten_s: float, now_s: float) -> None:
         router = self._known.get(token)
         if router is None:
             router = self._known[token] = _Router(token, heartbeat, self._first)
@@ -139,7 +145,7 @@ class Membership:
         router.missing_looks = 0
         # This process knows of its own heartbeat that it is no dead one's.
         if token == self._token or (router.beats and not router.unchanged_looks):
-            router.heard.append((now_s, heartbeat.holds))
+            router.heard.append((beaten_s, heartbeat.holds))
             for worker, hold in heartbeat.holds.items():
                 self._take_hold(worker, hold, router, now_s)
 

@@ -343,7 +343,9 @@ class LeaseHolder:
         assert self._lease is not None
         if flush.opens_epoch:
             self._unsure = (flush.epoch, None)
-            outcome = await self._store.open_epoch(self._worker, flush.epoch, self._lease, flush.meta)
+            # State and catalog come with the blocks: a reader of the empty epoch alone must not show it as live.
+            meta = flush.meta if flush.seqs is None else {}
+            outcome = await self._store.open_epoch(self._worker, flush.epoch, self._lease, meta)
             if not await self._judge(outcome, done=outcome is CommitOutcome.STALE):
                 return False
             if outcome is CommitOutcome.APPLIED:

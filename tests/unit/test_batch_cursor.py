@@ -59,6 +59,15 @@ class TestStart:
         assert cursor.request.number == number
         assert replay(cursor, 2, 3) == [Connected(), *again(2, 3), CaughtUp()]
 
+    def test_nothing_is_caught_up_while_the_live_socket_was_not_read(self) -> None:
+        cursor = Cursor(replay=True)
+        cursor.connected()
+        cursor.set_unread(True)
+        assert CaughtUp() not in replay(cursor, 0, 1)
+        assert live(cursor, 2) == [batch(2)]
+        cursor.set_unread(False)
+        assert cursor.take() == [CaughtUp()]
+
     def test_an_empty_ring_makes_0_the_expected_seq(self) -> None:
         cursor = following()
         assert live(cursor, 1) == [GapOpened(0, 1), FellBehind()]

@@ -44,7 +44,7 @@ class World:
 
     def look(self) -> None:
         self.now_s += INTERVAL_S
-        self.me.look(self.fields, self.now_s)
+        self.me.look(self.fields, self.now_s, self.now_s)
 
     def problem(self) -> str | None:
         return self.me.follower_problem("w", self.now_s, self.shown)
@@ -74,7 +74,7 @@ def test_a_store_that_does_not_answer_vouches_for_nothing_and_moves_nobody(world
     for _ in range(3):
         world.beat("you", ["w"])
         world.look()
-    world.now_s += HEARD_S
+    world.now_s += HEARD_S - INTERVAL_S
     assert world.problem() is None
     world.now_s += 30.0
     assert world.problem() == "router you, which follows this worker, has not been heard for 32 s"
@@ -216,6 +216,10 @@ def test_a_heartbeat_vouches_only_for_entries_that_were_read(world: World) -> No
     world.now_s += 4.0
     world.beat("you", ["w"], commits=9)
     world.look()
+    # What the store brings back may be as old as its absence.
+    assert world.problem() == "router you, which follows this worker, has not been heard for 4 s"
+    world.beat("you", ["w"], commits=9)
+    world.look()
     assert world.problem() == (
         "router you, which follows this worker, has written more than was read here (entry 9, read up to 7)"
     )
@@ -223,6 +227,17 @@ def test_a_heartbeat_vouches_only_for_entries_that_were_read(world: World) -> No
     assert world.problem() is not None
     world.shown = Position(1, 9)
     assert world.problem() is None
+
+
+def test_a_heartbeat_that_a_store_brings_back_vouches_for_nothing(world: World) -> None:
+    for _ in range(3):
+        world.beat("you", ["w"])
+        world.look()
+    # Written just before the store went away, and seen when it is back.
+    world.beat("you", ["w"])
+    world.now_s += 4.0
+    world.look()
+    assert world.problem() is not None
 
 
 def test_a_reader_that_is_always_a_heartbeat_behind_is_vouched_for(world: World) -> None:
