@@ -325,8 +325,9 @@ class CatalogLearner:
         spec = self._spec
         if spec.hash_block_size is None and hash_block_size is not None:
             spec = msgspec.structs.replace(spec, hash_block_size=hash_block_size)
-        problem = self._problem
-        groups = dict(self._stated)
+        stated = self._stated_as_announced()
+        problem = self._problem or self._contradiction(stated)
+        groups = dict(stated)
         # Entries inside blocks are there for a Mamba state's sake.
         partial = any(seen.partial for seen in self._seen.values()) and any(
             seen.kind == "mamba" for seen in self._seen.values()
@@ -336,7 +337,7 @@ class CatalogLearner:
         sizes = [min(seen.block_sizes) for seen in self._seen.values() if seen.block_sizes]
         finest = spec.hash_block_size or min(sizes, default=0)
         for group_idx, seen in self._seen.items():
-            if group_idx in self._stated:
+            if group_idx in stated:
                 continue
             if group_idx is None and len(self._seen) > 1:
                 problem = problem or "events of one engine came both with and without group_idx"
@@ -350,8 +351,38 @@ class CatalogLearner:
                     f"group {group_idx} was announced without its kind (vLLM before 0.22.1): register a catalog"
                 )
             groups[group_idx] = Group(group_idx, seen.kind or "unknown", size, seen.window)
-        source = self._source if self._stated and self._stated.keys() >= groups.keys() else "learned"
+        source = self._source if stated and stated.keys() >= groups.keys() else "learned"
         return build_catalog(groups.values(), source, spec, self._blocks_per_chunk, problem, self._tier)
+
+    def _stated_as_announced(self) -> dict[int | None, Group]:
+        """Return the stated groups by the numbers that events give them.
+
+        An engine's only group has no number in the events of SGLang and of vLLM up to 0.19, and 0 in later ones; so one
+        that is stated alone is the one that is announced alone, where one of the two names no number.
+        """
+        if len(self._stated) == len(self._seen) == 1:
+            (number, group), (announced,) = *self._stated.items(), self._seen
+            if announced != number and None in (number, announced):
+                return {announced: msgspec.structs.replace(group, group_idx=announced)}
+        return self._stated
+
+    def _contradiction(self, stated: dict[int | None, Group]) -> str | None:
+        """Return where events differ from the stated groups, so that nothing they announce would be found."""
+        if stated and self._seen and not stated.keys() & self._seen.keys():
+            return (
+                f"its catalog states {_numbers(stated)}, its events announce {_numbers(self._seen)}: register the groups that "
+                "the engine has, or no catalog"
+            )
+        for number, group in stated.items():
+            sizes = self._seen[number].gpu_block_sizes if number in self._seen else set()
+            # With several groups, entries inside blocks are announced in the hash block size.
+            inner = len(stated.keys() | self._seen.keys()) > 1 and not any(group.block_size % size for size in sizes)
+            if sizes and group.block_size not in sizes and not inner:
+                return (
+                    f"its catalog states blocks of {group.block_size} tokens for {group.name}, its events announce "
+                    f"{', '.join(map(str, sorted(sizes)))}: register the engine's block size"
+                )
+        return None
 
     def dump(self) -> bytes:
         """What was learned, for another process of the router; read back by `load`."""
@@ -384,6 +415,10 @@ class CatalogLearner:
         self._tier = learned.tier
         self._blocks_per_chunk = learned.blocks_per_chunk
         self.version += 1
+
+
+def _numbers(groups: Iterable[int | None]) -> str:
+    return ", ".join("a group without a number" if number is None else f"group {number}" for number in groups)
 
 
 def _size_problem(group_idx: int | None, sizes: set[int], finest: int) -> str | None:

@@ -23,9 +23,9 @@ from kvrouter.router.workers.stream_state import StreamState
 WORKER = WorkerKey("m", "w")
 
 
-def full_attention(page: int, *, bigrams: bool = False) -> CatalogSpec:
+def full_attention(page: int, *, bigrams: bool = False, group_idx: int | None = None) -> CatalogSpec:
     """What a user registers of a model that has full attention alone."""
-    groups = (GroupSpec(None, "full_attention", page),)
+    groups = (GroupSpec(group_idx, "full_attention", page),)
     return CatalogSpec(groups=groups, hash_algo="sglang_bigram" if bigrams else None)
 
 

@@ -29,10 +29,12 @@ FORMS: dict[str, Callable[[list[Any]], list[Any]]] = {"maps": list, "arrays": po
 _encoder = msgspec.msgpack.Encoder()
 
 
-def followed(oracle: TreeOracle, form: str) -> StockPredictor:
-    """A predictor that is given the oracle's events, as SGLang's publisher writes them."""
+def followed(oracle: TreeOracle, form: str, group_idx: int | None = None) -> StockPredictor:
+    """A predictor that is given the oracle's events, as SGLang's publisher writes them. group_idx: as registered."""
     is_stated = oracle.layout.components == ("FULL",)
-    catalog = full_attention(oracle.layout.page, bigrams=oracle.is_bigram) if is_stated else None
+    catalog = None
+    if is_stated:
+        catalog = full_attention(oracle.layout.page, bigrams=oracle.is_bigram, group_idx=group_idx)
     predictor = StockPredictor(catalog)
     predictor.take(Connected())
     seqs = iter(range(1 << 30))
@@ -48,9 +50,21 @@ def followed(oracle: TreeOracle, form: str) -> StockPredictor:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_nothing_is_promised_that_is_not_there(layout: TreeLayout, form: str, seed: int) -> None:
-    rng = Random(f"{layout.name} {seed}")
-    oracle = TreeOracle(layout, rng)
-    predictor = followed(oracle, form)
+    oracle = TreeOracle(layout, Random(f"{layout.name} {seed}"))
+    ask(oracle, followed(oracle, form))
+
+
+@pytest.mark.parametrize("group_idx", [0, 3])
+@pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.components == ("FULL",)], ids=lambda one: one.name)
+def test_the_registered_group_may_have_any_number(layout: TreeLayout, group_idx: int, seed: int) -> None:
+    """SGLang's events give their one group none."""
+    oracle = TreeOracle(layout, Random(f"{layout.name} {seed}"))
+    ask(oracle, followed(oracle, "maps", group_idx))
+
+
+def ask(oracle: TreeOracle, predictor: StockPredictor) -> None:
+    """Compare predictions with what the cache reuses."""
+    layout = oracle.layout
     counts: Counter[str] = Counter()
     wrong = []
     for _ in range(40):

@@ -86,6 +86,54 @@ def test_what_is_stated_wins_over_what_is_learned() -> None:
     assert ingest.profile.catalog.source == "learned" and len(ingest.profile.catalog.groups) == 2
 
 
+@pytest.mark.parametrize(("stated", "announced"), [(0, None), (3, None), (None, 0), (None, 3)])
+def test_a_group_that_is_stated_alone_is_the_one_that_is_announced_alone(
+    stated: int | None, announced: int | None
+) -> None:
+    """SGLang's events, and those of vLLM up to 0.19, give the only group no number."""
+    spec = CatalogSpec(groups=(GroupSpec(stated, "full_attention", 16, eagle=True),))
+    ingest = feed(live(catalog=spec), batch(0, stored([1, 2], announced)))
+    catalog = ingest.profile.catalog
+    assert (catalog.source, catalog.problem) == ("configured", None)
+    (group,) = catalog.groups
+    assert (group.group_idx, group.eagle) == (announced, True)
+    assert {place.group_idx for place in ingest.held.blocks.places} == {announced}
+
+
+def test_another_group_beside_it_ends_that() -> None:
+    spec = CatalogSpec(groups=(GroupSpec(None, "full_attention", 16),))
+    ingest = feed(live(catalog=spec), batch(0, stored([1], 0), stored([1], 1)))
+    assert ingest.profile.catalog.problem is not None
+    assert "states a group without a number, its events announce group 0, group 1" in ingest.profile.catalog.problem
+
+
+@pytest.mark.parametrize(
+    ("stated", "announced", "what"),
+    [
+        ((0, 1), None, "states group 0, group 1, its events announce a group without a number"),
+        ((1,), 0, "states group 1, its events announce group 0"),
+    ],
+)
+def test_stated_groups_that_no_event_announces_are_a_reason(
+    stated: tuple[int, ...], announced: int | None, what: str
+) -> None:
+    spec = CatalogSpec(groups=tuple(GroupSpec(number, "full_attention", 16) for number in stated))
+    ingest = feed(live(catalog=spec), batch(0, stored([1], announced)))
+    assert ingest.profile.catalog.problem is not None and what in ingest.profile.catalog.problem
+
+
+@pytest.mark.parametrize("size", [8, 24, 32, 64])
+def test_another_block_size_than_the_stated_one_is_a_reason(size: int) -> None:
+    spec = CatalogSpec(groups=(GroupSpec(None, "full_attention", size),))
+    ingest = live(catalog=spec)
+    assert ingest.profile.catalog.problem is None
+    feed(ingest, batch(0, stored([1], None)))
+    assert ingest.profile.catalog.problem == (
+        f"its catalog states blocks of {size} tokens for the unnamed group (full_attention), its events announce 16: "
+        "register the engine's block size"
+    )
+
+
 def ranked(seq: int, rank: int | None, *events: Any) -> Batch:
     payload = encode_batch(float(seq), list(events), rank)
     return Batch(seq, payload, fingerprint(payload), False)
