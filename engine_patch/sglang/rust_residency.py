@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SGLang's Rust radix core holds, component by component, as changes since the last look.
 
-The core keeps its nodes to itself, but answers for each by its number: where it stands, the digests of its pages, and
-each component's slots. So what has to be known is which nodes may have changed. Insertions and matches (which split
-nodes) name a node, and the change is on its path from the root. What is given up comes as slots: of each value its first
-slot is kept here, so a slot leads back to its node. At the end of a step these nodes are looked at, and what
-they hold is compared with what was reported of them, as for the Python core. What leaves the host tier leads back to no
-node, so a cache with one is not followed.
+The core keeps its nodes to itself, but answers for each by its number: where it stands, the tokens and digests of its
+pages, and each component's slots. So what has to be known is which nodes may have changed. Insertions and matches
+(which split nodes) name a node, and the change is on its path from the root. What is given up comes as slots: of each
+value its first slot is kept here, so a slot leads back to its node. At the end of a step, and before anything is evicted
+within it, these nodes are looked at, and what they hold is compared with what was read of them before. What leaves the
+host tier leads back to no node, so a cache with one is not followed.
 Source: SGLang 0.5.23 srt/mem_cache/rust_tree_core/adapter.py, unified_cache/unified_tree_core_interface.py.
 """
 
@@ -15,7 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from kvrouter.engine_patch.sglang.tree_residency import Changes, Held, TreeGroup, TreePlace, net_changes, watch_reset
+from kvrouter.engine_patch.sglang.tree_residency import (
+    Changes,
+    Held,
+    Tally,
+    TreeGroup,
+    TreePlace,
+    count_changes,
+    net_changes,
+    watch_reset,
+)
 from kvrouter.events.vllm.messages import GPU
 
 # Methods of the core whose results name nodes: the path to each may have changed.
@@ -49,7 +58,17 @@ FREEING = (
     "dec_swa_lock_only",
     "dec_window_lock_only",
 )
-
+# Methods that may take whole nodes away. What was named before them is read before them: a node that an insertion cut
+# off another one is found by the leaf below it, which may be gone behind them.
+EVICTING = ("evict_device_start", "drop_subtree_no_host", "dec_swa_lock_only", "dec_window_lock_only")
+# Methods that describe a node.
+DESCRIBING = (
+    "collect_path_info",
+    "get_hash_values",
+    "prefetch_anchor_info",
+    "get_component_device_value",
+    "snapshot_buffer_backup",
+)
 
 # SGLang's number of the component that every cache has.
 FULL = 0
@@ -69,9 +88,9 @@ class Node(NamedTuple):
     slots: tuple[tuple[int, int], ...]
 
 
-# The namespace of an `extra_key`; the digests of a key's pages, as events have them.
+# The namespace of an `extra_key`; the digests of a key's pages behind a page with this digest (None: from its beginning).
 SeedOf: TypeAlias = Callable[[str | None], bytes | None]
-DigestsOf: TypeAlias = Callable[[Any], list[str]]
+DigestsAfter: TypeAlias = Callable[[Any, str | None], list[str]]
 
 
 class RustResidency:
@@ -83,37 +102,29 @@ class RustResidency:
         components: Mapping[int, Any],
         groups: Iterable[TreeGroup],
         seed_of: SeedOf,
-        digests_of: DigestsOf,
+        digests_after: DigestsAfter,
     ) -> None:
         self._core = core
         self._components = components
         self._groups = tuple(groups)
         self._page = int(core.page_size)
-        self._seed_of, self._digests_of = seed_of, digests_of
+        self._seed_of, self._digests_after = seed_of, digests_after
         self._nodes: dict[int, Node] = {}
         self._by_slot: dict[tuple[int, int], int] = {}
         self._heads: dict[Head, int] = {}
-        # Nodes to look at, with all above them, and what was looked up or inserted there.
-        self._paths: dict[int, Any] = {}
-        self._key: Any = None
+        # Nodes to look at, with all above them, in the order in which they were named.
+        self._named: dict[int, None] = {}
+        self._tally: Tally = {}
+        self._ended = False
 
     # What may have changed
 
-    def named(self, node_id: Any, key: Any = None) -> None:
-        """key: its path is the beginning of it."""
-        if node_id is not None:
-            self._paths[int(node_id)] = key or self._paths.get(int(node_id))
+    def named(self, node_id: Any) -> None:
+        if node_id is not None and not self._ended:
+            self._named[int(node_id)] = None
 
     def knows(self, node_id: Any) -> bool:
         return node_id in self._nodes
-
-    def key_of(self, name: str, given: tuple[Any, ...]) -> Any:
-        """What a method looks up or inserts; None for others. An insertion may take several calls."""
-        if name == "begin_insert":
-            self._key = given[0].key
-        if name in ("begin_insert", "resume_insert"):
-            return self._key
-        return given[0].key if name == "match_prefix" else None
 
     def freed(self, slot: int, values: Iterable[Any]) -> None:
         """values: tensors of slots that a component gave up. Those of no node were never in the tree."""
@@ -125,87 +136,77 @@ class RustResidency:
 
     def clear(self) -> None:
         """The tree is empty; nothing is reported of what it held."""
-        for known in (self._nodes, self._by_slot, self._heads, self._paths):
+        for known in (self._nodes, self._by_slot, self._heads, self._named, self._tally):
             known.clear()
+
+    def end(self) -> None:
+        """Forget everything, and collect nothing from now on."""
+        self._ended = True
+        self.clear()
 
     # What has changed
 
     def take(self) -> Changes | None:
-        """What changed since the last call; None: nothing."""
-        if not self._paths:
-            return None
-        paths, self._paths = self._paths, {}
-        removed: dict[TreePlace, list[str]] = {}
-        stored: dict[TreePlace, list[str]] = {}
-        seen: set[int] = set()
-        # Those with a key first: it says what a node's pages are.
-        for node_id, key in sorted(paths.items(), key=lambda item: item[1] is None):
-            self._look_along(node_id, key, seen, removed, stored)
-        return net_changes(removed, stored)
+        """Return what changed since the last call; None: nothing."""
+        self.settle()
+        tally, self._tally = self._tally, {}
+        return net_changes(tally)
 
-    def _look_along(
-        self,
-        node_id: int,
-        key: Any,
-        seen: set[int],
-        removed: dict[TreePlace, list[str]],
-        stored: dict[TreePlace, list[str]],
-    ) -> None:
+    def settle(self) -> None:
+        """Look at what was named so far."""
+        named, self._named = self._named, {}
+        seen: set[int] = set()
+        for node_id in named:
+            self._look_along(node_id, seen)
+
+    def _look_along(self, node_id: int, seen: set[int]) -> None:
         if node_id in seen:
             return
         try:
             ((*path,),) = self._core.collect_path_info([node_id])
         except KeyError:
             seen.add(node_id)
-            self._gone(node_id, removed)
+            self._gone(node_id)
             return
         for info in path:
-            if info.node_id in seen:
-                continue
-            seen.add(info.node_id)
-            self._look_at(info, key, seen, removed, stored)
+            if info.node_id not in seen:
+                seen.add(info.node_id)
+                self._look_at(info, seen)
 
-    def _look_at(
-        self,
-        info: Any,
-        key: Any,
-        seen: set[int],
-        removed: dict[TreePlace, list[str]],
-        stored: dict[TreePlace, list[str]],
-    ) -> None:
+    def _look_at(self, info: Any, seen: set[int]) -> None:
         before = self._nodes.get(info.node_id)
         namespace = self._core.prefetch_anchor_info(info.node_id)
-        digests = self._digests(info, before, key, namespace)
+        digests = self._digests(info, before, namespace)
+        if not digests:
+            return
         held, slots = self._held(info.node_id, digests, self._seed_of(namespace[0]))
         head = (info.parent_id, namespace, digests[0])
         # A node that is new may have been cut off another one, which is below it now.
         cut = self._heads.get(head) if before is None else None
-        if before is not None and self._heads.get(before.head) == info.node_id:
-            del self._heads[before.head]
-        self._heads[head] = info.node_id
         if before is not None:
-            for slot in before.slots:
-                if self._by_slot.get(slot) == info.node_id:
-                    del self._by_slot[slot]
+            self._forget(info.node_id, before)
+        self._heads[head] = info.node_id
         for slot in slots:
             self._by_slot[slot] = info.node_id
         self._nodes[info.node_id] = Node(head, digests, held, slots)
-        _compare({} if before is None else before.held, held, removed, stored)
-        if cut is not None and cut not in seen:
-            self._look_along(cut, None, seen, removed, stored)
+        count_changes(self._tally, {} if before is None else before.held, held)
+        if cut is not None:
+            self._look_along(cut, seen)
 
-    def _digests(self, info: Any, before: Node | None, key: Any, namespace: tuple[str | None, str | None]) -> list[str]:
-        """Of a node's pages. In a namespace, those of the core are not those of its events."""
-        pages = (info.path_end - info.path_start) // self._page
-        if before is not None and len(before.digests) >= pages:
+    def _digests(self, info: Any, before: Node | None, namespace: tuple[str | None, str | None]) -> list[str]:
+        """Return those of a node's pages, as events have them; none for a node that has nothing on the device, whose
+        tokens the core does not show, and for what is below it."""
+        if before is not None:
             # What was cut off it went to a new node above it.
-            return before.digests[len(before.digests) - pages :]
+            return before.digests[-((info.path_end - info.path_start) // self._page) :]
         if namespace == (None, None):
             return list(self._core.get_hash_values(info.node_id))
-        if key is None:
-            raise LookupError(f"nothing says what the {pages} pages of node {info.node_id} are")
-        first = info.path_start // self._page
-        return self._digests_of(key)[first : first + pages]
+        # In a namespace, the digests of the core are not those of its events.
+        parent = self._nodes.get(info.parent_id)
+        shown = self._core.snapshot_buffer_backup(info.node_id, False)
+        if shown is None or (parent is None and info.path_start):
+            return []
+        return self._digests_after(shown.key, None if parent is None else parent.digests[-1])
 
     def _held(
         self, node_id: int, digests: list[str], namespace: bytes | None
@@ -222,30 +223,23 @@ class RustResidency:
             held[TreePlace(group, GPU, namespace)] = digests[-1:] if group.ends else digests
         return held, tuple(slots)
 
-    def _gone(self, node_id: int, removed: dict[TreePlace, list[str]]) -> None:
+    def _gone(self, node_id: int) -> None:
         before = self._nodes.pop(node_id, None)
-        if before is None:
-            return
+        if before is not None:
+            self._forget(node_id, before)
+            count_changes(self._tally, before.held, {})
+
+    def _forget(self, node_id: int, before: Node) -> None:
+        """Take away what leads to a node by its last reading."""
         if self._heads.get(before.head) == node_id:
             del self._heads[before.head]
         for slot in before.slots:
             if self._by_slot.get(slot) == node_id:
                 del self._by_slot[slot]
-        _compare(before.held, {}, removed, {})
-
-
-def _compare(before: Held, held: Held, removed: dict[TreePlace, list[str]], stored: dict[TreePlace, list[str]]) -> None:
-    for place, digests in before.items():
-        if held.get(place) != digests:
-            removed.setdefault(place, []).extend(digests)
-    for place, digests in held.items():
-        if before.get(place) != digests:
-            stored.setdefault(place, []).extend(digests)
 
 
 def is_rust_core(core: Any) -> bool:
-    names = ("collect_path_info", "get_hash_values", "prefetch_anchor_info", "get_component_device_value")
-    return hasattr(core, "_binding") and all(hasattr(core, name) for name in (*names, *NAMING, *GIVEN))
+    return hasattr(core, "_binding") and all(hasattr(core, name) for name in (*DESCRIBING, *NAMING, *GIVEN, *EVICTING))
 
 
 def watch_rust(core: Any, residency: RustResidency, cleared: Callable[[], None], failed: Callable[[], None]) -> None:
@@ -253,8 +247,14 @@ def watch_rust(core: Any, residency: RustResidency, cleared: Callable[[], None],
 
     def wrap(name: str, then: Callable[[tuple[Any, ...], Any], None]) -> None:
         original = getattr(core, name)
+        evicts = name in EVICTING
 
         def method(*given: Any, **named: Any) -> Any:
+            if evicts:
+                try:
+                    residency.settle()
+                except Exception:
+                    failed()
             result = original(*given, **named)
             try:
                 then(given, result)
@@ -271,21 +271,20 @@ def watch_rust(core: Any, residency: RustResidency, cleared: Callable[[], None],
         def then(given: tuple[Any, ...], result: Any) -> None:
             if by_argument and given:
                 residency.named(given[0])
-            key = residency.key_of(name, given)
             for path in paths:
                 found = result
                 for part in path:
                     found = getattr(found, part, None)
                 # A match changes nothing but by a split, which leaves a node that is not known.
                 if name != "match_prefix" or not residency.knows(found):
-                    residency.named(found, key)
+                    residency.named(found)
             if frees:
                 for component, values in result.device_frees.items():
                     residency.freed(int(component), values)
 
         return then
 
-    for name in dict.fromkeys((*NAMING, *GIVEN, *FREEING)):
+    for name in dict.fromkeys((*NAMING, *GIVEN, *FREEING, *EVICTING)):
         wrap(name, follow(name))
 
     def acted(_: tuple[Any, ...], action: Any) -> None:

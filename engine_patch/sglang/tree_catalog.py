@@ -122,15 +122,15 @@ def digests_of(core: Any) -> Callable[[Any], tuple[list[str], bytes | None]]:
     return digests
 
 
-def key_digests(core: Any) -> Callable[[Any], list[str]]:
-    """Of the whole pages of a key, as events hash them."""
+def digests_after(core: Any) -> Callable[[Any, str | None], list[str]]:
+    """Of the pages of a key, as events hash them, behind a page with this digest; None: they begin the prompt."""
     page = int(core.page_size)
     hash_pages = importlib.import_module("sglang.srt.mem_cache.utils").get_hash_str
 
-    def digests(key: Any) -> list[str]:
-        salt = key.cache_salt
-        seed = None if salt is None else hashlib.sha256(SALT_TAG + salt.encode()).hexdigest()
-        return list(hash_pages(key.page_aligned(page), seed, page_size=page))
+    def digests(key: Any, last: str | None) -> list[str]:
+        if last is None and key.cache_salt is not None:
+            last = hashlib.sha256(SALT_TAG + key.cache_salt.encode()).hexdigest()
+        return list(hash_pages(key, last, page_size=page))
 
     return digests
 

@@ -51,6 +51,9 @@ class TreePlace(NamedTuple):
 # Of one node: the whole digests of its pages, in hexadecimal, by place.
 Held: TypeAlias = dict[TreePlace, list[str]]
 
+# By place and digest: how many nodes more hold it than before. A page is on one node at a time.
+Tally: TypeAlias = dict[TreePlace, dict[str, int]]
+
 
 class Changes(NamedTuple):
     """Digests that came and went, by place."""
@@ -68,21 +71,26 @@ class TreeResidency:
         self._alive: set[int] = set()
         self._changed: dict[int, Any] = {}
         self._reported: dict[int, Held] = {}
+        self._ended = False
 
     def add(self, node: Any) -> None:
         """A node of the tree, whose values are watched from now on."""
+        if self._ended:
+            return
         self._alive.add(node.id)
         self._changed[node.id] = node
 
         def touch() -> None:
-            self._changed[node.id] = node
+            if not self._ended:
+                self._changed[node.id] = node
 
         for group in self._groups:
             node.component_data[group.slot].__dict__[OWNER] = touch
 
     def remove(self, node: Any) -> None:
-        self._alive.discard(node.id)
-        self._changed[node.id] = node
+        if not self._ended:
+            self._alive.discard(node.id)
+            self._changed[node.id] = node
 
     def clear(self) -> None:
         """The tree is empty; nothing is reported of what it held."""
@@ -90,25 +98,24 @@ class TreeResidency:
         self._changed.clear()
         self._reported.clear()
 
+    def end(self) -> None:
+        """Forget everything, and collect nothing from now on."""
+        self._ended = True
+        self.clear()
+
     def take(self) -> Changes | None:
         """What changed since the last call; None: nothing."""
         if not self._changed:
             return None
         changed, self._changed = self._changed, {}
-        removed: dict[TreePlace, list[str]] = {}
-        stored: dict[TreePlace, list[str]] = {}
+        tally: Tally = {}
         for number, node in changed.items():
             held = self._held(node) if number in self._alive else {}
             before = self._reported.pop(number, {})
             if held:
                 self._reported[number] = held
-            for place, digests in before.items():
-                if held.get(place) != digests:
-                    removed.setdefault(place, []).extend(digests)
-            for place, digests in held.items():
-                if before.get(place) != digests:
-                    stored.setdefault(place, []).extend(digests)
-        return net_changes(removed, stored)
+            count_changes(tally, before, held)
+        return net_changes(tally)
 
     def _held(self, node: Any) -> Held:
         held: Held = {}
@@ -127,14 +134,27 @@ class TreeResidency:
         return held
 
 
-def net_changes(removed: dict[TreePlace, list[str]], stored: dict[TreePlace, list[str]]) -> Changes | None:
-    """Without what went from one node to another."""
-    for place in removed.keys() & stored.keys():
-        gone, come = set(removed[place]), set(stored[place])
-        removed[place] = [digest for digest in removed[place] if digest not in come]
-        stored[place] = [digest for digest in stored[place] if digest not in gone]
-    net = Changes({p: d for p, d in removed.items() if d}, {p: d for p, d in stored.items() if d})
-    return net if net.removed or net.stored else None
+def count_changes(tally: Tally, before: Held, held: Held) -> None:
+    """Add what one node held before and holds now."""
+    for was, now, change in ((before, held, -1), (held, before, 1)):
+        for place, digests in was.items():
+            if now.get(place) != digests:
+                counts = tally.setdefault(place, {})
+                for digest in digests:
+                    counts[digest] = counts.get(digest, 0) + change
+
+
+def net_changes(tally: Tally) -> Changes | None:
+    """Return what came and went, without what went from one node to another; None: nothing."""
+    removed, stored = (
+        {
+            place: digests
+            for place, counts in tally.items()
+            if (digests := [digest for digest, count in counts.items() if count * sign > 0])
+        }
+        for sign in (-1, 1)
+    )
+    return Changes(removed, stored) if removed or stored else None
 
 
 def reports_of(changes: Changes, page_tokens: int) -> list[ReportEvent]:

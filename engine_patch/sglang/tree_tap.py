@@ -15,9 +15,9 @@ from kvrouter.engine_patch.sglang.tree_catalog import (
     UnknownTree,
     adapters_of,
     component_types,
+    digests_after,
     digests_of,
     is_python_core,
-    key_digests,
     read_catalog,
     read_groups,
     seed_of,
@@ -85,7 +85,7 @@ class TreeTap:
             self._residency = TreeResidency(groups, digests_of(core))
             watch_tree(core, self._residency, self._cleared, self._failed)
         else:
-            self._residency = RustResidency(core, component_types(self._cache), groups, seed_of, key_digests(core))
+            self._residency = RustResidency(core, component_types(self._cache), groups, seed_of, digests_after(core))
             watch_rust(core, self._residency, self._cleared, self._failed)
 
         def declare() -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from tree_layouts import LAYOUTS, TreeLayout
+from tree_layouts import LAYOUTS, NAMESPACED, TreeLayout
 from tree_oracle import TreeOracle
 from tree_predictor import TreePredictor
 
@@ -22,6 +22,9 @@ PROBES = int(os.environ.get("KVROUTER_TEST_SGLANG_PROBES", "150"))
 STEPS_PER_PROBE = 2
 # Of SGLang's radix cache; Rust is its default.
 CORES = ("python", "rust")
+# Insertions, matches and evictions of one step, at most: a node that is known may be cut several times in one, and what
+# was inserted may be gone again at its end.
+MOST_ACTIONS = 8
 LEAST_NON_ZERO = 0.3
 # Of each hybrid layout, and the share of them that full attention alone gets wrong at least.
 ALONE_PROBES, LEAST_MISLED = 300, 0.1
@@ -38,8 +41,17 @@ def followed(oracle: TreeOracle) -> TreePredictor:
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_hit_is_predicted(layout: TreeLayout, core: str, seed: int) -> None:
-    rng = Random(f"{layout.name} {seed}")
-    oracle = TreeOracle(layout, rng, core=core)
+    ask(TreeOracle(layout, Random(f"{layout.name} {seed}"), core=core))
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("layout", [*NAMESPACED, *LAYOUTS], ids=lambda layout: layout.name)
+def test_every_hit_is_predicted_after_steps_of_many_changes(layout: TreeLayout, core: str, seed: int) -> None:
+    ask(TreeOracle(layout, Random(f"{layout.name} {seed} many"), core=core, most_actions=MOST_ACTIONS))
+
+
+def ask(oracle: TreeOracle) -> None:
+    """Compare predictions with what the cache reuses, between steps."""
     predictor = followed(oracle)
     non_zero, wrong = 0, []
     for _ in range(40):

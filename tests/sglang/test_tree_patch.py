@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from ports import free_port
 from sglang.srt.managers.scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
-from tree_layouts import LAYOUTS, TreeLayout
-from tree_oracle import TreeOracle
+from tree_layouts import LAYOUTS, LORAS, TreeLayout
+from tree_oracle import TreeOracle, TreePrompt
 from tree_predictor import TreePredictor
 
 from kvrouter.engine_patch.setup.features import Features
@@ -25,6 +25,7 @@ from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
 
 LAYOUT = next(layout for layout in LAYOUTS if layout.name == "all-16-24")
 STEPS = 150
+LORA = LORAS[1]
 
 log = logging.getLogger("test")
 
@@ -166,3 +167,51 @@ def test_the_entry_point_follows_the_schedulers_publisher(switch: str, seed: int
 
 
 RANKS = ("attn_dp_size", "attn_dp_rank", "dp_rank")
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize(("salt", "lora"), [(None, None), ("a", None), (None, LORA), ("a", LORA)])
+@pytest.mark.parametrize("eagle", [False, True], ids=["tokens", "pairs"])
+def test_a_node_may_be_cut_several_times_in_one_step(
+    eagle: bool, salt: str | None, lora: str | None, core: str, seed: int
+) -> None:
+    """A page of each cut is on a node that no insertion names."""
+    layout = TreeLayout("cut", ("FULL",), 16, eagle=eagle, salts=(salt,), loras=(lora,))
+    oracle = TreeOracle(layout, Random(seed), core=core)
+    predictor, tap = tapped(oracle)
+    assert tap.attach(0, "test", "m")
+    long = list(range(100, 197))
+    oracle.insert(TreePrompt(long, salt, lora))
+    oracle.end_step()
+    branches = [long[:shared] + [shared] * 21 for shared in (33, 65, 49, 17)]
+    for branch in branches:
+        oracle.insert(TreePrompt(branch, salt, lora))
+    oracle.end_step()
+    assert tap._feature.on and not predictor.closed
+    for tokens in (long, *branches, [*long, 1], *([*branch, 1] for branch in branches)):
+        prompt = TreePrompt(tokens, salt, lora)
+        assert predictor.hit(*prompt).gpu == oracle.reused(prompt) > 0
+        oracle.end_step()
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize("salt", [None, "a"])
+def test_a_leaf_may_come_and_go_in_one_step_with_a_cut_that_stays(salt: str | None, core: str, seed: int) -> None:
+    """The upper part of what it cut is found by nothing but that leaf."""
+    layout = TreeLayout("cut", ("FULL",), 16, salts=(salt,))
+    oracle = TreeOracle(layout, Random(seed), core=core)
+    predictor, tap = tapped(oracle)
+    assert tap.attach(0, "test", "m")
+    long = TreePrompt(list(range(100, 197)), salt, None)
+    upper = TreePrompt(long.tokens[:33], salt, None)
+    oracle.insert(long)
+    oracle.end_step()
+    oracle.insert(TreePrompt(upper.tokens + [7] * 16, salt, None))
+    # Makes the leaf that was inserted the next to be evicted.
+    assert oracle.reused(long) == 96
+    oracle.evict(16)
+    oracle.end_step()
+    oracle.evict(64)
+    oracle.end_step()
+    assert predictor.hit(*long).gpu == predictor.hit(*upper).gpu == 32
+    assert oracle.reused(long) == oracle.reused(upper) == 32

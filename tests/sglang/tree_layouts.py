@@ -40,3 +40,16 @@ LAYOUTS = [
     TreeLayout("lora-all-1", ALL, 1, 4, loras=LORAS),
     TreeLayout("lora-salt-full-1", FULL, 1, salts=SALTS, loras=LORAS),
 ]
+
+# Layouts whose prompts live in namespaces of salts and adapters, where a core's digests are not those of its events.
+NAMESPACED = [
+    *(TreeLayout(f"both-full-{page}", FULL, page, salts=SALTS, loras=LORAS) for page in (1, 16)),
+    TreeLayout("salted-full-16", FULL, 16, salts=("a", "b")),
+    TreeLayout("adapted-full-16", FULL, 16, loras=LORAS[1:]),
+    TreeLayout("both-swa-1-5", SWA, 1, 5, salts=SALTS, loras=LORAS),
+    TreeLayout("both-swa-16-20", SWA, 16, 20, salts=SALTS, loras=LORAS),
+    *(TreeLayout(f"both-mamba-{page}", MAMBA, page, salts=SALTS, loras=LORAS) for page in (1, 16)),
+    TreeLayout("both-all-16-24", ALL, 16, 24, salts=SALTS, loras=LORAS),
+    *(TreeLayout(f"both-eagle-full-{page}", FULL, page, eagle=True, salts=SALTS, loras=LORAS) for page in (1, 16)),
+    TreeLayout("both-eagle-swa-16-20", SWA, 16, 20, eagle=True, salts=SALTS, loras=LORAS),
+]

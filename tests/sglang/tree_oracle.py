@@ -54,10 +54,20 @@ def stand_in_for_inspector() -> None:
 class TreeOracle:
     """One cache and its workload. tap: follows the cache; None: nobody does. publish: is given SGLang's own events after
     each step that has any. core: "python" or "rust". has_host: its nodes may be on the host too, where they are put
-    without SGLang's controller, so no state is given up for the sake of one."""
+    without SGLang's controller, so no state is given up for the sake of one. most_actions: how many insertions, matches
+    and evictions one step of the scheduler may have."""
 
-    def __init__(self, layout: TreeLayout, rng: Random, *, has_host: bool = False, core: str = "python") -> None:
+    def __init__(
+        self,
+        layout: TreeLayout,
+        rng: Random,
+        *,
+        has_host: bool = False,
+        core: str = "python",
+        most_actions: int = 1,
+    ) -> None:
         self.layout, self._rng = layout, rng
+        self._most_actions = most_actions
         self._has_host = has_host
         self._unit = max(layout.page, 4)
         size = KV_PAGES * self._unit
@@ -133,13 +143,21 @@ class TreeOracle:
         return TreePrompt((beginning + own)[:longest], salt, lora)
 
     def step(self) -> None:
-        """One insertion or eviction, then the end of a scheduler's step."""
+        """Insert or evict, as often as one step of the scheduler may, and end that step."""
+        for _ in range(1 if self._most_actions == 1 else self._rng.randint(1, self._most_actions)):
+            self._act()
+        self.end_step()
+
+    def _act(self) -> None:
         rng = self._rng
+        if self._most_actions > 1 and rng.random() < 0.2:
+            # A match, too, cuts nodes.
+            self.reused(self.prompt())
         if rng.random() < 0.25:
             tokens, window_tokens = (rng.randrange(2 * self._unit) * (rng.random() < 0.5) for _ in range(2))
-            self._evict(tokens, window_tokens, rng.randrange(2))
+            self.evict(tokens, window_tokens, rng.randrange(2))
         else:
-            self._insert(self.prompt())
+            self.insert(self.prompt())
         if self._has_host:
             self._move_on_host()
         elif rng.random() < 0.004:
@@ -147,7 +165,6 @@ class TreeOracle:
             self._allocator.clear()
             if "MAMBA" in self.layout.components:
                 self._pool.mamba_allocator.clear()
-        self.end_step()
 
     def end_step(self) -> None:
         if events := self.cache.take_events():
@@ -155,7 +172,7 @@ class TreeOracle:
         if self.tap is not None:
             self.tap.step()
 
-    def _insert(self, prompt: TreePrompt) -> None:
+    def insert(self, prompt: TreePrompt) -> None:
         key = self.key(prompt).page_aligned(self.layout.page)
         if not len(key):
             return
@@ -180,10 +197,10 @@ class TreeOracle:
             found = allocate()
             if found is not None:
                 return found
-            self._evict(tokens, window_tokens, states)
+            self.evict(tokens, window_tokens, states)
         raise AssertionError("the cache gives nothing up")
 
-    def _evict(self, tokens: int, window_tokens: int, states: int) -> None:
+    def evict(self, tokens: int, window_tokens: int = 0, states: int = 0) -> None:
         has = self.layout.components
         self.cache.evict(
             EvictParams(
@@ -199,7 +216,7 @@ class TreeOracle:
         nodes = [node.id for node in core._node_arena.values() if node.parent is not None]
         if nodes and rng.random() < 0.6:
             self._fixtures._simulate_backup(self.cache, rng.choice(nodes))
-            self._evict(rng.randrange(6 * self._unit), 0, 0)
+            self.evict(rng.randrange(6 * self._unit), 0, 0)
         if rng.random() < 0.2:
             result = core.drive_host_eviction(ComponentType.FULL, rng.randrange(1, 4 * self._unit))
             # The places there are none of the host pool's.
