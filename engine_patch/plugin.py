@@ -62,7 +62,12 @@ def patch(environment: Mapping[str, str], log: logging.Logger, start: StartRepor
         reporter = start(publisher, features, configured)
         if reporter is None:
             return None
-        made = EventTap(reporter, features, version, publisher._dp_rank)
+        try:
+            made = EventTap(reporter, features, version, publisher._dp_rank)
+        except BaseException:
+            # Else it would answer routers with a cache that stays empty.
+            reporter.close()
+            raise
         watch(publisher, made.published, made.close, features["reports"])
         if not features["reports"].on:
             reporter.close()
@@ -84,14 +89,19 @@ def attaching(original: Callable[..., None], log: logging.Logger) -> Callable[..
     @functools.wraps(original)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
         original(self, *given, **named)
+        tap = None
         try:
             tap = getattr(getattr(self, "kv_event_publisher", None), ATTRIBUTE, None)
             if tap is not None and not hasattr(self, ATTRIBUTE):
                 setattr(self, ATTRIBUTE, tap)
                 tap.attach(self)
                 watch_engine_core(tap)
-        except Exception:
-            log.warning("kvrouter: unknown scheduler layout; reports lack the fields read from it", exc_info=True)
+        except Exception as error:
+            if tap is None:
+                log.warning("kvrouter: unknown scheduler; nothing is reported of it", exc_info=True)
+            else:
+                # Which of its places are watched is not known.
+                tap.features["reports"].off(f"unknown scheduler layout: {error!r}")
 
     setattr(__init__, ORIGINAL, original)
     return __init__

@@ -6,16 +6,21 @@ The engine's thread only collects; everything is translated in the reporter's th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from kvrouter.engine_patch.hooks import positions, resets
 from kvrouter.engine_patch.hooks.declared_catalog import offload_groups, read_catalog
 from kvrouter.engine_patch.hooks.offload_events import Handed, Offload, offloading_schedulers, simple_managers
+from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.engine_patch.reporter.reporter_start import Reports
 from kvrouter.engine_patch.reporter.translate import Notes, medium_name, translate, translate_offloaded
-from kvrouter.engine_patch.setup.features import Features, misfit
-from kvrouter.events.patch.messages import ReportCleared, ReportEvent
+from kvrouter.engine_patch.setup.features import Feature, Features, misfit
+from kvrouter.events.patch.messages import DeclaredCatalog, ReportCleared, ReportEvent
+from kvrouter.events.vllm.messages import GPU
 
 # Adapters a catalog names, those last used: more than an engine keeps loaded (`max_cpu_loras`), and some 100 KB.
 MAX_LORAS = 1_024
@@ -30,10 +35,28 @@ class EventTap:
         self.notes: Notes = {}
         self._vllm_version, self._dp_rank = vllm_version, dp_rank
         self._scheduler: Any = None
+        self._declared: DeclaredCatalog | None = None
         self._lora_paths: dict[str, str] = {}
         self._handed: list[tuple[Offload, Handed]] = []
         self._batches = 0
         self._hashing_declared = False
+        self._limit_failures()
+
+    def _limit_failures(self) -> None:
+        """Take from readers what a feature that is off no longer keeps up."""
+        features = self.features
+        features["reports"].when_off(self._withhold_everything)
+        # Blocks that are counted twice would never go away, in whichever pool they are.
+        features["reuse"].when_off(self._withhold_everything)
+        # vLLM's own events of the tiers go on in its own form, whose removals need not name what was stored before.
+        features["offload"].when_off(self._withhold_tiers, if_failed=True)
+        features["lora"].when_off(self._forget_loras, if_failed=True)
+
+    def _withhold_everything(self, problem: str) -> None:
+        self.reporter.withhold(Scope.EVERYTHING, problem)
+
+    def _withhold_tiers(self, problem: str) -> None:
+        self.reporter.withhold(Scope.TIERS, problem)
 
     # What the publisher sends
 
@@ -53,7 +76,8 @@ class EventTap:
         """Hook a new scheduler, each part on its own, so that an unknown layout costs only that part."""
         self._scheduler = scheduler
         features = self.features
-        features["positions"].install(fits, lambda: self._watch_stores(scheduler))
+        for name, watch in (("positions", positions.watch), ("reuse", positions.watch_reuse)):
+            features[name].install(fits, partial(self._watch_pools, scheduler, watch, features[name]))
         features["resets"].install(fits, lambda: self._watch_resets(scheduler))
         features["offload"].install(fits, lambda: self._watch_offloads(scheduler))
         self.declare()
@@ -61,9 +85,9 @@ class EventTap:
             lambda: misfit(scheduler, "add_request", ("request",)), lambda: self._watch_requests(scheduler)
         )
 
-    def _watch_stores(self, scheduler: Any) -> None:
+    def _watch_pools(self, scheduler: Any, watch: Callable[[Any, Notes, Feature], None], feature: Feature) -> None:
         for pool in block_pools(scheduler):
-            positions.watch(pool, self.notes, self.features)
+            watch(pool, self.notes, feature)
 
     def _watch_resets(self, scheduler: Any) -> None:
         for pool in block_pools(scheduler):
@@ -75,9 +99,13 @@ class EventTap:
     def _watch_offloads(self, scheduler: Any) -> None:
         groups = offload_groups(scheduler.kv_cache_manager.coordinator)
         for offload in offloading_schedulers(scheduler.connector):
+            self.features["offload_resets"].when_off(self._withhold_tiers)
             Offload(offload, groups, self.features, self._taken, self._report, self._cleared)
 
     def _watch_reset(self, pool: Any, medium: str) -> None:
+        if medium != GPU:
+            # vLLM's own clear, which comes with the next step, is taken for the GPU's.
+            self.features["resets"].when_off(self._withhold_tiers)
         resets.watch(pool, medium, self.notes, self._cleared, self.features["resets"])
 
     def _cleared(self, medium: str, reason: str) -> None:
@@ -100,6 +128,7 @@ class EventTap:
         try:
             catalog = read_catalog(self._scheduler, self._lora_paths, self._vllm_version, self._dp_rank)
             self._hashing_declared = catalog.none_hash is not None
+            self._declared = catalog
             self.reporter.declare(catalog)
         except Exception:
             feature.failed()
@@ -113,6 +142,14 @@ class EventTap:
             if len(self._lora_paths) > MAX_LORAS:
                 del self._lora_paths[next(iter(self._lora_paths))]
             self.declare()
+
+    def _forget_loras(self, problem: str) -> None:
+        """An adapter may be loaded from another path by now: with the one that was declared, prompts would be promised
+        blocks that they do not use."""
+        self._lora_paths.clear()
+        if self._declared is not None:
+            self._declared = msgspec.structs.replace(self._declared, lora_paths={})
+            self.reporter.declare(self._declared)
 
     def _watch_requests(self, scheduler: Any) -> None:
         original, feature = scheduler.add_request, self.features["lora"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvrouter.engine_patch.reporter.translate import Notes, Position, merge_runs, short_hash
-from kvrouter.engine_patch.setup.features import Feature, Features, misfit
+from kvrouter.engine_patch.setup.features import Feature, misfit
 
 # Stored events of some thousand steps: more wait only when the pool's events are never taken, and those need no notes.
 MAX_NOTES = 100_000
@@ -66,9 +66,8 @@ def position_of(
     return Position(merge_runs(ends, block_size), hash_before(request, ends[0], block_size, hash_block_size))
 
 
-def watch(pool: Any, notes: Notes, features: Features) -> None:
-    """Wrap one block pool's methods, on the instance."""
-    positions, reuse = features["positions"], features["reuse"]
+def watch(pool: Any, notes: Notes, positions: Feature) -> None:
+    """Note where one block pool's stores stand; wraps its methods, on the instance."""
     positions.install(
         lambda: misfit(pool, "cache_full_blocks", _CACHE_FULL), lambda: _watch_full(pool, notes, positions)
     )
@@ -77,10 +76,13 @@ def watch(pool: Any, notes: Notes, features: Features) -> None:
             lambda: misfit(pool, "cache_partial_block", _CACHE_PARTIAL),
             lambda: _watch_partial(pool, notes, positions),
         )
+
+
+def watch_reuse(pool: Any, notes: Notes, reuse: Feature) -> None:
+    """Keep what one block pool announces again out of the reports. The wrapper passes on whatever it is given, so every
+    version fits that has the method."""
     if hasattr(pool, "emit_cached_block_events"):
-        reuse.install(
-            lambda: misfit(pool, "emit_cached_block_events", ("request",)), lambda: _watch_reuse(pool, notes, reuse)
-        )
+        reuse.install(lambda: misfit(pool, "emit_cached_block_events", ()), lambda: _watch_reuse(pool, notes, reuse))
 
 
 def _watch_full(pool: Any, notes: Notes, feature: Feature) -> None:

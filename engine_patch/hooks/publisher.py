@@ -107,8 +107,6 @@ def watch(publisher: Any, published: Callable[[Any], None], close: Callable[[], 
                     published(events)
                 except Exception:
                     feature.failed()
-                    # Its heartbeats would go on vouching for what is no longer kept up.
-                    end()
             return result
 
         def shutdown(*given: Any, **named: Any) -> Any:

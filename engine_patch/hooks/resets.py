@@ -25,12 +25,14 @@ def watch(pool: Any, medium: str, notes: Notes, cleared: Callable[[str, str], No
 
         def reset_prefix_cache(*given: Any, **named: Any) -> Any:
             done = original(*given, **named)
-            if done and feature.on:
+            if done:
                 try:
-                    void(pool, medium, notes)
-                    cleared(medium, REASON)
+                    if feature.on:
+                        void(pool, medium, notes)
                 except Exception:
                     feature.failed()
+                # Also after a failure: of what vLLM's queue still holds, its own clear comes last.
+                cleared(medium, REASON)
             return done
 
         pool.reset_prefix_cache = reset_prefix_cache

@@ -9,6 +9,7 @@ every message: a medium that outgrows the bound is cleared for readers too, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from enum import IntEnum
 from typing import TypeAlias
 
 import msgspec
@@ -24,13 +25,25 @@ from kvrouter.events.patch.messages import (
     pack_hashes,
     unpack_hashes,
 )
-from kvrouter.events.vllm.messages import HashArray
+from kvrouter.events.vllm.messages import GPU, HashArray
 
 # (group_idx, medium, ownership, locality)
 Place: TypeAlias = tuple[int | None, str, str | None, str | None]
 
 # `reason` of the clear for readers when a medium outgrew the ledger.
 UNTRACKED = "untracked"
+
+
+class Scope(IntEnum):
+    """What a publisher no longer reports, for good; each includes those before it."""
+
+    NOTHING = 0
+    # The media beside the GPU.
+    TIERS = 1
+    EVERYTHING = 2
+
+    def covers(self, medium: str) -> bool:
+        return self is Scope.EVERYTHING or (self is Scope.TIERS and medium != GPU)
 
 
 class FrozenPlace(msgspec.Struct, frozen=True, eq=False):
@@ -61,10 +74,12 @@ class FrozenLedger(msgspec.Struct, frozen=True, eq=False):
 
 
 class Ledger:
-    """Copies of every resident block hash, by place; bounded in distinct (place, hash) pairs."""
+    """Copies of every resident block hash, by place; bounded in distinct (place, hash) pairs. withheld: what is neither
+    counted nor reported."""
 
-    def __init__(self, max_blocks: int) -> None:
+    def __init__(self, max_blocks: int, withheld: Scope = Scope.NOTHING) -> None:
         self.max_blocks = max_blocks
+        self._withheld = withheld
         # Distinct hashes over all places.
         self.blocks = 0
         # Removals of hashes that were not resident: after a new epoch, of blocks that were stored before it.
@@ -90,6 +105,8 @@ class Ledger:
         """Applies the events. Returns those to send, so that readers know exactly what the ledger does."""
         reported: list[ReportEvent] = []
         for event in events:
+            if self._withheld.covers(event.medium):
+                continue
             before = frozenset(self._untracked)
             self.apply(event)
             if isinstance(event, ReportCleared) or event.medium not in before:
@@ -97,6 +114,13 @@ class Ledger:
             if len(self._untracked) > len(before):
                 reported += [ReportCleared(medium, UNTRACKED) for medium in self.untracked if medium not in before]
         return reported
+
+    def withhold(self, scope: Scope, reason: str) -> list[ReportEvent]:
+        """Forget what the scope covers, and ignore it from now on. Returns what to send."""
+        self._withheld = max(self._withheld, scope)
+        media = sorted({place[1] for place in self._places if scope.covers(place[1])})
+        self._drop(place for place in self._places if scope.covers(place[1]))
+        return [ReportCleared(medium, reason) for medium in media]
 
     def places(self) -> list[PlaceSummary]:
         """Every place with at least one block."""

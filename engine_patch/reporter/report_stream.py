@@ -17,9 +17,17 @@ import msgspec
 
 from kvrouter.engine_patch.reporter.counters import Counters
 from kvrouter.engine_patch.reporter.event_queue import EventsDropped, EventsLost, Item, Message
-from kvrouter.engine_patch.reporter.ledger import Ledger
+from kvrouter.engine_patch.reporter.ledger import Ledger, Scope
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
-from kvrouter.events.patch.messages import REPORT_TOPIC, CatalogMessage, DeclaredCatalog, Events, Heartbeat, Report
+from kvrouter.events.patch.messages import (
+    REPORT_TOPIC,
+    CatalogMessage,
+    DeclaredCatalog,
+    Events,
+    Heartbeat,
+    Report,
+    ReportEvent,
+)
 from kvrouter.events.vllm.wire import SEQ_BYTES
 
 log = logging.getLogger("vllm.kvrouter.reports")
@@ -46,6 +54,9 @@ class ReportStream:
     ) -> None:
         self.catalog: DeclaredCatalog | None = None
         self.catalog_version = 0
+        # What is no longer reported, and why: for all lives that follow.
+        self._scope = Scope.NOTHING
+        self.withheld = self.tiers_withheld = ""
         self._max_ledger_blocks = max_ledger_blocks
         self._heartbeat_s = heartbeat_s
         self._dp_rank = dp_rank
@@ -83,8 +94,22 @@ class ReportStream:
             self.catalog_version,
             self._epoch_dropped,
             self.ledger.untracked,
+            self.withheld,
+            self.tiers_withheld,
         )
         return self._frames(message)
+
+    def withhold(self, scope: Scope, reason: str) -> Frames | None:
+        """Stop reporting what the scope covers. Returns the frames that take it from readers, if they have any of it."""
+        if scope <= self._scope:
+            return None
+        self._scope = scope
+        if scope is Scope.EVERYTHING:
+            self.withheld = reason
+        else:
+            self.tiers_withheld = reason
+        events = self.ledger.withhold(scope, reason)
+        return self._numbered(events, None, self._wall_clock()) if events else None
 
     def declare(self, catalog: DeclaredCatalog) -> bool:
         """Takes the catalog; whether it differs from the last one."""
@@ -104,7 +129,7 @@ class ReportStream:
         self.epoch = self._new_epoch()
         self.started_s = self._wall_clock()
         self.next_seq = 0
-        self.ledger = Ledger(self._max_ledger_blocks)
+        self.ledger = Ledger(self._max_ledger_blocks, self._scope)
         # Dropped in this epoch; and since the last message that was sent.
         self._epoch_dropped = 0
         self._unannounced = 0
@@ -119,13 +144,17 @@ class ReportStream:
             return None
         if not events and message.batch_seq is None and not self._unannounced:
             return None
+        return self._numbered(events, message.batch_seq, message.ts)
+
+    def _numbered(self, events: list[ReportEvent], batch_seq: int | None, ts: float) -> Frames | None:
+        """Return the frames of the next message; None where it cannot be encoded, which leaves a gap."""
         report = Events(
             self.epoch,
             self.started_s,
-            message.ts,
+            ts,
             events,
             self._dp_rank,
-            message.batch_seq,
+            batch_seq,
             self._unannounced,
         )
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import zmq
@@ -20,6 +21,7 @@ import zmq
 from kvrouter.engine_patch.reporter.client_gate import ClientGate, ClientList
 from kvrouter.engine_patch.reporter.counters import Counters
 from kvrouter.engine_patch.reporter.event_queue import EventQueue, Make
+from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.engine_patch.reporter.report_stream import Frames, ReportStream
 from kvrouter.engine_patch.reporter.request_handler import RequestHandler
 from kvrouter.engine_patch.reporter.snapshots import Sent
@@ -101,6 +103,7 @@ class Reporter:
         self._patch_version = patch_version
         self._features = features
         self._declared: DeclaredCatalog | None = None
+        self._withholding: deque[tuple[Scope, str]] = deque()
         self._closing = False
         self._close_by_s = 0.0
         self._pid = os.getpid()
@@ -169,6 +172,13 @@ class Reporter:
             self._declared = catalog
             self._queue.wake()
 
+    def withhold(self, scope: Scope, reason: str) -> None:
+        """Stops reporting what the scope covers, for good, and takes it from readers at once; heartbeats go on and say
+        why. From any thread."""
+        if not self._closing and os.getpid() == self._pid:
+            self._withholding.append((scope, reason))
+            self._queue.wake()
+
     def close(self) -> None:
         """Sends what is queued, for half a second at most, and ends. Waits 2 s at most; safe to call twice."""
         if os.getpid() != self._pid:
@@ -232,6 +242,12 @@ class Reporter:
 
     def _turn(self, requested: bool) -> float:
         """Does a bounded share of all work. Returns for how many seconds there is none unless woken."""
+        # Before what is queued, which is void as far as it is covered.
+        while self._withholding:
+            frames = self._stream.withhold(*self._withholding.popleft())
+            self._send(frames)
+            self.counters.sent += frames is not None
+            self._next_beat_s = self._clock()
         self._send_messages()
         if self._stream.epoch != self._served_epoch:
             self._served_epoch = self._stream.epoch
@@ -313,6 +329,7 @@ class Reporter:
             catalog_version=stream.catalog_version,
             catalog=stream.catalog,
             features=features,
+            withheld=stream.withheld,
         )
 
 

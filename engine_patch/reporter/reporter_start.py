@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.engine_patch.setup.endpoints import choose
 from kvrouter.engine_patch.setup.features import Features
 from kvrouter.engine_patch.setup.settings import PatchSettings
@@ -24,6 +25,8 @@ class Reports(Protocol):
     def publish(self, make: Callable[[], Iterable[ReportEvent]], batch_seq: int | None) -> None: ...
 
     def declare(self, catalog: DeclaredCatalog) -> None: ...
+
+    def withhold(self, scope: Scope, reason: str) -> None: ...
 
     def close(self) -> None: ...
 

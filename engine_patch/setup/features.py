@@ -21,6 +21,7 @@ OLDEST_VERSION = (0, 20)
 NEWEST_KNOWN_VERSION = (0, 33)
 
 ON = "on"
+FAILED = "failed, see the engine's log"
 
 # name -> what is missing while it is off, for the warning.
 FEATURES = {
@@ -29,11 +30,11 @@ FEATURES = {
     "catalog": "routers must learn the KV cache groups from events or from their registration",
     "lora": "LoRA paths are not declared, so prompts with an adapter cannot be matched",
     "positions": "reports of stored blocks do not say which positions they have",
-    "reuse": "blocks announced again by kv_cache_report_mode=full may be counted twice",
-    "resets": "a reset of the prefix cache is reported with the next engine step",
-    "offload": "offloaded blocks are reported as in vLLM's own events",
+    "reuse": "nothing at all is reported, as blocks announced again by kv_cache_report_mode=full would be counted twice",
+    "resets": "a reset of the prefix cache is reported with the next engine step, and nothing of a host pool that it empties",
+    "offload": "offloaded blocks are reported as in vLLM's own events, or no longer at all if it worked before",
     "offload_positions": "reports of offloaded blocks do not say which positions they have",
-    "offload_resets": "a reset of the offload tier is not reported",
+    "offload_resets": "nothing is reported of offloaded blocks, as a reset of their tier would not be",
 }
 
 
@@ -45,24 +46,52 @@ class Feature:
         self._effect = effect
         self.on = True
         self.state = ON
+        self._has_failed = False
+        self._then: list[tuple[Callable[[str], None], bool]] = []
         self._log = log
+
+    @property
+    def problem(self) -> str:
+        """Why it is off, for readers."""
+        return f"{self.name}: {self.state}"
+
+    def when_off(self, then: Callable[[str], None], *, if_failed: bool = False) -> None:
+        """Call `then` with `problem` when the feature turns off, or now. if_failed: only if our code failed there."""
+        if self.on:
+            self._then.append((then, if_failed))
+        elif self._has_failed or not if_failed:
+            self._call(then)
 
     def off(self, reason: str) -> None:
         """Turn it off for good; the first reason is logged and kept."""
         if self.on:
             self.on, self.state = False, reason
             self._log.warning("kvrouter: %s is off: %s. Effect: %s.", self.name, reason, self._effect)
+            self._tell()
 
     def failed(self) -> None:
         """Turn it off in an `except` block: our code failed at this place."""
         if self.on:
-            self.on, self.state = False, "failed, see the engine's log"
+            self.on, self.state = False, FAILED
+            self._has_failed = True
             self._log.warning(
                 "kvrouter: %s failed and is off from now on; the engine goes on. Effect: %s.",
                 self.name,
                 self._effect,
                 exc_info=True,
             )
+            self._tell()
+
+    def _tell(self) -> None:
+        for then, if_failed in self._then:
+            if self._has_failed or not if_failed:
+                self._call(then)
+
+    def _call(self, then: Callable[[str], None]) -> None:
+        try:
+            then(self.problem)
+        except Exception:
+            self._log.warning("kvrouter: what follows from %s being off failed", self.name, exc_info=True)
 
     def install(self, check: Callable[[], str | None], apply: Callable[[], None]) -> None:
         """Patch a place unless `check` returns a difference."""

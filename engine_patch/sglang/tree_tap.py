@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.engine_patch.reporter.reporter_start import Reports
 from kvrouter.engine_patch.setup.features import Features
 from kvrouter.engine_patch.sglang.rust_residency import RustResidency, is_rust_core, watch_rust
@@ -51,6 +52,7 @@ class TreeTap:
         self._shown = (False, 0)
         self._residency: TreeResidency | RustResidency | None = None
         self._cache = cache
+        self._feature.when_off(self._withdraw)
 
     def attach(self, dp_rank: int, version: str, model: str | None) -> bool:
         """Whether the cache is followed; else why not is logged."""
@@ -83,10 +85,10 @@ class TreeTap:
         if is_python_core(core):
             watch_values(importlib.import_module(BASE).ComponentData)
             self._residency = TreeResidency(groups, digests_of(core))
-            watch_tree(core, self._residency, self._cleared, self._failed)
+            watch_tree(core, self._residency, self._cleared, self._feature.failed)
         else:
             self._residency = RustResidency(core, component_types(self._cache), groups, seed_of, digests_after(core))
-            watch_rust(core, self._residency, self._cleared, self._failed)
+            watch_rust(core, self._residency, self._cleared, self._feature.failed)
 
         def declare() -> None:
             self._shown = (core.enable_hicache, len(adapters_of(core)))
@@ -103,7 +105,6 @@ class TreeTap:
             core = self._cache.tree_core
             if core.enable_hicache and isinstance(self._residency, RustResidency):
                 self._feature.off(HOST_TIER_OF_RUST)
-                self.close()
                 return
             if self._shown != (core.enable_hicache, len(adapters_of(core))):
                 self._declare()
@@ -111,17 +112,18 @@ class TreeTap:
             if changes is not None:
                 self._reporter.publish(partial(reports_of, changes, self._page_tokens), None)
         except Exception:
-            self._failed()
+            self._feature.failed()
 
     def _cleared(self) -> None:
         if self._feature.on:
             cleared = [ReportCleared(medium, "the radix cache was reset") for medium in (GPU, HOST)]
             self._reporter.publish(lambda: cleared, None)
 
-    def _failed(self) -> None:
-        self._feature.failed()
-        # Its heartbeats would go on vouching for what is no longer kept up.
-        self.close()
+    def _withdraw(self, problem: str) -> None:
+        """Take from readers what is no longer kept up: heartbeats would go on vouching for it."""
+        if self._residency is not None:
+            self._residency.end()
+        self._reporter.withhold(Scope.EVERYTHING, problem)
 
     def close(self) -> None:
         self._reporter.close()

@@ -89,6 +89,8 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._overflowed_seq = -1
         self._declared = -1
         self._catalog_asked = 0
+        # As the last heartbeat said.
+        self._withheld = ("", "")
         self._connected = False
         self._silent = False
         # A snapshot was loaded, and `CaughtUp` was not announced since.
@@ -149,6 +151,11 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         """A heartbeat of the live socket."""
         if not self._is_of_this_life(message.epoch, message.started_s):
             return
+        if message.withheld or message.tiers_withheld:
+            withheld = (message.withheld, message.tiers_withheld)
+            # What of its features failed, it says to who greets it.
+            self.greeting_wanted |= withheld != self._withheld
+            self._withheld = withheld
         if message.catalog_version > max(self._declared, self._catalog_asked):
             # The message that declared it was lost.
             self._catalog_asked = message.catalog_version

@@ -120,6 +120,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", omit_defaults=True
     dropped: int = 0
     # Media that hold more blocks than the ledger may: they are no longer reported.
     untracked: list[str] = []
+    # Why nothing is reported from now on, and why nothing of media beside the GPU; empty: it is.
+    withheld: str = ""
+    tiers_withheld: str = ""
 
 
 class DeclaredGroup(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -229,6 +232,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
     catalog: DeclaredCatalog | None = None
     # The patch's features by name: "on", or why not.
     features: dict[str, str] = {}
+    # As in `Heartbeat`.
+    withheld: str = ""
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, tag="snapshot", omit_defaults=True, eq=False):

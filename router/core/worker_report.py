@@ -100,6 +100,7 @@ def count_worker(metrics: StreamMetrics, worker: WorkerKey, stream: WorkerStream
     metrics.backlog_blocks(worker).set(stream.commits.unwritten_blocks)
     metrics.log_tail_blocks(worker).set(stream.commits.tail.blocks)
     metrics.disk_corrupt_records(worker).set(stream.disk.signs.corrupt)
+    metrics.patch_withheld(worker).set(bool(stream.ingest.profile.patch.problem))
     metrics.unserved_models(worker).set(bool(stream.note))
     stream.counted = msgspec.structs.replace(now)
     for state in StreamState:

@@ -51,6 +51,7 @@ class PatchFeed:
     def begin(self, epoch: str | None) -> None:
         """Its items come from now on. epoch: of the life that answers there."""
         self._contact.expired = False
+        self._patch.withheld = self._patch.tiers_withheld = ""
         if self._profile.declared is not None and self._patch.epoch is None:
             # Which life declared it is not known.
             self._profile.forget_learned()
@@ -70,6 +71,7 @@ class PatchFeed:
             self._profile.forget_learned()
         self._contact.expired = False
         self._patch.greeting = None
+        self._patch.tiers_withheld = ""
 
     def _load_first(self, incident: str) -> None:
         """No snapshot was loaded yet: what is held, if anything, is from the engine's own topic."""
@@ -98,6 +100,7 @@ class PatchFeed:
         elif isinstance(item, HeartbeatSeen):
             self._patch.last_heartbeat_s = now
             profile.tally.heartbeats += 1
+            self._patch.withheld, self._patch.tiers_withheld = item.message.withheld, item.message.tiers_withheld
             self._compare(item.message)
         elif isinstance(item, Loaded):
             self._load(item.snapshot)

@@ -12,7 +12,9 @@ import msgspec
 
 from kvrouter.events.patch.items import Greeted
 from kvrouter.events.patch.messages import DeclaredCatalog
+from kvrouter.events.vllm.messages import MAX_ERROR_CHARS
 from kvrouter.router.common.checksum import seal, unseal
+from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import Place
 from kvrouter.router.engines.known import engine_named
 from kvrouter.router.ingest.counters import IngestCounters
@@ -102,11 +104,24 @@ class Ranks(msgspec.Struct):
 
 class PatchContact(msgspec.Struct):
     """What the engine's patch said. epoch: the engine's life whose reports the residency is from; None: it is from the
-    engine's own topic."""
+    engine's own topic. withheld: why it no longer reports anything; tiers_withheld: why it reports nothing of what lies
+    beside the GPU; empty: it does."""
 
     epoch: str | None = None
     greeting: Greeted | None = None
     last_heartbeat_s: float | None = None
+    withheld: str = ""
+    tiers_withheld: str = ""
+
+    @property
+    def problem(self) -> str:
+        """What a failure of the patch costs, as a sentence; empty: nothing."""
+        withheld = self.withheld or self.tiers_withheld
+        if not withheld:
+            return ""
+        what = "anything" if self.withheld else "what lies beside the GPU, which earns no credit"
+        why = printable(withheld[:MAX_ERROR_CHARS])
+        return f"the engine's patch no longer reports {what} ({why}); restart the engine to have it again"
 
 
 class WorkerProfile:
@@ -193,7 +208,11 @@ class WorkerProfile:
         return bool(self.contact.absent) and self.stage is StreamState.CONNECTING
 
     def reason(self, blocks: Residency) -> str:
-        """Why the state is what it is, and what happened last; empty when there is nothing to say. blocks: its own."""
+        """Why the state is what it is, what happened last, and what of the patch failed; empty when there is nothing to
+        say. blocks: its own."""
+        return "; ".join(filter(None, (self._reason(blocks), self.patch.problem)))
+
+    def _reason(self, blocks: Residency) -> str:
         if self.contact.down:
             return self.contact.down
         if self._is_absent:

@@ -120,9 +120,11 @@ class SourceSwitch:
             self._is_refused = True
             return None
         if hello is None:
+            self._record.ingest.profile.patch.withheld = ""
             return None
         self._record.facts.key_problem = None
-        return hello.epoch
+        self._record.ingest.profile.patch.withheld = hello.withheld
+        return None if hello.withheld and endpoints.has_stock else hello.epoch
 
     def _curve(self) -> CurveClient | None:
         key = self._record.endpoints.key
@@ -213,8 +215,13 @@ class SourceSwitch:
                 PROBE_PAUSE_FIRST_S if connected.is_set() else min(PROBE_PAUSE_GROWTH * pause_s, PROBE_PAUSE_LAST_S)
             )
             connected.clear()
-            if await greet(patch, context=self._services.context, timeout_s=PROBE_S, waits=False) is not None:
+            hello = await greet(patch, context=self._services.context, timeout_s=PROBE_S, waits=False)
+            if hello is not None and not hello.withheld:
                 raise SourceChanged(f"a patched engine answers at {patch}")
+            withheld = "" if hello is None else hello.withheld
+            if withheld != self._record.ingest.profile.patch.withheld:
+                self._record.ingest.profile.patch.withheld = withheld
+                self._record.refresh()
 
     async def _receive(self, subscriber: Subscriber, connected: asyncio.Event) -> None:
         def apply(item: StreamItem, received_s: float) -> None:
@@ -237,6 +244,8 @@ class SourceSwitch:
                 giving_up.cancel()
             if isinstance(item, PatchSilent):
                 giving_up = asyncio.get_running_loop().call_later(REPORTS_LOST_S, lost.set)
+            if ingest.profile.patch.withheld and self._record.endpoints.has_stock:
+                lost.set()
             if ingest.reports.wants_snapshot is not None:
                 reports.request_snapshot(ingest.reports.wants_snapshot)
                 ingest.reports.wants_snapshot = None
@@ -246,7 +255,8 @@ class SourceSwitch:
 
     async def _give_up(self, lost: asyncio.Event) -> None:
         await lost.wait()
-        raise SourceChanged(f"the engine's patch was not heard for {REPORTS_LOST_S:.0f} s")
+        problem = self._record.ingest.profile.patch.problem
+        raise SourceChanged(problem or f"the engine's patch was not heard for {REPORTS_LOST_S:.0f} s")
 
 
 def _first_of(error: BaseException) -> BaseException:

@@ -105,6 +105,11 @@ class Endpoints(msgspec.Struct, frozen=True):
         return self.events is None and self.patch is None
 
     @property
+    def has_stock(self) -> bool:
+        """Whether the engine's own topic may be followed in place of the patch: not without the proof of its key."""
+        return self.events is not None and self.key is None
+
+    @property
     def silence(self) -> str:
         """Why nothing can be followed when the patch does not answer."""
         if self.key is None:
@@ -150,7 +155,7 @@ def _step_idle(phase: Phase, event: Event, endpoints: Endpoints) -> Step | None:
             return phase, Action.CONTINUE
         case Event.LEASE_REGAINED | Event.LEASE_TAKEN:
             return spent, Action.REBUILD
-        case Event.LEAD_RESUMED if endpoints.events is not None and endpoints.key is None:
+        case Event.LEAD_RESUMED if endpoints.has_stock:
             # At once: the look for the patch goes on beside.
             return Phase.STOCK, Action.FOLLOW_STOCK
         case Event.LEAD_RESUMED | Event.LEAD_BEGUN:

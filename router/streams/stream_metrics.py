@@ -57,6 +57,10 @@ class StreamMetrics:
         self.unserved_models = worker_gauge(
             "worker_unserved_models", "1 for a worker whose engine does not serve the model it is registered for"
         )
+        self.patch_withheld = worker_gauge(
+            "patch_withheld",
+            "1 for a worker whose engine patch failed in part and took back what it had reported, else 0",
+        )
         self.commit_lag_seconds = worker_gauge(
             "commit_lag_seconds", "How long the oldest news of a worker that is followed here waits for the store"
         )

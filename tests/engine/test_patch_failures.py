@@ -11,14 +11,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
 
 import vllm
-from group_sets import GPU_SETS, OFFLOAD_SETS
+from group_sets import GPU_SETS, OFFLOAD_SETS, SIMPLE_SETS
 from oracle import Oracle
-from patched import ENVIRONMENT, PLACES, WatchedOracle, patched, tap_of
+from patched import ENVIRONMENT, PLACES, WatchedOracle, last_reported, patched, reporter_of, tap_of
+from report_peer import eventually
 from vllm.distributed import kv_events
 from vllm.distributed.kv_events import EventPublisherFactory, ZmqEventPublisher
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
@@ -33,12 +35,15 @@ from kvrouter.engine_patch.hooks import event_tap as tap
 from kvrouter.engine_patch.hooks import offload_events as offloading
 from kvrouter.engine_patch.hooks import positions, publisher, resets
 from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE, ORIGINAL
-from kvrouter.engine_patch.setup.features import FEATURES, NEWEST_KNOWN_VERSION, OLDEST_VERSION, ON
+from kvrouter.engine_patch.reporter.ledger import Scope
+from kvrouter.engine_patch.setup.features import FAILED, FEATURES, NEWEST_KNOWN_VERSION, OLDEST_VERSION, ON
 from kvrouter.engine_patch.setup.settings import SWITCH
 
 pytestmark = pytest.mark.engine
 
 OFFLOAD = next(offload_set for offload_set in OFFLOAD_SETS if offload_set.name.startswith("cpu full, self"))
+
+SIMPLE = SIMPLE_SETS[0]
 
 
 def work(oracle: Oracle, rng: Random) -> None:
@@ -165,17 +170,17 @@ def fail(*_: Any, **__: Any) -> Any:
     raise RuntimeError("made up")
 
 
-# Name -> where our code fails, which feature that costs, whether what is reported is still all that is resident.
-FAILURES: dict[str, tuple[Any, str, str, bool]] = {
-    "queue": (publisher, "unblock", "queue", True),
-    "catalog": (tap, "read_catalog", "catalog", True),
-    "declare": (tap.EventTap, "learn_lora", "lora", True),
-    "position of a store": (positions, "position_of", "positions", True),
-    "a block announced again": (positions, "note", "positions", False),
-    "reset": (resets, "void", "resets", True),
-    "offloaded": (tap.EventTap, "_taken", "offload", True),
-    "position of an offloaded block": (offloading, "hash_before", "offload_positions", True),
-    "offload reset": (offloading.Offload, "_hold", "offload_resets", True),
+# Name -> where our code fails, which feature that costs, and what is no longer reported then.
+FAILURES: dict[str, tuple[Any, str, str, Scope]] = {
+    "queue": (publisher, "unblock", "queue", Scope.NOTHING),
+    "catalog": (tap, "read_catalog", "catalog", Scope.NOTHING),
+    "declare": (tap.EventTap, "learn_lora", "lora", Scope.NOTHING),
+    "position of a store": (positions, "position_of", "positions", Scope.NOTHING),
+    "a block announced again": (positions, "note", "reuse", Scope.EVERYTHING),
+    "reset": (resets, "void", "resets", Scope.NOTHING),
+    "offloaded": (tap.EventTap, "_taken", "offload", Scope.TIERS),
+    "position of an offloaded block": (offloading, "hash_before", "offload_positions", Scope.NOTHING),
+    "offload reset": (offloading.Offload, "_hold", "offload_resets", Scope.TIERS),
 }
 
 
@@ -183,7 +188,7 @@ FAILURES: dict[str, tuple[Any, str, str, bool]] = {
 def test_a_failure_costs_its_feature_and_no_request(
     name: str, model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, attribute, feature, whole = FAILURES[name]
+    owner, attribute, feature, scope = FAILURES[name]
     rng = Random(seed)
     monkeypatch.setattr(owner, attribute, fail)
     with patched() as records, WatchedOracle(OFFLOAD.group_set, model, rng, OFFLOAD.connector_config()) as oracle:
@@ -196,19 +201,96 @@ def test_a_failure_costs_its_feature_and_no_request(
         if name != "a block announced again":
             assert [other for other in states if states[other] != ON] == [feature]
             assert len(records.texts) == 1
-        if whole:
-            oracle.verify()
+        oracle.verify(scope)
+        beat = oracle.beat()
+        problem = f"{feature}: {FAILED}"
+        assert beat.withheld == (problem if scope is Scope.EVERYTHING else "")
+        assert beat.tiers_withheld == (problem if scope is Scope.TIERS else "")
+        assert not beat.withheld or oracle.peer.hello().withheld == problem
 
 
-def test_reports_that_fail_end(model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the heartbeats would go on vouching for what is no longer kept up."""
-    monkeypatch.setattr(tap.EventTap, "published", fail)
+# Fails only once it has reported. Name -> where, which feature that costs, what is no longer reported.
+LATE_FAILURES: dict[str, tuple[Any, str, str, Scope]] = {
+    "reports": (tap.EventTap, "published", "reports", Scope.EVERYTHING),
+    "a block announced again": (positions, "note", "reuse", Scope.EVERYTHING),
+    "offloaded": (tap.EventTap, "_taken", "offload", Scope.TIERS),
+    "offload reset": (offloading.Offload, "_hold", "offload_resets", Scope.TIERS),
+}
+
+
+@pytest.mark.parametrize("name", LATE_FAILURES)
+def test_what_a_failed_feature_has_reported_is_taken_back(
+    name: str, model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Law: after a failure of ours readers hold nothing that is not resident, however the engine goes on."""
+    owner, attribute, feature, scope = LATE_FAILURES[name]
     rng = Random(seed)
-    with patched() as records, WatchedOracle(OFFLOAD.group_set, model, rng, OFFLOAD.connector_config()) as oracle:
+    working, failing = getattr(owner, attribute), [False]
+
+    def place(*given: Any, **named: Any) -> Any:
+        return fail() if failing[0] else working(*given, **named)
+
+    monkeypatch.setattr(owner, attribute, place)
+    announcing = {"kv_cache_report_mode": "full"}
+    with patched(), WatchedOracle(OFFLOAD.group_set, model, rng, OFFLOAD.connector_config(), announcing) as oracle:
+        oracle.work(60)
+        oracle.drain()
+        oracle.verify()
+        assert {place[1] for place in oracle.copies} == {"GPU", "CPU"}
+        failing[0] = True
+        if feature == "offload_resets":
+            assert oracle.scheduler.reset_prefix_cache(reset_connector=True)
+        for go_on in (oracle.work, lambda rounds: work(oracle, rng), oracle.work):
+            go_on(60)
+            oracle.drain()
+            oracle.verify(scope)
+        assert oracle.peer.hello().features[feature] == FAILED
+
+
+def test_a_host_pool_whose_resets_are_not_seen_is_withheld(
+    model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own clear, which comes with the next step, names no medium and is taken for the GPU's."""
+    rng = Random(seed)
+    tree = PromptTree(rng, 512)
+
+    def work_on() -> set[str]:
+        """The media that readers know of after some more requests."""
+        for _ in range(60):
+            if oracle.unfinished < 4:
+                oracle.submit(tree.request())
+            oracle.step(tree)
+        while oracle.unfinished:
+            oracle.step(tree)
+        # The connector's last transfers end.
+        for _ in range(6):
+            oracle.step(tree)
+        last_reported(oracle)
+        return {place.medium for place in reporter_of(oracle)._stream.ledger.places()}
+
+    with patched():
+        oracle = Oracle(SIMPLE.group_set, model, rng, SIMPLE.connector_config(), SIMPLE.CONNECTOR)
+    try:
+        assert work_on() == {"GPU", "CPU"}
+        monkeypatch.setattr(resets, "void", fail)
+        assert oracle.scheduler.reset_prefix_cache(reset_connector=True)
+        assert work_on() == {"GPU"}
+        assert reporter_of(oracle)._stream.tiers_withheld == f"resets: {FAILED}"
+    finally:
+        oracle.close()
+
+
+def test_an_adapters_path_is_not_declared_once_it_may_have_changed(
+    model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = Random(seed)
+    with patched(), WatchedOracle(GPU_SETS[0], model, rng) as oracle:
         work(oracle, rng)
-        assert not oracle.reporter._thread.is_alive()
-    (text,) = records.texts
-    assert "kvrouter: reports failed" in text
+        declared = oracle.peer.hello().catalog
+        assert declared is not None and declared.lora_paths
+        monkeypatch.setattr(tap.EventTap, "learn_lora", fail)
+        work(oracle, rng)
+        eventually(lambda: oracle.peer.hello().catalog == msgspec.structs.replace(declared, lora_paths={}))
 
 
 def test_a_failing_tap_leaves_a_publisher(model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +316,7 @@ def test_a_scheduler_of_another_shape_runs(model: Path, seed: int, monkeypatch: 
         work(oracle, rng)
     finally:
         oracle.close()
-    assert len(records.texts) == 1 and "unknown scheduler layout" in records.texts[0]
+    assert len(records.texts) == 1 and "reports is off: unknown scheduler layout" in records.texts[0]
 
 
 def test_a_taken_port_leaves_a_publisher(model: Path, seed: int) -> None:
@@ -271,7 +353,6 @@ def renamed(stock: Callable[..., Any]) -> Callable[..., Any]:
 PLACES_CHANGED: dict[str, tuple[Any, str, str]] = {
     "cache_full_blocks": (BlockPool, "cache_full_blocks", "positions"),
     "cache_partial_block": (BlockPool, "cache_partial_block", "positions"),
-    "emit_cached_block_events": (BlockPool, "emit_cached_block_events", "reuse"),
     "add_request": (Scheduler, "add_request", "lora"),
     "publish": (ZmqEventPublisher, "publish", "reports"),
     "record_store": (OffloadingEventsTracker, "record_store", "offload_positions"),

@@ -12,7 +12,7 @@ from pytest import MonkeyPatch
 from report_peer import Copies, apply, copies_of, removed, stored, summed
 
 from kvrouter.engine_patch.reporter import hash_counts
-from kvrouter.engine_patch.reporter.ledger import FrozenLedger, Ledger
+from kvrouter.engine_patch.reporter.ledger import FrozenLedger, Ledger, Scope
 from kvrouter.engine_patch.reporter.snapshots import Moment, parts
 from kvrouter.events.patch.messages import PlaceSummary, ReportCleared, ReportEvent, pack_hashes
 
@@ -74,6 +74,24 @@ def test_a_bounded_ledger_equals_what_its_readers_were_told(script: list[list[Re
         # Never more than the engine has, and all of it for what is tracked since a clear or the start.
         assert not reader - truth
         assert not {key[1] for key in reader} & set(ledger.untracked)
+
+
+@given(scripts, st.lists(st.tuples(st.integers(0, 12), st.sampled_from(Scope)), max_size=3), st.integers(1, 12))
+def test_what_is_withheld_is_taken_from_readers_and_stays_away(
+    script: list[list[ReportEvent]], withheld: list[tuple[int, Scope]], max_blocks: int
+) -> None:
+    """Law: from the moment on at which something is withheld, readers hold nothing of it."""
+    ledger = Ledger(max_blocks)
+    reader: Copies = Counter()
+    scope = Scope.NOTHING
+    for number, group in enumerate(script):
+        for _, more in (step for step in withheld if step[0] == number):
+            apply(reader, ledger.withhold(more, "failed"))
+            scope = max(scope, more)
+        assert not any(scope.covers(key[1]) for key in reader)
+        apply(reader, ledger.report(group))
+        assert not any(scope.covers(key[1]) for key in reader)
+        assert by_place(ledger.places()) == summed(reader)
 
 
 @given(hashes, hashes)

@@ -68,7 +68,7 @@ def ask(oracle: TreeOracle) -> None:
             wrong.append((len(prompt.tokens), predicted, reused))
     assert not wrong, f"{len(wrong)} of {PROBES} wrong: {wrong[:8]}"
     assert non_zero >= LEAST_NON_ZERO * PROBES, f"only {non_zero} of {PROBES} reuse anything: nothing is shown"
-    assert predictor.removed and not predictor.closed
+    assert predictor.removed and not predictor.withheld
 
 
 def test_full_attention_alone_is_often_wrong(seed: int) -> None:

@@ -18,7 +18,7 @@ from tree_layouts import LAYOUTS, LORAS, TreeLayout
 from tree_oracle import TreeOracle, TreePrompt
 from tree_predictor import TreePredictor
 
-from kvrouter.engine_patch.setup.features import Features
+from kvrouter.engine_patch.setup.features import FAILED, Features
 from kvrouter.engine_patch.setup.settings import SWITCH
 from kvrouter.engine_patch.sglang.plugin import ORIGINAL, TAP, patch
 from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
@@ -56,20 +56,31 @@ def test_sglangs_own_events_are_the_same_with_the_patch(layout: TreeLayout, core
     assert events(patched=True) == plain
 
 
-@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize(
+    ("core", "where"), [("python", "take"), ("python", "add"), ("rust", "take"), ("rust", "freed"), ("rust", "settle")]
+)
 def test_a_failure_of_ours_ends_the_reports_and_not_the_engine(
-    core: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    core: str, where: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Law: nothing stays credited of what is no longer kept up."""
     oracle = TreeOracle(LAYOUT, Random(seed), core=core)
     predictor, tap = tapped(oracle)
     assert tap.attach(0, "test", "m")
-    oracle.step()
-    monkeypatch.setattr(tap, "_residency", None, raising=True)
-    monkeypatch.setattr(tap, "_residency", object())
     for _ in range(20):
         oracle.step()
-    assert predictor.closed
-    assert not tap._feature.on
+    assert predictor.held and tap._residency is not None
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("made up")
+
+    monkeypatch.setattr(type(tap._residency), where, fail)
+    for _ in range(60):
+        oracle.step()
+    assert predictor.withheld == f"components: {FAILED}" and not predictor.held
+    # Its heartbeats say so.
+    assert not predictor.closed
+    collected = ("_changed", "_alive", "_reported") if core == "python" else ("_nodes", "_by_slot", "_heads", "_named")
+    assert not any(getattr(tap._residency, name) for name in collected), "it grows no more"
 
 
 def test_what_is_held_is_as_if_it_had_been_followed_from_the_start(seed: int) -> None:
@@ -111,7 +122,7 @@ def test_a_rust_core_is_not_followed_with_a_host_tier(caplog: pytest.LogCaptureF
     oracle.cache.tree_core.set_hicache_enabled()
     with caplog.at_level(logging.WARNING):
         oracle.end_step()
-        assert predictor.closed
+        assert "HiCache" in predictor.withheld and not predictor.held
         late, tap = tapped(oracle)
         assert not tap.attach(0, "test", "m")
     assert late.closed and caplog.text.count("HiCache") == 2
@@ -187,7 +198,7 @@ def test_a_node_may_be_cut_several_times_in_one_step(
     for branch in branches:
         oracle.insert(TreePrompt(branch, salt, lora))
     oracle.end_step()
-    assert tap._feature.on and not predictor.closed
+    assert tap._feature.on and not predictor.withheld
     for tokens in (long, *branches, [*long, 1], *([*branch, 1] for branch in branches)):
         prompt = TreePrompt(tokens, salt, lora)
         assert predictor.hit(*prompt).gpu == oracle.reused(prompt) > 0

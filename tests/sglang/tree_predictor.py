@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 
+from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.events.patch.messages import (
     DeclaredCatalog,
     ReportCleared,
@@ -39,8 +40,11 @@ class TreePredictor:
         self.held: dict[Place, set[int]] = {}
         self.stored = self.removed = self.clears = 0
         self.closed = False
+        # Why nothing is reported from now on.
+        self.withheld = ""
 
     def publish(self, make: Callable[[], Iterable[ReportEvent]], batch_seq: int | None) -> None:
+        assert not self.withheld, "nothing is reported behind that"
         for event in make():
             if isinstance(event, ReportCleared):
                 self.clears += 1
@@ -61,6 +65,11 @@ class TreePredictor:
 
     def declare(self, catalog: DeclaredCatalog) -> None:
         self.catalog = catalog
+
+    def withhold(self, scope: Scope, reason: str) -> None:
+        assert scope is Scope.EVERYTHING
+        self.withheld = reason
+        self.held.clear()
 
     def close(self) -> None:
         self.closed = True

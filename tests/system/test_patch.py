@@ -17,6 +17,7 @@ from patched_engine import PatchedEngine, catalog, removes, stores
 from report_peer import said
 from router_process import RouterProcess
 
+from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.events.patch.messages import DeclaredGroup, ReportCleared
 
 pytestmark = pytest.mark.smoke
@@ -203,6 +204,42 @@ def test_an_engine_that_falls_silent_is_suspect_and_keeps_its_credit(
     engine.unpatch()
     row = until(fresh, lambda row: row["state"] == "suspect")
     assert row["reason"] and ask(fresh) == 64
+
+
+def test_a_patch_that_failed_earns_nothing_and_the_engines_own_events_are_followed(
+    fresh: RouterProcess, engine: PatchedEngine
+) -> None:
+    engine.publish(stored(TOKENS, 0, 3))
+    engine.report(stores(CHAIN[:9]), stores(CHAIN[:9], medium="CPU"))
+    register(fresh, engine)
+    until(fresh, at(0))
+    assert ask(fresh) == 144 and engine.reporter is not None
+    engine.reporter.withhold(Scope.EVERYTHING, "components: failed")
+    row = until(fresh, lambda row: row["patch"] is None and row["state"] == "live")
+    assert "the engine's patch no longer reports anything (components: failed)" in row["reason"]
+    assert row["residency"] == {"g0:GPU": 3} and ask(fresh) == 48
+    assert fresh.metric("kvrouter_patch_withheld", worker="w0") == 1
+    # Another life of the engine has it again.
+    engine.unpatch()
+    engine.restart()
+    engine.patch()
+    engine.report(stores(CHAIN[:5]))
+    row = until(fresh, at(0))
+    assert not row["reason"] and ask(fresh) == 80 and fresh.metric("kvrouter_patch_withheld", worker="w0") == 0
+
+
+def test_tiers_that_are_no_longer_kept_up_earn_nothing(fresh: RouterProcess, engine: PatchedEngine) -> None:
+    engine.unpatch()
+    engine.patch(catalog(DeclaredGroup(0, "full_attention", 16), offload_blocks_per_chunk=1))
+    engine.report(stores(CHAIN[:4]), stores(CHAIN[:8], medium="CPU"))
+    register(fresh, engine)
+    until(fresh, at(0))
+    assert (ask(fresh), ask(fresh, what="cpu")) == (64, 128) and engine.reporter is not None
+    engine.reporter.withhold(Scope.TIERS, "offload_resets: failed")
+    row = until(fresh, lambda row: "offload_resets: failed" in row["reason"])
+    assert row["state"] == "live" and row["credited"] and row["residency"] == {"g0:CPU": 0, "g0:GPU": 4}
+    assert row["patch"] is not None and (ask(fresh), ask(fresh, what="cpu")) == (64, 64)
+    assert fresh.metric("kvrouter_patch_withheld", worker="w0") == 1
 
 
 def test_an_index_that_differs_is_found_by_the_heartbeat_and_replaced(

@@ -345,6 +345,26 @@ def restored(ingest: Ingest, catalog: CatalogSpec | None = None) -> Ingest:
     return again
 
 
+@pytest.mark.parametrize(
+    ("withheld", "what"),
+    [
+        ({"withheld": "components: failed"}, "no longer reports anything (components: failed)"),
+        ({"tiers_withheld": "offload: failed"}, "what lies beside the GPU, which earns no credit (offload: failed)"),
+        ({"withheld": "a\n" + 10_000 * "b"}, "no longer reports anything ('a\\nb"),
+    ],
+)
+def test_what_the_patch_withholds_is_a_reason_until_it_reports_again(withheld: dict[str, str], what: str) -> None:
+    ingest = live(snapshot(5, {Place(0, GPU): {1: 1}}))
+    feed(ingest, events(5, ReportCleared(GPU, "failed")))
+    feed(ingest, HeartbeatSeen(6, msgspec.structs.replace(beat(6, {}).message, **withheld)))
+    assert ingest.state is StreamState.LIVE and not any(ingest.held.blocks.counts().values())
+    assert what in ingest.reason and len(ingest.reason) < 1_000
+    ingest.follow_stock()
+    assert ("withheld" in withheld) is ("reports anything" in ingest.reason)
+    ingest.follow_reports()
+    assert "no longer reports" not in ingest.reason
+
+
 def test_a_restored_index_is_suspect_until_the_first_heartbeat_proves_it() -> None:
     place = Place(0, GPU)
     again = restored(live(Declared(1, CATALOG), snapshot(5, {place: {1: 1, 2: 2}})))

@@ -74,11 +74,11 @@ CATALOG = DeclaredCatalog(
 
 REPORTS: list[Any] = [
     Events(EPOCH, 1.0, 2.0, [STORED, REMOVED, CLEARED], 1, 5, 3),
-    Heartbeat(EPOCH, 1.0, 2.0, 1.0, [PLACE], 3, 4, ["CPU"]),
+    Heartbeat(EPOCH, 1.0, 2.0, 1.0, [PLACE], 3, 4, ["CPU"], "all failed", "tiers failed"),
     CatalogMessage(EPOCH, 1.0, 2, CATALOG),
 ]
 ANSWERS: list[Any] = [
-    Hello(7, EPOCH, 1.0, 9, "tcp://*:1", 1.0, 2, "0.1", 3, CATALOG, {"catalog": "on"}),
+    Hello(7, EPOCH, 1.0, 9, "tcp://*:1", 1.0, 2, "0.1", 3, CATALOG, {"catalog": "on"}, "all failed"),
     SnapshotPart(7, EPOCH, 1.0, 9, 3, HASHES, 1, "CPU", "fs", "REMOTE", [(1, 2)], True, [PLACE]),
     Refused(7, "busy", 1.0),
 ]

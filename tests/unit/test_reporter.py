@@ -12,6 +12,7 @@ import pytest
 import zmq
 from report_peer import CATALOG, Copies, Peer, Plug, apply, copies_of, eventually, fails, removed, said, stored, summed
 
+from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.engine_patch.reporter.reporter import Reporter
 from kvrouter.events.patch.messages import (
     CatalogMessage,
@@ -293,6 +294,41 @@ def test_a_medium_that_outgrows_the_ledger_is_cleared_for_readers(
                 break
         assert beat.untracked == ["FS"]
         assert [place.medium for place in beat.places] == ["GPU"]
+
+
+def test_what_is_withheld_is_taken_from_readers_at_once_and_for_good(
+    context: Context, made: Callable[..., Reporter]
+) -> None:
+    """Heartbeats say why, in later lives of the publisher, too."""
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        seq = peer.joined(reporter)
+        reporter.publish(said(stored([1]), stored([2], "CPU"), stored([3], "FS", ownership="a")), None)
+        peer.next_events()
+        reporter.withhold(Scope.TIERS, "a tier failed")
+        at, message = peer.next_events()
+        assert at == seq + 1
+        assert message.events == [ReportCleared("CPU", "a tier failed"), ReportCleared("FS", "a tier failed")]
+        at, beat = peer.next_heartbeat()
+        while not beat.tiers_withheld:
+            at, beat = peer.next_heartbeat()
+        assert (at, beat.withheld, beat.tiers_withheld) == (seq + 2, "", "a tier failed")
+        assert [place.medium for place in beat.places] == ["GPU"]
+        reporter.publish(said(stored([4]), stored([5], "CPU")), None)
+        assert [event.medium for event in peer.next_events()[1].events] == ["GPU"]
+        reporter.withhold(Scope.EVERYTHING, "all failed")
+        reporter.withhold(Scope.TIERS, "said already")
+        assert peer.next_events()[1].events == [ReportCleared("GPU", "all failed")]
+        # Another life, as what is published cannot be read.
+        reporter.publish(fails, None)
+        eventually(lambda: peer.hello().epoch == f"{1:016x}")
+        reporter.publish(said(stored([6]), stored([7], "CPU")), 9)
+        at, beat = peer.next_heartbeat()
+        while beat.epoch != f"{1:016x}":
+            at, beat = peer.next_heartbeat()
+        assert (beat.places, beat.withheld, beat.tiers_withheld) == ([], "all failed", "a tier failed")
+        assert peer.next_events()[1].events == []
+        assert peer.hello().withheld == "all failed" and not copies_of(peer.snapshot())
 
 
 def test_a_subscriber_that_does_not_read_blocks_nobody(context: Context, made: Callable[..., Reporter]) -> None:
