@@ -74,17 +74,18 @@ DESCRIBING = (
 FULL = 0
 
 
-# Of nodes below one parent, one alone begins with a page: (parent, (extra_key, cache salt), the page's digest).
+# (parent, (extra_key, cache salt), digest of the first page): no two nodes share all three.
 Head: TypeAlias = tuple[int, tuple[str | None, str | None], str]
 
 
 class Node(NamedTuple):
-    """Of a node what was last read. digests: of its pages, as events have them; slots: (component, the first slot of its
-    value)."""
+    """The last reading of one node."""
 
     head: Head
+    # The digests of its pages, as events have them.
     digests: list[str]
     held: Held
+    # (component, the first slot of its value), of each component that has one.
     slots: tuple[tuple[int, int], ...]
 
 
@@ -94,7 +95,7 @@ DigestsAfter: TypeAlias = Callable[[Any, str | None], list[str]]
 
 
 class RustResidency:
-    """Of one radix cache. components: SGLang's, by number; groups: those that are reported."""
+    """The nodes of one radix cache as they were last read, and which may have changed since."""
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class RustResidency:
         seed_of: SeedOf,
         digests_after: DigestsAfter,
     ) -> None:
+        """components: SGLang's, by number. groups: the components that are reported."""
         self._core = core
         self._components = components
         self._groups = tuple(groups)
@@ -120,22 +122,23 @@ class RustResidency:
     # What may have changed
 
     def named(self, node_id: Any) -> None:
+        """Note that the path to a node may have changed; None: no node."""
         if node_id is not None and not self._ended:
             self._named[int(node_id)] = None
 
     def knows(self, node_id: Any) -> bool:
         return node_id in self._nodes
 
-    def freed(self, slot: int, values: Iterable[Any]) -> None:
-        """values: tensors of slots that a component gave up. Those of no node were never in the tree."""
+    def freed(self, component: int, values: Iterable[Any]) -> None:
+        """Note that slots were given up. values: tensors of a component's slots; some were never in the tree."""
         for value in values:
-            for one in value.tolist():
-                # A window is given up by the places of full attention that stand for it.
-                for where in {slot, FULL}:
-                    self.named(self._by_slot.get((where, one)))
+            for slot in value.tolist():
+                # The slots of full attention stand for those of a window that is given up.
+                for owner in {component, FULL}:
+                    self.named(self._by_slot.get((owner, slot)))
 
     def clear(self) -> None:
-        """The tree is empty; nothing is reported of what it held."""
+        """Forget what an emptied tree held; nothing of it is reported."""
         for known in (self._nodes, self._by_slot, self._heads, self._named, self._tally):
             known.clear()
 
@@ -194,8 +197,8 @@ class RustResidency:
             self._look_along(cut, seen)
 
     def _digests(self, info: Any, before: Node | None, namespace: tuple[str | None, str | None]) -> list[str]:
-        """Return those of a node's pages, as events have them; none for a node that has nothing on the device, whose
-        tokens the core does not show, and for what is below it."""
+        """Return the digests of a node's pages, as events have them. Empty: the core does not show its tokens, as it has
+        nothing on the device, or not those of a node above it."""
         if before is not None:
             # What was cut off it went to a new node above it.
             return before.digests[-((info.path_end - info.path_start) // self._page) :]
