@@ -214,7 +214,7 @@ class Published:
 
     def _record(self) -> None:
         while not self._ended.is_set():
-            seqs = self.ask("seqs")
+            seqs = self.ask("sent")
             self._seqs.append(seqs)
             self._times.append(time.monotonic())
             time.sleep(RECORD_S / 4)

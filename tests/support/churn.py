@@ -4,7 +4,8 @@
 Two KV cache groups: full attention, and a sliding window whose blocks go sooner. Blocks get second copies now and then.
 Commands on stdin, answered by one line of JSON: `go`; `drop`: two batches of one engine come by replay only; `pause`,
 after which nothing more is published: the last seq of each engine; `dump` while paused: the true resident sets, and
-what a set of prompts would reuse, by the plain definition. No code is shared with the router but the wire.
+what a set of prompts would reuse, by the plain definition; `seqs` and `sent`: the last batch of each engine that was
+published, and that has left. No code is shared with the router but the wire.
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ class SlowReplayPublisher(EventPublisher):
     """A publisher that waits before each batch of a replay, as one does whose machine or network is busy."""
 
     replay_pause_s = 0.0
+    # The last batch that left: a replay holds up those behind it, which no router can know.
+    sent_seq = -1
+
+    def _send(self, seq: int, payload: bytes, sent: bool) -> None:
+        super()._send(seq, payload, sent)
+        self.sent_seq = seq
 
     def _answer_replay(self, replay: zmq.Socket[bytes]) -> None:
         if not self.replay_pause_s:
@@ -203,6 +210,8 @@ def main() -> None:
                 tell({})
             case "seqs":
                 tell([engine.publisher.next_seq - 1 for engine in engines])
+            case "sent":
+                tell([engine.publisher.sent_seq for engine in engines])
             case "dump":
                 tell(
                     {
