@@ -36,8 +36,9 @@ from kvrouter.events.patch.messages import CatalogMessage, DeclaredCatalog, Even
 from kvrouter.events.patch.snapshot_assembly import DEFAULT_MAX_SNAPSHOT_BLOCKS, SnapshotAssembly, SnapshotError
 from kvrouter.events.transport.held_queue import HeldQueue
 from kvrouter.events.transport.holding_cursor import HoldingCursor
+from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.transport.settings import DEFAULT_MAX_HELD_BYTES
-from kvrouter.events.vllm.stream_items import CaughtUp, Connected, Disconnected, Malformed
+from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
 
 # What arrives during a snapshot: a minute of 1,000 messages a second, a batch of a long prefill some 10 KB.
 DEFAULT_MAX_HELD = 65_536

@@ -13,8 +13,9 @@ from typing import TypeAlias
 import msgspec
 
 from kvrouter.events.patch.messages import DeclaredCatalog, Events, Heartbeat, Hello, PlaceSummary
+from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.messages import HashArray
-from kvrouter.events.vllm.stream_items import CaughtUp, Connected, Disconnected, Malformed
+from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
 
 
 class ReportResume(msgspec.Struct, frozen=True):

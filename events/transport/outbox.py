@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items between sockets and one consumer. Drops nothing; the reader stops reading while it is full."""
+"""Items between sockets and one consumer. Drops nothing; the reader stops reading while it is full.
+
+`CaughtUp` is given out only when nothing else waits, by itself: a consumer that needs seconds for a replay is not caught up
+while what came meanwhile waits behind it."""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
+
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
 
 Item = TypeVar("Item")
 
@@ -23,6 +28,8 @@ class Outbox(Generic[Item]):
         self._size_bytes = size_bytes
         self._on_room = on_room
         self._items: deque[Item] = deque()
+        # `CaughtUp` is due once nothing waits.
+        self._caught_up: Item | None = None
         self._bytes = 0
         self._waiter: asyncio.Future[None] | None = None
         self._end: Exception | None = None
@@ -36,8 +43,14 @@ class Outbox(Generic[Item]):
         return len(self._items) >= self._max_items or self._bytes >= self._max_bytes
 
     def put(self, items: Sequence[Item]) -> None:
-        """Adds items, also when full: messages that were read cannot be put back."""
-        self._items.extend(items)
+        """Add items, also when full: messages that were read cannot be put back."""
+        for item in items:
+            if isinstance(item, CaughtUp):
+                self._caught_up = item
+                continue
+            if isinstance(item, FellBehind):
+                self._caught_up = None
+            self._items.append(item)
         self._bytes += sum(map(self._size_bytes, items))
         self._wake()
 
@@ -47,15 +60,19 @@ class Outbox(Generic[Item]):
         self._wake()
 
     def clear(self) -> None:
-        """Drops what is in it."""
+        """Drop what is in it."""
         self._items.clear()
+        self._caught_up = None
         self._bytes = 0
 
     async def take(self, most: int) -> list[Item]:
-        """The next items, at least one, at most `most`. One caller at a time; a cancelled call loses nothing."""
+        """Return the next items, at least one, at most `most`. One caller at a time; a cancelled call loses nothing."""
         if self._waiter is not None and not self._waiter.done():
             raise RuntimeError("another task is waiting for these items")
         while not self._items:
+            if self._caught_up is not None:
+                caught_up, self._caught_up = self._caught_up, None
+                return [caught_up]
             if self._end is not None:
                 raise self._end
             self._waiter = asyncio.get_running_loop().create_future()
@@ -69,5 +86,6 @@ class Outbox(Generic[Item]):
 
     def _wake(self) -> None:
         waiter = self._waiter
-        if waiter is not None and not waiter.done() and (self._items or self._end is not None):
+        has_news = self._items or self._caught_up is not None or self._end is not None
+        if waiter is not None and not waiter.done() and has_news:
             waiter.set_result(None)

@@ -13,6 +13,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
+
 # Both ends of a payload: a batch begins with its time to the microsecond and its first events, and ends with its last
 # ones. All of a large payload would cost a tenth of decoding it.
 FINGERPRINTED_BYTES = 512
@@ -41,17 +43,6 @@ class Connected(msgspec.Struct, frozen=True):
 
 class Disconnected(msgspec.Struct, frozen=True):
     """The live socket lost its peer; ZMQ keeps trying to connect."""
-
-
-class FellBehind(msgspec.Struct, frozen=True):
-    """A replay or a snapshot is under way, or messages are held behind one: more was sent than was yielded."""
-
-    # Batches that follow those yielded are known to exist; else the stream may just as well have ended there.
-    missing: bool = False
-
-
-class CaughtUp(msgspec.Struct, frozen=True):
-    """Nothing is under way or held any more, and all that was is yielded. A lost connection may come in between."""
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):

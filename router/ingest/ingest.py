@@ -12,15 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.events.patch.items import ReportItem
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.codec import BatchDecoder
-from kvrouter.events.vllm.stream_items import (
-    CaughtUp,
-    Connected,
-    Disconnected,
-    FellBehind,
-    ResumePoint,
-    StreamItem,
-)
+from kvrouter.events.vllm.stream_items import Connected, Disconnected, ResumePoint, StreamItem
 from kvrouter.router.common.ids import Place
 from kvrouter.router.ingest.engine_liveness import (
     EngineAbsent,

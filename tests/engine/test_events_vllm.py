@@ -20,18 +20,11 @@ import msgspec
 import zmq
 from vllm.distributed import kv_events
 
+from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.events.vllm.settings import SubscriberSettings
-from kvrouter.events.vllm.stream_items import (
-    Batch,
-    CaughtUp,
-    GapClosed,
-    Proven,
-    Restarted,
-    ResumePoint,
-    StreamItem,
-)
+from kvrouter.events.vllm.stream_items import Batch, GapClosed, Proven, Restarted, ResumePoint, StreamItem
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 

@@ -15,11 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.stream_items import (
     Batch,
-    CaughtUp,
-    FellBehind,
     GapClosed,
     GapLost,
     GapOpened,

@@ -27,8 +27,9 @@ from stock_predictor import StockPredictor, full_attention
 from tree_layouts import LAYOUTS
 from tree_oracle import TreeOracle
 
+from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.codec import BatchDecoder
-from kvrouter.events.vllm.stream_items import Batch, CaughtUp, Connected, Proven, Restarted
+from kvrouter.events.vllm.stream_items import Batch, Connected, Proven, Restarted
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.router.common.ids import CPU, STORAGE
 from kvrouter.router.workers.stream_state import StreamState

@@ -6,14 +6,9 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
-from kvrouter.events.vllm.stream_items import (
-    Batch,
-    CaughtUp,
-    Connected,
-    FellBehind,
-    fingerprint,
-)
+from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
 from kvrouter.router.common.ids import GPU, WorkerKey
 from kvrouter.router.ingest.ingest import Ingest

@@ -21,6 +21,7 @@ from kvrouter.events.patch.items import (
 from kvrouter.events.patch.settings import ReportSettings
 from kvrouter.events.patch.subscriber import ReportSubscriber
 from kvrouter.events.transport.permits import Permits
+from kvrouter.events.transport.progress import CaughtUp
 
 # Nothing here waits this long unless it fails.
 PATIENCE_S = 15.0
@@ -73,7 +74,15 @@ class Stream:
         return items
 
     async def until_kind(self, kind: type[ReportItem], count: int = 1) -> list[ReportItem]:
-        return await self.until(lambda items: sum(isinstance(item, kind) for item in items) >= count)
+        """The items up to the one of this kind that is `count`th; up to `CaughtUp` behind it where that is a snapshot."""
+
+        def enough(items: list[ReportItem]) -> bool:
+            places = [at for at, item in enumerate(items) if isinstance(item, kind)]
+            if len(places) < count:
+                return False
+            return kind is not Loaded or any(isinstance(item, CaughtUp) for item in items[places[count - 1] :])
+
+        return await self.until(enough)
 
     async def until_proven(self, reporter: FakeReporter) -> list[ReportItem]:
         """Beats until one is handed out, and compares: the reader has all."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from batch_cursor_steps import again, asked, batch, following, live, point, replay
 
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.seen_batches import REMEMBERED_BATCHES
 from kvrouter.events.vllm.stream_items import (
     Batch,
-    CaughtUp,
     Connected,
     Disconnected,
-    FellBehind,
     GapClosed,
     GapLost,
     GapOpened,

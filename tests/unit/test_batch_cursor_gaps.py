@@ -6,12 +6,11 @@ from __future__ import annotations
 import pytest
 from batch_cursor_steps import again, asked, batch, following, live, point, replay
 
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.replay_debt import ANSWERS_BETWEEN_READINGS
 from kvrouter.events.vllm.stream_items import (
-    CaughtUp,
     Connected,
-    FellBehind,
     GapClosed,
     GapLost,
     GapOpened,

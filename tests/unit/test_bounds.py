@@ -24,10 +24,11 @@ from kvrouter.events.patch.messages import (
     ReportRemoved,
     ReportStored,
 )
+from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.messages import MAX_NAME_CHARS
 from kvrouter.events.vllm.settings import SubscriberSettings
-from kvrouter.events.vllm.stream_items import Batch, CaughtUp, Connected, Disconnected, StreamItem, fingerprint
+from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, StreamItem, fingerprint
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
 from kvrouter.router.common.compiled import wanted

@@ -11,8 +11,9 @@ import pytest
 from judging import judge
 
 from kvrouter.events.patch.messages import DeclaredCatalog
+from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
-from kvrouter.events.vllm.stream_items import Batch, CaughtUp, Connected, fingerprint
+from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 from kvrouter.router.common.ids import CPU, GPU, STORAGE, Place, WorkerKey
 from kvrouter.router.ingest.declared_catalog import contradictions, declared_spec

@@ -10,10 +10,11 @@ import pytest
 import zmq
 from event_stream import ANY, END, PATIENCE_S, QUIET, Stream, kinds, seq8, seqs, subscribe
 
+from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.transport.subscription import SubscriberClosed
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.events.vllm.settings import SubscriberSettings
-from kvrouter.events.vllm.stream_items import Batch, CaughtUp, GapClosed, GapLost, Malformed, Restarted
+from kvrouter.events.vllm.stream_items import Batch, GapClosed, GapLost, Malformed, Restarted
 from kvrouter.events.vllm.subscriber import Subscriber
 
 Context = zmq.Context[zmq.Socket[bytes]]

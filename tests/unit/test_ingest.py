@@ -6,12 +6,11 @@ from __future__ import annotations
 import numpy as np
 from ingest_steps import batch, feed, live, make, removed, stored
 
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.stream_items import (
     Batch,
-    CaughtUp,
     Connected,
     Disconnected,
-    FellBehind,
     GapClosed,
     GapLost,
     GapOpened,

@@ -9,14 +9,9 @@ import msgspec
 import pytest
 from ingest_steps import batch, feed, live, make, removed, stored
 
+from kvrouter.events.transport.progress import FellBehind
 from kvrouter.events.vllm.codec import encode_batch
-from kvrouter.events.vllm.stream_items import (
-    Batch,
-    Connected,
-    FellBehind,
-    Restarted,
-    fingerprint,
-)
+from kvrouter.events.vllm.stream_items import Batch, Connected, Restarted, fingerprint
 from kvrouter.events.vllm.wire import WireStored
 from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
 from kvrouter.router.kvcache.catalog_learner import UNNAMED_BLOCK_TOKENS

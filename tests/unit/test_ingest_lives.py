@@ -12,14 +12,13 @@ import pytest
 
 from kvrouter.events.patch.items import Declared, Expired, Greeted, Loaded, NewEpoch, ReportBatch, Snapshot
 from kvrouter.events.patch.messages import DeclaredCatalog, DeclaredGroup, Events, Hello, ReportStored, pack_hashes
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import (
     Batch,
-    CaughtUp,
     Connected,
     Disconnected,
-    FellBehind,
     GapLost,
     Incomplete,
     Proven,

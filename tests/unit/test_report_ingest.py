@@ -38,8 +38,9 @@ from kvrouter.events.patch.messages import (
     ReportStored,
     pack_hashes,
 )
+from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
-from kvrouter.events.vllm.stream_items import Batch, CaughtUp, Connected, Disconnected, Proven, fingerprint
+from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, Proven, fingerprint
 from kvrouter.events.vllm.wire import WireStored
 from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
 from kvrouter.router.ingest.ingest import Ingest

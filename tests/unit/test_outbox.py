@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items between sockets and a consumer: nothing is caught up while something waits."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvrouter.events.transport.outbox import Outbox
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
+
+
+def outbox() -> Outbox[object]:
+    return Outbox(10, 1_000, size_bytes=lambda item: 1, on_room=lambda: None)
+
+
+def test_caught_up_comes_by_itself_when_nothing_else_waits() -> None:
+    async def main() -> None:
+        box = outbox()
+        box.put([FellBehind(), 1, 2, CaughtUp()])
+        assert await box.take(2) == [FellBehind(), 1]
+        # The consumer takes its time, and more comes meanwhile.
+        box.put([3])
+        assert await box.take(9) == [2, 3]
+        assert await box.take(9) == [CaughtUp()]
+        box.put([4])
+        assert await box.take(9) == [4]
+
+    asyncio.run(main())
+
+
+def test_caught_up_wakes_a_consumer_that_waits() -> None:
+    async def main() -> None:
+        box = outbox()
+        taking = asyncio.ensure_future(box.take(9))
+        await asyncio.sleep(0)
+        box.put([CaughtUp()])
+        assert await taking == [CaughtUp()]
+
+    asyncio.run(main())
+
+
+def test_what_fell_behind_again_was_never_caught_up() -> None:
+    async def main() -> None:
+        box = outbox()
+        box.put([1, CaughtUp(), FellBehind(missing=True), 2])
+        assert await box.take(9) == [1, FellBehind(missing=True), 2]
+        taking = asyncio.ensure_future(box.take(9))
+        await asyncio.sleep(0)
+        assert not taking.done()
+        box.put([CaughtUp()])
+        assert await taking == [CaughtUp()]
+
+    asyncio.run(main())
