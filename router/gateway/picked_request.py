@@ -13,7 +13,7 @@ from kvrouter.router.gateway.gateway_metrics import GatewayMetrics
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.placement_request import Placement
 from kvrouter.router.proxy.admission import Admission
-from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, named
+from kvrouter.router.proxy.attempt import named
 from kvrouter.router.proxy.proxy import computed_at, is_event_stream, outcome_of
 from kvrouter.router.proxy.request_reader import Request
 from kvrouter.router.quality.answer_tap import AnswerTap
@@ -47,6 +47,7 @@ class PickedRequest:
         self._where = where
         self._endpoints = endpoints
         self._admission = admission
+        self._exchange = admission.begun(placement.worker)
         self._metrics = metrics
         self._predicted = predicted
         self._tap: AnswerTap | None = None
@@ -58,10 +59,7 @@ class PickedRequest:
         placement, watch = self._placement, self._request.watch
         if served is not None:
             self._served(served)
-        if status >= FIRST_SERVER_ERROR:
-            self._admission.failed(placement.worker, f"it answers {status}")
-        else:
-            self._admission.answered(placement.worker)
+        self._exchange.answered(status)
         given = [
             (h.WORKER, named(placement.worker).encode()),
             (h.SELECTION_ID, placement.selection_id.encode()),
@@ -86,13 +84,13 @@ class PickedRequest:
 
     def ends(self) -> None:
         """See `process_stream.Observer`."""
+        self._exchange.ended()
         self._end(outcome_of(self._status))
 
     def close(self) -> None:
         """See `process_stream.Observer`. The client hung up, or the engine or the gateway broke off: these look alike
         from here."""
-        if self._tap is None:
-            self._admission.unknown(self._placement.worker)
+        self._exchange.unknown()
         self._end(CLIENT_GONE)
 
     def _end(self, outcome: str) -> None:
@@ -111,7 +109,7 @@ class PickedRequest:
         if endpoint in where.endpoints:
             # The gateway went down the list.
             hit = where.hits[where.endpoints.index(endpoint)]
-            self._admission.failed(worker, SERVED_ELSEWHERE)
+            self._exchange.failed(SERVED_ELSEWHERE)
         else:
             others = self._endpoints().at(endpoint, worker.model)
             if not others:
@@ -120,13 +118,13 @@ class PickedRequest:
             self._predicted = False
             hit = _unknown_hit(min(others))
             watch.handed_over()
-            self._admission.unknown(worker)
+            self._exchange.unknown()
         self._metrics.served_elsewhere(worker).inc()
         watch.failed(NOT_SENT, SERVED_ELSEWHERE)
         placement.served_by(hit)
         host, _, port = endpoint.rpartition(":")
         watch.sending(hit.worker, host, int(port), [])
-        self._admission.begun(hit.worker)
+        self._exchange = self._admission.begun(hit.worker)
 
 
 def _unknown_hit(worker: WorkerKey) -> Hit:

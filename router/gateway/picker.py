@@ -199,7 +199,6 @@ class Picker:
         if traced is not client.headers:
             headers += [header for header in traced if header not in client.headers]
         body = given.body if given.body is not client.body else None
-        self._admission.begun(worker)
         predicted = ask.question.token_ids is not None
         observer = PickedRequest(
             request, placement, where, self._endpoints, self._admission, self._metrics, predicted=predicted

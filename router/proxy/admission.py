@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which workers take new requests: those that are not draining and whose breaker is not open.
 
-It also tracks the requests that wait for a worker's first byte: they stop waiting when its health check fails.
+Each request to a worker is an `Exchange`, which reports to the breaker how it went, and is judged at its end. Requests that
+wait for a worker's first byte are known here too: they stop waiting when its health check fails.
 """
 
 from __future__ import annotations
@@ -20,7 +21,65 @@ from kvrouter.router.workers.stream_state import StreamState
 
 DRAINING = "it is draining and takes no new requests until its state is set to active"
 
+# Statuses from here on are the client's error, and from there on the worker's.
+FIRST_ERROR = 400
+FIRST_SERVER_ERROR = 500
+
 log = logging.getLogger("kvrouter.proxy")
+
+
+class Exchange:
+    """One request at one worker, as the worker's breaker sees it. Only the first report of its end counts."""
+
+    __slots__ = ("_admission", "_breaker", "_is_over", "_status", "_tried", "_worker")
+
+    def __init__(self, admission: Admission, worker: WorkerKey, breaker: Breaker, tried: bool) -> None:
+        """tried: whether it decides if a worker that failed takes requests again."""
+        self._admission = admission
+        self._worker = worker
+        self._breaker = breaker
+        self._tried = tried
+        self._status = 0
+        self._is_over = False
+
+    def answered(self, status: int) -> None:
+        """Note the first byte of an answer. A 5xx is a failure at once, whatever follows."""
+        self._status = status
+        if status >= FIRST_SERVER_ERROR:
+            self.failed(f"it answers {status}")
+        else:
+            self._breaker.answered()
+
+    def ended(self) -> None:
+        """Note that the answer is whole."""
+        if self._ends():
+            self._breaker.ended(tried=self._tried, is_client_error=self._status >= FIRST_ERROR)
+            if self._tried:
+                self._show()
+
+    def failed(self, problem: str) -> None:
+        """Note that there is no answer, by the worker's fault."""
+        if self._ends():
+            self._breaker.failed(problem, self._admission.clock(), tried=self._tried)
+            self._show()
+
+    def spoiled(self, problem: str) -> None:
+        """Note that the answer began well and is of no use, by the worker's fault: it broke off, for example."""
+        if self._ends():
+            self._breaker.spoiled(problem, self._admission.clock(), tried=self._tried)
+            self._show()
+
+    def unknown(self) -> None:
+        """Note an end that is not the worker's doing."""
+        if self._ends():
+            self._breaker.unknown(tried=self._tried)
+
+    def _ends(self) -> bool:
+        is_over, self._is_over = self._is_over, True
+        return not is_over
+
+    def _show(self) -> None:
+        self._admission.show(self._worker, self._breaker)
 
 
 class Admission:
@@ -30,7 +89,7 @@ class Admission:
 
     def __init__(self, drains: Callable[[WorkerKey], bool], clock: Callable[[], float], metrics: ProxyMetrics) -> None:
         self._drains = drains
-        self._clock = clock
+        self.clock = clock
         self._metrics = metrics
         self._known: dict[WorkerKey, Breaker] = {}
         self._shown: dict[WorkerKey, BreakerState] = {}
@@ -43,7 +102,7 @@ class Admission:
             return DRAINING
         breaker = self._known.get(worker)
         # Nearly all are closed.
-        return None if breaker is None or breaker.until_s is None else breaker.problem(self._clock())
+        return None if breaker is None or breaker.until_s is None else breaker.problem(self.clock())
 
     def health(self) -> list[str]:
         """Breakers that are open; an engine whose health checks fail is reported with its stream."""
@@ -56,29 +115,15 @@ class Admission:
     def breaker_problem(self, worker: WorkerKey) -> str | None:
         """Why its breaker admits no requests; None where it does, and where its health checks fail."""
         breaker = self._known.get(worker)
-        return None if breaker is None or worker in self._down else breaker.problem(self._clock())
+        return None if breaker is None or worker in self._down else breaker.problem(self.clock())
 
-    def begun(self, worker: WorkerKey) -> None:
+    def begun(self, worker: WorkerKey) -> Exchange:
+        """A request goes there; the caller says how it goes."""
         breaker = self._known.get(worker)
         if breaker is None:
             breaker = self._known[worker] = Breaker()
-        if breaker.until_s is not None:
-            breaker.begun(self._clock())
-
-    def answered(self, worker: WorkerKey) -> None:
-        breaker = self._known.get(worker)
-        if breaker is not None and (breaker.failures or breaker.until_s is not None):
-            breaker.answered()
-            self._show(worker, breaker)
-
-    def failed(self, worker: WorkerKey, problem: str) -> None:
-        if (breaker := self._known.get(worker)) is not None:
-            breaker.failed(problem, self._clock())
-            self._show(worker, breaker)
-
-    def unknown(self, worker: WorkerKey) -> None:
-        if (breaker := self._known.get(worker)) is not None:
-            breaker.unknown()
+        tried = breaker.until_s is not None and breaker.begun(self.clock())
+        return Exchange(self, worker, breaker, tried)
 
     def waits(self, worker: WorkerKey, connection: Connection) -> None:
         """A request waits there for its first byte, until `waits_no_more`."""
@@ -103,17 +148,21 @@ class Admission:
         if down:
             self._down.add(worker)
             breaker = self._known.setdefault(worker, Breaker())
-            breaker.lost(view.reason, self._clock())
+            breaker.lost(view.reason, self.clock())
             for connection in list(self._waiting.get(worker, ())):
                 connection.give_up(Failure(Kind.LOST, view.reason))
         else:
             self._down.discard(worker)
             breaker = self._known[worker]
             breaker.found()
-        self._show(worker, breaker)
+        self.show(worker, breaker)
 
-    def _show(self, worker: WorkerKey, breaker: Breaker) -> None:
-        now = self._clock()
+    def show(self, worker: WorkerKey, breaker: Breaker) -> None:
+        """Count and log the breaker's state, if it is another than before."""
+        if self._known.get(worker) is not breaker:
+            # Its worker was dropped meanwhile.
+            return
+        now = self.clock()
         state = breaker.state(now)
         before = self._shown.get(worker, BreakerState.CLOSED)
         if state is before:

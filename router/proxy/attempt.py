@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request to one worker, as far as the first byte of its answer. The worker's breaker knows how it went."""
+"""One request to one worker, as far as the first byte of its answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 import kvrouter.router.proxy.headers as h
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.proxy.admission import Admission
+from kvrouter.router.proxy.admission import Admission, Exchange
 from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.proxy.request_reader import Request
 from kvrouter.router.proxy.worker_addresses import Addresses
@@ -18,15 +18,14 @@ from kvrouter.router.upstream.failure import Failure, Kind
 from kvrouter.router.upstream.origin import Target
 from kvrouter.router.upstream.pool import Pool
 
-FIRST_SERVER_ERROR = 500
-
 
 class Sent(msgspec.Struct, frozen=True, eq=False):
-    """An answer has begun."""
+    """An answer that has begun. exchange: gets one report more, of how it ends."""
 
     target: Target
     connection: Connection
     head: AnswerHead
+    exchange: Exchange
 
 
 class Attempt:
@@ -57,11 +56,8 @@ class Attempt:
         body: bytes,
         headers: h.Headers,
         added: h.Headers = h.NOTHING,
-        *,
-        judged: bool = True,
     ) -> Sent:
-        """headers: the client's. added: the router's own. judged: the answer's status goes to the breaker; otherwise
-        the caller reports the outcome when it has read the answer. Raises Failure."""
+        """headers: the client's. added: the router's own. Raises Failure."""
         client = request.client
         addresses = self._addresses()
         target = addresses.targets[worker]
@@ -75,28 +71,21 @@ class Attempt:
             rank=addresses.ranks.get(worker),
             added=added,
         )
-        self._admission.begun(worker)
+        exchange = self._admission.begun(worker)
         try:
-            connection, answered = await self._exchange(request, worker, target, head, body)
+            connection, answered = await self._first_byte(request, worker, target, head, body)
         except Failure as failure:
-            self.count_failure(worker, failure)
+            self.count(worker, failure)
+            exchange.failed(failure.text)
             request.watch.failed(failure.kind.value, failure.text)
             raise
         except BaseException:
-            self._admission.unknown(worker)
+            exchange.unknown()
             raise
-        if judged:
-            self.judge(worker, answered.status)
-        return Sent(target, connection, answered)
+        exchange.answered(answered.status)
+        return Sent(target, connection, answered, exchange)
 
-    def judge(self, worker: WorkerKey, status: int) -> None:
-        """What an answer's status says of the worker; a client's error says nothing against it."""
-        if status < FIRST_SERVER_ERROR:
-            self._admission.answered(worker)
-        else:
-            self._admission.failed(worker, f"it answers {status}")
-
-    async def _exchange(
+    async def _first_byte(
         self, request: Request, worker: WorkerKey, target: Target, head: bytes, body: bytes
     ) -> tuple[Connection, AnswerHead]:
         """Over a kept connection where there is one, over a new one where it was closed. Raises Failure."""
@@ -124,12 +113,19 @@ class Attempt:
 
     def give_back(self, sent: Sent) -> None:
         """The answer is whole: its connection may be kept."""
+        sent.exchange.ended()
         self._pool.give_back(sent.target, sent.connection)
 
-    def count_failure(self, worker: WorkerKey, failure: Failure) -> None:
-        """An attempt failed, and the worker is to blame."""
+    def break_off(self, worker: WorkerKey, sent: Sent, failure: Failure) -> None:
+        """The answer broke off, and the worker is to blame."""
+        sent.connection.close()
         self.count(worker, failure)
-        self._admission.failed(worker, failure.text)
+        sent.exchange.spoiled(failure.text)
+
+    def give_up(self, sent: Sent) -> None:
+        """Nobody wants the rest of the answer."""
+        sent.connection.close()
+        sent.exchange.unknown()
 
     def count(self, worker: WorkerKey, failure: Failure) -> None:
         """An attempt failed."""

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether one worker is sent requests now, judged by how the last ones went. Pure: the time is passed in.
 
-Only failures that the worker causes count: failed connections, silence, answers of 5xx. A client's error (4xx) is an
-ordinary answer, and a client that hangs up proves nothing about the worker.
+Only failures that the worker causes count: failed connections, silence, answers of 5xx, answers that break off. A
+client's error (4xx) is an ordinary answer, and a client that hangs up proves nothing about the worker.
+
+Requests without an answer and answers that break off are counted apart. A stream lasts for minutes, so the end of one
+that began before the failures must not excuse them; and the first byte of an answer does not promise its end.
 """
 
 from __future__ import annotations
@@ -10,12 +13,15 @@ from __future__ import annotations
 from enum import StrEnum
 
 # One failure may be an accident (an engine that restarts its HTTP server, a request that no engine can answer). After
-# five in a row without any answer, the sixth request is better sent elsewhere.
+# five in a row without any answer, or without any whole one, the sixth request is better sent elsewhere.
 FAILURES_TO_OPEN = 5
 # An engine that restarts is away for a minute: the first pauses are short for what mends itself, and the last is short
 # enough for one request in half a minute to find it again where no health check does.
 PAUSE_FIRST_S = 1.0
 PAUSE_LAST_S = 30.0
+# How long the request that tries keeps all others away. It is judged at its end, and a long answer takes minutes, in
+# which an engine that came back would compute nothing else. As long as the longest pause.
+TRIAL_S = PAUSE_LAST_S
 
 
 class BreakerState(StrEnum):
@@ -27,18 +33,22 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    """One worker's. Who sends a request says `begun`, and then exactly one of `answered`, `failed` and `unknown`.
+    """The breaker of one worker. Each request is announced by `begun`, by `answered` with the first byte of an answer
+    below 500 if there is one, and at its end by one of `ended`, `failed`, `spoiled` and `unknown`.
 
-    failures: in a row. until_s: when it may be tried again, None while it is closed."""
+    until_s: when it may be tried again, None while it is closed."""
 
     def __init__(self) -> None:
-        self.failures = 0
+        # Requests in a row that got no answer, and answers in a row that began well and were of no use.
+        self._unanswered = 0
+        self._spoiled = 0
         self._pause_s = PAUSE_FIRST_S
         self._problem = ""
         self.until_s: float | None = None
         # The health check says so: not tried before it says otherwise.
         self._lost = False
-        self._trying = False
+        # While a request tries: when the next one may.
+        self._trial_until_s: float | None = None
 
     def state(self, now: float) -> BreakerState:
         if self.until_s is None:
@@ -51,42 +61,52 @@ class Breaker:
             case BreakerState.CLOSED:
                 return None
             case BreakerState.HALF_OPEN:
-                return f"being tried again with one request, after {self._problem}" if self._trying else None
+                tries = self._trial_until_s is not None and now < self._trial_until_s
+                return f"being tried again with one request, after {self._problem}" if tries else None
             case BreakerState.OPEN if self._lost:
                 return f"not tried until it answers its health check: {self._problem}"
             case _:
                 left_s = (self.until_s or now) - now
                 return f"not tried for {left_s:.1f} s more, after {self._problem}"
 
-    def begun(self, now: float) -> None:
-        """A request goes there."""
-        if self.state(now) is BreakerState.HALF_OPEN:
-            self._trying = True
+    def begun(self, now: float) -> bool:
+        """Note a request that goes there, and return whether it is the one that tries."""
+        tries = self.state(now) is BreakerState.HALF_OPEN
+        if tries:
+            self._trial_until_s = now + TRIAL_S
+        return tries
 
     def answered(self) -> None:
-        """It answered, whatever the status below 500."""
-        self.failures = 0
-        self._trying = False
-        if not self._lost:
-            self.until_s = None
-            self._pause_s = PAUSE_FIRST_S
+        """Note an answer that began, with a status below 500."""
+        self._unanswered = 0
 
-    def failed(self, problem: str, now: float) -> None:
-        """It did not answer, or with 5xx."""
-        self.failures += 1
-        self._trying = False
-        state = self.state(now)
-        if state is BreakerState.HALF_OPEN:
-            self._pause_s = min(2 * self._pause_s, PAUSE_LAST_S)
-        # Requests under way when it opened fail too, and say nothing new.
-        elif state is BreakerState.OPEN or self.failures < FAILURES_TO_OPEN:
-            return
-        self._problem = f"{self.failures} failures in a row, the last: {problem}"
-        self.until_s = now + self._pause_s
+    def ended(self, *, tried: bool = False, is_client_error: bool = False) -> None:
+        """Note that such an answer is whole. tried: as `begun` said. is_client_error: a 4xx, for which the engine
+        computed nothing."""
+        if not is_client_error:
+            self._spoiled = 0
+        if tried:
+            self._trial_until_s = None
+            if not self._lost:
+                self.until_s = None
+                self._pause_s = PAUSE_FIRST_S
 
-    def unknown(self) -> None:
-        """The request ended for reasons that are not the worker's."""
-        self._trying = False
+    def failed(self, problem: str, now: float, *, tried: bool = False) -> None:
+        """Note a request without an answer, or with a 5xx."""
+        self._unanswered += 1
+        many = "failure" if self._unanswered == 1 else "failures"
+        self._judge(f"{self._unanswered} {many} in a row, the last: {problem}", self._unanswered, now, tried)
+
+    def spoiled(self, problem: str, now: float, *, tried: bool = False) -> None:
+        """Note an answer that began well, and broke off or lacks what it was wanted for."""
+        self._spoiled += 1
+        many = "answer" if self._spoiled == 1 else "answers"
+        self._judge(f"{self._spoiled} useless {many} in a row, the last: {problem}", self._spoiled, now, tried)
+
+    def unknown(self, *, tried: bool = False) -> None:
+        """Note a request that ended for reasons that are not the worker's."""
+        if tried:
+            self._trial_until_s = None
 
     def lost(self, problem: str, now: float) -> None:
         """The health check no longer gets answers."""
@@ -97,3 +117,18 @@ class Breaker:
     def found(self) -> None:
         """The health check has answers again: one request may try."""
         self._lost = False
+
+    def _judge(self, problem: str, in_a_row: int, now: float, tried: bool) -> None:
+        state = self.state(now)
+        if tried:
+            self._trial_until_s = None
+        if state is BreakerState.CLOSED:
+            if in_a_row < FAILURES_TO_OPEN:
+                return
+        elif state is BreakerState.HALF_OPEN and tried:
+            self._pause_s = min(2 * self._pause_s, PAUSE_LAST_S)
+        else:
+            # Requests that were under way when it opened fail too, and say nothing new.
+            return
+        self._problem = problem
+        self.until_s = now + self._pause_s

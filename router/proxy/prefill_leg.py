@@ -16,8 +16,8 @@ import msgspec
 import kvrouter.router.proxy.headers as h
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest, PrefillPart
-from kvrouter.router.proxy.admission import Admission
-from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Attempt, named
+from kvrouter.router.proxy.admission import FIRST_SERVER_ERROR
+from kvrouter.router.proxy.attempt import Attempt, named
 from kvrouter.router.proxy.attempts import GONE_STATUSES
 from kvrouter.router.proxy.kv_transfer_params import MAX_ANSWER_BYTES, decode_body, given_params, prefill_body
 from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
@@ -49,9 +49,8 @@ class _Declined(Exception):
 class PrefillLeg:
     """The first of two requests. Belongs to one loop."""
 
-    def __init__(self, sending: Attempt, admission: Admission, metrics: ProxyMetrics) -> None:
+    def __init__(self, sending: Attempt, metrics: ProxyMetrics) -> None:
         self._sending = sending
-        self._admission = admission
         self._metrics = metrics
 
     async def hand_over(
@@ -97,7 +96,7 @@ class PrefillLeg:
         """The prefill worker's word of where the blocks are. Raises Failure, _Declined."""
         # Its answer is read here.
         headers = [(name, value) for name, value in request.client.headers if name != b"accept-encoding"]
-        sent = await self._sending.send(request, part.worker, prefill_body(request.body), headers, judged=False)
+        sent = await self._sending.send(request, part.worker, prefill_body(request.body), headers)
         connection, status = sent.connection, sent.head.status
         answer = bytearray()
 
@@ -110,20 +109,16 @@ class PrefillLeg:
         try:
             await connection.relay(take)
         except Failure as failure:
-            connection.close()
-            self._sending.count_failure(part.worker, failure)
+            self._sending.break_off(part.worker, sent, failure)
             request.watch.failed(failure.kind.value, failure.text)
             raise
         except BaseException:
-            connection.close()
-            self._admission.unknown(part.worker)
+            self._sending.give_up(sent)
             raise
-        self._sending.give_back(sent)
         params = given_params(bytes(answer)) if status == OK else None
-        if params is not None or status != OK:
-            self._sending.judge(part.worker, status)
-        else:
-            self._admission.failed(part.worker, NOTHING_GIVEN)
+        if params is None and status == OK:
+            sent.exchange.spoiled(NOTHING_GIVEN)
+        self._sending.give_back(sent)
         if status in GONE_STATUSES:
             gone = Failure(Kind.GONE, f"the engine answers {status}")
             self._sending.count(part.worker, gone)

@@ -17,8 +17,8 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.random_ids import RandomIds
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.placer import Placer
-from kvrouter.router.proxy.admission import Admission
-from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Attempt, Sent, named
+from kvrouter.router.proxy.admission import FIRST_ERROR, FIRST_SERVER_ERROR, Admission
+from kvrouter.router.proxy.attempt import Attempt, Sent, named
 from kvrouter.router.proxy.attempts import GONE_STATUSES, AttemptsSpent
 from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.kv_transfer_params import can_be_handed_over
@@ -37,7 +37,6 @@ from kvrouter.router.workers.worker_status import ReuseStatus
 log = logging.getLogger("kvrouter.proxy")
 
 EVENT_STREAM = b"text/event-stream"
-FIRST_ERROR = 400
 
 
 class _Answer:
@@ -89,7 +88,7 @@ class Proxy:
             metrics=metrics,
             silence_s=silence_s,
         )
-        self.prefill_leg = PrefillLeg(self._sending, admission, metrics)
+        self.prefill_leg = PrefillLeg(self._sending, metrics)
         self._worker_authorization = None if worker_key is None else f"Bearer {worker_key}".encode()
         self._has_own_key = has_own_key
         self._new_id = RandomIds()
@@ -266,12 +265,11 @@ class Proxy:
             await connection.relay(watch.tap(client.send, head.status, head.headers, streams=streams))
             client.finish()
         except Failure as failure:
-            connection.close()
             client.break_off()
-            self._sending.count_failure(placement.worker, failure)
+            self._sending.break_off(placement.worker, answer.sent, failure)
             return "cut"
         except BaseException:
-            connection.close()
+            self._sending.give_up(answer.sent)
             raise
         finally:
             placement.done(watch.output_tokens())

@@ -13,6 +13,7 @@ import pytest
 from proxy_support import BODY, CHAT, OK, RAW, code, fleet, raw_request, until
 from scripted_engine import STREAM_HEAD, Asked, Wire, chunk, hang, plain
 
+from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN, PAUSE_FIRST_S
 from kvrouter.router.upstream.connection import MAX_INTERIM_ANSWERS
 
 
@@ -153,6 +154,67 @@ def test_an_answer_that_breaks_off_breaks_off_for_the_client(head: bytes) -> Non
         connection.close()
         until(lambda: router.sample("proxy_requests_total", path=CHAT, outcome="cut") == 1, "counted")
         assert router.sample("proxy_failures_total", worker="w0", kind="cut") == 1
+
+
+CUT_STREAM = STREAM_HEAD + chunk(b"begun")
+CUT_LENGTH = b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nbegun"
+
+
+@pytest.mark.parametrize("begun", [CUT_LENGTH, CUT_STREAM])
+def test_an_engine_that_breaks_every_answer_off_is_left_alone(begun: bytes) -> None:
+    heals = False
+    now_s = 0.0
+
+    async def breaks(asked: Asked, wire: Wire) -> None:
+        if heals:
+            await OK(asked, wire)
+        else:
+            await wire.send(begun)
+            wire.close()
+
+    with fleet(breaks, OK) as (router, broken, _):
+        router.admission.clock = lambda: now_s
+
+        def whole_answers(requests: int) -> int:
+            return sum(router.exchange(raw_request(CHAT, RAW)).endswith(b"\r\n\r\nok") for _ in range(requests))
+
+        assert whole_answers(60) == 60 - FAILURES_TO_OPEN
+        (row,) = (row for row in router.get("/workers")["workers"] if row["worker_id"] == "w0")
+        assert "5 useless answers in a row, the last: the engine closed the connection" in row["closed"]
+        assert router.sample("proxy_breaker_state", worker="w0", state="open") == 1
+        now_s += PAUSE_FIRST_S
+        assert whole_answers(10) == 9, "the one that tries is judged at its end"
+        heals, now_s = True, now_s + 2 * PAUSE_FIRST_S
+        assert whole_answers(10) == 10
+        assert len(broken.asked) == FAILURES_TO_OPEN + 1 + 10
+        assert router.sample("proxy_breaker_state", worker="w0", state="closed") == 1
+
+
+def test_a_client_that_hangs_up_on_the_one_that_tries_leaves_it_to_the_next() -> None:
+    refuses = True
+    now_s = 0.0
+
+    async def serves(asked: Asked, wire: Wire) -> None:
+        if refuses:
+            await plain(b"no", "500 Internal Server Error")(asked, wire)
+        elif b"endless" in asked.body:
+            await wire.send(STREAM_HEAD, chunk(b"begun"))
+            await wire.gone.wait()
+        else:
+            await OK(asked, wire)
+
+    with fleet(serves) as (router, engine):
+        router.admission.clock = lambda: now_s
+        for _ in range(FAILURES_TO_OPEN):
+            assert router.post(CHAT, BODY)[0] == 500
+        refuses, now_s = False, PAUSE_FIRST_S
+        with router.connect() as client:
+            client.sendall(raw_request(CHAT, b'{"model": "m", "user": "endless"}'))
+            while b"begun" not in client.recv(1024**2):
+                pass
+            assert router.post(CHAT, BODY)[0] == 503, "one request tries, to its end"
+        until(lambda: engine.given_up == 1, "the engine's request is over")
+        until(lambda: router.post(CHAT, BODY)[0] == 200, "the next one tries")
 
 
 def test_an_engine_that_falls_silent_within_a_stream_is_given_up() -> None:

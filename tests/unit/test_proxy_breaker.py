@@ -5,7 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN, PAUSE_FIRST_S, PAUSE_LAST_S, Breaker, BreakerState
+from kvrouter.router.proxy.circuit_breaker import (
+    FAILURES_TO_OPEN,
+    PAUSE_FIRST_S,
+    PAUSE_LAST_S,
+    TRIAL_S,
+    Breaker,
+    BreakerState,
+)
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -35,6 +42,43 @@ def test_an_answer_between_failures_keeps_it_closed() -> None:
     assert breaker.state(0.0) is BreakerState.CLOSED
 
 
+def test_answers_that_break_off_open_it_however_well_they_begin() -> None:
+    breaker = Breaker()
+    for _ in range(FAILURES_TO_OPEN):
+        assert breaker.state(0.0) is BreakerState.CLOSED
+        breaker.answered()
+        breaker.spoiled("the connection ended", 0.0)
+    assert "5 useless answers in a row, the last: the connection ended" in str(breaker.problem(0.0))
+
+
+def test_a_whole_answer_between_broken_ones_keeps_it_closed_and_a_clients_error_does_not() -> None:
+    for is_client_error, state in ((False, BreakerState.CLOSED), (True, BreakerState.OPEN)):
+        breaker = Breaker()
+        for _ in range(10):
+            for _ in range(FAILURES_TO_OPEN - 1):
+                breaker.answered()
+                breaker.spoiled("cut", 0.0)
+            breaker.answered()
+            breaker.ended(is_client_error=is_client_error)
+        assert breaker.state(0.0) is state
+
+
+def test_the_end_of_an_older_stream_excuses_no_request_without_an_answer() -> None:
+    breaker = Breaker()
+    for _ in range(FAILURES_TO_OPEN):
+        breaker.failed("refused", 0.0)
+        breaker.ended()
+    assert breaker.state(0.0) is BreakerState.OPEN
+    breaker.ended()
+    assert breaker.state(0.0) is BreakerState.OPEN
+    assert breaker.begun(PAUSE_FIRST_S)
+    breaker.ended()
+    breaker.failed("reset", PAUSE_FIRST_S)
+    breaker.unknown()
+    assert breaker.state(PAUSE_FIRST_S) is BreakerState.HALF_OPEN, "only the one that tries decides"
+    assert "tried again" in str(breaker.problem(PAUSE_FIRST_S))
+
+
 def test_failures_that_the_worker_did_not_cause_change_nothing() -> None:
     breaker = Breaker()
     for _ in range(10 * FAILURES_TO_OPEN):
@@ -48,16 +92,34 @@ def test_after_the_pause_one_request_tries() -> None:
     just_before = PAUSE_FIRST_S - 0.001
     assert breaker.state(just_before) is BreakerState.OPEN
     assert breaker.problem(PAUSE_FIRST_S) is None
-    breaker.begun(PAUSE_FIRST_S)
+    assert breaker.begun(PAUSE_FIRST_S)
     assert "tried again with one request" in str(breaker.problem(PAUSE_FIRST_S))
     breaker.answered()
+    assert breaker.state(PAUSE_FIRST_S) is BreakerState.HALF_OPEN, "its first byte does not promise its end"
+    breaker.ended(tried=True)
     assert breaker.state(PAUSE_FIRST_S) is BreakerState.CLOSED
+
+
+def test_a_try_that_breaks_off_opens_it_again() -> None:
+    breaker = opened()
+    assert breaker.begun(PAUSE_FIRST_S)
+    breaker.answered()
+    breaker.spoiled("cut", PAUSE_FIRST_S, tried=True)
+    assert breaker.state(PAUSE_FIRST_S) is BreakerState.OPEN
+    assert "1 useless answer in a row" in str(breaker.problem(PAUSE_FIRST_S))
+
+
+def test_a_try_that_takes_long_lets_another_one_try() -> None:
+    breaker = opened()
+    assert breaker.begun(PAUSE_FIRST_S)
+    breaker.answered()
+    assert "tried again" in str(breaker.problem(PAUSE_FIRST_S + TRIAL_S - 0.001))
+    assert breaker.problem(PAUSE_FIRST_S + TRIAL_S) is None
 
 
 def test_a_try_whose_client_hung_up_leaves_it_to_the_next() -> None:
     breaker = opened()
-    breaker.begun(PAUSE_FIRST_S)
-    breaker.unknown()
+    breaker.unknown(tried=breaker.begun(PAUSE_FIRST_S))
     assert breaker.state(PAUSE_FIRST_S) is BreakerState.HALF_OPEN
     assert breaker.problem(PAUSE_FIRST_S) is None
 
@@ -70,12 +132,13 @@ def test_each_failed_try_doubles_the_pause_up_to_the_last() -> None:
         while breaker.state(now) is BreakerState.OPEN:
             now += 0.25
         pauses.append(now - before)
-        breaker.begun(now)
-        breaker.failed("refused", now)
+        breaker.failed("refused", now, tried=breaker.begun(now))
     assert pauses[0] == PAUSE_FIRST_S and pauses[1] == 2 * PAUSE_FIRST_S and pauses[-1] == PAUSE_LAST_S
-    breaker.answered()
-    breaker = opened()
-    assert breaker.state(PAUSE_FIRST_S) is BreakerState.HALF_OPEN
+    now += PAUSE_LAST_S
+    breaker.ended(tried=breaker.begun(now))
+    for _ in range(FAILURES_TO_OPEN):
+        breaker.failed("refused", now)
+    assert breaker.state(now + PAUSE_FIRST_S) is BreakerState.HALF_OPEN, "the pauses begin again"
 
 
 def test_failures_that_come_late_do_not_keep_it_open_longer() -> None:
@@ -92,11 +155,11 @@ def test_a_lost_engine_is_not_tried_before_it_is_found() -> None:
     assert "health check: no answer 3 times" in str(breaker.problem(1e9))
     # Answers to requests that it had before do not make it healthy.
     breaker.answered()
+    breaker.ended()
     assert breaker.state(1e9) is BreakerState.OPEN
     breaker.found()
     assert breaker.state(1e9) is BreakerState.HALF_OPEN
-    breaker.begun(1e9)
-    breaker.answered()
+    breaker.ended(tried=breaker.begun(1e9))
     assert breaker.state(1e9) is BreakerState.CLOSED
 
 
