@@ -31,8 +31,11 @@ from kvrouter.router.proxy.headers import Headers
 
 log = logging.getLogger("kvrouter.gateway")
 
-# Envoy sends a body in pieces of some ten kB; a BUFFERED body is one message.
+# What a message has besides its piece of a body.
 FRAME_BYTES = 64 * 1024
+# A BUFFERED body is one message, and as large as the gateway's own buffer lets it be. gRPC ends the stream of a message
+# over its limit, and the client gets an empty 500; below it, the router answers 413 to what is over max_body_bytes.
+RECEIVED_BODIES = 4
 # As many as the HTTP port has connections. Each may hold a body; above it a gateway is refused, and does as its failure
 # mode says.
 MAX_STREAMS = 4_096
@@ -113,7 +116,7 @@ class GatewayServer:
         SettingError."""
         options = [
             ("grpc.so_reuseport", int(shared)),
-            ("grpc.max_receive_message_length", self._max_body_bytes + FRAME_BYTES),
+            ("grpc.max_receive_message_length", RECEIVED_BODIES * self._max_body_bytes + FRAME_BYTES),
             ("grpc.max_send_message_length", self._max_body_bytes + FRAME_BYTES),
             ("grpc.max_metadata_size", FRAME_BYTES),
         ]
@@ -162,6 +165,9 @@ class GatewayServer:
             while (raw := await context.read()) is not grpc.aio.EOF:
                 for reply in await self._replies(stream, raw):
                     await context.write(encode(reply))
+                if stream.is_refused:
+                    # What is on its way of the request gets no second answer.
+                    return
                 if self._leaves and stream.is_answering:
                     # A gateway goes on without a picker that ends the stream in order.
                     return

@@ -105,6 +105,8 @@ class ProcessStream:
         self._size_bytes = 0
         self._has_trailers = False
         self._has_body = False
+        # Whether the gateway has the last word about it: the client gets an error.
+        self.is_refused = False
         self._observer: Observer | None = None
         # The request that waits for its route.
         self.request: GatewayRequest | None = None
@@ -130,8 +132,12 @@ class ProcessStream:
         """The request's route is known."""
         self.request, self._observer = None, route.observer
         self._expects = Part.RESPONSE_HEADERS
+        trailers: list[Reply] = [TrailersReply(Part.REQUEST_TRAILERS)] if self._has_trailers else []
         if not self._has_body:
-            return [HeadersReply(Part.REQUEST_HEADERS, route.given, route.removed, route.endpoint)]
+            if trailers and self._modes.request == BodyMode.BUFFERED:
+                # Its headers went on before it was known that no body follows: the gateway places it.
+                return trailers
+            return [HeadersReply(Part.REQUEST_HEADERS, route.given, route.removed, route.endpoint), *trailers]
         if self._modes.request == BodyMode.BUFFERED:
             given = route.given
             if route.body is not None:
@@ -143,20 +149,18 @@ class ProcessStream:
             view = route.body
             pieces = [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)] or [b""]
         last = len(pieces) - 1
-        ends = not self._has_trailers
+        ends = not trailers
         # The gateway drops the length of a body that may be changed, and engines would get it in chunks.
         length = [(CONTENT_LENGTH, b"%d" % sum(map(len, pieces)))] if ends else NOTHING
         replies: list[Reply] = [
             HeadersReply(Part.REQUEST_HEADERS, [*route.given, *length], route.removed, route.endpoint)
         ]
         replies += [BodyReply(Part.REQUEST_BODY, piece, ends and n == last) for n, piece in enumerate(pieces)]
-        if self._has_trailers:
-            replies.append(TrailersReply(Part.REQUEST_TRAILERS))
-        return replies
+        return replies + trailers
 
     def refuse(self, status: int, headers: Headers, body: bytes) -> list[Reply]:
-        """No engine gets the request: the client gets this answer. The gateway ends the stream."""
-        self.request, self._pieces = None, []
+        """No engine gets the request: the client gets this answer. Nothing that follows on the stream has a meaning."""
+        self.request, self._pieces, self.is_refused = None, [], True
         return [Refusal(status, headers, body)]
 
     @property
@@ -188,6 +192,10 @@ class ProcessStream:
         if message.ends:
             self._whole()
             return []
+        length = next((value for name, value in message.headers if name == CONTENT_LENGTH), b"")
+        if length.isdigit():
+            # Before it comes: a BUFFERED body is one message, which gRPC refuses without a word to the client.
+            self._check_size(int(length))
         mode = self._modes.request
         self._expects = Part.REQUEST_BODY
         if mode == BodyMode.FULL_DUPLEX_STREAMED:
@@ -203,14 +211,18 @@ class ProcessStream:
         self._expect(Part.REQUEST_BODY, message.part)
         self._has_body = True
         self._size_bytes += len(message.data)
-        if self._size_bytes > self._max_body_bytes:
+        self._check_size(self._size_bytes)
+        self._pieces.append(message.data)
+        # A BUFFERED body is one message, which does not end the request where trailers follow.
+        if message.ends or self._modes.request == BodyMode.BUFFERED:
+            self._whole()
+        return []
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._max_body_bytes:
             raise TooLarge(
                 f"the body is over {self._max_body_bytes} bytes; send a shorter prompt, or raise the router's max_body_bytes"
             )
-        self._pieces.append(message.data)
-        if message.ends:
-            self._whole()
-        return []
 
     def _request_trailers(self) -> list[Reply]:
         if self._expects is Part.RESPONSE_HEADERS:
@@ -251,7 +263,8 @@ class ProcessStream:
         self._expect(Part.RESPONSE_BODY, message.part)
         if self._observer is not None and message.data:
             self._observer.takes(message.data)
-        if message.ends:
+        # A BUFFERED body is one message; trailers may follow, and the gateway need not show them.
+        if message.ends or self._modes.answer == BodyMode.BUFFERED:
             self._end_answer()
         if self._modes.answer == BodyMode.FULL_DUPLEX_STREAMED:
             return [BodyReply(message.part, message.data, message.ends)]

@@ -132,10 +132,11 @@ def envoy_config(
     retries: int = 0,
     http2: bool = False,
     picker_tls: bool = False,
+    trailers: bool = False,
     **filter_options: Any,
 ) -> dict[str, Any]:
     """picker_port: None: without a picker. http2: to the engines. picker_tls: to the picker, whoever it is, as gateways
-    do. filter_options: of the ext_proc filter."""
+    do. trailers: of requests over HTTP/1 go on, too. filter_options: of the ext_proc filter."""
     filters: list[dict[str, Any]] = []
     clusters = [_engines(how, urls, http2)]
     if picker_port is not None:
@@ -196,6 +197,7 @@ def envoy_config(
             "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": route}]}]
         },
         http2_protocol_options={},
+        http_protocol_options={"enable_trailers": trailers},
     )
     # A BUFFERED body must fit.
     limit = 64 * 1024 * 1024

@@ -7,6 +7,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ import openai
 import pytest
 from envoy_process import (
     BUFFERED,
+    FULL_DUPLEX,
     ORIGINAL_DST,
     OVERRIDE_HOST,
     ROUND_ROBIN,
@@ -277,6 +279,55 @@ def test_a_huge_body_arrives_whole(site: Site) -> None:
         assert post(envoy.port, body)[0]["usage"]["prompt_tokens"] == 100
 
 
+def refusal_of(port: int, size_bytes: int, *, chunked: bool) -> Any:
+    """The error that a body of this size is answered with; it is only sent where its length is not announced."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        if chunked:
+            pieces = (b"x" * min(100_000, size_bytes - at) for at in range(0, size_bytes, 100_000))
+            connection.request("POST", COMPLETIONS, pieces, encode_chunked=True)
+        else:
+            connection.putrequest("POST", COMPLETIONS)
+            connection.putheader("content-length", str(size_bytes))
+            connection.endheaders(b"x")
+        answer = connection.getresponse()
+        assert answer.status == 413
+        return json.loads(answer.read())["error"]
+    finally:
+        connection.close()
+
+
+def test_a_body_over_the_limit_is_413(site: Site) -> None:
+    over, far_over = MAX_BODY_BYTES + 1, 3 * MAX_BODY_BYTES
+    for port, size_bytes, chunked in (
+        (site.duplex.port, over, True),
+        (site.duplex.port, far_over, False),
+        (site.held.port, over, True),
+        (site.held.port, far_over, True),
+        (site.held.port, far_over, False),
+    ):
+        error = refusal_of(port, size_bytes, chunked=chunked)
+        assert error["code"] == "body_too_large" and "max_body_bytes" in error["message"]
+
+
+def test_pieces_behind_a_refusal_get_no_second_one(site: Site) -> None:
+    # A ProcessingRequest: its request_headers with a POST to /v1/completions; its request_body.
+    def field(number: int, content: bytes) -> bytes:
+        size, length = len(content), bytearray()
+        while size > 127:
+            length.append(size & 127 | 128)
+            size >>= 7
+        return bytes([number << 3 | 2, *length, size]) + content
+
+    named = [(b":method", b"POST"), (b":path", COMPLETIONS.encode())]
+    head = b"".join(field(1, field(1, name) + field(3, value)) for name, value in named)
+    piece = field(4, field(1, b"x" * (MAX_BODY_BYTES // 2)))
+    with grpc.insecure_channel(f"127.0.0.1:{site.gateway_port}") as channel:
+        process = channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")
+        replies = list(process(iter([field(2, field(1, head)), *[piece] * 8])))
+    assert len(replies) == 1 and b"max_body_bytes" in replies[0]
+
+
 def test_http_2_clients(site: Site, tmp_path: Path) -> None:
     # An Envoy before the gateway speaks HTTP/2 to it.
     gateway = f"http://127.0.0.1:{site.duplex.port}"
@@ -288,6 +339,60 @@ def test_http_2_clients(site: Site, tmp_path: Path) -> None:
         assert len({headers["x-kvrouter-selection-id"] for _, headers in answers}) == 20
         streamed(front.port, completion([1] * 60, stream=True, stream_options={"include_usage": True}))
         assert site.duplex.stat("http.in.downstream_rq_http2_total") - before == 21
+
+
+def with_trailers(port: int, body: bytes, method: str = "POST") -> bytes:
+    """The answer to a request whose chunked body is followed by trailers."""
+    head = f"{method} {COMPLETIONS} HTTP/1.1\r\nhost: e\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    chunk = b"%x\r\n%s\r\n" % (len(body), body) if body else b""
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as client:
+        client.sendall(head.encode() + b"transfer-encoding: chunked\r\n\r\n" + chunk + b"0\r\nx-sum: 1\r\n\r\n")
+        answer = bytearray()
+        while piece := client.recv(65_536):
+            answer += piece
+    return bytes(answer)
+
+
+# With a BUFFERED body, Envoy has sent the headers on before it knows that there is none: 503 as nothing was picked.
+@pytest.mark.parametrize(
+    ("processing", "empty_post", "empty_get"),
+    [
+        (BUFFERED, b"503", b"503"),
+        (BUFFERED | {"request_trailer_mode": "SEND"}, b"400", b"503"),
+        (FULL_DUPLEX, b"400", b"405"),
+    ],
+)
+def test_a_request_with_trailers_is_picked_at_once(
+    site: Site, tmp_path: Path, processing: dict[str, str], empty_post: bytes, empty_get: bytes
+) -> None:
+    with (
+        EnvoyProcess(
+            tmp_path / "gateway",
+            site.urls,
+            picker_port=site.gateway_port,
+            processing=processing,
+            trailers=True,
+            # Far over the time that a pick takes, and below the client's patience: waiting for it fails the test.
+            message_timeout="20s",
+        ) as gateway,
+        # Turns trailers of HTTP/1 into HTTP/2's trailing HEADERS.
+        EnvoyProcess(
+            tmp_path / "front",
+            [f"http://127.0.0.1:{gateway.port}"],
+            picker_port=None,
+            how=ROUND_ROBIN,
+            http2=True,
+            trailers=True,
+        ) as front,
+    ):
+        body = json.dumps(completion(list(range(1, 90)))).encode()
+        for port in (gateway.port, front.port):
+            answer = with_trailers(port, body)
+            assert answer.startswith(b"HTTP/1.1 200 ") and b"x-kvrouter-selection-id" in answer
+            assert with_trailers(port, b"").startswith(b"HTTP/1.1 " + empty_post)
+            assert with_trailers(port, b"", "GET").startswith(b"HTTP/1.1 " + empty_get)
+        assert gateway.stat("http.in.ext_proc.message_timeouts") == 0
+        site.wait_idle()
 
 
 def test_the_health_service(site: Site) -> None:

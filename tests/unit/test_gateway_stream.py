@@ -119,6 +119,41 @@ def test_a_body_ends_with_its_trailers_where_it_has_some() -> None:
     ]
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_one_message_of_a_buffered_body_is_the_whole_body(ends: bool) -> None:
+    stream = ProcessStream(1_000)
+    stream.receive(headers(modes=Modes(BodyMode.BUFFERED, BodyMode.STREAMED)))
+    assert stream.receive(body(b"abc", ends=ends)) == []
+    assert stream.request is not None and stream.request.body == b"abc"
+    assert stream.send_on(Route(ENDPOINT)) == [KeptBody(Part.REQUEST_BODY, endpoint=ENDPOINT)]
+    if not ends:
+        # Where the gateway shows them.
+        assert stream.receive(Incoming(Part.REQUEST_TRAILERS, ends=True)) == [TrailersReply(Part.REQUEST_TRAILERS)]
+    with pytest.raises(ProtocolError, match="RESPONSE_HEADERS was to come"):
+        stream.receive(body(b"d", ends=True))
+
+
+def test_trailers_without_a_body_go_on_behind_the_headers() -> None:
+    for modes, expected in (
+        (None, [HeadersReply(Part.REQUEST_HEADERS, endpoint=ENDPOINT), TrailersReply(Part.REQUEST_TRAILERS)]),
+        (Modes(BodyMode.BUFFERED, BodyMode.STREAMED), [TrailersReply(Part.REQUEST_TRAILERS)]),
+    ):
+        stream = ProcessStream(1_000)
+        stream.receive(headers(modes=modes))
+        stream.receive(Incoming(Part.REQUEST_TRAILERS, ends=True))
+        assert stream.request is not None and stream.request.body == b""
+        assert stream.send_on(Route(ENDPOINT)) == expected
+
+
+def test_the_one_message_of_a_buffered_answer_ends_it() -> None:
+    follower = Follower()
+    stream = sent(Route(ENDPOINT, observer=follower), Modes(BodyMode.BUFFERED, BodyMode.BUFFERED))
+    stream.receive(Incoming(Part.RESPONSE_HEADERS, STATUS))
+    assert stream.receive(answer(b"one")) == [KeptBody(Part.RESPONSE_BODY)]
+    stream.close()
+    assert follower.told == [(200, None), b"one", "whole"]
+
+
 def test_trailers_behind_an_ended_body_go_on() -> None:
     assert sent().receive(Incoming(Part.REQUEST_TRAILERS)) == [TrailersReply(Part.REQUEST_TRAILERS)]
 
@@ -181,7 +216,21 @@ def test_a_body_over_the_limit_is_refused_as_soon_as_it_is() -> None:
     stream.receive(body(b"abcd"))
     with pytest.raises(TooLarge):
         stream.receive(body(b"e"))
+    assert not stream.is_refused
     assert stream.refuse(413, [], b"{}") == [Refusal(413, [], b"{}")]
+    assert stream.is_refused
+
+
+@pytest.mark.parametrize("mode", [BodyMode.BUFFERED, BodyMode.FULL_DUPLEX_STREAMED])
+def test_a_body_that_will_be_over_the_limit_is_refused_before_it_comes(mode: BodyMode) -> None:
+    modes = Modes(mode, BodyMode.STREAMED)
+    for length, refused in ((b"4", False), (b"5", True), (b"9" * 40, True), (b"-5", False), (b"", False)):
+        message = Incoming(Part.REQUEST_HEADERS, [*HEADERS, (b"content-length", length)], modes=modes)
+        if refused:
+            with pytest.raises(TooLarge):
+                ProcessStream(4).receive(message)
+        else:
+            ProcessStream(4).receive(message)
 
 
 def test_every_piece_of_an_answer_goes_on_at_once_and_is_followed() -> None:
