@@ -191,7 +191,7 @@ FIELD_TEXTS = {
     "ttft_s": "seconds from the whole request to the first token of a stream",
     "type": "the class of error, as in OpenAI's API",
     "unfollowed": "workers that no router follows",
-    "url": "the engine's HTTP address",
+    "url": "the engine's HTTP address; a trailing /v1 is taken off",
     "used_bytes": "memory that it takes",
     "version": "the version",
     "waiting": "requests that wait",

@@ -8,7 +8,6 @@ The queries repeat, because an engine that restarts may have other ports, ranks 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping
@@ -43,6 +42,8 @@ TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 1024**2
 ENGINES_AT_ONCE = 16
 
+NOT_AN_ENGINE = "write http://HOST:PORT of the engine itself"
+
 
 class ProbeRequest(msgspec.Struct, frozen=True):
     """What to query an engine for."""
@@ -52,11 +53,15 @@ class ProbeRequest(msgspec.Struct, frozen=True):
 
 
 class ProbeFailed(Exception):
-    """Why there is no usable answer."""
+    """No usable answer, and why. fix: what to do about it."""
+
+    def __init__(self, problem: str, fix: str = "start the engine") -> None:
+        super().__init__(problem)
+        self.fix = fix
 
 
-class NoSuchPath(Exception):
-    """The engine does not have this path."""
+class NoSuchPath(ProbeFailed):
+    """What listens there does not have this path."""
 
 
 class EngineProber:
@@ -142,50 +147,68 @@ class EngineProber:
             self._changed()
 
     async def _asked(self, url: str, what: ProbeRequest, before: EngineAnswers) -> EngineAnswers:
-        """Its current answer; while it does not answer, its last one stays."""
+        """Its current answer; while no engine answers, the last one stays. Raises nothing."""
         model, problems = before.model, []
         if what.model:
             try:
-                model = model_in(await self._get(url, MODELS_PATH))
-            except (ProbeFailed, ValueError) as error:
+                model = await self._model(url)
+            except ProbeFailed as error:
                 if model is None:
-                    problems.append(f"its model is not known ({error}): start the engine, or write its model")
+                    problems.append(_problem("its model is", error, "write its model"))
         streams, silent, engine = before.streams, before.silent, before.engine
         if what.streams:
             try:
                 told = await self._streams(url)
-                streams, silent, engine = told.streams, False, told.engine
+                streams, silent, engine = told.streams, told.silent, told.engine
                 problems.append(told.problem)
-            except NoSuchPath:
-                streams, silent, engine = {}, True, None
-                problems.append(
-                    f"its engine does not report where its KV events are (no {PATHS}: vLLM before 0.31, or another engine): "
-                    f"{WRITE_THEM}"
-                )
-            except (ProbeFailed, ValueError) as error:
+            except ProbeFailed as error:
                 if streams is None:
-                    problems.append(
-                        f"where its KV events are is not known ({error}): start the engine, or {WRITE_THEM}"
-                    )
+                    problems.append(_problem("where its KV events are is", error, WRITE_THEM))
                 else:
                     problems.append(before.problem)
-        return EngineAnswers(model, streams, silent, "; ".join(filter(None, problems)), engine)
+        return EngineAnswers(model, streams, silent, "; ".join(dict.fromkeys(filter(None, problems))), engine)
+
+    async def _model(self, url: str) -> str:
+        """Return the model that the engine serves. Raises ProbeFailed."""
+        answer = await self._get(url, MODELS_PATH)
+        try:
+            return model_in(answer)
+        except ValueError as error:
+            raise ProbeFailed(str(error), NOT_AN_ENGINE) from None
 
     async def _streams(self, url: str) -> EngineAnswers:
-        """What the first engine says whose path is there. Raises as `_get`, and ValueError on what cannot be read."""
+        """Return what the first engine says whose path is there. Raises ProbeFailed."""
         for engine in ENGINES.values():
-            with contextlib.suppress(NoSuchPath, NotThisEngine):
-                told = engine.streams_in(await self._get(url, engine.info_path), url)
-                return msgspec.structs.replace(told, engine=engine.name)
-        raise NoSuchPath(PATHS)
+            try:
+                answer = await self._get(url, engine.info_path)
+                return msgspec.structs.replace(engine.streams_in(answer, url), engine=engine.name)
+            except (NoSuchPath, NotThisEngine):
+                continue
+            except ValueError as error:
+                raise ProbeFailed(str(error), NOT_AN_ENGINE) from None
+        try:
+            await self._get(url, MODELS_PATH)
+        except NoSuchPath:
+            # A gateway answers while its engine is away, or another program listens there.
+            raise
+        except ProbeFailed:
+            # An engine, which wants a key for this path, for example.
+            pass
+        problem = (
+            f"its engine does not report where its KV events are (no {PATHS}: vLLM before 0.31, or another engine): "
+            f"{WRITE_THEM}"
+        )
+        return EngineAnswers(streams={}, silent=True, problem=problem)
 
     async def _get(self, url: str, path: str) -> bytes:
-        """Raises Unanswered, and NoSuchPath where there is no such path."""
+        """Return the answer's body. Raises ProbeFailed, which is NoSuchPath where there is no such path."""
         whole = url.rstrip("/") + path
         try:
             async with asyncio.timeout(TIMEOUT_S), self._session.get(whole, allow_redirects=False) as answer:
                 if answer.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
-                    raise NoSuchPath(path)
+                    raise NoSuchPath(f"{whole} answers {answer.status}", NOT_AN_ENGINE)
+                if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                    raise ProbeFailed(f"{whole} answers {answer.status}", "pass the engine's key as --worker-api-key")
                 if answer.status != HTTPStatus.OK:
                     raise ProbeFailed(f"{whole} answers {answer.status}")
                 return await read_whole(answer, MAX_ANSWER_BYTES)
@@ -195,3 +218,10 @@ class EngineProber:
             raise ProbeFailed(f"{url} cannot be reached: {error.os_error.strerror or error.os_error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ProbeFailed(f"{whole} did not answer: {str(error) or type(error).__name__}") from None
+
+
+def _problem(unknown: str, error: ProbeFailed, other_way: str) -> str:
+    """Return what is not known, why, and both ways out."""
+    if isinstance(error, NoSuchPath):
+        return f"no engine answers there ({error}): {error.fix}"
+    return f"{unknown} not known ({error}): {error.fix}, or {other_way}"

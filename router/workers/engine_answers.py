@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvrouter.router.workers.worker_spec import MAX_DP_RANK, endpoint_problem
+from kvrouter.router.workers.worker_spec import MAX_DP_RANK, endpoint_problem, name_problem
 
 MODELS_PATH = "/v1/models"
 WRITE_THEM = "write events=tcp://HOST:PORT (and replay=) for this worker"
@@ -72,6 +72,8 @@ def model_in(answer: bytes) -> str:
         raise ValueError(f"its {MODELS_PATH} is no list of models: {error}") from None
     for model in models:
         if model.parent is None:
+            if problem := name_problem(model.id):
+                raise ValueError(f"its {MODELS_PATH} names a model that {problem}")
             return model.id
     raise ValueError(f"its {MODELS_PATH} names no model")
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
@@ -61,8 +63,14 @@ UNKNOWN_MODEL = ""
 NO_PATCH = "off"
 
 
+# An OpenAI client's base URL ends with it, and with it begin the paths that are sent to an engine. Not a host of that
+# name.
+_BASE_PATH = re.compile(r"(?<=[^/:])/v1/*\Z")
+
+
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address.
+    """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address, never with a
+    trailing /v1: it is taken off wherever the registration comes from.
 
     patch: where the engine patch answers requests; None: beside `events`, if it does; NO_PATCH: not looked for.
     draining: it gets no new requests, because a client said so, and its events are still followed; retiring: the same,
@@ -91,6 +99,10 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     engine: str | None = None
     # Its id came as a number: clients of Dynamo's services want it back as one.
     numbered: bool = False
+
+    def __post_init__(self) -> None:
+        if self.url is not None and _BASE_PATH.search(self.url):
+            msgspec.structs.force_setattr(self, "url", _BASE_PATH.sub("", self.url))
 
     @property
     def drains(self) -> bool:

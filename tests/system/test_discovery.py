@@ -8,8 +8,10 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +182,51 @@ def test_an_engine_that_does_not_tell_is_named(tmp_path: Path) -> None:
             row = until(lambda: rows(router).get("w0"), "registered")
         assert row["approximate"]
         assert "where its KV events are is not known" in row["reason"] and "write events=" in row["reason"]
+
+
+class NotFound(BaseHTTPRequestHandler):
+    """What an ingress has behind a path that nobody serves."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    do_POST = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def default_backend() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        serving.join()
+
+
+def test_where_no_engine_answers_is_named_and_stops_nothing(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
+    said_of_it = "/v1/models answers 404): write http://HOST:PORT of the engine itself"
+    file = tmp_path / "workers.yaml"
+    file.write_text("[]\n")
+    with default_backend() as nothing:
+        # As an OpenAI client's base URL is written, once of an engine and once of no engine.
+        given = ["--worker", f"w0={replicas[0].endpoints['url']}/v1", "--worker", f"w1={nothing}/v1"]
+        with RouterProcess(tmp_path / "r", [*given, "--workers-file", str(file)]) as router:
+            until(live(router, "w0", "w1"), "listed")
+            assert rows(router)["w0"]["url"] == replicas[0].endpoints["url"]
+            assert said_of_it in rows(router)["w1"]["reason"]
+            write(file, f"- w2={nothing}\n- w3={nothing},model=other\n")
+            until(lambda: {"w2", "w3"} <= rows(router).keys(), "listed")
+            until(lambda: said_of_it in rows(router)["w2"]["reason"], "named")
+            until(lambda: said_of_it in rows(router)["w3"]["reason"], "named")
+            with pytest.raises(RouterError, match=r"gave 502.*/v1/models answers 404"):
+                router.request("POST", "/register", {"worker_id": "w4", "url": f"{nothing}/v1/"})
+            assert router.request("POST", "/v1/completions", {"model": MODEL, "prompt": [1], "max_tokens": 1})[
+                "choices"
+            ]
+            assert "a bug in the router" not in said(router)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrouter.router.api.dynamo_shapes import registrations_in
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.discovery.candidate import Candidate, candidate_of, completed, ranked
+from kvrouter.router.discovery.files.workers_file import parse_workers
 from kvrouter.router.engines.vllm.event_sources import streams_in
+from kvrouter.router.index.registry import decode
 from kvrouter.router.workers.engine_answers import EngineAnswers, Stream, model_in
 from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.registration_bodies import RegisterBody, WorkerPatch
+from kvrouter.router.workers.registration_from_body import patched, registration_of
 from kvrouter.router.workers.source_precedence import STATIC
 from kvrouter.router.workers.worker_spec import parse_worker
 
@@ -114,6 +119,42 @@ def test_a_rank_that_is_named_is_that_rank() -> None:
 def test_the_only_core_behind_an_address_needs_no_rank() -> None:
     (one,) = completed(spec("w3=http://10.0.0.5:8000,model=m"), told(r3=config(endpoint="tcp://*:5560")), [])
     assert (one.worker, one.events) == (WorkerKey("m", "w3", 0), "tcp://10.0.0.5:5560")
+
+
+def registered(url: str) -> Registration:
+    return registration_of(RegisterBody(worker_id="w0", url=url, model="m"))
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("http://h:8000/v1", "http://h:8000"),
+        ("http://h/v1/", "http://h"),
+        ("https://h/team/a/v1//", "https://h/team/a"),
+        ("http://[::1]:8000/v1", "http://[::1]:8000"),
+        ("http://h:8000", "http://h:8000"),
+        ("http://h:8000/", "http://h:8000/"),
+        ("http://v1", "http://v1"),
+        ("http://h/v10", "http://h/v10"),
+        ("http://h/xv1", "http://h/xv1"),
+        ("http://h/v1/x", "http://h/v1/x"),
+    ],
+)
+def test_the_v1_of_a_base_url_is_taken_off_at_every_door(given: str, url: str) -> None:
+    as_dynamo = msgspec.convert({"worker_id": 7, "endpoint": given, "model_name": "m"}, RegisterBody)
+    stored = msgspec.json.encode(registered("http://h")).replace(b'"http://h"', msgspec.json.encode(given))
+    worker = registered(given).worker
+    for registration in (
+        spec(f"w0={given}").registration,
+        *(one.registration for one in parse_workers(f"- {{worker_id: w0, url: '{given}'}}", "w.yaml", STATIC)),
+        *(one.registration for one in parse_workers(f"- w0={given}", "w.yaml", STATIC)),
+        registered(given),
+        *(registration_of(one) for one in registrations_in(as_dynamo)),
+        patched(registered("http://other"), WorkerPatch(url=given)),
+        # As a router before this rule stored it.
+        decode(worker, stored),
+    ):
+        assert registration.url == url
 
 
 def test_what_was_written_is_not_asked() -> None:

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever answers at a worker's URL: the prober says why it learns nothing, and lets no exception out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import ssl
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from certificates import Authority
+
+from kvrouter.router.discovery.engine_prober import EngineProber, ProbeRequest
+from kvrouter.router.workers.engine_answers import EngineAnswers
+
+WHOLE = ProbeRequest(model=True, streams=True)
+MODELS = b'{"data": [{"id": "m"}]}'
+
+
+def ok(body: bytes, *headers: bytes) -> bytes:
+    lines = [b"HTTP/1.1 200 OK", b"content-length: %d" % len(body), b"connection: close", *headers]
+    return b"\r\n".join([*lines, b"", body])
+
+
+def status(code: int, *headers: bytes) -> bytes:
+    return b"\r\n".join([b"HTTP/1.1 %d X" % code, b"content-length: 0", b"connection: close", *headers, b"", b""])
+
+
+def models(name: str) -> bytes:
+    return ok(json.dumps({"data": [{"id": name}]}).encode())
+
+
+def probed(answers: dict[str, bytes], what: ProbeRequest = WHOLE, rest: bytes | None = None) -> EngineAnswers:
+    """What is learned of a server that answers these bytes by path, and the rest, or 404, to all others."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
+        writer.write(answers.get(path, status(404) if rest is None else rest))
+        await writer.drain()
+        writer.close()
+
+    async def run() -> EngineAnswers:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            return await ask("http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1]), what)
+
+    return asyncio.run(run())
+
+
+async def ask(url: str, what: ProbeRequest = WHOLE) -> EngineAnswers:
+    async with aiohttp.ClientSession() as session:
+        prober = EngineProber(session, clock=time.monotonic, rng=random.Random(0), changed=lambda: None)
+        return await prober.ask(url, what)
+
+
+@pytest.mark.parametrize("code", [404, 405])
+@pytest.mark.parametrize("what", [WHOLE, ProbeRequest(model=True), ProbeRequest(streams=True)])
+def test_where_no_engine_answers_its_own_address_is_to_be_written(code: int, what: ProbeRequest) -> None:
+    answers = probed({}, what, status(code))
+    assert f"/v1/models answers {code}): write http://HOST:PORT of the engine itself" in answers.problem
+    assert answers.problem.count("no engine answers there") == 1
+    # It may be a gateway whose engine is away: what is known of its events stays.
+    assert answers == EngineAnswers(problem=answers.problem)
+
+
+def test_an_engine_that_cannot_say_where_its_events_are_is_one() -> None:
+    for answers in ({"/v1/models": ok(MODELS)}, {"/v1/models": status(401)}):
+        told = probed(answers, ProbeRequest(streams=True))
+        assert told.silent and told.streams == {} and "write events=" in told.problem
+    assert (probed({"/v1/models": ok(MODELS)})).model == "m"
+
+
+@pytest.mark.parametrize("code", [401, 403])
+def test_an_engine_that_wants_a_key_is_to_be_given_one(code: int) -> None:
+    assert "--worker-api-key" in (probed({}, rest=status(code))).problem
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        status(101, b"upgrade: h2c"),
+        status(204),
+        status(302, b"location: http://[::1"),
+        status(500),
+        status(999),
+        b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\ncut",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\nab",
+        b"HTTP/1.1 200 OK\r\n\xff\xfe: \x00\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000 + b"\r\n\r\n",
+        ok(b"none", b"content-encoding: gzip"),
+        ok(b"none", b"content-encoding: br"),
+        ok(b"{}", b"set-cookie: \xff=\x01; expires=x", b"content-type: \xff/\xff; charset=\x01"),
+        ok(b'{"data":' + b"[" * 100_000),
+        ok(b'{"x":' + b"[" * 100_000),
+        ok(b'{"data": [{"id": "\xff"}]}'),
+        ok(b'{"data": [{"id": "\\ud800"}]}'),
+        ok(b" " * (1024**2 + 1)),
+        models(""),
+        models(" "),
+        models("x" * 513),
+    ],
+)
+def test_what_is_no_engines_answer_is_a_reason(answer: bytes) -> None:
+    told = probed({}, rest=answer)
+    assert told.model is None and "model is not known" in told.problem
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"endpoint_port_base": -5, "publisher": "zmq", "dp_size": -3},
+        {"endpoint_port_base": 10**20, "publisher": "zmq", "dp_size": 2},
+        {"endpoint_port_base": 5, "publisher": "zmq", "dp_size": 10**18, "endpoint_host": "] x["},
+    ],
+)
+def test_streams_that_cannot_be_are_none(info: dict[str, object]) -> None:
+    body = json.dumps({"disable_radix_cache": False, "kv_events": info}).encode()
+    told = probed({"/v1/models": ok(MODELS), "/server_info": ok(body)})
+    assert told.model == "m" and not told.streams and told.problem
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:1",
+        "http://[::1]:1",
+        "http://[fe80::1%25lo]:1",
+        "http://a..b:80",
+        f"http://{'a' * 300}:80",
+        "http://1.2.3.4.5:80",
+        "http://xn--a.invalid:80",
+    ],
+)
+def test_an_address_without_an_engine_is_a_reason(url: str) -> None:
+    assert "model is not known" in asyncio.run(ask(url)).problem
+
+
+def test_a_server_that_hangs_up_on_tls_is_a_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        async def run() -> EngineAnswers:
+            hung_up = asyncio.create_task(asyncio.to_thread(lambda: listener.accept()[0].close()))
+            told = await ask(f"https://127.0.0.1:{listener.getsockname()[1]}", ProbeRequest(model=True))
+            await hung_up
+            return told
+
+        assert "model is not known" in asyncio.run(run()).problem
+
+
+def test_a_certificate_of_nobody_is_a_reason(tmp_path: Path) -> None:
+    certificate, key = Authority(tmp_path, "nobody").issue("server")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+
+    async def run() -> EngineAnswers:
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context) as server:
+            return await ask("https://127.0.0.1:{}".format(server.sockets[0].getsockname()[1]))
+
+    assert "cannot be reached" in asyncio.run(run()).problem
