@@ -46,9 +46,14 @@ def probed(answers: dict[str, bytes], what: ProbeRequest = WHOLE, rest: bytes | 
 
     async def run() -> EngineAnswers:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            return await ask("http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1]), what)
+            return await ask(f"http://127.0.0.1:{port_of(server)}", what)
 
     return asyncio.run(run())
+
+
+def port_of(server: asyncio.Server) -> int:
+    port: int = server.sockets[0].getsockname()[1]
+    return port
 
 
 async def ask(url: str, what: ProbeRequest = WHOLE) -> EngineAnswers:
@@ -161,6 +166,6 @@ def test_a_certificate_of_nobody_is_a_reason(tmp_path: Path) -> None:
 
     async def run() -> EngineAnswers:
         async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context) as server:
-            return await ask("https://127.0.0.1:{}".format(server.sockets[0].getsockname()[1]))
+            return await ask(f"https://127.0.0.1:{port_of(server)}")
 
     assert "cannot be reached" in asyncio.run(run()).problem
