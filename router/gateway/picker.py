@@ -195,9 +195,9 @@ class Picker:
         authorization = self._proxy.authorization(client.headers)
         if authorization is not None:
             headers.append((b"authorization", authorization))
-        traced = request.watch.sending(worker, target.host, target.port, client.headers)
-        if traced is not client.headers:
-            headers += [header for header in traced if header not in client.headers]
+        sent = request.watch.sending(worker, target.host, target.port, request.headers)
+        if sent is not client.headers:
+            headers += [header for header in sent if header not in client.headers]
         body = given.body if given.body is not client.body else None
         predicted = ask.question.token_ids is not None
         observer = PickedRequest(

@@ -19,6 +19,8 @@ REQUEST_ID = b"x-request-id"
 SESSION_ID = b"x-session-id"
 PIN = b"x-kvrouter-worker"
 DP_RANK = b"x-data-parallel-rank"
+CONTENT_TYPE = b"content-type"
+JSON = b"application/json"
 
 # Of the answer.
 WORKER = b"x-kvrouter-worker"
@@ -82,6 +84,18 @@ def header(headers: Headers, wanted: bytes) -> bytes | None:
         if name == wanted:
             return value
     return None
+
+
+def as_json(headers: Headers) -> Headers:
+    """Return the headers for a body that is JSON. Clients leave the type out or let a default stand, like curl, and an
+    engine refuses what is not called JSON, whatever it is.
+
+    Source: vLLM 0.32.0 entrypoints/serve/utils/api_utils.py (validate_json_request), which compares as it is done here.
+    """
+    given = header(headers, CONTENT_TYPE)
+    if given is not None and given.lower().partition(b";")[0] == JSON:
+        return headers
+    return [*((name, value) for name, value in headers if name != CONTENT_TYPE), (CONTENT_TYPE, JSON)]
 
 
 def request_head(

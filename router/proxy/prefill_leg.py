@@ -95,7 +95,7 @@ class PrefillLeg:
     async def _prefill(self, request: Request, part: PrefillPart) -> msgspec.Raw:
         """The prefill worker's word of where the blocks are. Raises Failure, _Declined."""
         # Its answer is read here.
-        headers = [(name, value) for name, value in request.client.headers if name != b"accept-encoding"]
+        headers = [(name, value) for name, value in request.headers if name != b"accept-encoding"]
         sent = await self._sending.send(request, part.worker, prefill_body(request.body), headers)
         connection, status = sent.connection, sent.head.status
         answer = bytearray()

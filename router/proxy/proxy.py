@@ -235,7 +235,7 @@ class Proxy:
             if placement.prefill is not None:
                 given = await self.prefill_leg.hand_over(request, ask, placement, self.addresses(), failed)
                 body, added = given.body, given.headers
-            sent = await self._sending.send(request, placement.worker, body, request.client.headers, added)
+            sent = await self._sending.send(request, placement.worker, body, request.headers, added)
         except BaseException:
             placement.done()
             raise

@@ -38,7 +38,7 @@ class Tokens(Protocol):
 
 
 class Request:
-    """One request under way. body: what the engine gets. watch: observes each step."""
+    """One request under way. body, headers: what the engine gets. watch: observes each step."""
 
     def __init__(self, client: ClientRequest, watch: RequestWatch, request_id: bytes) -> None:
         self.client = client
@@ -47,6 +47,7 @@ class Request:
         self.pin = h.header(client.headers, h.PIN)
         self.attempts = Attempts(client.path, pinned=self.pin is not None)
         self.body = client.body
+        self.headers = client.headers
 
 
 class RequestReader:
@@ -66,7 +67,8 @@ class RequestReader:
         self._authorization = authorization
 
     async def read(self, request: Request) -> PlacementRequest:
-        """What is to be placed; `request.body` is settled by it. Raises BadQuestion, UnknownModel."""
+        """What is to be placed; `request.body` and `request.headers` are settled by it. Raises BadQuestion,
+        UnknownModel."""
         client = request.client
         if client.path in AUDIO:
             return self._read_form(request)
@@ -74,6 +76,7 @@ class RequestReader:
             read = read_client_body(client.path, client.body)
         else:
             read = await asyncio.to_thread(read_client_body, client.path, client.body)
+        request.headers = h.as_json(client.headers)
         body = openai_body(read)
         name = self._name_of(body.model)
         served = self._resolve(name)

@@ -41,6 +41,7 @@ from kvrouter.simulator.http.replies import Answer, Finish, error, json_response
 # A prompt of a whole context as token ids in JSON is a megabyte; vLLM itself sets no bound.
 MAX_BODY_BYTES = 64 * 2**20
 
+JSON_TYPE = "application/json"
 VERSION = "0.32.0+kvrouter-sim"
 
 MESSAGES = "/v1/messages"
@@ -128,9 +129,15 @@ class Api:
             return json_response(error(413, f"the body is larger than {MAX_BODY_BYTES} bytes"), 413)
 
     async def read(self, request: web.Request, kind: type[Body]) -> Body:
-        """The body. Raises Refused."""
+        """Return the body. Raises Refused."""
+        if request.headers.get("content-type", "").lower().partition(";")[0] != JSON_TYPE:
+            raise Unreadable(400, f"Unsupported Media Type: Only '{JSON_TYPE}' is allowed")
+        return await self._decoded(request, kind)
+
+    async def _decoded(self, request: web.Request, kind: type[Body]) -> Body:
         try:
-            body = msgspec.json.decode(await request.read(), type=kind)
+            # As pydantic does: "5" is a number where one is wanted.
+            body = msgspec.json.decode(await request.read(), type=kind, strict=False)
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
             raise Unreadable(400, str(problem)) from None
         self.check_model(getattr(body, "model", None))
@@ -138,7 +145,7 @@ class Api:
 
     def check_model(self, model: object) -> None:
         """Raises Refused where it is not this one."""
-        if model not in (None, self.model):
+        if model not in (None, "", self.model):
             raise Refused(404, f"The model `{model}` does not exist; this replica serves `{self.model}`.")
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -211,6 +218,12 @@ class Api:
     ) -> web.StreamResponse:
         self.fail_once()
         engine = self.life.engine
+        limit = engine.replica.max_text_tokens
+        if max_tokens > limit:
+            raise Refused(400, f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}")
+        if len(ids) < limit:
+            # As vLLM does, instead of refusing what does not fit: an answer ends with the context.
+            max_tokens = min(max_tokens, limit - len(ids))
         text = engine.replica.text(ids, body.cache_salt)
         with self.failures(request):
             async with engine.generate(text, max_tokens, handover.part(body.kv_transfer_params)) as (job, tokens):
@@ -308,7 +321,8 @@ class Api:
         return web.Response(body=page, content_type="text/plain", charset="utf-8")
 
     async def _set_faults(self, request: web.Request) -> web.Response:
-        faults = await self.read(request, Faults)
+        # Not of vLLM: a curl without a content type will do.
+        faults = await self._decoded(request, Faults)
         await self.apply(faults)
         return json_response(faults)
 

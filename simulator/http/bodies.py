@@ -1,16 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request bodies that a replica reads, as vLLM 0.32.0 takes them. Fields that change nothing here are ignored."""
+"""The request bodies that a replica reads and refuses as vLLM 0.32.0 does. Most fields change nothing here.
+
+`tests/engine/test_request_checks.py` compares the answers with vLLM's; docs/reference/simulator.md lists what is taken here
+all the same."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-TokenId = Annotated[int, msgspec.Meta(ge=0)]
+# vLLM refuses ids outside its model's vocabulary; prompts here may be of any, none of which is as large as this.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-Salt = Annotated[str, msgspec.Meta(min_length=1)]
 OnlyOne = Annotated[int, msgspec.Meta(ge=1, le=1)]
+NotEmpty = Annotated[str, msgspec.Meta(min_length=1)]
+# vLLM 0.32.0 entrypoints/generate/base/protocol.py (validate_cache_salt).
+Salt = Annotated[str, msgspec.Meta(pattern=r"\A[^@/\\\x00]{1,128}\Z")]
+# vLLM 0.32.0 sampling_params.py (_verify_args).
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Logprobs = Annotated[int, msgspec.Meta(ge=-1)]
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+Messages = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
 
 # vLLM's default of /v1/completions.
 DEFAULT_MAX_TOKENS = 16
@@ -19,10 +34,10 @@ DEFAULT_ANSWER_TOKENS = 128
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream carries besides the text."""
+    """What a stream carries besides the text. Not set: as not asked for, and without a stream only that is taken."""
 
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
+    include_usage: bool | msgspec.UnsetType | None = msgspec.UNSET
+    continuous_usage_stats: bool | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
@@ -36,22 +51,87 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     cache_salt: Salt | None = None
     return_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
+    # Checked as vLLM does, and without an effect here.
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Logprobs | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    min_tokens: TokenId = 0
+    prompt_logprobs: Logprobs | None = None
+    stop: NotEmpty | list[NotEmpty] | None = None
+    stop_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool = False
+    seed: Int64 | None = None
+    priority: Int64 = 0
+    request_id: str | None = None
+    user: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for fields that vLLM does not take together."""
+        if not self.stream and self.stream_options not in (None, StreamOptions()):
+            raise ValueError("Stream options can only be defined when `stream=True`.")
+        if self.stream and self.prompt_logprobs:
+            raise ValueError("`prompt_logprobs` are not available when `stream=True`.")
+        if self.most_tokens is not None and self.min_tokens > self.most_tokens:
+            raise ValueError(f"min_tokens must be less than or equal to max_tokens={self.most_tokens}")
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The answer's limit, None where the request has none."""
+        return self.max_tokens
 
 
 class CompletionBody(GenerationBody, kw_only=True):
     """/v1/completions. One prompt: a text, token ids, or a list that holds one of either."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
+    logprobs: Logprobs | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens or DEFAULT_MAX_TOKENS
+
+
+class ResponseFormat(msgspec.Struct):
+    """What is checked of a format."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("When response_format type is 'json_schema', the 'json_schema' field must be provided.")
 
 
 class ChatBody(GenerationBody, kw_only=True):
     """/v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    messages: Messages
     max_completion_tokens: AtLeastOne | None = None
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    logprobs: bool | None = False
+    top_logprobs: Logprobs | None = None
+    response_format: ResponseFormat | None = None
+
+    def __post_init__(self) -> None:
+        GenerationBody.__post_init__(self)
+        check_chat(self.messages, self.tools, self.add_generation_prompt, self.continue_final_message)
+        _check_choice(self.tools, self.tool_choice)
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("when using `top_logprobs`, `logprobs` must be set to true.")
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -59,11 +139,15 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[Any] | None = None
+    messages: Messages | None = None
+    tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool | None = False
+
+    def __post_init__(self) -> None:
+        if self.messages is not None:
+            check_chat(self.messages, None, self.add_generation_prompt, self.continue_final_message)
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -86,3 +170,42 @@ def prompt_of(body: CompletionBody) -> str | list[int]:
     if len(ids) != len(prompt):
         raise ValueError("this replica takes one prompt a request; send a text, or one list of token ids")
     return ids
+
+
+def check_chat(
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> None:
+    """Raises ValueError for a chat that vLLM refuses."""
+    for message in messages:
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise ValueError("each message needs a `role`, which is a text")
+        if role != "assistant" and message.get("content", "") is None:
+            raise ValueError(f"the `content` of a message of {role!r} must not be null")
+    if continue_final_message and add_generation_prompt:
+        raise ValueError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
+    if tools == []:
+        raise ValueError("`tools` must not be an empty array.")
+    for tool in tools or ():
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("each tool needs a `function` with a `name`")
+
+
+def _check_choice(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> None:
+    """Raises ValueError for a `tool_choice` that does not fit to the tools."""
+    if choice is None or choice == "none":
+        return
+    if tools is None:
+        raise ValueError("When using `tool_choice`, `tools` must be set.")
+    if isinstance(choice, str):
+        if choice not in ("auto", "required"):
+            raise ValueError(f"Invalid value for `tool_choice`: {choice}!")
+        return
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not any(tool["function"]["name"] == name for tool in tools):
+        raise ValueError("The tool specified in `tool_choice` does not match any of the specified `tools`")

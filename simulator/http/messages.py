@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -20,7 +20,7 @@ Blocks = str | list[dict[str, Any]]
 class Message(msgspec.Struct):
     """One message."""
 
-    role: str
+    role: Literal["user", "assistant", "system"]
     content: Blocks
 
 

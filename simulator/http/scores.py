@@ -4,7 +4,7 @@ share of words that they have in common."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,7 +22,7 @@ class RerankBody(msgspec.Struct, kw_only=True):
 
     query: str
     documents: list[str]
-    top_n: int = 0
+    top_n: Annotated[int, msgspec.Meta(ge=0)] = 0
     model: str | None = None
 
 

@@ -41,6 +41,25 @@ def test_a_body_and_its_answer_pass_unchanged(path: str) -> None:
         assert (asked.method, asked.target, asked.body) == ("POST", path, sent)
 
 
+@pytest.mark.parametrize("path", sorted(PATHS - AUDIO))
+def test_json_goes_on_as_json_whatever_it_is_called(path: str) -> None:
+    body = b'{"model": "m"}'
+    other = "application/x-www-form-urlencoded"
+    with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url)) as router:
+        for given, passed in (
+            ([], "application/json"),
+            ([other], "application/json"),
+            (["text/json; charset=utf-8"], "application/json"),
+            # vLLM does not look behind a blank.
+            (["application/json ; charset=utf-8"], "application/json"),
+            (["APPLICATION/json;charset=utf-8"], "APPLICATION/json;charset=utf-8"),
+            ([other, "application/json"], "application/json"),
+        ):
+            router.exchange(raw_request(path, body, *(f"content-type: {one}" for one in given)))
+            assert engine.asked[-1].all("content-type") == [passed]
+        assert len(engine.asked) == 6
+
+
 def test_a_stream_passes_byte_for_byte_and_as_it_comes() -> None:
     with ScriptedEngine(stream(EVENTS)) as engine, proxying(worker("w0", engine.url)) as router:
         status, headers, answer = router.post(CHAT, BODY)

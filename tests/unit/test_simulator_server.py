@@ -41,7 +41,9 @@ def server(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[ReplicaServer]:
 
 def call(url: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=10) as reply:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, data, {"content-type": "application/json"}), timeout=10
+    ) as reply:
         return json.loads(reply.read() or b"null")
 
 

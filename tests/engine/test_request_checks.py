@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's HTTP server accepts and refuses before it computes anything, as tests/golden/request_checks.json has it: the
+simulator answers alike (`tests/unit/test_simulator_requests.py`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from chat_model import write_chat_model
+from chat_server import ChatServer
+from engine_process import MAX_MODEL_LEN
+from request_checks import CONTEXT_TOKENS, statuses_of
+
+pytestmark = pytest.mark.engine
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "request_checks.json"
+
+
+def test_the_recorded_answers_are_vllms(tmp_path: Path) -> None:
+    assert MAX_MODEL_LEN == CONTEXT_TOKENS
+    with ChatServer(tmp_path, write_chat_model(tmp_path / "model")) as engine:
+        statuses = statuses_of(engine.url, engine.name)
+    # After a change of the requests: write `statuses` there.
+    assert statuses == json.loads(GOLDEN.read_text())

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that vLLM's HTTP server accepts or refuses before it computes anything, as one list for a real one and for
+the simulator. What a real one answered is in tests/golden/request_checks.json.
+
+Only what clients get wrong and what the simulator has a use for; docs/reference/simulator.md lists the rest."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+TOKENIZE, DETOKENIZE, COUNT = "/tokenize", "/detokenize", "/v1/messages/count_tokens"
+JSON = "application/json"
+TIMEOUT_S = 120.0
+# The context of the engines that are asked: prompt and answer together.
+CONTEXT_TOKENS = 2_048
+HELLO = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+GOOD: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "hello", "max_tokens": 1},
+    CHAT: {"messages": [HELLO], "max_tokens": 1},
+    MESSAGES: {"messages": [HELLO], "max_tokens": 1},
+    TOKENIZE: {"prompt": "hello"},
+    DETOKENIZE: {"tokens": [1, 2]},
+    COUNT: {"messages": [HELLO]},
+}
+# Fields that completions and chats share, each beside a good body.
+SAMPLING: list[dict[str, Any]] = [
+    *({"max_tokens": value} for value in (0, -1, 1.5, 1.0, "1", "x", None, True, 10**9, 2**70)),
+    *({"n": value} for value in (0, 1, "1")),
+    *({"temperature": value} for value in (-0.1, 0, 2, 2.1, "0.5", "x", None, True)),
+    *({"top_p": value} for value in (0, 1, 1.1, "x", None)),
+    *({"top_k": value} for value in (-2, -1, 0, 5, 1.5, None)),
+    *({"min_p": value} for value in (-0.1, 0.5, 1.1)),
+    *({"presence_penalty": value} for value in (-2.1, 2, 2.1)),
+    *({"frequency_penalty": value} for value in (-2.1, 2, 2.1)),
+    *({"repetition_penalty": value} for value in (0, 1.5)),
+    *({"min_tokens": value} for value in (-1, 0, 1, 2)),
+    *({"stop": value} for value in ("x", ["x"], [], "", [""], 1, None)),
+    *({"seed": value} for value in (1, 2**63, "x")),
+    *({"stream": value} for value in ("x", 2, "true")),
+    *({"stream_options": value} for value in ({"include_usage": True}, {}, None)),
+    *({"stream": True, "stream_options": value} for value in ({"include_usage": True}, {"include_usage": 5}, [], "x")),
+    *({"cache_salt": value} for value in ("", "s", "s" * 128, "s" * 129, "a/b", "a@b", "a\\b", "a\0b", 5, None)),
+    *({"kv_transfer_params": value} for value in ({}, [], "x", None)),
+    *({"user": value} for value in ("u", 5)),
+    *({"model": value} for value in ("other", "", 5, None)),
+    *({"ignore_eos": value} for value in (True, "x")),
+    *({"priority": value} for value in (0, "x")),
+    *({"return_token_ids": value} for value in (True, "x", None)),
+    *({"stop_token_ids": value} for value in ([1], ["x"], 1, None)),
+    *({"logit_bias": value} for value in ({"1": 1.0}, [], None)),
+    *({"request_id": value} for value in ("r", 5)),
+    {"unknown_field": 1},
+]
+OF_COMPLETIONS: list[dict[str, Any]] = [
+    *({"prompt": value} for value in ("", None, [], [""], [[]], "x", ["x"], [1], [[1]], [-1], [1.0], [1.5], ["x", 1])),
+    *({"prompt": value} for value in (5, {}, True, [None], [10**6], [2**70], "\ud83d\ude00")),
+    *({"logprobs": value} for value in (None, -2, "x")),
+    *({"prompt_logprobs": value} for value in (None, -2, "x")),
+    *({"echo": value} for value in (False, "x")),
+    {"suffix": 5},
+    *({"prompt": [5] * length} for length in (CONTEXT_TOKENS - 1, CONTEXT_TOKENS, CONTEXT_TOKENS + 1)),
+    {"prompt": [5] * (CONTEXT_TOKENS - 9), "max_tokens": 9},
+    {"prompt": [5] * (CONTEXT_TOKENS - 9), "max_tokens": 10},
+    # The default is 16.
+    {"prompt": [5] * (CONTEXT_TOKENS - 9), "max_tokens": None},
+]
+OF_CHATS: list[dict[str, Any]] = [
+    *({"messages": value} for value in (None, [], {}, "x", [5], [{}], [{"role": "user"}], [{"content": "x"}])),
+    *({"messages": [{"role": role, "content": "x"}]} for role in ("system", "assistant", "tool", "other", "", 5, None)),
+    *({"messages": [{"role": "user", "content": content}]} for content in (None, "", [], 5, {}, ["x"], [{}])),
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "other", "text": "x"}]}]},
+    *({"max_completion_tokens": value} for value in (0, -1, 1, "x", None)),
+    *({"tools": value} for value in ([TOOL], [], {}, [{}], [5], None)),
+    *({"tool_choice": value} for value in ("none", "auto", "other", None)),
+    {"tools": [TOOL], "tool_choice": "auto"},
+    {"tools": [TOOL], "tool_choice": "other"},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+    *({"add_generation_prompt": value} for value in (False, "x", None)),
+    {"continue_final_message": True},
+    {"continue_final_message": True, "add_generation_prompt": True},
+    {
+        "messages": [HELLO, {"role": "assistant", "content": "a"}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    },
+    *({"logprobs": value} for value in (None, False, "x")),
+    *({"top_logprobs": value} for value in (None, 0, -2, 1, "x")),
+    {"messages": [{"role": "user", "content": "word " * 2 * CONTEXT_TOKENS}]},
+    *({"response_format": value} for value in ({"type": "text"}, {"type": "other"}, "x", None)),
+]
+OF_MESSAGES: list[dict[str, Any]] = [
+    *({"max_tokens": value} for value in (0, -1, "x", None)),
+    *({"messages": value} for value in (None, [], "x", [{}], [{"role": "user"}], [{"role": "other", "content": "x"}])),
+    *({"system": value} for value in (None, "x", 5, [])),
+    *({"model": value} for value in ("other", None)),
+    *({"stream": value} for value in ("x", None)),
+    *({"temperature": value} for value in (-1, 1)),
+]
+OF_COUNT: list[dict[str, Any]] = [{"messages": []}, {"messages": None}, {"model": "other"}, {"model": None}]
+OF_TOKENIZE: list[dict[str, Any]] = [
+    *({"prompt": value} for value in ("", None, 5, ["x"])),
+    *({"prompt": None, "messages": value} for value in ([HELLO], [], None)),
+    *({"model": value} for value in ("other", None)),
+    {"return_token_strs": "x"},
+]
+OF_DETOKENIZE: list[dict[str, Any]] = [
+    *({"tokens": value} for value in ([], None, [-1], ["x"], [1.0], "x")),
+    {"model": "other"},
+]
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    COMPLETIONS: SAMPLING + OF_COMPLETIONS,
+    CHAT: SAMPLING + OF_CHATS,
+    MESSAGES: OF_MESSAGES,
+    COUNT: OF_COUNT,
+    TOKENIZE: OF_TOKENIZE,
+    DETOKENIZE: OF_DETOKENIZE,
+}
+TYPES = (
+    None,
+    "",
+    "text/plain",
+    "application/x-www-form-urlencoded",
+    "application/json; charset=utf-8",
+    "APPLICATION/JSON",
+)
+RAW = (b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff", b"{}", b'{"model": "MODEL"}')
+
+
+class Checked(NamedTuple):
+    """One request. content_type: None: it has none."""
+
+    name: str
+    path: str
+    content_type: str | None
+    body: bytes
+
+
+def checked_requests(model: str) -> Iterator[Checked]:
+    """All of them, for an engine that serves `model`."""
+    for path, good in GOOD.items():
+        whole = {"model": model} | good
+        for content_type in TYPES:
+            yield Checked(f"{path} content-type {content_type}", path, content_type, json.dumps(whole).encode())
+        for raw in RAW:
+            yield Checked(f"{path} {raw!r}", path, JSON, raw.replace(b"MODEL", model.encode()))
+        for change in CHANGES[path]:
+            yield Checked(f"{path} {_short(change)}", path, JSON, json.dumps(whole | change).encode())
+        for field in whole:
+            rest = {name: value for name, value in whole.items() if name != field}
+            yield Checked(f"{path} without {field}", path, JSON, json.dumps(rest).encode())
+
+
+def _short(change: dict[str, Any]) -> str:
+    text = json.dumps(change)
+    return text if len(text) < 90 else f"{text[:80]}... ({len(text)})"
+
+
+def answer_to(url: str, checked: Checked) -> tuple[int, bytes]:
+    """Status and body."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
+    try:
+        headers = {} if checked.content_type is None else {"content-type": checked.content_type}
+        connection.request("POST", checked.path, checked.body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def statuses_of(url: str, model: str) -> dict[str, int]:
+    """By name, what the engine at `url` answers to all of them."""
+    return {checked.name: answer_to(url, checked)[0] for checked in checked_requests(model)}
