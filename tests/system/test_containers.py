@@ -166,7 +166,9 @@ def healthy(command: list[str], env: Mapping[str, str]) -> bool:
 
 def call(url: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, {"content-type": "application/json"}), timeout=10) as reply:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, data, {"content-type": "application/json"}), timeout=10
+    ) as reply:
         return json.loads(reply.read())
 
 
