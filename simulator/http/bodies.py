@@ -34,7 +34,7 @@ DEFAULT_ANSWER_TOKENS = 128
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream carries besides the text. Not set: as not asked for, and without a stream only that is taken."""
+    """What a stream carries besides the text. Not set: as not wanted, and without a stream only that is taken."""
 
     include_usage: bool | msgspec.UnsetType | None = msgspec.UNSET
     continuous_usage_stats: bool | msgspec.UnsetType | None = msgspec.UNSET

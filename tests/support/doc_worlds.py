@@ -73,7 +73,8 @@ TWO = (engine("10.0.0.1"), engine("10.0.0.2"))
 TWO_WORKERS = "--worker w0=http://10.0.0.1:8000 --worker w1=http://10.0.0.2:8000"
 # A prompt at each engine, so that their groups are known.
 _PROMPT = json.dumps({"model": "gemma", "prompt": list(range(1, 200)), "max_tokens": 1})
-WARM = (*(f"curl -s http://10.0.0.{n}:8000/v1/completions -d '{_PROMPT}'" for n in (1, 2)), "sleep 1")
+_AS_JSON = "-H 'content-type: application/json'"
+WARM = (*(f"curl -s http://10.0.0.{n}:8000/v1/completions {_AS_JSON} -d '{_PROMPT}'" for n in (1, 2)), "sleep 1")
 
 WORLDS: dict[str, World] = {
     "README.md": World(

@@ -16,7 +16,7 @@ COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/me
 TOKENIZE, DETOKENIZE, COUNT = "/tokenize", "/detokenize", "/v1/messages/count_tokens"
 JSON = "application/json"
 TIMEOUT_S = 120.0
-# The context of the engines that are asked: prompt and answer together.
+# The context of the engines that are compared: prompt and answer together.
 CONTEXT_TOKENS = 2_048
 HELLO = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
