@@ -14,7 +14,7 @@ from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.placement_request import Placement
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.attempt import named
-from kvrouter.router.proxy.proxy import computed_at, is_event_stream, outcome_of
+from kvrouter.router.proxy.proxy import ERROR_IN_STREAM, computed_at, is_event_stream, outcome_of
 from kvrouter.router.proxy.request_reader import Request
 from kvrouter.router.quality.answer_tap import AnswerTap
 from kvrouter.router.quality.request_watch import CLIENT_GONE
@@ -84,8 +84,12 @@ class PickedRequest:
 
     def ends(self) -> None:
         """See `process_stream.Observer`."""
-        self._exchange.ended()
-        self._end(outcome_of(self._status))
+        failed = self._tap is not None and self._tap.failed
+        if failed:
+            self._exchange.spoiled(ERROR_IN_STREAM)
+        else:
+            self._exchange.ended()
+        self._end(outcome_of(self._status, failed=failed))
 
     def close(self) -> None:
         """See `process_stream.Observer`. The client hung up, or the engine or the gateway broke off: these look alike

@@ -37,6 +37,8 @@ from kvrouter.router.workers.worker_status import ReuseStatus
 log = logging.getLogger("kvrouter.proxy")
 
 EVENT_STREAM = b"text/event-stream"
+# Why a stream that is whole as HTTP is no answer.
+ERROR_IN_STREAM = "its stream ends with an error of the engine"
 
 
 class _Answer:
@@ -260,9 +262,10 @@ class Proxy:
             # The first byte of any other answer comes with its last token.
             placement.first_token()
         watch = request.watch
+        tap = watch.tap(client.send, head.status, head.headers, streams=streams)
         try:
             client.begin(head, h.answer_headers(head.headers, added, request.request_id), connection)
-            await connection.relay(watch.tap(client.send, head.status, head.headers, streams=streams))
+            await connection.relay(tap)
             client.finish()
         except Failure as failure:
             client.break_off()
@@ -273,8 +276,10 @@ class Proxy:
             raise
         finally:
             placement.done(watch.output_tokens())
+        if tap.failed:
+            answer.sent.exchange.spoiled(ERROR_IN_STREAM)
         self._sending.give_back(answer.sent)
-        outcome = outcome_of(head.status)
+        outcome = outcome_of(head.status, failed=tap.failed)
         self._metrics.answers(placement.worker)(outcome).inc()
         if log.isEnabledFor(logging.DEBUG):
             extra = {"path": client.path, "worker": placement.worker, "status": head.status}
@@ -287,9 +292,9 @@ def computed_at(placement: Placement) -> WorkerKey | None:
     return placement.prefilled_at if placement.prefill is None else placement.prefill.worker
 
 
-def outcome_of(status: int) -> str:
-    """How a whole answer with this status ended."""
-    if status >= FIRST_SERVER_ERROR:
+def outcome_of(status: int, *, failed: bool) -> str:
+    """How a whole answer with this status ended. failed: by what its stream says."""
+    if failed or status >= FIRST_SERVER_ERROR:
         return "server_error"
     return "client_error" if status >= FIRST_ERROR else "ok"
 

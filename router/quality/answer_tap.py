@@ -71,5 +71,10 @@ class AnswerTap:
         """Whether a stream has said that it is over, which it does before its bytes end."""
         return self._reader is not None and self._reader.done
 
+    @property
+    def failed(self) -> bool:
+        """Whether a stream has said that the engine failed."""
+        return self._reader is not None and self._reader.failed
+
     def usage(self) -> Usage | None:
         return None if self._reader is None else self._reader.usage()

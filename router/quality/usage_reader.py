@@ -9,6 +9,7 @@ Text within the answer cannot be taken for the key, as its quotes are escaped th
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,13 @@ MAX_CANDIDATES = 4
 # streams, `data: {"type":"message_stop"}` of Anthropic's.
 TAIL_BYTES = 16
 DONE = (b"[DONE]", b'message_stop"}')
+# An engine that fails within a stream says so in an event, and ends the stream as if it were whole. Source: vLLM 0.32.0
+# entrypoints/generate/base/serving.py (create_streaming_error_response); SGLang has the same form.
+ERROR_EVENT = b'\ndata: {"error"'
+# Of such an event; an engine's error may name a request's whole field.
+MAX_ERROR_BYTES = 4_096
+# Quotes within the message are escaped.
+_SERVER_ERROR = re.compile(rb'(?<!\\)"code": ?5\d\d\b')
 # More tokens than a prompt can have: not a real count.
 MAX_TOKENS = 2**40
 
@@ -44,7 +52,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 class UsageReader:
     """The reader of one answer: `feed` it in order, then read `usage` and `events`."""
 
-    __slots__ = ("_begun", "_candidates", "_streams", "_tail", "_value")
+    __slots__ = ("_begun", "_candidates", "_error", "_streams", "_tail", "_value")
 
     def __init__(self, *, streams: bool) -> None:
         """streams: it has events to count."""
@@ -55,6 +63,8 @@ class UsageReader:
         # What follows the last key, up to MAX_USAGE_BYTES, and that of the ones before.
         self._value: bytearray | None = None
         self._candidates: deque[bytearray] = deque(maxlen=MAX_CANDIDATES)
+        # What follows the last event of an error.
+        self._error: bytearray | None = None
 
     def feed(self, parts: list[bytes]) -> int:
         """The next bytes; how many events of a stream begin in them."""
@@ -73,6 +83,11 @@ class UsageReader:
             return 0
         events = window.count(EVENT, max(0, len(tail) - len(EVENT) + 1))
         self._begun += events
+        error = window.find(ERROR_EVENT, max(0, len(tail) - len(ERROR_EVENT) + 1))
+        if error >= 0:
+            self._error = bytearray(window[error + len(ERROR_EVENT) :][:MAX_ERROR_BYTES])
+        elif self._error is not None:
+            self._error += window[len(tail) :][: MAX_ERROR_BYTES - len(self._error)]
         return events
 
     def _keep(self, window: bytes, start: int, end: int) -> None:
@@ -96,6 +111,11 @@ class UsageReader:
     def done(self) -> bool:
         """Whether a stream has said that it is over."""
         return self._streams and self._tail.rstrip().endswith(DONE)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last error in a stream is the engine's, by its code."""
+        return self._error is not None and _SERVER_ERROR.search(self._error) is not None
 
     def usage(self) -> Usage | None:
         """The last usage in the answer, None if there is none."""

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
 from proxy_support import BODY, CHAT, OK, RAW, code, fleet, raw_request, until
-from scripted_engine import STREAM_HEAD, Asked, Wire, chunk, hang, plain
+from scripted_engine import STREAM_HEAD, Asked, Wire, chunk, hang, plain, stream
 
 from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN, PAUSE_FIRST_S
 from kvrouter.router.upstream.connection import MAX_INTERIM_ANSWERS
@@ -188,6 +189,21 @@ def test_an_engine_that_breaks_every_answer_off_is_left_alone(begun: bytes) -> N
         assert whole_answers(10) == 10
         assert len(broken.asked) == FAILURES_TO_OPEN + 1 + 10
         assert router.sample("proxy_breaker_state", worker="w0", state="closed") == 1
+
+
+@pytest.mark.parametrize(("code", "counts"), [(500, True), (400, False)])
+def test_a_stream_that_ends_with_the_engines_error_is_a_broken_answer(code: int, counts: bool) -> None:
+    error = {"error": {"message": 'it says "code": 500', "type": "x", "param": None, "code": code}}
+    events = [b'data: {"choices": []}\n\n', b"data: " + json.dumps(error).encode() + b"\n\n", b"data: [DONE]\n\n"]
+    with fleet(stream(events), OK) as (router, failing, other):
+        router.admission.clock = lambda: 0.0
+        for _ in range(FAILURES_TO_OPEN):
+            # The client gets what the engine says.
+            assert router.post(CHAT, BODY)[2] == b"".join(events)
+        router.post(CHAT, BODY)
+        assert (len(failing.asked), len(other.asked)) == ((5, 1) if counts else (6, 0))
+        failed = router.sample("proxy_requests_total", path=CHAT, outcome="server_error")
+        assert failed == (FAILURES_TO_OPEN if counts else 0)
 
 
 def test_a_client_that_hangs_up_on_the_one_that_tries_leaves_it_to_the_next() -> None:

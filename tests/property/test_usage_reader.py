@@ -153,3 +153,21 @@ def test_every_cut_and_all_of_them_are_the_same() -> None:
     assert read([[raw]]) == expected
     assert read([[raw[i : i + 1]] for i in range(len(raw))]) == expected
     assert all(read([[raw[:cut]], [raw[cut:]]]) == expected for cut in range(len(raw)))
+
+
+@given(st.data())
+def test_an_engines_error_within_a_stream_is_found_however_it_is_cut(data: st.DataObject) -> None:
+    code = data.draw(st.sampled_from([None, 400, 404, 499, 500, 503]))
+    error = {"error": {"message": data.draw(texts) + '"code": 500', "type": "x", "code": code}}
+    told = [{"choices": [{"delta": {"content": text}}]} for text in data.draw(st.lists(texts, max_size=4))]
+    if data.draw(st.booleans()):
+        told.append(error)
+    else:
+        # As a text that an answer quotes.
+        told.append({"choices": [{"delta": {"content": "\ndata: " + json.dumps(error)}}]})
+        code = None
+    raw = "".join(f"data: {json.dumps(event)}\n\n" for event in told) + "data: [DONE]\n\n"
+    reader = UsageReader(streams=True)
+    for parts in data.draw(cuts(raw.encode())):
+        reader.feed(parts)
+    assert reader.failed == (code is not None and code >= 500)
