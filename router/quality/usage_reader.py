@@ -83,7 +83,8 @@ class UsageReader:
             return 0
         events = window.count(EVENT, max(0, len(tail) - len(EVENT) + 1))
         self._begun += events
-        error = window.find(ERROR_EVENT, max(0, len(tail) - len(ERROR_EVENT) + 1))
+        # From the end: half the time in an event of some hundred bytes.
+        error = window.rfind(ERROR_EVENT, max(0, len(tail) - len(ERROR_EVENT) + 1))
         if error >= 0:
             self._error = bytearray(window[error + len(ERROR_EVENT) :][:MAX_ERROR_BYTES])
         elif self._error is not None:
