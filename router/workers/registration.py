@@ -69,8 +69,7 @@ _BASE_PATH = re.compile(r"(?<=[^/:])/v1/*\Z")
 
 
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address, never with a
-    trailing /v1: it is taken off wherever the registration comes from.
+    """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address.
 
     patch: where the engine patch answers requests; None: beside `events`, if it does; NO_PATCH: not looked for.
     draining: it gets no new requests, because a client said so, and its events are still followed; retiring: the same,
@@ -101,6 +100,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     numbered: bool = False
 
     def __post_init__(self) -> None:
+        """Take a trailing /v1 off the URL, wherever the registration comes from."""
         if self.url is not None and _BASE_PATH.search(self.url):
             msgspec.structs.force_setattr(self, "url", _BASE_PATH.sub("", self.url))
 

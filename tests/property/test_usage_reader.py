@@ -159,7 +159,9 @@ def test_every_cut_and_all_of_them_are_the_same() -> None:
 def test_an_engines_error_within_a_stream_is_found_however_it_is_cut(data: st.DataObject) -> None:
     code = data.draw(st.sampled_from([None, 400, 404, 499, 500, 503]))
     error = {"error": {"message": data.draw(texts) + '"code": 500', "type": "x", "code": code}}
-    told = [{"choices": [{"delta": {"content": text}}]} for text in data.draw(st.lists(texts, max_size=4))]
+    told: list[dict[str, Any]] = [
+        {"choices": [{"delta": {"content": text}}]} for text in data.draw(st.lists(texts, max_size=4))
+    ]
     if data.draw(st.booleans()):
         told.append(error)
     else:

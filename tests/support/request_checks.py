@@ -20,6 +20,13 @@ TIMEOUT_S = 120.0
 CONTEXT_TOKENS = 2_048
 HELLO = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+
+
+def each(field: str, *values: Any) -> list[dict[str, Any]]:
+    """The field with each of the values."""
+    return [{field: value} for value in values]
+
+
 GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hello", "max_tokens": 1},
     CHAT: {"messages": [HELLO], "max_tokens": 1},
@@ -30,61 +37,67 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 # Fields that completions and chats share, each beside a good body.
 SAMPLING: list[dict[str, Any]] = [
-    *({"max_tokens": value} for value in (0, -1, 1.5, 1.0, "1", "x", None, True, 10**9, 2**70)),
-    *({"n": value} for value in (0, 1, "1")),
-    *({"temperature": value} for value in (-0.1, 0, 2, 2.1, "0.5", "x", None, True)),
-    *({"top_p": value} for value in (0, 1, 1.1, "x", None)),
-    *({"top_k": value} for value in (-2, -1, 0, 5, 1.5, None)),
-    *({"min_p": value} for value in (-0.1, 0.5, 1.1)),
-    *({"presence_penalty": value} for value in (-2.1, 2, 2.1)),
-    *({"frequency_penalty": value} for value in (-2.1, 2, 2.1)),
-    *({"repetition_penalty": value} for value in (0, 1.5)),
-    *({"min_tokens": value} for value in (-1, 0, 1, 2)),
-    *({"stop": value} for value in ("x", ["x"], [], "", [""], 1, None)),
-    *({"seed": value} for value in (1, 2**63, "x")),
-    *({"stream": value} for value in ("x", 2, "true")),
-    *({"stream_options": value} for value in ({"include_usage": True}, {}, None)),
-    *({"stream": True, "stream_options": value} for value in ({"include_usage": True}, {"include_usage": 5}, [], "x")),
-    *({"cache_salt": value} for value in ("", "s", "s" * 128, "s" * 129, "a/b", "a@b", "a\\b", "a\0b", 5, None)),
-    *({"kv_transfer_params": value} for value in ({}, [], "x", None)),
-    *({"user": value} for value in ("u", 5)),
-    *({"model": value} for value in ("other", "", 5, None)),
-    *({"ignore_eos": value} for value in (True, "x")),
-    *({"priority": value} for value in (0, "x")),
-    *({"return_token_ids": value} for value in (True, "x", None)),
-    *({"stop_token_ids": value} for value in ([1], ["x"], 1, None)),
-    *({"logit_bias": value} for value in ({"1": 1.0}, [], None)),
-    *({"request_id": value} for value in ("r", 5)),
+    *each("max_tokens", 0, -1, 1.5, 1.0, "1", "x", None, True, 10**9, 2**70),
+    *each("n", 0, 1, "1"),
+    *each("temperature", -0.1, 0, 2, 2.1, "0.5", "x", None, True),
+    *each("top_p", 0, 1, 1.1, "x", None),
+    *each("top_k", -2, -1, 0, 5, 1.5, None),
+    *each("min_p", -0.1, 0.5, 1.1),
+    *each("presence_penalty", -2.1, 2, 2.1),
+    *each("frequency_penalty", -2.1, 2, 2.1),
+    *each("repetition_penalty", 0, 1.5),
+    *each("min_tokens", -1, 0, 1, 2),
+    *each("stop", "x", ["x"], [], "", [""], 1, None),
+    *each("seed", 1, 2**63, "x"),
+    *each("stream", "x", 2, "true"),
+    *each("stream_options", {"include_usage": True}, {}, None),
+    *(
+        {"stream": True} | change
+        for change in each("stream_options", {"include_usage": True}, {"include_usage": 5}, [], "x")
+    ),
+    *each("cache_salt", "", "s", "s" * 128, "s" * 129, "a/b", "a@b", "a\\b", "a\0b", 5, None),
+    *each("kv_transfer_params", {}, [], "x", None),
+    *each("user", "u", 5),
+    *each("model", "other", "", 5, None),
+    *each("ignore_eos", True, "x"),
+    *each("priority", 0, "x"),
+    *each("return_token_ids", True, "x", None),
+    *each("stop_token_ids", [1], ["x"], 1, None),
+    *each("logit_bias", {"1": 1.0}, [], None),
+    *each("request_id", "r", 5),
     {"unknown_field": 1},
 ]
 OF_COMPLETIONS: list[dict[str, Any]] = [
-    *({"prompt": value} for value in ("", None, [], [""], [[]], "x", ["x"], [1], [[1]], [-1], [1.0], [1.5], ["x", 1])),
-    *({"prompt": value} for value in (5, {}, True, [None], [10**6], [2**70], "\ud83d\ude00")),
-    *({"logprobs": value} for value in (None, -2, "x")),
-    *({"prompt_logprobs": value} for value in (None, -2, "x")),
-    *({"echo": value} for value in (False, "x")),
+    *each("prompt", "", None, [], [""], [[]], "x", ["x"], [1], [[1]], [-1], [1.0], [1.5], ["x", 1]),
+    *each("prompt", 5, {}, True, [None], [10**6], [2**70], "\ud83d\ude00"),
+    *each("logprobs", None, -2, "x"),
+    *each("prompt_logprobs", None, -2, "x"),
+    *each("echo", False, "x"),
     {"suffix": 5},
-    *({"prompt": [5] * length} for length in (CONTEXT_TOKENS - 1, CONTEXT_TOKENS, CONTEXT_TOKENS + 1)),
+    *each("prompt", *([5] * length for length in (CONTEXT_TOKENS - 1, CONTEXT_TOKENS, CONTEXT_TOKENS + 1))),
     {"prompt": [5] * (CONTEXT_TOKENS - 9), "max_tokens": 9},
     {"prompt": [5] * (CONTEXT_TOKENS - 9), "max_tokens": 10},
     # The default is 16.
     {"prompt": [5] * (CONTEXT_TOKENS - 9), "max_tokens": None},
 ]
 OF_CHATS: list[dict[str, Any]] = [
-    *({"messages": value} for value in (None, [], {}, "x", [5], [{}], [{"role": "user"}], [{"content": "x"}])),
-    *({"messages": [{"role": role, "content": "x"}]} for role in ("system", "assistant", "tool", "other", "", 5, None)),
-    *({"messages": [{"role": "user", "content": content}]} for content in (None, "", [], 5, {}, ["x"], [{}])),
+    *each("messages", None, [], {}, "x", [5], [{}], [{"role": "user"}], [{"content": "x"}]),
+    *(
+        {"messages": [change | {"content": "x"}]}
+        for change in each("role", "system", "assistant", "tool", "other", "", 5, None)
+    ),
+    *({"messages": [{"role": "user"} | change]} for change in each("content", None, "", [], 5, {}, ["x"], [{}])),
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]},
     {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
     {"messages": [{"role": "user", "content": [{"type": "other", "text": "x"}]}]},
-    *({"max_completion_tokens": value} for value in (0, -1, 1, "x", None)),
-    *({"tools": value} for value in ([TOOL], [], {}, [{}], [5], None)),
-    *({"tool_choice": value} for value in ("none", "auto", "other", None)),
+    *each("max_completion_tokens", 0, -1, 1, "x", None),
+    *each("tools", [TOOL], [], {}, [{}], [5], None),
+    *each("tool_choice", "none", "auto", "other", None),
     {"tools": [TOOL], "tool_choice": "auto"},
     {"tools": [TOOL], "tool_choice": "other"},
     {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
-    *({"add_generation_prompt": value} for value in (False, "x", None)),
+    *each("add_generation_prompt", False, "x", None),
     {"continue_final_message": True},
     {"continue_final_message": True, "add_generation_prompt": True},
     {
@@ -92,28 +105,28 @@ OF_CHATS: list[dict[str, Any]] = [
         "continue_final_message": True,
         "add_generation_prompt": False,
     },
-    *({"logprobs": value} for value in (None, False, "x")),
-    *({"top_logprobs": value} for value in (None, 0, -2, 1, "x")),
+    *each("logprobs", None, False, "x"),
+    *each("top_logprobs", None, 0, -2, 1, "x"),
     {"messages": [{"role": "user", "content": "word " * 2 * CONTEXT_TOKENS}]},
-    *({"response_format": value} for value in ({"type": "text"}, {"type": "other"}, "x", None)),
+    *each("response_format", {"type": "text"}, {"type": "other"}, "x", None),
 ]
 OF_MESSAGES: list[dict[str, Any]] = [
-    *({"max_tokens": value} for value in (0, -1, "x", None)),
-    *({"messages": value} for value in (None, [], "x", [{}], [{"role": "user"}], [{"role": "other", "content": "x"}])),
-    *({"system": value} for value in (None, "x", 5, [])),
-    *({"model": value} for value in ("other", None)),
-    *({"stream": value} for value in ("x", None)),
-    *({"temperature": value} for value in (-1, 1)),
+    *each("max_tokens", 0, -1, "x", None),
+    *each("messages", None, [], "x", [{}], [{"role": "user"}], [{"role": "other", "content": "x"}]),
+    *each("system", None, "x", 5, []),
+    *each("model", "other", None),
+    *each("stream", "x", None),
+    *each("temperature", -1, 1),
 ]
 OF_COUNT: list[dict[str, Any]] = [{"messages": []}, {"messages": None}, {"model": "other"}, {"model": None}]
 OF_TOKENIZE: list[dict[str, Any]] = [
-    *({"prompt": value} for value in ("", None, 5, ["x"])),
-    *({"prompt": None, "messages": value} for value in ([HELLO], [], None)),
-    *({"model": value} for value in ("other", None)),
+    *each("prompt", "", None, 5, ["x"]),
+    *({"prompt": None} | change for change in each("messages", [HELLO], [], None)),
+    *each("model", "other", None),
     {"return_token_strs": "x"},
 ]
 OF_DETOKENIZE: list[dict[str, Any]] = [
-    *({"tokens": value} for value in ([], None, [-1], ["x"], [1.0], "x")),
+    *each("tokens", [], None, [-1], ["x"], [1.0], "x"),
     {"model": "other"},
 ]
 CHANGES: dict[str, list[dict[str, Any]]] = {
