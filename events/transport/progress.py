@@ -14,6 +14,6 @@ class FellBehind(msgspec.Struct, frozen=True):
 
 
 class CaughtUp(msgspec.Struct, frozen=True):
-    """Nothing is under way, held or waiting any more, and all that was is yielded.
+    """Nothing is under way, held or waiting, and everything that was is yielded.
 
     A lost connection may come in between."""

@@ -84,7 +84,7 @@ class Membership:
         self._followers: dict[str, _Follower] = {}
         self._garbage: dict[bytes, bytes] = {}
         self._first = True
-        # When the last look was asked for.
+        # When the last look was requested.
         self._asked_s = -math.inf
         # The tokens that count, this process's always; and by worker, why which of them refuse it.
         self.routers = frozenset({token})
@@ -95,8 +95,8 @@ class Membership:
     def look(self, fields: Mapping[bytes, bytes], asked_s: float, now_s: float) -> bool:
         """Take what one look at the store showed; return whether who counts, or what they refuse, changed.
 
-        asked_s: when it was asked for. A heartbeat that is new in this look was written after the look before was asked
-        for: a store that was away brings back heartbeats that nobody saw and that are as old as its absence."""
+        asked_s: when it was requested. A heartbeat that is new in this look was written after the look before was
+        requested: a store that was away brings back heartbeats that nobody saw and that are as old as its absence."""
         beaten_s, self._asked_s = self._asked_s, asked_s
         seen = self._decode(fields)
         for token, router in list(self._known.items()):

@@ -255,7 +255,7 @@ class WorkerProfile:
         self.incident, self._is_passing = incident, False
 
     def catch_up(self) -> None:
-        """Take that nothing is under way any more, and that everything sent so far was applied."""
+        """Take that nothing is under way, and that everything sent so far was applied."""
         contact = self.contact
         if contact.same_life:
             contact.unproven = contact.same_life = False

@@ -99,7 +99,7 @@ def flips(data: bytes, count: int, rng: random.Random) -> Iterator[bytes]:
 
 
 def run(folder: Path, count: int, seed: int) -> Counter[str]:
-    """Flip `count` bits, each in the file as it was written; return what became of them."""
+    """Flip `count` bits, each in the undamaged file; return what became of them."""
     with StoreServer(folder / "first", *OPTIONS) as server:
         history = asyncio.run(write_history(server.url))
     (commands,) = (folder / "first" / "appendonlydir").glob("*.incr.aof")

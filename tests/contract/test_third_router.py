@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router shows of a worker that it does not follow: only what the follower of now vouches for. Real store,
+"""What a router shows of a worker that it does not follow: only what the current follower vouches for. Real store,
 sockets and streams."""
 
 from __future__ import annotations
