@@ -202,6 +202,16 @@ class ReuseStatus(msgspec.Struct, frozen=True):
     answers: int
 
 
+class EngineCache(msgspec.Struct, frozen=True):
+    """How an engine's metrics page describes its KV cache: whether it reuses prompts, tokens of a block, blocks, and
+    tokens of context that fit. None: it does not say."""
+
+    prefix_caching: bool | None = None
+    block_size: int | None = None
+    blocks: int | None = None
+    tokens: int | None = None
+
+
 class WorkerStatus(msgspec.Struct, frozen=True):
     """One rank of one worker; docs/reference/http.md describes the fields. residency: blocks by group and medium, like
     g0:GPU. closed: why it takes no requests now, empty if it does."""
@@ -234,6 +244,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     role: str = ""
     handover: str = ""
     engine: str = ""
+    engine_cache: EngineCache = EngineCache()
     predictions: str = ""
     reuse: ReuseStatus | None = None
 

@@ -51,6 +51,7 @@ FIELD_TEXTS = {
     "effective_prefill_tokens": "tokens of the prompt that are to be computed",
     "endpoint": "the engine's HTTP address; null for a worker without one",
     "engine": "of a load: what the engine last reported of it; of a worker: vllm or sglang",
+    "engine_cache": "how its metrics page describes its KV cache; null: it does not say",
     "epoch": "one run of the publisher",
     "error": "the error",
     "evidence": "what shows it",

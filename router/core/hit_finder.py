@@ -116,20 +116,25 @@ class HitFinder:
 
     def _guessed(self, question: Question, hits: list[Hit]) -> list[Hit]:
         """The hits, those of workers without usable events guessed from what was sent there."""
-        pieces, now = pieces_of(question), self._clock()
-        found = []
+        pieces: dict[int | None, list[int]] = {}
+        now = self._clock()
+        guessed = []
         for hit in hits:
             stream = self._registry.streams[hit.worker]
             if stream.view.approximate:
-                hit = approximate_hit(hit, self._history.hit_tokens(stream.life, pieces, question.num_tokens, now))
-            found.append(hit)
-        return found
+                block_size = stream.block_size
+                if block_size not in pieces:
+                    pieces[block_size] = pieces_of(question, block_size)
+                tokens = self._history.hit_tokens(stream.life, pieces[block_size], question.num_tokens, now, block_size)
+                hit = approximate_hit(hit, tokens)
+            guessed.append(hit)
+        return guessed
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
         """The prompt is on its way there: all that is known of a worker without usable events."""
         stream = self._registry.streams.get(worker)
         if stream is not None and stream.view.approximate:
-            self._history.sent(stream.life, pieces_of(question), self._clock())
+            self._history.sent(stream.life, pieces_of(question, stream.block_size), self._clock())
 
     def url(self, worker: WorkerKey) -> str | None:
         stream = self._registry.streams.get(worker)

@@ -26,6 +26,7 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         registration.note,
         stream.note,
         stream.disk_problem,
+        stream.cache.problem,
     )
     catalog = profile.catalog
     return WorkerStatus(
@@ -55,6 +56,7 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         role=registration.role.value,
         handover=registration.handover.value,
         engine=profile.engine.name,
+        engine_cache=stream.cache,
     )
 
 

@@ -232,9 +232,10 @@ class Diagnosis:
             engine_model="" if engine is None else engine.root,
             prompts=self._prompts(worker, stream),
             doubt=self._quality.doubt(worker),
+            cache=stream.cache,
         )
 
     def _prompts(self, worker: WorkerKey, stream: WorkerStream) -> PromptCount:
         lengths, catalog = self._placing.weights.prompts, stream.profile.catalog
-        unit = catalog.align if catalog.problem is None else stream.registration.block_size or USUAL_UNIT_MAX_TOKENS
+        unit = catalog.align if catalog.problem is None else stream.block_size or USUAL_UNIT_MAX_TOKENS
         return PromptCount(lengths.total(worker), lengths.below(worker, unit), lengths.above(worker, unit))

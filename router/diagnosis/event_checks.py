@@ -35,12 +35,18 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
     engine = engine_named(given.engine)
     flags = engine.flags
     if worker.is_silent:
+        caching = f"{flags.prefix_cache} " if worker.cache.problem else ""
+        known = (worker.reason or given.note or "it was registered without one", worker.cache.problem)
         yield found(
             "KV201",
             worker.name,
-            worker.reason or given.note or "it was registered without one",
-            f"{flags.serve} {flags.events}; and register events=tcp://HOST:5557,replay=tcp://HOST:5558",
+            "; ".join(filter(None, known)),
+            f"{flags.serve} {caching}{flags.events}; and register events=tcp://HOST:5557,replay=tcp://HOST:5558",
         )
+        return
+    if worker.cache.problem:
+        # It stores no block, so no event can come; whatever else is wrong with its events changes nothing.
+        yield found("KV202", worker.name, worker.cache.problem, f"{flags.serve} {flags.prefix_cache} {flags.events}")
         return
     if worker.state is StreamState.MISMATCHED:
         yield found(

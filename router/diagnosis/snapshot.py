@@ -14,6 +14,7 @@ from kvrouter.router.index.server_settings import ServerSettings
 from kvrouter.router.kvcache.catalog import Catalog
 from kvrouter.router.kvcache.scheme_verification import SchemeState
 from kvrouter.router.quality.prediction_judge import Doubt
+from kvrouter.router.workers.engine_cache import EngineCache
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -33,7 +34,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     reason: why the state is what it is. refusal: why the router may not connect there. unserved: why requests for the
     model would get 404. breaker: why no requests are sent there. refused: why blocks found no room in memory. withheld:
     why what lies beside the GPU earns no credit. is_heard: a batch of its events came, ever. blocks: that it holds.
-    engine_model: what the engine loaded its model from, empty where it does not say."""
+    engine_model: what the engine loaded its model from, empty where it does not say. cache: its KV cache, by its own
+    word."""
 
     registration: Registration
     state: StreamState
@@ -55,6 +57,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     engine_model: str = ""
     prompts: PromptCount = PromptCount()
     doubt: Doubt | None = None
+    cache: EngineCache = EngineCache()
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.workers.engine_answers import EngineAnswers
+from kvrouter.router.workers.engine_cache import EngineCache
 from kvrouter.router.workers.registration import CatalogSpec
 
 
@@ -63,7 +64,8 @@ class Engine(msgspec.Struct, frozen=True, eq=False):
     stock_problem: why the engine's own events alone prove no hit of a worker with this stated catalog; empty where they
     do. info_path: an HTTP path that this engine alone has; streams_in: what its answer says, from the engine at this
     URL; raises NotThisEngine where it is another's, and ValueError where it cannot be read. health_path: answers at once,
-    without work for the model. skips_cache: fields of a request for which the engine reuses nothing, as it wants the
+    without work for the model. cache_in: what a metrics page says of the KV cache of the core with this rank; None where it
+    says nothing. skips_cache: fields of a request for which the engine reuses nothing, as it wants the
     whole prompt computed.
 
     The wire has no field: both publish in one form, which `events/vllm/` reads (ADR 38). Nor has the patch: both send the
@@ -81,6 +83,7 @@ class Engine(msgspec.Struct, frozen=True, eq=False):
     streams_in: Callable[[bytes, str], EngineAnswers]
     health_path: str
     gauges: EngineGauges
+    cache_in: Callable[[bytes, int], EngineCache | None]
     tokens: TokenEndpoints
     flags: OperatorFlags
     skips_cache: Callable[[Mapping[str, object]], bool]

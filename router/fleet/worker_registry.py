@@ -33,6 +33,9 @@ class WorkerRegistry:
         self._members: list[Callable[[WorkerKey | None], None]] = []
         self._views: list[Callable[[WorkerKey, WorkerView | None], None]] = []
         self._loads: list[Callable[[WorkerKey, EngineLoad], None]] = []
+        self._lives: list[Callable[[WorkerKey], None]] = []
+        # The life of each worker's last view.
+        self._life: dict[WorkerKey, int] = {}
         self._registrations: tuple[Registration, ...] | None = None
         self._prefill_workers: dict[str, frozenset[WorkerKey]] | None = None
         # Looked into for each worker of each request.
@@ -44,13 +47,17 @@ class WorkerRegistry:
         members: Callable[[WorkerKey | None], None] | None = None,
         view: Callable[[WorkerKey, WorkerView | None], None] | None = None,
         load: Callable[[WorkerKey, EngineLoad], None] | None = None,
+        life: Callable[[WorkerKey], None] | None = None,
     ) -> None:
         """members: called when a worker came, went, or its registration changed, with that worker, and with None when
         others are left out than before. view: called with each new view of a
-        worker, None when it went. load: called with what engines that are followed here report of their load."""
+        worker, None when it went. load: called with what engines that are followed here report of their load. life:
+        called before `view` when another process of a worker's engine may have begun, so that what was judged of the one
+        before ends."""
         self._members += [] if members is None else [members]
         self._views += [] if view is None else [view]
         self._loads += [] if load is None else [load]
+        self._lives += [] if life is None else [life]
 
     def add(self, stream: WorkerStream) -> None:
         """A worker came; `stream` is to follow it."""
@@ -91,6 +98,12 @@ class WorkerRegistry:
             self._tell_view(worker, stream.view)
 
     def _tell_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
+        if view is None:
+            self._life.pop(worker, None)
+        elif self._life.setdefault(worker, view.life) != view.life:
+            self._life[worker] = view.life
+            for lives in self._lives:
+                lives(worker)
         for subscriber in self._views:
             subscriber(worker, view)
 

@@ -144,6 +144,8 @@ class WorkerProfile:
         self.contact = Contact()
         self.ranks = Ranks(ranks_allowed(registration.worker.dp_rank, True, ()))
         self.patch = PatchContact()
+        # How often what was learned was void, as another life of the engine may have begun.
+        self.lives_ended = 0
         # The sentence that explains the state, or says what happened last.
         self.incident = SILENT if self.is_silent else f"no connection to {registration.events} yet"
         # Whether the incident describes something under way, so that it ends when the worker is live.
@@ -288,7 +290,9 @@ class WorkerProfile:
         return not ranks.problem
 
     def forget_learned(self) -> None:
-        """What is stated stays."""
+        """Begin another life of the engine: nothing of it was heard or learned yet. What is stated stays."""
+        self.lives_ended += 1
+        self.contact.last_event_s = None
         self.engine = engine_named(self.registration.engine)
         self.declared, self._note, self.spec = None, "", self._stated
         self.learner = self._learner()

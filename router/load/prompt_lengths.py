@@ -16,7 +16,7 @@ CLASSES = 32
 
 
 class PromptLengths:
-    """Since the process started."""
+    """Since each worker's engine, or this process, started."""
 
     def __init__(self) -> None:
         self._counts: dict[WorkerKey, list[int]] = {}
@@ -38,6 +38,10 @@ class PromptLengths:
     def above(self, worker: WorkerKey, tokens: int) -> int:
         """Prompts that are longer than `tokens` for certain: rounded up to a power of two."""
         return sum(self._counts.get(worker, ())[tokens.bit_length() + 1 :])
+
+    def forget(self, worker: WorkerKey) -> None:
+        """Count from zero again: another process of its engine has computed none."""
+        self._counts.pop(worker, None)
 
     def keep(self, workers: Collection[WorkerKey]) -> None:
         """Forget all others."""

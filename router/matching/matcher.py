@@ -41,6 +41,8 @@ class WorkerView(msgspec.Struct, frozen=True, eq=False):
     lora_paths: dict[str, str]
     # It has no usable events: only what was sent there is known.
     approximate: bool = False
+    # The number of its engine's process, as far as `EngineLives` distinguishes them.
+    life: int = 0
 
 
 class HashPlan(msgspec.Struct, frozen=True, eq=False):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines without events may hold: the prompts that this router recently sent them. An estimate, marked as such.
 
-Evictions, groups, tiers and the requests of others are unknown, so entries expire. Pieces of
-PIECE_TOKENS tokens are named by a hash chained from the prompt's start. Pure: the clock's value is passed in.
+Evictions, groups, tiers and the requests of others are unknown, so entries expire. Pieces of whole blocks of
+the engine are named by a hash chained from the prompt's start. Pure: the clock's value is passed in.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import TypeAlias
 
@@ -16,7 +17,8 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.piece_names import piece_names
 from kvrouter.router.matching.question import Hit, Question
 
-# A few blocks of most engines: fewer pieces to remember, and a guess is not worth more precision.
+# A few blocks of most engines: fewer pieces to remember, and a guess is not worth more precision. Also what stands for
+# the block of an engine that does not say how large its blocks are.
 PIECE_TOKENS = 64
 # Some 150 bytes each.
 MAX_PIECES = 500_000
@@ -46,14 +48,23 @@ class RoutingHistory:
         while len(self._expiry_s) > self._max_pieces:
             self._expiry_s.popitem(last=False)
 
-    def hit_tokens(self, life: Life, pieces: list[int], num_tokens: int, now_s: float) -> int:
-        """Tokens of a prompt that the worker was sent and may still hold; at least one is always to be computed."""
+    def hit_tokens(self, life: Life, pieces: list[int], num_tokens: int, now_s: float, block_size: int | None) -> int:
+        """Return the tokens of a prompt that the worker was sent and may still hold, in whole blocks.
+
+        Args:
+            life: The worker's present process.
+            pieces: The prompt's, by `pieces_of` with the same block_size.
+            num_tokens: The prompt's length. At least one token is always computed, so its last block may be too.
+            now_s: The present time.
+            block_size: Tokens of one block of the engine, None where it does not say.
+        """
         count = 0
         for piece in pieces:
             if self._expiry_s.get((life, piece), now_s) <= now_s:
                 break
             count += 1
-        return max(0, min(count * PIECE_TOKENS, num_tokens - 1))
+        block = block_size or PIECE_TOKENS
+        return max(0, min(count * piece_tokens(block_size), (num_tokens - 1) // block * block))
 
     def forget(self, worker: WorkerKey) -> None:
         for name in [name for name in self._expiry_s if name[0][0] == worker]:
@@ -68,9 +79,15 @@ class RoutingHistory:
             del self._expiry_s[name]
 
 
-def pieces_of(question: Question) -> list[int]:
-    """The names of a prompt's whole pieces; none where only its hashes are known."""
-    return piece_names(question, PIECE_TOKENS)
+def piece_tokens(block_size: int | None) -> int:
+    """Return the tokens of one piece: as many whole blocks as PIECE_TOKENS needs, so that no piece ends within one."""
+    block = block_size or PIECE_TOKENS
+    return block * math.ceil(PIECE_TOKENS / block)
+
+
+def pieces_of(question: Question, block_size: int | None) -> list[int]:
+    """Return the names of a prompt's whole pieces; none where only its hashes are known."""
+    return piece_names(question, piece_tokens(block_size))
 
 
 def approximate_hit(hit: Hit, tokens: int) -> Hit:

@@ -65,7 +65,7 @@ def outcome_of(predicted: int, delivered: int) -> PredictionOutcome:
 
 
 class PredictionJudge:
-    """One worker's last predictions above zero, and their results."""
+    """One engine process's last predictions above zero, and their results."""
 
     def __init__(self) -> None:
         # (predicted, delivered)
@@ -75,8 +75,18 @@ class PredictionJudge:
         self._lengths: deque[tuple[int, int]] = deque(maxlen=COUNTED_WINDOW)
         self._tells = False
         self._silent = 0
+        # Counts the engine's processes; an answer is judged only in the life in which its worker was chosen.
+        self.life = 0
         # Of all answers with both numbers: how many, and their tokens.
         self._answers = self._predicted_tokens = self._delivered_tokens = 0
+
+    def begin_life(self) -> None:
+        """Forget the evidence: it is another process's. The sums stay, as they are this router's own."""
+        self.life += 1
+        self._alone.clear()
+        self._all.clear()
+        self._lengths.clear()
+        self._tells, self._silent = False, 0
 
     def delivered_of(self, cached_tokens: int | None, predicted: int | None) -> int | None:
         """The reuse that an answer with usage reports, None if unknown. predicted: as in `judge`, None: no prediction.

@@ -93,6 +93,12 @@ class Quality:
         problems = ((worker, predictions.problem()) for worker, predictions in self._predictions.items())
         return [f"worker {printable(worker.route_name)}: {problem}" for worker, problem in problems if problem]
 
+    def begin_life(self, worker: WorkerKey) -> None:
+        """Another process of its engine may have begun: nothing is known against its predictions (ADR 22)."""
+        predictions = self._predictions.get(worker)
+        if predictions is not None:
+            predictions.begin_life()
+
     def on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
         """The core knows something new of `worker`; None: it was dropped."""
         if view is None:
@@ -106,6 +112,7 @@ class RequestWatch:
     __slots__ = (
         "_began_s",
         "_flight",
+        "_life",
         "_measured",
         "_path",
         "_placement",
@@ -134,6 +141,8 @@ class RequestWatch:
         # Whether the hit of a choice is a prediction of what is reused.
         self._predicted = False
         self._placement: Placement | None = None
+        # The engine's process that was chosen, as the judge counts them.
+        self._life = 0
         self._flight: Flight | None = None
         self._tap: AnswerTap | None = None
         self._streams = False
@@ -153,6 +162,7 @@ class RequestWatch:
     def placed(self, placement: Placement) -> None:
         """A worker was chosen."""
         self._placement = placement
+        self._life = self._quality.of(placement.worker).life
         if self._quality.decisions is not None:
             self._quality.decisions.name(placement.selection_id, self._request_id)
         if self._trace is not None:
@@ -266,7 +276,9 @@ class RequestWatch:
         predicted = placement.predicted_tokens if self._predicted else None
         delivered = None
         if usage is not None:
-            delivered = self._quality.of(placement.worker).delivered_of(usage.cached_tokens, predicted)
+            predictions = self._quality.of(placement.worker)
+            same = predictions.life == self._life
+            delivered = predictions.delivered_of(usage.cached_tokens, predicted) if same else usage.cached_tokens
         ttft_s = tap.first_s - self._began_s if self._streams and tap.first_s is not None else None
         return ReuseReport(predicted, delivered, usage, ttft_s, self._quality.clock() - self._began_s)
 
@@ -293,8 +305,11 @@ class RequestWatch:
     def _judge(self, told: ReuseReport, tap: AnswerTap, placement: Placement, children: WorkerQualityMetrics) -> None:
         quality, measures = self._quality, self._quality.measures
         predictions = quality.of(placement.worker)
+        # Other evidence is of a process that has ended, or of none alone.
+        same = predictions.life == self._life
         if self._predicted and told.usage is not None:
-            predictions.counted(placement.num_tokens, told.usage.prompt_tokens)
+            if same:
+                predictions.counted(placement.num_tokens, told.usage.prompt_tokens)
             if told.usage.prompt_tokens != placement.num_tokens:
                 measures.length_mismatches(placement.worker).inc()
         if told.predicted is None or told.delivered is None:
@@ -308,7 +323,7 @@ class RequestWatch:
         children.delivered.inc(told.delivered)
         measures.error.observe(error)
         (children.under if error > 0 else children.over).inc(abs(error))
-        if not placement.choice.hit.approximate:
+        if same and not placement.choice.hit.approximate:
             predictions.judge(told.predicted, told.delivered, alone=tap.uncontested)
 
 

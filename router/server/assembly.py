@@ -132,7 +132,7 @@ class Assembly:
             raise StartError(_redis_problem(config, error)) from None
         tokens = await self._start_tokens(core, local)
         quality = Quality(metrics.quality, time.monotonic, tracing, decisions, logs_access=config.access_log == "on")
-        core.registry.subscribe(view=quality.on_view)
+        core.registry.subscribe(view=quality.on_view, life=quality.begin_life)
         watch = Watch(feed, decisions)
         if siblings is not None:
             siblings.own_decision = partial(find_decision, decisions)
@@ -275,7 +275,7 @@ class Assembly:
             supervisor=self._supervisor,
         )
         decisions.send_notice = placing.send_notice
-        core.registry.subscribe(view=admission.on_view, load=placing.engine_said)
+        core.registry.subscribe(view=admission.on_view, load=placing.engine_said, life=placing.weights.prompts.forget)
         return placing
 
     async def _start_discovery(self, core: Core, sources: Sequence[Source], http: aiohttp.ClientSession) -> Discovery:

@@ -48,7 +48,7 @@ FIRST_ERROR_STATUS = 500
 
 class EnginePoller:
     """Polls one worker's engine while its stream is followed. Its answers go to the worker's record; where another life
-    may have begun, the stream is read again. `lives` counts its processes, as far as its HTTP distinguishes them."""
+    may have begun, the stream is read again."""
 
     def __init__(
         self,
@@ -69,7 +69,6 @@ class EnginePoller:
         self._wants_start = False
         # Reads the current stream again; None without one.
         self.expire: Callable[[str], None] | None = None
-        self.lives = 0
 
     def move(self, url: str) -> None:
         """Polls the engine there from now on."""
@@ -122,7 +121,8 @@ class EnginePoller:
     def _take(self, sign: VitalSign) -> None:
         ingest = self._record.ingest
         ingest.on_liveness(sign)
-        self.lives += isinstance(sign, EngineLost | EngineRestarted)
+        if isinstance(sign, EngineLost):
+            self._record.facts.forget_process()
         if isinstance(sign, EngineBack | EngineRestarted) and self.expire is not None:
             self.expire("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
             ingest.reports.wants_snapshot = None
@@ -150,7 +150,11 @@ class EnginePoller:
 
     def _pulse(self, page: bytes) -> Pulse:
         facts, dp_rank = self._record.facts, self._record.registration.worker.dp_rank
-        gauges = self._record.profile.engine.gauges
+        engine = self._record.profile.engine
+        gauges, life = engine.gauges, engine_life(page, engine.gauges)
+        if life is not None and facts.vitals.start_s not in (None, life):
+            # The page is another process's than the last one.
+            facts.forget_process()
         if (said := parse_engine_load(page, dp_rank, gauges)) is not None:
             self._engine_load(said)
         if (ranks := engine_ranks(page, gauges)) and ranks != facts.engine_ranks:
@@ -161,4 +165,8 @@ class EnginePoller:
             self._commits.wake()
         if (tier := parse_cpu_tier(page, dp_rank)) is not None:
             facts.cpu_tier.observe(tier, self._services.clock())
-        return Pulse(engine_life(page, gauges))
+        if (cache := engine.cache_in(page, dp_rank)) is not None and cache != facts.cache:
+            facts.cache = cache
+            self._record.refresh()
+            self._record.dirty.set()
+        return Pulse(life)

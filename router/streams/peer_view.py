@@ -28,6 +28,7 @@ from kvrouter.router.ingest.worker_profile import (
 )
 from kvrouter.router.streams.stream_view import Position
 from kvrouter.router.streams.worker_events import Incidents
+from kvrouter.router.workers.engine_cache import EngineCache
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -40,6 +41,8 @@ META_CREDITED = "credited"
 META_ENGINE_START = "engine_start"
 # What is wrong with the disk below its offload tier.
 META_DISK = "disk"
+# How its metrics page describes its KV cache.
+META_ENGINE_CACHE = "engine_cache"
 # The number of the lease under which the state was written: the former follower's state is not the present one's.
 META_STATE_LEASE = "state_lease"
 
@@ -48,6 +51,7 @@ RESTORE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, KeyError, Rec
 
 # Fields of meta that say what the catalog and the hash scheme are; they come with few commits.
 _SHAPING = frozenset({META_LEARNED, META_SCHEME, META_DECLARED})
+NOTHING_SAID = EngineCache()
 _STATES = {state.value.encode(): state for state in StreamState}
 
 
@@ -60,17 +64,31 @@ def engine_start_s(meta: dict[str, bytes]) -> float | None:
     return start_s if math.isfinite(start_s) else None
 
 
+def engine_cache(meta: dict[str, bytes]) -> EngineCache:
+    """Return what META_ENGINE_CACHE says; another version's words say nothing."""
+    try:
+        return msgspec.json.decode(meta.get(META_ENGINE_CACHE, b"{}"), type=EngineCache)
+    except RESTORE_ERRORS:
+        return EngineCache()
+
+
 def state_fields(
-    state: StreamState, reason: str, credited: bool, start_s: float | None, disk: str = ""
+    state: StreamState,
+    reason: str,
+    credited: bool,
+    start_s: float | None,
+    disk: str = "",
+    cache: EngineCache = NOTHING_SAID,
 ) -> dict[str, bytes]:
-    """The state as it is written into meta. start_s: when the engine's process started. disk: what is wrong with its
-    disk."""
+    """Return the state as it is written into meta. start_s: when the engine's process started. disk: what is wrong with
+    its disk. cache: what its page says of its KV cache."""
     return {
         META_ENGINE_START: b"" if start_s is None else repr(start_s).encode(),
         META_STATE: state.value.encode(),
         META_REASON: reason.encode("utf-8", "surrogatepass"),
         META_CREDITED: b"%d" % credited,
         META_DISK: disk.encode(),
+        META_ENGINE_CACHE: msgspec.json.encode(cache),
     }
 
 
@@ -145,6 +163,16 @@ class PeerView:
     @property
     def disk_problem(self) -> str:
         return self._meta.get(META_DISK, b"").decode(errors="replace")
+
+    @property
+    def engine_start_s(self) -> float | None:
+        """When the engine's process started, by its follower."""
+        return engine_start_s(self._meta)
+
+    @property
+    def cache(self) -> EngineCache:
+        """What the engine says of its KV cache, by its follower."""
+        return engine_cache(self._meta)
 
     @property
     def incidents(self) -> Incidents:

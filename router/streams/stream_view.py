@@ -16,6 +16,7 @@ from kvrouter.router.streams.cpu_tier_watch import CpuTierWatch
 from kvrouter.router.streams.disk_watch import DiskWatch
 from kvrouter.router.streams.lease_holder import ELSEWHERE
 from kvrouter.router.streams.stream_machine import Phase
+from kvrouter.router.workers.engine_cache import EngineCache
 from kvrouter.router.workers.stream_state import CREDITED, SHOWN, StreamState, credited
 
 NO_FOLLOWER_YET = "no other router has been heard yet that follows this worker"
@@ -29,7 +30,8 @@ class Facts(msgspec.Struct):
     log_heard: the store shows what comes after. follower_problem: why the router that follows it is not heard.
     hold_problem: why the last hold ended. key_problem: the proof that its patch owes; stays while it is tried again.
     store_problem: why the store takes no commits. overdue: doubt has lasted longer than it is credited. alone: no other
-    rank is registered beside it. engine_ranks: of its engine's cores. stopping: it is no longer to be followed."""
+    rank is registered beside it. engine_ranks: of its engine's cores. stopping: it is no longer to be followed. disk,
+    cpu_tier, cache: what the metrics page of the engine's present process says."""
 
     refusal: str | None = None
     contradiction: str = ""
@@ -46,7 +48,12 @@ class Facts(msgspec.Struct):
     stopping: bool = False
     disk: DiskWatch = msgspec.field(default_factory=DiskWatch)
     cpu_tier: CpuTierWatch = msgspec.field(default_factory=CpuTierWatch)
+    cache: EngineCache = EngineCache()
     vitals: EngineLiveness = msgspec.field(default_factory=EngineLiveness)
+
+    def forget_process(self) -> None:
+        """Drop what the metrics page of a process said that has ended."""
+        self.disk, self.cpu_tier, self.cache = DiskWatch(), CpuTierWatch(), EngineCache()
 
 
 class Position(msgspec.Struct, frozen=True):

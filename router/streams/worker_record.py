@@ -17,12 +17,14 @@ from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.worker_profile import WorkerProfile
 from kvrouter.router.matching.matcher import WorkerView
+from kvrouter.router.streams.engine_lives import EngineLives
 from kvrouter.router.streams.mirror_lead import MirrorLead
 from kvrouter.router.streams.peer_view import PeerView, state_fields
 from kvrouter.router.streams.stream_machine import Action, Endpoints, Event, Phase, step
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.stream_view import Facts, Word, credit, shown_state
 from kvrouter.router.streams.worker_events import Incidents, WorkerEvents
+from kvrouter.router.workers.engine_cache import EngineCache
 from kvrouter.router.workers.provenance import ranks_allowed
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import PROVEN, StreamState
@@ -51,7 +53,7 @@ class Shown(msgspec.Struct):
 class WorkerRecord:
     """`view` is what the matcher may know of the worker now. Call `refresh` after whatever changes what is known.
 
-    17 attributes: all that the parts of one stream share is here, so that none of them keeps a copy."""
+    18 attributes: all that the parts of one stream share is here, so that none of them keeps a copy."""
 
     def __init__(self, registration: Registration, services: StreamServices, changed: Callable[[], None]) -> None:
         """changed: called when `view` did."""
@@ -73,6 +75,7 @@ class WorkerRecord:
         # Since when the state and the reason are what they are. A timer ends the credit of a state in doubt.
         self.since_s = self._reason_s = services.clock()
         self._credit_end: asyncio.TimerHandle | None = None
+        self.lives = EngineLives()
         # Since when nothing proves that what is shown is right; None: something does.
         self._doubted_since_s: float | None = None
         self.ingest = self._ingest()
@@ -103,11 +106,18 @@ class WorkerRecord:
         """What is wrong with the disk below the engine's offload tier; empty when nothing is."""
         return self.peer.disk_problem if self.is_elsewhere else self.facts.disk.problem(self._services.clock())
 
+    @property
+    def cache(self) -> EngineCache:
+        """What the engine says of its KV cache."""
+        return self.peer.cache if self.is_elsewhere else self.facts.cache
+
     def state_fields(self) -> dict[str, bytes]:
         """The state as the other processes are to know it."""
         ingest = self.ingest
         start_s = self.facts.vitals.start_s
-        return state_fields(ingest.state, ingest.reason, self.view.credited, start_s, self.disk_problem)
+        return state_fields(
+            ingest.state, ingest.reason, self.view.credited, start_s, self.disk_problem, self.facts.cache
+        )
 
     def step(self, event: Event) -> Action:
         self.phase, action = step(self.phase, event, self.endpoints)
@@ -159,6 +169,7 @@ class WorkerRecord:
             self.events.happened(incidents, self._word().reason)
         self._draw()
         word, old = self._word(), self.view
+        self._observe_life(word)
         state = shown_state(self.phase, self.facts, word)
         if state is not old.state:
             self.since_s = self._services.clock()
@@ -194,11 +205,19 @@ class WorkerRecord:
             return Word(self.peer.state, self.peer.reason, self.peer.credited, self.peer.problem)
         return Word(self.ingest.state, self.ingest.reason)
 
+    def _observe_life(self, word: Word) -> None:
+        elsewhere = self.is_elsewhere
+        self.lives.observe(
+            start_s=self.peer.engine_start_s if elsewhere else self.facts.vitals.start_s,
+            epoch=self.peer.epoch if elsewhere and self.facts.log_loaded else None,
+            voids=self.ingest.profile.lives_ended,
+            is_down=word.state is StreamState.DOWN,
+        )
+
     def _view(self, state: StreamState, word: Word) -> WorkerView:
         config, profile = self._services.config, self.profile
         shown = credit(self.phase, self.facts, word, state, config.suspect_credit_s)
         explained = profile.identity.explained and state is not StreamState.UNHASHABLE
-        usable = not self.endpoints.are_none and state is not StreamState.UNHASHABLE
         return WorkerView(
             worker=self.registration.worker,
             url=self.registration.url,
@@ -209,8 +228,15 @@ class WorkerRecord:
             catalog=profile.catalog,
             scheme=profile.identity.scheme if explained else None,
             lora_paths=profile.spec.lora_paths,
-            approximate=bool(config.approximate_ttl_s) and not usable and state is not StreamState.DOWN,
+            approximate=self._is_guessed(state),
+            life=self.lives.number,
         )
+
+    def _is_guessed(self, state: StreamState) -> bool:
+        """Whether what was sent there is all that is known of it; an engine that reuses nothing earns nothing."""
+        usable = not self.endpoints.are_none and state is not StreamState.UNHASHABLE
+        wanted = bool(self._services.config.approximate_ttl_s)
+        return wanted and not usable and state is not StreamState.DOWN and not self.cache.problem
 
     def _time_credit(self, state: StreamState) -> None:
         """Credit doubt for a while from its beginning. Doubt that is interrupted without proof has not begun again."""

@@ -37,6 +37,7 @@ from kvrouter.router.streams.stream_machine import Action, Event
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.stream_view import Position
 from kvrouter.router.streams.worker_record import WorkerRecord
+from kvrouter.router.workers.engine_cache import EngineCache
 from kvrouter.router.workers.registration import Registration
 
 log = logging.getLogger("kvrouter.stream")
@@ -120,8 +121,18 @@ class WorkerStream:
 
     @property
     def life(self) -> tuple[WorkerKey, int]:
-        """Names the engine's process, as far as its HTTP distinguishes them."""
-        return self.worker, self._engine.lives
+        """Names the engine's process, as far as `EngineLives` distinguishes them."""
+        return self.worker, self._record.lives.number
+
+    @property
+    def cache(self) -> EngineCache:
+        """What the engine says of its KV cache."""
+        return self._record.cache
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens of one block by the engine's own word, else as registered; None where neither says it."""
+        return self.cache.block_size or self.registration.block_size
 
     @property
     def held(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvrouter.router.workers.engine_cache import EngineCache
 from kvrouter.router.workers.engine_name import DEFAULT_ENGINE
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.source_precedence import REGISTER
@@ -97,6 +98,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     handover: str = "kv_transfer_params"
     # What kind of engine it is taken for (engine_name.py).
     engine: str = DEFAULT_ENGINE
+    # How its metrics page describes its KV cache.
+    engine_cache: EngineCache = EngineCache()
     # Why what is predicted for it is not to be trusted, by what its engine said of answers; empty when nothing speaks
     # against it.
     predictions: str = ""

@@ -257,6 +257,7 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "role": "both",
         "handover": "kv_transfer_params",
         "engine": "vllm",
+        "engine_cache": {"prefix_caching": None, "block_size": None, "blocks": None, "tokens": None},
         "predictions": "",
         "reuse": None,
     }

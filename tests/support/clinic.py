@@ -44,6 +44,13 @@ class Clinic:
             assert time.monotonic() < deadline, f"no {code} of {subject!r}: {report}\n{self.router.log_tail()}"
             time.sleep(POLL_S)
 
+    def wait_gone(self, code: str, subject: str = "") -> None:
+        """Return once no finding of this code has such a subject."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while findings := [one for one in self.report().findings if one.code == code and subject in one.subject]:
+            assert time.monotonic() < deadline, f"{findings}\n{self.router.log_tail()}"
+            time.sleep(POLL_S)
+
     def wait_well(self) -> DoctorReport:
         """The report once it has no finding."""
         deadline = time.monotonic() + TIMEOUT_S

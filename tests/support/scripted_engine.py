@@ -104,11 +104,12 @@ async def reset(asked: Asked, wire: Wire) -> None:
 
 class ScriptedEngine:
     """Listens in a thread of its own. `script` answers each POST; GET (/health, /metrics) is answered with 200 while
-    `healthy`."""
+    `healthy`, unless `pages` has a script for the path."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.healthy = True
+        self.pages: dict[str, Script] = {}
         self.asked: list[Asked] = []
         # Paths of the GETs.
         self.looked: list[str] = []
@@ -167,7 +168,7 @@ class ScriptedEngine:
         if asked.method == "GET":
             self.looked.append(asked.target)
             status = "200 OK" if self.healthy else "503 Service Unavailable"
-            await plain(b"", status)(asked, wire)
+            await self.pages.get(asked.target, plain(b"", status))(asked, wire)
             return
         self.asked.append(asked)
         answering = asyncio.ensure_future(self.script(asked, wire))

@@ -303,6 +303,10 @@ def test_kv307_a_cpu_tier_that_refuses(clinic: Clinic, http: EngineHttp) -> None
     http.metrics = b"vllm:kvrouter_offload_cpu_usage_perc 1.0\nvllm:kvrouter_offload_stores_refused_total 3.0\n"
     with clinic.worker("full", url=http.url) as subject:
         assert "100% of its slots" in clinic.find("KV307", subject).evidence
+        # Another process has refused nothing yet.
+        http.metrics = http.metrics.replace(b" 3.0", b" 0.0")
+        http.start_s = 2_000.5
+        clinic.wait_gone("KV307", subject)
 
 
 class Answers:

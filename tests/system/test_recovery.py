@@ -212,9 +212,20 @@ def test_a_worker_without_events_is_credited_with_what_was_sent_there_and_says_s
         row = router.worker("w0")
         assert row["approximate"] and not row["credited"] and "without an event endpoint" in row["reason"]
         assert router.metric("kvrouter_approximate_workers") == 1
+        # In the engine's own blocks, once it says how large they are.
+        http.metrics = b'vllm:cache_config_info{block_size="128",enable_prefix_caching="True",engine="0"} 1.0\n'
+        until(router, lambda row: row["engine_cache"]["block_size"] == 128)
+        router.request("POST", "/select", body)
+        assert router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"] == 128
         # Another process holds nothing of it; the start of this one is known.
         until(router, lambda row: http.asked.count("/metrics") > 1)
         http.start_s = 2_000.5
         until(router, lambda row: not router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"])
+        # One that reuses nothing is credited with nothing that is sent there.
+        http.metrics = http.metrics.replace(b"True", b"False")
+        until(router, lambda row: not row["approximate"])
+        router.request("POST", "/select", body)
+        assert router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"] == 0
+        assert "prefix caching is off" in router.worker("w0")["reason"]
     finally:
         router.unregister("w0")

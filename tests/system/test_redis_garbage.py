@@ -101,6 +101,7 @@ OTHERS: dict[str, Spoil] = {
     "state": field("state", b"\xff"),
     "reason": field("reason", b"\xff"),
     "engine start": field("engine_start", b"nan"),
+    "engine cache": field("engine_cache", b'{"block_size": -1}'),
     "lease": lambda client: client.set(LEASE, b"\xff"),
     "lease of another type": replaced(lambda client: LEASE),
 }

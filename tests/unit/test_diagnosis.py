@@ -39,6 +39,7 @@ from kvrouter.router.load.prompt_lengths import PromptLengths
 from kvrouter.router.quality.prediction_judge import Doubt, DoubtKind
 from kvrouter.router.streams.cpu_tier_watch import CpuTier, CpuTierWatch, parse_cpu_tier
 from kvrouter.router.streams.offload_page import NAMED_S
+from kvrouter.router.workers.engine_cache import CACHING_OFF, EngineCache
 from kvrouter.router.workers.registration import CatalogSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -208,6 +209,17 @@ def test_a_fleet_that_is_well_has_no_finding() -> None:
 )
 def test_what_is_young_or_plain_is_no_fault(young: WorkerFacts) -> None:
     assert codes(snapshot(young)) == []
+
+
+def test_an_engine_that_says_that_it_reuses_nothing_is_named_before_any_prompt() -> None:
+    off = EngineCache(prefix_caching=False)
+    (finding,) = findings(snapshot(worker(cache=off, is_heard=False, blocks=0, catalog=NOTHING_KNOWN)))
+    assert finding.code == "KV202" and finding.evidence == CACHING_OFF
+    assert "--enable-prefix-caching" in finding.fix
+    silent = worker(given={"events": None, "replay": None}, is_silent=True, is_heard=False, cache=off)
+    (finding,) = findings(snapshot(silent))
+    assert finding.code == "KV201" and CACHING_OFF in finding.evidence
+    assert "--enable-prefix-caching" in finding.fix
 
 
 def test_workers_that_are_down_explain_why_no_request_is_placed() -> None:

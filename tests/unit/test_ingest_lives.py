@@ -85,6 +85,15 @@ def feed(ingest: Ingest, *items: Any, now: float = 1.0) -> Ingest:
     return ingest
 
 
+def test_nothing_of_another_process_was_heard() -> None:
+    ingest = feed(make(url=URL), Connected(False), batch(0, stored([1])))
+    assert ingest.profile.contact.last_event_s is not None
+    ingest.on_liveness(EngineRestarted("its start is 2.00"))
+    assert ingest.profile.contact.last_event_s is None
+    feed(ingest, Restarted(0, 0, "seq 0"), batch(0, stored([2])), now=3.0)
+    assert ingest.profile.contact.last_event_s == 3.0
+
+
 def live(**options: Any) -> Ingest:
     return feed(make(**options), FellBehind(), Connected(), CaughtUp())
 

@@ -19,6 +19,7 @@ from kvrouter.router.quality.prediction_judge import (
     PredictionOutcome,
     outcome_of,
 )
+from kvrouter.router.workers.worker_status import ReuseStatus
 
 W0, W1 = WorkerKey("m", "w0", 0), WorkerKey("m", "w1", 0)
 
@@ -99,6 +100,21 @@ def test_an_engine_that_leaves_zeros_out_means_zero() -> None:
     assert predictions.delivered_of(None, 0) == 0
     assert [predictions.delivered_of(None, 96) for _ in range(SILENT_MIN)] == [0] * (SILENT_MIN - 1) + [None]
     assert predictions.delivered_of(None, None) is None
+
+
+def test_what_was_judged_ends_with_the_engines_process_and_the_sums_stay() -> None:
+    predictions = judged(*[(96, 0)] * BUSY_MIN)
+    for _ in range(SILENT_MIN):
+        predictions.delivered_of(None, 96)
+        predictions.counted(100, 101)
+    predictions.sum_up(96, 0)
+    predictions.begin_life()
+    assert predictions.problem() is None
+    assert predictions.reuse() == ReuseStatus(96, 0, 1)
+    told = judged()
+    told.delivered_of(64, 64)
+    told.begin_life()
+    assert told.delivered_of(None, 0) is None, "the process before left zeros out; this one may report nothing"
 
 
 def test_other_lengths_are_another_tokenizer() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -24,7 +25,7 @@ class Stream:
     def __init__(self, registration: Registration) -> None:
         self.registration = registration
         self.worker = registration.worker
-        self.view = f"view of {registration.worker.worker_id}"
+        self.view: Any = SimpleNamespace(of=registration.worker.worker_id, life=0)
 
     def update(self, registration: Registration) -> None:
         self.registration = registration
@@ -48,6 +49,9 @@ class Subscriber:
 
     def view(self, worker: WorkerKey, view: Any) -> None:
         self.heard.append((worker, view))
+
+    def life(self, worker: WorkerKey) -> None:
+        self.heard.append(("life", worker))
 
     def load(self, worker: WorkerKey, said: EngineLoad) -> None:
         self.heard.append((worker, said))
@@ -108,11 +112,29 @@ def test_views_are_told_while_the_worker_is_registered(registry: WorkerRegistry,
     registry.add(stream(ONE))
     subscriber.take()
     registry.view_changed(ONE)
-    assert subscriber.take() == [(ONE, "view of one")]
+    assert subscriber.take() == [(ONE, SimpleNamespace(of="one", life=0))]
     registry.remove(ONE)
     subscriber.take()
     registry.view_changed(ONE)
     assert subscriber.take() == []
+
+
+def test_another_life_is_told_before_its_view_and_once(registry: WorkerRegistry, subscriber: Subscriber) -> None:
+    registry.subscribe(life=subscriber.life)
+    registry.add(one := stream(ONE))
+    registry.view_changed(ONE)
+    subscriber.take()
+    cast(Any, one).view.life = 1
+    registry.view_changed(ONE)
+    registry.view_changed(ONE)
+    assert [what for what, _ in subscriber.take()] == ["life", ONE, ONE]
+    registry.remove(ONE)
+    registry.add(stream(ONE))
+    subscriber.take()
+    registry.view_changed(ONE)
+    assert [what for what, _ in subscriber.take()] == [ONE], (
+        "a worker that is registered again begins a life without news"
+    )
 
 
 def test_each_hears_only_what_it_subscribed_to(registry: WorkerRegistry) -> None:

@@ -13,6 +13,7 @@ import msgspec
 
 from kvrouter.router.common.ids import CPU, STORAGE
 from kvrouter.router.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
+from kvrouter.router.engines.sglang.cache_info import cache_in
 from kvrouter.router.engines.sglang.server_info import SERVER_INFO_PATH, streams_in
 from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.kvcache.catalog import FULL_KINDS
@@ -104,6 +105,7 @@ SGLANG = Engine(
     # Its /health takes a second or more and generates a token; this says whether it takes requests.
     health_path="/ready",
     gauges=GAUGES,
+    cache_in=cache_in,
     tokens=TOKENS,
     flags=FLAGS,
     skips_cache=skips_cache,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from kvrouter.router.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
+from kvrouter.router.engines.vllm.cache_info import cache_in
 from kvrouter.router.engines.vllm.event_sources import SOURCES_PATH, streams_in
 from kvrouter.router.kvcache.block_hash import HashScheme, known_schemes
 from kvrouter.router.kvcache.page_hash import LOOKAHEAD_TOKENS
@@ -97,6 +98,7 @@ VLLM = Engine(
     streams_in=streams_in,
     health_path="/health",
     gauges=GAUGES,
+    cache_in=cache_in,
     tokens=TOKENS,
     flags=FLAGS,
     skips_cache=skips_cache,

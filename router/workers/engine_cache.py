@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's own words about its KV cache, as its metrics page has them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+# Far beyond any engine: a page may say anything, and sizes are multiplied and shown.
+MAX_COUNT = 1 << 48
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
+CACHING_OFF = "its prefix caching is off by its own metrics page, so it computes every prompt anew"
+
+
+class EngineCache(msgspec.Struct, frozen=True):
+    """The KV cache of one engine core; a field is None where the engine does not say it."""
+
+    # Whether prompts are reused at all.
+    prefix_caching: bool | None = None
+    # Tokens of one block; the smallest one where groups differ.
+    block_size: Count | None = None
+    # Blocks on the accelerator.
+    blocks: Count | None = None
+    # Tokens of context that fit there. It differs from blocks times block_size for hybrid models.
+    tokens: Count | None = None
+
+    @property
+    def problem(self) -> str:
+        """Why the engine reuses nothing, by its own word; empty while it does, or does not say."""
+        return CACHING_OFF if self.prefix_caching is False else ""
+
+
+def positive_count(text: bytes) -> int | None:
+    """Return the count that a label or a sample says, None where it says none.
+
+    Engines print `None` for what they do not know, and samples are floats (`128.0`)."""
+    try:
+        count = int(float(text))
+    except (ValueError, OverflowError):
+        return None
+    return count if 0 < count <= MAX_COUNT else None

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was judged of an engine ends with its process: at the router that follows its worker, and at another one on the
+same store, which learns of the restart from what the first one writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clinic import Clinic
+from fake_engine import BLOCK, FakeEngine, prompt, stored
+from fleet import held, until
+from router_process import RouterProcess
+from scripted_engine import Asked, ScriptedEngine, Wire, plain
+from store_server import StoreServer
+
+from kvrouter.router.diagnosis.event_checks import UNHEARD_PROMPTS
+from kvrouter.router.quality.prediction_judge import SILENT_MIN
+
+MODEL = "m"
+CACHED = prompt(1)
+# Longer than any block of an engine that does not say how large its blocks are.
+LONG_BLOCKS = 2_100 // BLOCK
+
+
+async def tell_nothing(asked: Asked, wire: Wire) -> None:
+    """An engine's answer without the tokens that it reused."""
+    tokens = len(json.loads(asked.body)["prompt"])
+    usage = {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1}
+    body = {"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": "a"}], "usage": usage}
+    await plain(json.dumps(body).encode())(asked, wire)
+
+
+class Engine:
+    """Events and HTTP of an engine whose process can be replaced by another."""
+
+    def __init__(self, http: ScriptedEngine, events: FakeEngine) -> None:
+        self.http = http
+        self.events = events
+        self.start(1_000.5)
+
+    def start(self, start_s: float, page: str = "") -> None:
+        """Let another process answer from now on. page: what else is on its metrics page."""
+        self.http.pages["/metrics"] = plain(f"process_start_time_seconds {start_s}\n{page}".encode())
+
+
+@pytest.fixture
+def engine(context: Any, engines: list[FakeEngine]) -> Iterator[Engine]:
+    events = FakeEngine(context)
+    engines.append(events)
+    with ScriptedEngine(tell_nothing) as http:
+        yield Engine(http, events)
+
+
+@pytest.fixture
+def clinics(tmp_path: Path, server: StoreServer, engine: Engine) -> Iterator[list[Clinic]]:
+    """The router that follows the worker, and one that does not. Both have seen that the engine holds CACHED."""
+    flags = ["--redis", server.url, "--health-interval-s", "0.1", "--lease-ttl-s", "2"]
+    with RouterProcess(tmp_path / "a", flags) as one:
+        one.request("POST", "/register", engine.events.registration("w", MODEL, url=engine.http.url))
+        one.wait_connected("w", engine.events.wait_subscribed)
+        with RouterProcess(tmp_path / "b", flags) as two:
+            seq = engine.events.publish(stored(CACHED, 0, 12))
+            for router in (one, two):
+                router.wait_seen("w", seq)
+                router.wait_row("w", lambda row: row["state"] == "live" and row["credited"], "live")
+            routers = sorted((one, two), key=held, reverse=True)
+            assert [held(router) for router in routers] == [1, 0]
+            yield [Clinic(router) for router in routers]
+
+
+def test_what_was_judged_ends_with_the_engines_process_at_every_router(engine: Engine, clinics: list[Clinic]) -> None:
+    for clinic in clinics:
+        for _ in range(SILENT_MIN):
+            clinic.complete(MODEL, CACHED)
+        clinic.find("KV401", "worker w")
+        assert "cached_tokens" in str(clinic.router.request("GET", "/health"))
+    engine.start(2_000.5)
+    for clinic in clinics:
+        # Without any answer of the new process.
+        clinic.wait_gone("KV401")
+        assert "cached_tokens" not in str(clinic.router.request("GET", "/health"))
+
+
+def test_a_restarted_engine_that_publishes_nothing_is_found_by_its_prompts(
+    engine: Engine, clinics: list[Clinic]
+) -> None:
+    follower = clinics[0]
+    engine.events.restart()
+    engine.start(2_000.5)
+    until(lambda: follower.router.worker("w")["last_event_age_s"] is None, "events of the old process still count")
+    follower.router.wait_row("w", lambda row: row["state"] == "live", "live")
+    for seed in range(UNHEARD_PROMPTS):
+        assert "KV202" not in follower.codes()
+        follower.complete(MODEL, prompt(seed, LONG_BLOCKS))
+    assert f"it computed {UNHEARD_PROMPTS} prompts" in follower.find("KV202", "worker w").evidence
+
+
+def test_an_engine_without_prefix_caching_says_so_at_once_at_every_router(
+    engine: Engine, clinics: list[Clinic]
+) -> None:
+    line = 'vllm:cache_config_info{{block_size="32",enable_prefix_caching="{}",engine="0",num_gpu_blocks="9"}} 1.0\n'
+    engine.start(2_000.5, line.format(False))
+    for clinic in clinics:
+        finding = clinic.find("KV202", "worker w")
+        assert "prefix caching is off" in finding.evidence and "--enable-prefix-caching" in finding.fix
+        row = clinic.router.worker("w")
+        assert row["engine_cache"] == {"prefix_caching": False, "block_size": 32, "blocks": 9, "tokens": None}
+    engine.start(3_000.5, line.format(True))
+    for clinic in clinics:
+        clinic.wait_gone("KV202")

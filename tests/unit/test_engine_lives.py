@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which signs begin another life of an engine, at the router that follows its worker and at others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvrouter.router.streams.engine_lives import EngineLives
+
+
+class Signs:
+    """An engine that is followed here, from its first start on; each step says what changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {"start_s": None, "epoch": None, "voids": 0, "is_down": False}
+        self.lives = EngineLives()
+
+    def begins(self, **changes: Any) -> bool:
+        """Whether these news begin another life."""
+        before = self.lives.number
+        self._known |= changes
+        self.lives.observe(**self._known)
+        assert self.lives.number in (before, before + 1)
+        return self.lives.number > before
+
+
+def test_a_process_with_another_start_is_another_life() -> None:
+    signs = Signs()
+    assert not signs.begins(start_s=1.0)
+    assert not signs.begins(start_s=1.0)
+    assert signs.begins(start_s=2.0)
+    # An answer without it says nothing.
+    assert not signs.begins(start_s=None)
+    assert not signs.begins(start_s=2.0)
+    assert signs.begins(start_s=3.0)
+
+
+def test_whatever_voids_what_was_learned_may_be_another_life() -> None:
+    signs = Signs()
+    assert signs.begins(voids=1)
+    assert not signs.begins()
+    # Another ingest counts from zero.
+    assert not signs.begins(voids=0)
+    assert signs.begins(voids=1)
+
+
+def test_an_engine_that_is_gone_ends_its_life_once() -> None:
+    signs = Signs()
+    assert signs.begins(is_down=True)
+    assert not signs.begins()
+    assert not signs.begins(is_down=False)
+
+
+def test_where_another_router_follows_the_start_decides_and_without_one_the_epoch() -> None:
+    signs = Signs()
+    assert not signs.begins(epoch="a", start_s=1.0)
+    assert not signs.begins(epoch="b"), "the follower voided in one process"
+    assert signs.begins(start_s=2.0)
+    assert not signs.begins(start_s=None)
+    assert signs.begins(epoch="c")
+
+
+def test_a_worker_that_changes_its_follower_lives_on() -> None:
+    signs = Signs()
+    assert not signs.begins(start_s=1.0)
+    assert not signs.begins(epoch="a")
+    assert not signs.begins(epoch=None)
