@@ -11,6 +11,7 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.engines.engine import Engine
 from kvrouter.router.engines.engine_lists import EngineLists, ServedModels
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.workers.engine_answers import refusal_problem
 from kvrouter.router.workers.model_names import unserved_problem
 from kvrouter.router.workers.provenance import origin_problems
 
@@ -68,6 +69,7 @@ class RegistrationJudge:
             self._registry.streams[worker].judge(
                 alone=ranks[worker.worker_id] == 1,
                 contradiction=contradictions.get(worker, ""),
+                refused=refusal_problem(url, self._engines.refusing.get(url)),
                 note=(kind and kind_problem(one.engine, kind))
                 or unserved_problem(worker.model, engine.names, engine.adapters),
             )

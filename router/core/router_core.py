@@ -387,7 +387,7 @@ class Core:
         for stream in self.registry.streams.values():
             view = stream.view
             name = f"worker {printable(view.worker.worker_id)} (rank {view.worker.dp_rank})"
-            known = (self.mirror_sync.lost_credit(view.worker), stream.note, stream.disk_problem)
+            known = (self.mirror_sync.lost_credit(view.worker), stream.note, stream.refused, stream.disk_problem)
             problems += [f"{name}: {why}" for why in known if why]
             if view.state is not StreamState.LIVE or (view.catalog.problem is not None and not _is_fresh(stream)):
                 why = view.reason or view.catalog.problem or ""

@@ -25,6 +25,7 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         mirror.lost_credit(stream.worker),
         registration.note,
         stream.note,
+        stream.refused,
         stream.disk_problem,
         stream.cache.problem,
     )
@@ -104,6 +105,7 @@ def count_worker(metrics: StreamMetrics, worker: WorkerKey, stream: WorkerStream
     metrics.disk_corrupt_records(worker).set(stream.disk.signs.corrupt)
     metrics.patch_withheld(worker).set(bool(stream.ingest.profile.patch.problem))
     metrics.unserved_models(worker).set(bool(stream.note))
+    metrics.refusing_engines(worker).set(bool(stream.refused))
     stream.counted = msgspec.structs.replace(now)
     for state in StreamState:
         metrics.state(worker)(state).set(state is stream.view.state)

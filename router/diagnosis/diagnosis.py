@@ -5,7 +5,7 @@ around the checks."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import aiohttp
@@ -44,8 +44,9 @@ from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.redis_client.servers import Servers
 from kvrouter.router.streams.worker_stream import WorkerStream
+from kvrouter.router.tokens.unknown_prompts import MissingTokens
 from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.worker_status import WorkerStatus
+from kvrouter.router.workers.unregistered_worker import UnregisteredWorker
 
 # Facts of a worker take some 30 us; meanwhile nothing else is answered.
 WORKERS_A_TURN = 64
@@ -60,11 +61,14 @@ class TokensSource(Protocol):
     @property
     def differences(self) -> Callable[[], Sequence[tuple[str, str, str]]]: ...
 
+    @property
+    def missing(self) -> Callable[[], Iterable[MissingTokens]]: ...
+
 
 class WorkerSources(Protocol):
     """`Discovery`, as far as it is looked at."""
 
-    def statuses(self) -> Sequence[WorkerStatus]: ...
+    def unregistered(self) -> Sequence[UnregisteredWorker]: ...
 
     def down(self) -> Sequence[tuple[str, str]]: ...
 
@@ -144,13 +148,15 @@ class Diagnosis:
             time_s=time_s,
             workers=workers,
             unregistered=[
-                Unregistered(row.worker_id, row.dp_rank, row.source, row.reason) for row in self._sources.statuses()
+                Unregistered(*one.registration.worker[1:], one.registration.source, one.waiting.reason, one.waiting.fix)
+                for one in self._sources.unregistered()
             ],
             left_out=core.registry.left_out,
             contested=[Contested(*name, source, why) for source, name, why in self._sources.contested()],
             endpoints=endpoints,
             engine_clocks=ahead,
             tokens=self._tokens.differences(),
+            missing_tokens=tuple(self._tokens.missing()),
             store=StoreFacts(
                 problem=store.problem or "",
                 unwritten=tuple(sorted({stream.problem for stream in streams if stream.problem})),
@@ -220,6 +226,7 @@ class Diagnosis:
             reason=stream.view.reason,
             refusal=stream.refusal or "",
             unserved=stream.note,
+            refused_key=stream.refused,
             breaker=self._admission.breaker_problem(worker) or "",
             disk=stream.disk_problem,
             cpu_tier=stream.cpu_tier_problem,

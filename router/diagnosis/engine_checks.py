@@ -34,7 +34,7 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
             "KV104",
             f"worker {printable(waiting.worker_id)} (rank {waiting.dp_rank}) of {waiting.source}",
             waiting.reason,
-            f"mend what the reason names, or take the worker off the source {waiting.source}",
+            waiting.fix,
         )
     for left, reason in snapshot.left_out.items():
         yield found(
@@ -81,6 +81,8 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
             worker.unserved,
             f"{engine.flags.serve} --served-model-name {model}, or register model= as the engine calls it",
         )
+    if worker.refused_key:
+        yield found("KV109", worker.name, worker.refused_key, "kvrouter serve --worker-api-key KEY (all routers)")
     if worker.breaker:
         yield found(
             "KV105",

@@ -12,6 +12,7 @@ from kvrouter.router.diagnosis.finding import Finding, found
 from kvrouter.router.diagnosis.snapshot import Snapshot
 from kvrouter.router.engines.known import engine_named
 from kvrouter.router.quality.prediction_judge import DoubtKind
+from kvrouter.router.tokens.prompt_tokens import Reason
 
 # Prompts of a model of which more than half are short: fewer say nothing of its traffic.
 COUNTED_PROMPTS = 32
@@ -31,6 +32,18 @@ DOUBTS = {
     ),
 }
 
+WITH_RENDERING = "start the engines with --enable-scale-out (vLLM), or kvrouter serve --tokenizer MODEL=FOLDER"
+# By the reason for which tokens are not found.
+TOKEN_FIXES: dict[Reason, str] = {
+    "timeout": "kvrouter serve --tokenizer MODEL=FOLDER, or --tokenize-timeout-s S with more",
+    "busy": "kvrouter serve --processes N with more, or --tokenizer MODEL=FOLDER",
+    "no_engine": "register the workers with their url",
+    "unreachable": "test it from the router's machine with curl, and look into the engine's log",
+    "unauthorized": "kvrouter serve --worker-api-key KEY (all routers)",
+    "unverified": WITH_RENDERING,
+    "unsupported": WITH_RENDERING,
+}
+
 
 def prediction_findings(snapshot: Snapshot) -> Iterator[Finding]:
     for worker in snapshot.workers:
@@ -39,6 +52,8 @@ def prediction_findings(snapshot: Snapshot) -> Iterator[Finding]:
             flags = engine_named(worker.registration.engine).flags
             yield found(code, worker.name, worker.doubt.text, fix.format(**msgspec.structs.asdict(flags)))
     yield from _of_prompts(snapshot)
+    for missing in snapshot.missing_tokens:
+        yield found("KV406", f"model {printable(missing.model)}", missing.text, TOKEN_FIXES[missing.reason])
     for model, url, problem in snapshot.tokens:
         where = f"model {printable(model)}" + (f" at {url}" if url else "")
         yield found(

@@ -14,6 +14,7 @@ from kvrouter.router.index.server_settings import ServerSettings
 from kvrouter.router.kvcache.catalog import Catalog
 from kvrouter.router.kvcache.scheme_verification import SchemeState
 from kvrouter.router.quality.prediction_judge import Doubt
+from kvrouter.router.tokens.unknown_prompts import MissingTokens
 from kvrouter.router.workers.engine_cache import EngineCache
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -32,7 +33,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One worker. The texts are sentences of those who judge; empty: nothing is wrong.
 
     reason: why the state is what it is. refusal: why the router may not connect there. unserved: why requests for the
-    model would get 404. breaker: why no requests are sent there. refused: why blocks found no room in memory. withheld:
+    model would get 404. refused_key: why its engine refuses what the router asks it.
+    breaker: why no requests are sent there. refused: why blocks found no room in memory. withheld:
     why what lies beside the GPU earns no credit. is_heard: a batch of its events came, ever. blocks: that it holds.
     engine_model: what the engine loaded its model from, empty where it does not say. cache: its KV cache, by its own
     word."""
@@ -45,6 +47,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     refusal: str = ""
     unserved: str = ""
+    refused_key: str = ""
     breaker: str = ""
     disk: str = ""
     cpu_tier: str = ""
@@ -76,12 +79,13 @@ class RouterWord(msgspec.Struct, frozen=True):
 
 
 class Unregistered(msgspec.Struct, frozen=True):
-    """A worker that a source lists."""
+    """A worker that a source lists and that is not registered. fix: what to do about the reason."""
 
     worker_id: str
     dp_rank: int
     source: str
     reason: str
+    fix: str
 
 
 class Contested(msgspec.Struct, frozen=True):
@@ -110,7 +114,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """token: names this process among `routers`. endpoints: what listens at each endpoint that workers are registered
     with. left_out: registered workers that are not followed here, and why. engine_clocks, by URL: seconds by which the
     engine's clock is ahead of this process's. time_s: its clock, since 1970, when Redis answered. tokens: model, URL
-    and problem wherever tokens of texts are not known to be the engine's. unready: why no request would be placed.
+    and problem wherever tokens of texts are not known to be the engine's. missing_tokens: models whose texts mostly have
+    none. unready: why no request would be placed.
     unused_files: why what a certificate's or keys' file holds now is not used. expiry_problem, expiry_caution: that the
     certificate has ended, or does soon."""
 
@@ -124,6 +129,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: Mapping[str, EndpointAnswer] = {}
     engine_clocks: Mapping[str, float] = {}
     tokens: Sequence[tuple[str, str, str]] = ()
+    missing_tokens: Sequence[MissingTokens] = ()
     store: StoreFacts = StoreFacts()
     routers: Mapping[str, RouterWord] = {}
     load_problems: Sequence[str] = ()

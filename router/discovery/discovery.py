@@ -29,6 +29,7 @@ from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.engine_answers import EngineAnswers
 from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.unregistered_worker import UnregisteredWorker, Waiting
 from kvrouter.router.workers.worker_status import WorkerStatus
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,15 @@ CLAIM_S = 5.0
 # The number of problem workers that /health names.
 NAMED = 3
 
+ALLOW = "kvrouter serve --allow-host HOST (all routers of this Redis), or name an address that is listed"
+# The code of the error with which `Fleet.register` refuses one worker more.
+TOO_MANY_WORKERS = "too_many_workers"
+MORE_WORKERS = "kvrouter serve --max-workers N, with more than now"
+
+
+QUERIED = Waiting("its engine is being queried", "wait some seconds and look again")
+ABOUT_TO_BE = Waiting("it is about to be", "wait some seconds and look again")
+
 
 class _Kept:
     """State of one source beside the workers that it lists."""
@@ -51,7 +61,7 @@ class _Kept:
         self.asserted: dict[Name, Registration] = {}
         self.contested: dict[Name, str] = {}
         # Workers whose model is unknown, or that the fleet refuses.
-        self.waiting: dict[Name, str] = {}
+        self.waiting: dict[Name, Waiting] = {}
         self.told_problem = ""
 
 
@@ -186,7 +196,8 @@ class Discovery:
             ours = known.get(given.worker.worker_id, [])
             problem = self._allowed.registration_problem(given)
             if candidate.problem or problem:
-                kept.waiting[name_of(given)] = candidate.problem or problem or ""
+                fix = _correct(source) if candidate.problem else ALLOW
+                kept.waiting[name_of(given)] = Waiting(candidate.problem or problem or "", fix)
                 found += ours if candidate.problem else ()
                 continue
             told: EngineAnswers | None = EngineAnswers()
@@ -194,12 +205,12 @@ class Discovery:
                 told = self._asker.told(given.url)
             if told is None and not ours:
                 # Its first query is in progress.
-                kept.waiting[name_of(given)] = "its engine is being queried"
+                kept.waiting[name_of(given)] = QUERIED
                 continue
             told = told or EngineAnswers()
             workers = completed(candidate, told, ours)
             if not workers:
-                kept.waiting[name_of(given)] = told.problem
+                kept.waiting[name_of(given)] = Waiting(told.problem, told.fix or _correct(source))
             found += workers
             if candidate.only_known:
                 only_known.update(map(name_of, workers))
@@ -223,6 +234,13 @@ class Discovery:
 
     def statuses(self) -> list[WorkerStatus]:
         """The workers that a source shows and that are not registered yet, as those that are down."""
+        return [
+            WorkerStatus.unregistered(one.registration, f"not registered yet: {one.waiting.reason}")
+            for one in self.unregistered()
+        ]
+
+    def unregistered(self) -> list[UnregisteredWorker]:
+        """Return the workers that a source shows and that are not registered yet."""
         names = {name_of(one) for one in self._registrations()}
         ids = {worker_id for worker_id, _ in names}
         found = []
@@ -232,8 +250,7 @@ class Discovery:
                 name = name_of(candidate.registration)
                 registered = name[0] in ids if candidate.any_rank else name in names
                 if not registered and not candidate.only_known:
-                    reason = waiting.get(name, "it is about to be")
-                    found.append(WorkerStatus.unregistered(candidate.registration, f"not registered yet: {reason}"))
+                    found.append(UnregisteredWorker(candidate.registration, waiting.get(name, ABOUT_TO_BE)))
         return found
 
     async def _claim(self, names: dict[str, list[Name]]) -> None:
@@ -269,7 +286,8 @@ class Discovery:
                 kept.asserted[name_of(registration)] = registration
                 self._metrics.changes.labels(source, "registered").inc()
             except RouterError as error:
-                kept.waiting[name_of(registration)] = error.message
+                fix = MORE_WORKERS if error.code == TOO_MANY_WORKERS else _correct(source)
+                kept.waiting[name_of(registration)] = Waiting(error.message, fix)
         kept.asserted |= {name_of(one): one for one in found.agreed}
         names = set(map(name_of, shown))
         for name in kept.asserted.keys() - names:
@@ -299,7 +317,8 @@ class Discovery:
         problems = [problem for _, problem in self.down()]
         for source in self._sources:
             kept = self._kept[source.name]
-            for what, named in (("is contested", kept.contested), ("is not registered", kept.waiting)):
+            waiting = {name: waiting.reason for name, waiting in kept.waiting.items()}
+            for what, named in (("is contested", kept.contested), ("is not registered", waiting)):
                 some = sorted(named.items())
                 problems += [
                     f"worker {printable(worker_id)} (rank {rank}) of {source.name} {what}: {why}"
@@ -308,3 +327,7 @@ class Discovery:
                 if len(some) > NAMED:
                     problems.append(f"{len(some) - NAMED} more workers of {source.name}: {what}")
         return problems
+
+
+def _correct(source: str) -> str:
+    return f"correct the worker in the source {source}, or remove it there"

@@ -20,7 +20,9 @@ from kvrouter.router.common.bounded_read import read_whole
 from kvrouter.router.engines.engine import NotThisEngine
 from kvrouter.router.engines.known import ENGINES
 from kvrouter.router.workers.engine_answers import (
+    GIVE_KEY,
     MODELS_PATH,
+    REFUSALS,
     WRITE_THEM,
     EngineAnswers,
     model_in,
@@ -43,6 +45,10 @@ MAX_ANSWER_BYTES = 1024**2
 ENGINES_AT_ONCE = 16
 
 NOT_AN_ENGINE = "write http://HOST:PORT of the engine itself"
+START = "start the engine"
+USE_HTTP = "write http:// in its url, or start the engine with TLS"
+# OpenSSL's name for an answer that is no TLS.
+NO_TLS = "WRONG_VERSION_NUMBER"
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
@@ -53,9 +59,9 @@ class ProbeRequest(msgspec.Struct, frozen=True):
 
 
 class ProbeFailed(Exception):
-    """No usable answer, and why. fix: what to do about it."""
+    """Why there is no usable answer. fix: what makes the engine give one."""
 
-    def __init__(self, problem: str, fix: str = "start the engine") -> None:
+    def __init__(self, problem: str, fix: str = START) -> None:
         super().__init__(problem)
         self.fix = fix
 
@@ -147,13 +153,15 @@ class EngineProber:
             self._changed()
 
     async def _asked(self, url: str, what: ProbeRequest, before: EngineAnswers) -> EngineAnswers:
-        """Its current answer; while no engine answers, the last one stays. Raises nothing."""
-        model, problems = before.model, []
+        """Return its current answer; while no engine answers, the last one stays. Raises nothing."""
+        model, problems, fix, failure = before.model, [], "", ""
         if what.model:
             try:
                 model = await self._model(url)
             except ProbeFailed as error:
+                failure = str(error)
                 if model is None:
+                    fix = _ways_out(error, "write its model")
                     problems.append(_problem("its model is", error, "write its model"))
         streams, silent, engine = before.streams, before.silent, before.engine
         if what.streams:
@@ -162,11 +170,12 @@ class EngineProber:
                 streams, silent, engine = told.streams, told.silent, told.engine
                 problems.append(told.problem)
             except ProbeFailed as error:
-                if streams is None:
-                    problems.append(_problem("where its KV events are is", error, WRITE_THEM))
-                else:
+                if streams is not None:
                     problems.append(before.problem)
-        return EngineAnswers(model, streams, silent, "; ".join(dict.fromkeys(filter(None, problems))), engine)
+                elif not (problems and str(error) == failure):
+                    # Else it is the reason why the model is not known, which is said already.
+                    problems.append(_problem("where its KV events are is", error, WRITE_THEM))
+        return EngineAnswers(model, streams, silent, "; ".join(dict.fromkeys(filter(None, problems))), engine, fix)
 
     async def _model(self, url: str) -> str:
         """Return the model that the engine serves. Raises ProbeFailed."""
@@ -207,13 +216,17 @@ class EngineProber:
             async with asyncio.timeout(TIMEOUT_S), self._session.get(whole, allow_redirects=False) as answer:
                 if answer.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
                     raise NoSuchPath(f"{whole} answers {answer.status}", NOT_AN_ENGINE)
-                if answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-                    raise ProbeFailed(f"{whole} answers {answer.status}", "pass the engine's key as --worker-api-key")
+                if answer.status in REFUSALS:
+                    raise ProbeFailed(f"{whole} answers {answer.status}: it wants an API key", GIVE_KEY)
                 if answer.status != HTTPStatus.OK:
                     raise ProbeFailed(f"{whole} answers {answer.status}")
                 return await read_whole(answer, MAX_ANSWER_BYTES)
         except TimeoutError:
             raise ProbeFailed(f"{whole} did not answer in {TIMEOUT_S:g} s") from None
+        except aiohttp.ClientConnectorSSLError as error:
+            if getattr(error.os_error, "reason", None) == NO_TLS:
+                raise ProbeFailed(f"{url} does not speak TLS", USE_HTTP) from None
+            raise ProbeFailed(f"{url} cannot be reached over TLS: {error.os_error}") from None
         except aiohttp.ClientConnectorError as error:
             raise ProbeFailed(f"{url} cannot be reached: {error.os_error.strerror or error.os_error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -224,4 +237,9 @@ def _problem(unknown: str, error: ProbeFailed, other_way: str) -> str:
     """Return what is not known, why, and both ways out."""
     if isinstance(error, NoSuchPath):
         return f"no engine answers there ({error}): {error.fix}"
-    return f"{unknown} not known ({error}): {error.fix}, or {other_way}"
+    return f"{unknown} not known ({error}): {_ways_out(error, other_way)}"
+
+
+def _ways_out(error: ProbeFailed, other_way: str) -> str:
+    """Return what to do about it; where no engine answers, there is no other way."""
+    return error.fix if isinstance(error, NoSuchPath) else f"{error.fix}, or {other_way}"

@@ -16,7 +16,7 @@ import msgspec
 from kvrouter.router.common.bounded_read import read_whole
 from kvrouter.router.engines.engine import Engine, NotThisEngine
 from kvrouter.router.engines.known import ENGINES
-from kvrouter.router.workers.engine_answers import MODELS_PATH, Stream
+from kvrouter.router.workers.engine_answers import MODELS_PATH, REFUSALS, Stream
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,8 @@ class EngineLists:
         self.sources: dict[str, Mapping[int, Stream]] = {}
         # Of those that showed it: what kind they are.
         self.kinds: dict[str, Engine] = {}
+        # Of those that refuse their list of models: the status that they answer.
+        self.refusing: dict[str, int] = {}
 
     @property
     def adapters(self) -> dict[str, dict[str, str]]:
@@ -119,7 +121,7 @@ class EngineLists:
         urls = set(self._urls())
         before = self._known()
         self._new.clear()
-        for known in (self.served, self.sources, self.kinds, self._sources_due):
+        for known in (self.served, self.sources, self.kinds, self.refusing, self._sources_due):
             for url in known.keys() - urls:
                 del known[url]
         await asyncio.gather(*map(self._ask, urls))
@@ -134,7 +136,7 @@ class EngineLists:
         self._compare(before)
 
     def _known(self) -> tuple[object, ...]:
-        return dict(self.served), dict(self.sources), dict(self.kinds)
+        return dict(self.served), dict(self.sources), dict(self.kinds), dict(self.refusing)
 
     def _compare(self, before: tuple[object, ...]) -> None:
         """What they said before."""
@@ -145,6 +147,10 @@ class EngineLists:
     async def _ask(self, url: str) -> None:
         async with self._slots:
             status, answer = await self._get(url, MODELS_PATH)
+            if status in REFUSALS:
+                self.refusing[url] = status
+            elif status is not None:
+                self.refusing.pop(url, None)
             if status == HTTPStatus.OK and (served := served_in(answer)) is not None:
                 self.served[url] = served
             if self._sources_due.get(url, 0) > self._looks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells apart the processes that a worker's engine had, for everything that must end with one (ADR 22). Pure.
+"""Distinguishes the processes that a worker's engine had, for everything that must end with one (ADR 22). Pure.
 
 Where this router follows the worker, its own streams and polls show another life. Where another router does, what that
 one writes shows it: when the engine's process started, or the epoch if the engine does not say.

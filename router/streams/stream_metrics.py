@@ -61,6 +61,9 @@ class StreamMetrics:
             "patch_withheld",
             "1 for a worker whose engine patch failed in part and took back what it had reported, else 0",
         )
+        self.refusing_engines = worker_gauge(
+            "worker_refusing_engines", "1 for a worker whose engine answers this router's own requests with 401 or 403"
+        )
         self.commit_lag_seconds = worker_gauge(
             "commit_lag_seconds", "How long the oldest news of a worker that is followed here waits for the store"
         )

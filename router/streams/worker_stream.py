@@ -64,6 +64,8 @@ class WorkerStream:
         self.tag = keys.worker_tag(worker)
         # What is wrong with its registration, and takes no credit.
         self.note = ""
+        # Why its engine refuses what this router asks it.
+        self.refused = ""
         self._services = services
         self._record = WorkerRecord(registration, services, changed)
         self._lease = LeaseHolder(
@@ -176,14 +178,19 @@ class WorkerStream:
         """Blocks by the text of their place."""
         return self._record.peer.counts() if self._record.is_elsewhere else self.ingest.held.blocks.counts()
 
-    def judge(self, *, alone: bool, contradiction: str, note: str) -> None:
+    def judge(self, *, alone: bool, contradiction: str, note: str, refused: str = "") -> None:
         """What the whole fleet shows of this worker. alone: no other rank is registered beside it. contradiction: what
-        says that its events are another engine's. note: what else is wrong with its registration."""
+        says that its events are another engine's. note: what else is wrong with its registration. refused: why its
+        engine refuses what this router asks it."""
         facts = self._record.facts
         if contradiction != facts.contradiction and contradiction:
             log.warning("registration contradicted", extra={"worker": self.worker, "reason": contradiction})
         if note != self.note and note:
             log.warning("registration doubtful", extra={"worker": self.worker, "reason": note})
+        if refused != self.refused:
+            self.refused = refused
+            if refused:
+                log.warning("engine refuses the router", extra={"worker": self.worker, "reason": refused})
         changed = (alone, contradiction, note) != (facts.alone, facts.contradiction, self.note)
         facts.alone, facts.contradiction, self.note = alone, contradiction, note
         if changed:

@@ -21,6 +21,7 @@ Reason = Literal[
     "busy",  # too many requests wait for tokens
     "no_engine",  # no engine can be queried, and there is no tokenizer here
     "unreachable",  # the engine did not answer, or not with tokens
+    "unauthorized",  # the engine wants an API key that it was not given
     "refused",  # the engine says that the request is wrong
     "unverified",  # nothing that answers is known to answer as the engine would
     "unsupported",  # a path, or a field of the request, that only the engine itself can turn into tokens

@@ -35,6 +35,7 @@ from kvrouter.router.tokens.prompt_cache import Key, PromptMemory
 from kvrouter.router.tokens.prompt_tokens import FoundTokens, Prompt, TokensUnknown, estimated_tokens
 from kvrouter.router.tokens.token_metrics import TokenMetrics
 from kvrouter.router.tokens.token_request import TokenRequest, cuts_cleanly, read
+from kvrouter.router.tokens.unknown_prompts import UnknownPrompts
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class TextTokenizer:
         rng: random.Random,
         supervisor: TaskSupervisor | None = None,
     ) -> None:
+        self._models = models
         self._client = EngineClient(session)
         self._local = local
         self._timeout_s = timeout_s
@@ -96,14 +98,19 @@ class TextTokenizer:
             metrics=metrics,
             clock=clock,
         )
+        self._texts = UnknownPrompts()
+        self.missing = self._texts.found
         self.status = self._engines.status
-        self.health = self._engines.health
         self.differences = self._engines.differences
         # By request and key; callers that wait for the same one share it.
         self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[FoundTokens]] = {}
         self._waiting = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
         self._watching: asyncio.Task[None] | None = None
+
+    def health(self) -> list[str]:
+        """Return what is wrong with the tokens of texts, for `/health`."""
+        return self._engines.health() + self._texts.health()
 
     def start(self) -> None:
         """Look for engines and judge them, until `stop`."""
@@ -120,6 +127,7 @@ class TextTokenizer:
     async def _watch(self) -> None:
         while True:
             self._engines.look()
+            self._texts.keep(set(self._models()))
             held_bytes = self._memory.held_bytes + sum(local.held_bytes for local in self._local.values())
             self._metrics.memory_bytes.set(held_bytes)
             await asyncio.sleep(LOOK_S)
@@ -145,6 +153,7 @@ class TextTokenizer:
             prompt = Prompt(len(request), request, "given")
         self._metrics.prompts(prompt.source).inc()
         self._metrics.seconds(prompt.source).observe(self._clock() - start_s)
+        self._texts.add(model, prompt)
         if prompt.reason is not None:
             self._metrics.unknown.labels(prompt.reason).inc()
         return prompt

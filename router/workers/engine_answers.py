@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 import msgspec
@@ -16,9 +17,21 @@ from kvrouter.router.workers.worker_spec import MAX_DP_RANK, endpoint_problem, n
 
 MODELS_PATH = "/v1/models"
 WRITE_THEM = "write events=tcp://HOST:PORT (and replay=) for this worker"
+# What an engine, or what stands before it, answers without the right key.
+REFUSALS = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
+# What an engine that answers 401 or 403 lacks, with the fix.
+GIVE_KEY = "start the router with --worker-api-key KEY, the one of the engine's --api-key"
+KEY_WANTED = f"it wants an API key: {GIVE_KEY}"
 
 # Hundreds of ranks are the largest deployments; each becomes a worker.
 MAX_RANKS = 1_024
+
+
+def refusal_problem(url: str, status: int | None) -> str:
+    """Return why an engine that refuses its list of models is of no use; empty where it does not."""
+    if status is None:
+        return ""
+    return f"{url.rstrip('/')}{MODELS_PATH} answers {status}, so no text can be tokenized there and requests fail: {KEY_WANTED}"
 
 
 class Stream(msgspec.Struct, frozen=True):
@@ -33,13 +46,14 @@ class EngineAnswers(msgspec.Struct, frozen=True):
     """model: None while it is not known. streams: by rank; None while that is not known, empty where there are none.
 
     silent: it has no way to tell. problem: why anything of this is not known or not there. engine: what kind it showed
-    to be (`engine_name.py`)."""
+    to be (`engine_name.py`). fix: what makes its model known, empty where it is."""
 
     model: str | None = None
     streams: dict[int, Stream] | None = None
     silent: bool = False
     problem: str = ""
     engine: str | None = None
+    fix: str = ""
 
 
 class _Model(msgspec.Struct):

@@ -11,7 +11,7 @@ import msgspec
 MAX_COUNT = 1 << 48
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
-CACHING_OFF = "its prefix caching is off by its own metrics page, so it computes every prompt anew"
+CACHING_OFF = "its prefix caching is off by its own metrics page, so it computes every prompt in full"
 
 
 class EngineCache(msgspec.Struct, frozen=True):

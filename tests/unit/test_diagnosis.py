@@ -39,6 +39,7 @@ from kvrouter.router.load.prompt_lengths import PromptLengths
 from kvrouter.router.quality.prediction_judge import Doubt, DoubtKind
 from kvrouter.router.streams.cpu_tier_watch import CpuTier, CpuTierWatch, parse_cpu_tier
 from kvrouter.router.streams.offload_page import NAMED_S
+from kvrouter.router.tokens.unknown_prompts import MissingTokens
 from kvrouter.router.workers.engine_cache import CACHING_OFF, EngineCache
 from kvrouter.router.workers.registration import CatalogSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -128,11 +129,12 @@ FAULTS: dict[str, Snapshot] = {
     "KV101": snapshot(worker(state=StreamState.DOWN, reason="refused"), endpoints={EVENTS: EndpointAnswer("refused")}),
     "KV102": snapshot(worker(unserved="its engine serves n: requests for m get 404")),
     "KV103": snapshot(worker(state=StreamState.DOWN, refusal="10.0.0.1 is not in allow_hosts")),
-    "KV104": snapshot(unregistered=[Unregistered("w9", 0, "file", "its model is not known")]),
+    "KV104": snapshot(unregistered=[Unregistered("w9", 0, "file", "its model is not known", "start the engine")]),
     "KV105": snapshot(worker(breaker="3 requests in a row failed")),
     "KV106": snapshot(worker(disk="its offload disk is left alone")),
     "KV107": snapshot(engine_clocks={URL: CLOCK_S + 1}),
     "KV108": snapshot(left_out={WorkerKey("m", "w9"): "it has 1 workers, as many as it follows"}),
+    "KV109": snapshot(worker(refused_key="its /v1/models answers 401")),
     "KV201": snapshot(worker(given={"events": None, "replay": None}, is_silent=True, is_heard=False)),
     "KV202": snapshot(
         worker(is_heard=False, blocks=0, catalog=NOTHING_KNOWN, prompts=PromptCount(5, 0, UNHEARD_PROMPTS))
@@ -156,6 +158,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV403": doubt(DoubtKind.UNTRUE),
     "KV404": snapshot(worker(prompts=PromptCount(COUNTED_PROMPTS, COUNTED_PROMPTS // 2 + 1))),
     "KV405": snapshot(tokens=[("m", URL, "engines of the model make different tokens of one text")]),
+    "KV406": snapshot(missing_tokens=[MissingTokens("m", 9, 9, "unauthorized", "it answers 401")]),
     "KV501": snapshot(store=StoreFacts(problem="Redis has not answered for 3 s")),
     "KV502": snapshot(server={"policy": "allkeys-lru"}),
     "KV503": snapshot(server={"appends": False, "save": ""}),

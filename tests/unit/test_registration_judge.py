@@ -29,6 +29,7 @@ class Fleet:
         self.sources: dict[str, Any] = {}
         self.served: dict[str, Any] = {}
         self.kinds: dict[str, Any] = {}
+        self.refusing: dict[str, int] = {}
         self.profile = self.patch = self
         self.epoch = None
 

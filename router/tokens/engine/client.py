@@ -16,6 +16,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.engines.engine import TokenEndpoints
 from kvrouter.router.tokens.engine.wire import refusal_of
 from kvrouter.router.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.workers.engine_answers import KEY_WANTED
 
 # vLLM renders in a pool of few threads; more at once would wait there instead of here, beside the requests it serves.
 ASKS_PER_ENGINE = 8
@@ -104,5 +105,5 @@ def _judged(status: int, content: bytes, where: str) -> bytes:
     if status in REFUSED:
         raise TokensUnknown("refused", refusal_of(content) or f"{where} answers {status}")
     if status == HTTPStatus.UNAUTHORIZED:
-        raise TokensUnknown("unreachable", f"{where} answers 401: it wants an API key that the request did not bring")
+        raise TokensUnknown("unauthorized", f"{where} answers 401: {KEY_WANTED}")
     raise TokensUnknown("unreachable", f"{where} answers {status}")

@@ -16,7 +16,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.tokens.engine.client import Engine, EngineClient
 from kvrouter.router.tokens.engine.verification import EQUAL, LocalMaker, Verdict, Verifier, same_truths
 from kvrouter.router.tokens.engine.wire import ONLY_RENDERED
-from kvrouter.router.tokens.prompt_tokens import Source, TokensUnknown
+from kvrouter.router.tokens.prompt_tokens import Reason, Source, TokensUnknown
 from kvrouter.router.tokens.token_metrics import TokenMetrics
 from kvrouter.router.tokens.token_request import Feature, TokenRequest
 from kvrouter.router.workers.worker_status import TokensStatus
@@ -49,6 +49,7 @@ class _Judged:
         self.life = ""
         self.verdict: Verdict | None = None
         self.problem = "it was not probed yet"
+        self.reason: Reason = "unreachable"
         self.task: asyncio.Task[None] | None = None
         self.next_s = 0.0
 
@@ -111,9 +112,10 @@ class VerifiedEngines:
             async with asyncio.timeout(JUDGE_TIMEOUT_S):
                 verdict = await self._judge.judge(model, engine)
         except (TokensUnknown, TimeoutError) as error:
-            judged.problem = (
-                error.problem if isinstance(error, TokensUnknown) else f"no answers within {JUDGE_TIMEOUT_S:g} s"
-            )
+            if isinstance(error, TokensUnknown):
+                judged.problem, judged.reason = error.problem, error.reason
+            else:
+                judged.problem, judged.reason = f"no answers within {JUDGE_TIMEOUT_S:g} s", "unreachable"
             # Whatever it was before, it is another life now.
             judged.verdict = None
             judged.next_s = self._clock() + RETRY_S
@@ -163,12 +165,14 @@ class VerifiedEngines:
 
     def why_none(self, model: str, asked: TokenRequest, verdicts: Mapping[str, Verdict]) -> TokensUnknown:
         if not verdicts:
-            problems = [judged.problem for (of, _), judged in self._judged.items() if of == model]
-            if not problems:
+            failed = [judged for (of, _), judged in self._judged.items() if of == model]
+            if not failed:
                 return TokensUnknown(
                     "no_engine", "no worker of the model has a url, so no engine can tokenize; register one with a url"
                 )
-            return TokensUnknown("unreachable", problems[0])
+            # A verification that an engine refused is no refusal of this request.
+            reason = failed[0].reason if failed[0].reason == "unauthorized" else "unreachable"
+            return TokensUnknown(reason, failed[0].problem)
         verdict = next(iter(verdicts.values()))
         for feature in asked.features:
             why = verdict.tokenizes.get(feature, EQUAL)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that want an API key which the router does not have: named at once, with the flag that gives it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from clinic import Clinic
+from engine_http import EngineHttp
+from router_process import RouterError, RouterProcess
+from scripted_engine import Asked, ScriptedEngine, Wire, plain
+
+from kvrouter.router.tokens.unknown_prompts import COUNTED_MIN
+
+KEY = "Bearer sesame"
+MODELS = plain(json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode())
+# As vLLM's AuthenticationMiddleware answers below /v1.
+REFUSAL = plain(b'{"error":"Unauthorized"}', "401 Unauthorized")
+FLAG = "--worker-api-key"
+
+
+async def guarded(asked: Asked, wire: Wire) -> None:
+    await (plain(b"{}") if KEY in asked.all("authorization") else REFUSAL)(asked, wire)
+
+
+async def guarded_models(asked: Asked, wire: Wire) -> None:
+    await (MODELS if KEY in asked.all("authorization") else REFUSAL)(asked, wire)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(guarded) as scripted:
+        scripted.pages["/v1/models"] = guarded_models
+        yield scripted
+
+
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory: pytest.TempPathFactory, engine: ScriptedEngine) -> Iterator[Clinic]:
+    """Its router knows two engines by their addresses alone; that of the second has the wrong scheme."""
+    plain_http = EngineHttp()
+    workers = ["--worker", f"keyed={engine.url}", "--worker", f"tls={plain_http.url.replace('http:', 'https:')}"]
+    with RouterProcess(tmp_path_factory.mktemp("router"), workers) as router:
+        yield Clinic(router)
+    plain_http.stop()
+
+
+def test_an_engine_with_a_key_is_named_before_any_prompt(clinic: Clinic, engine: ScriptedEngine) -> None:
+    with clinic.worker("given", url=engine.url) as subject:
+        finding = clinic.find("KV109", subject)
+        assert "/v1/models answers 401" in finding.evidence and FLAG in finding.fix
+        health = clinic.router.request("GET", "/health")
+        assert health["status"] == "degraded" and FLAG in str(health["reasons"])
+        assert FLAG in clinic.router.worker("given")["reason"]
+        assert clinic.router.metric("kvrouter_worker_refusing_engines", worker="given") == 1
+
+
+def test_texts_without_tokens_are_named_with_their_reason(clinic: Clinic, engine: ScriptedEngine) -> None:
+    with clinic.worker("texts", "texts", url=engine.url):
+        for _ in range(COUNTED_MIN):
+            assert "KV406" not in clinic.codes()
+            with pytest.raises(RouterError, match="401"):
+                clinic.router.request(
+                    "POST", "/v1/completions", {"model": "texts", "prompt": "a text", "max_tokens": 1}
+                )
+        finding = clinic.find("KV406", "model texts")
+        assert f"{COUNTED_MIN} of the last {COUNTED_MIN} text prompts had no tokens" in finding.evidence
+        assert "(unauthorized)" in finding.evidence and FLAG in finding.fix
+        assert "had no tokens" in str(clinic.router.request("GET", "/health"))
+
+
+def test_a_listed_worker_says_what_keeps_it_from_being_registered(clinic: Clinic) -> None:
+    finding = clinic.find("KV104", "worker keyed")
+    assert "answers 401" in finding.evidence and FLAG in finding.fix
+    finding = clinic.find("KV104", "worker tls")
+    assert "does not speak TLS" in finding.evidence and "write http://" in finding.fix
+
+
+def test_with_the_key_nothing_is_wrong(tmp_path: Path, engine: ScriptedEngine) -> None:
+    flags = ["--worker", f"keyed={engine.url}", FLAG, KEY.removeprefix("Bearer ")]
+    with RouterProcess(tmp_path, flags) as router:
+        router.wait_row("keyed", lambda row: row["model"] == "m", "registered")
+        clinic = Clinic(router)
+        clinic.find("KV201", "worker keyed")
+        assert not {"KV104", "KV109"} & set(clinic.codes())

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When it is said that the texts of a model have no tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvrouter.router.tokens.prompt_tokens import Prompt, Reason
+from kvrouter.router.tokens.unknown_prompts import COUNTED_MIN, OF_THE_REQUEST, WINDOW, UnknownPrompts
+
+KNOWN = Prompt(3, np.arange(3), "render")
+
+
+def unknown(reason: Reason, problem: str = "a sentence") -> Prompt:
+    return Prompt(3, None, "none", problem, reason=reason)
+
+
+def test_most_texts_without_tokens_are_named_with_the_usual_reason() -> None:
+    texts = UnknownPrompts()
+    texts.add("m", unknown("timeout"))
+    for number in range(COUNTED_MIN - 2):
+        texts.add("m", unknown("unauthorized", f"sentence {number}"))
+    assert not list(texts.found()), "a few say nothing"
+    texts.add("m", KNOWN)
+    (missing,) = texts.found()
+    assert (missing.model, missing.missing, missing.counted) == ("m", COUNTED_MIN - 1, COUNTED_MIN)
+    assert (missing.reason, missing.problem) == ("unauthorized", f"sentence {COUNTED_MIN - 3}")
+    assert texts.health() == [f"model m: {missing.text}"] and "(unauthorized): sentence" in missing.text
+
+
+def test_half_is_not_most_and_what_is_well_again_is_forgotten() -> None:
+    texts = UnknownPrompts()
+    for _ in range(WINDOW):
+        texts.add("m", unknown("busy"))
+    assert list(texts.found())
+    for _ in range(WINDOW // 2):
+        texts.add("m", KNOWN)
+    assert not list(texts.found())
+
+
+def test_what_a_request_decides_alone_and_ids_of_clients_do_not_count() -> None:
+    texts = UnknownPrompts()
+    for _ in range(COUNTED_MIN):
+        for reason in OF_THE_REQUEST:
+            texts.add("m", unknown(reason))
+    assert not list(texts.found())
+    for _ in range(COUNTED_MIN):
+        texts.add("m", unknown("timeout"))
+        # They hide nothing either.
+        for _ in range(9):
+            texts.add("m", Prompt(3, np.arange(3), "given"))
+    assert [missing.counted for missing in texts.found()] == [COUNTED_MIN]
+
+
+def test_models_are_judged_apart_and_those_that_are_gone_forgotten() -> None:
+    texts = UnknownPrompts()
+    for _ in range(COUNTED_MIN):
+        texts.add("m", unknown("timeout"))
+        texts.add("n", KNOWN)
+    assert [missing.model for missing in texts.found()] == ["m"]
+    texts.keep({"n"})
+    assert not texts.health()
