@@ -95,8 +95,11 @@ class CorePort(Protocol):
 class TokensPort(Protocol):
     """Tokens from text as the API sees them; `router.tokens.tokenizer.Tokenizing` satisfies it."""
 
-    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt:
-        """The tokens of a body that was sent to `path`. Raises BadQuestion where its prompt cannot be read."""
+    async def prompt(
+        self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, counts: bool = True
+    ) -> Prompt:
+        """Return the tokens of a body that was sent to `path`. counts: it is a request, not a dry run. Raises BadQuestion
+        where its prompt cannot be read."""
         ...
 
     def status(self, model: str, url: str | None) -> TokensStatus: ...

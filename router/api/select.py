@@ -160,7 +160,8 @@ class SelectRoutes:
                 raise BadQuestion(f"the body has a value that JSON cannot express: {error}") from None
         path = CHAT_PATH if is_given(body.messages) else TEXT_PATH
         read = read_client_body(path, raw)
-        prompt = await self._tokens.prompt(path, served.model, read)
+        is_dry = body.dry_run and decide == self._choose
+        prompt = await self._tokens.prompt(path, served.model, read, counts=not is_dry)
         if prompt.refused:
             raise BadQuestion(f"the engine rejects the prompt: {prompt.problem}", code="prompt_refused")
         question = prompt.question(
@@ -183,7 +184,8 @@ class SelectRoutes:
         selection_id = ask.selection_id or self._placing.new_id()
         start = self._clock()
         choice = self._placing.choose(ask, selection_id)
-        self._observe(self._clock() - start)
+        if not ask.dry_run:
+            self._observe(self._clock() - start)
         return self._reply(ask.question, choice, selection_id, reserved=False)
 
     def _reserve(self, ask: PlacementRequest) -> SelectReply:

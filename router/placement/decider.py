@@ -100,17 +100,19 @@ class Decider:
         scene = self._scene(ask, names, step_tokens, now)
         if not prefillers:
             choice = choose(hits, scene, self._rng)
-            count_losses(self._metrics, choice, everybody, found.wanted)
+            if not ask.dry_run:
+                count_losses(self._metrics, choice, everybody, found.wanted)
         else:
             arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
             here = msgspec.structs.replace(scene, pending=_furthest(scene.pending, arriving)) if arriving else scene
             choice = choose(hits, here, self._rng)
-            count_losses(
-                self._metrics,
-                choice,
-                split_by_role(everybody, prefillers)[0],
-                split_by_role(found.wanted, prefillers)[0],
-            )
+            if not ask.dry_run:
+                count_losses(
+                    self._metrics,
+                    choice,
+                    split_by_role(everybody, prefillers)[0],
+                    split_by_role(found.wanted, prefillers)[0],
+                )
             choice = self._with_prefill(
                 ask, choice, others, scene, arriving, any(hit.worker in prefillers for hit in found.wanted)
             )
@@ -159,7 +161,8 @@ class Decider:
             choice, outcome = with_prefill(choice, others, scene, self._rules, self._rng, arriving=arriving)
         else:
             outcome = PrefillOutcome.UNAVAILABLE if wants_any else PrefillOutcome.EXCLUDED
-        self._metrics.prefill_decisions[outcome].inc()
+        if not ask.dry_run:
+            self._metrics.prefill_decisions[outcome].inc()
         if choice.prefill is None:
             return choice
         url = self._fleet.url(choice.prefill.hit.worker)

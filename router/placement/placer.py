@@ -134,15 +134,15 @@ class Placer:
     def choose(self, ask: PlacementRequest, selection_id: str | None = None) -> Choice:
         """The worker for this prompt; nothing is reserved. Raises UnknownModel, UnknownWorker, NoWorker.
 
-        selection_id: under which it can be claimed later, unless it is a dry run.
+        selection_id: under which it can be claimed later. A dry run is neither kept nor counted.
 
         If all are saturated, the cheapest is chosen, and its reason says so."""
         now = self._clock()
         choice, names = self._decide(ask, now)
-        if selection_id is not None:
-            self._record(selection_id, ask, choice)
         if ask.dry_run:
             return choice
+        if selection_id is not None:
+            self._record(selection_id, ask, choice)
         self._decider.record_choice(ask, choice, names, now, SELECTED_TTL_S)
         if selection_id is not None:
             kept = choice.alone()
@@ -157,6 +157,9 @@ class Placer:
         anyway: ignore saturation and roles, because the client has decided already. prefill_tokens: what the client
         says is to be computed."""
         now = self._clock()
+        if ask.dry_run:
+            # What is reserved is sent.
+            ask = msgspec.structs.replace(ask, dry_run=False)
         choice, names = self._decide(ask, now, anyway=anyway)
         if choice.all_saturated and not anyway:
             raise Saturated(
@@ -200,7 +203,8 @@ class Placer:
 
     def _decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
         choice, names = self._decider.decide(ask, now, anyway=anyway)
-        self._metrics.choice_seconds.observe(self._clock() - now)
+        if not ask.dry_run:
+            self._metrics.choice_seconds.observe(self._clock() - now)
         return choice, names
 
     def _retry_after_s(self, worker: WorkerKey) -> float:

@@ -132,11 +132,13 @@ class TextTokenizer:
             self._metrics.memory_bytes.set(held_bytes)
             await asyncio.sleep(LOOK_S)
 
-    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt:
-        """The tokens of a body that a client sent to `path`, for `model` as its workers are registered.
+    async def prompt(
+        self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, counts: bool = True
+    ) -> Prompt:
+        """Return the tokens of a body that a client sent to `path`, for `model` as its workers are registered.
 
-        authorization: the header that the client sent for the engine. Raises BadQuestion where the body cannot be
-        read."""
+        authorization: the header that the client sent for the engine. counts: it is a request, not a dry run. Raises
+        BadQuestion where the body cannot be read."""
         start_s = self._clock()
         request: TokenRequest | NDArray[np.int64] | TokensUnknown | None = None
         if body.ids is not None or len(body.raw) <= READ_BYTES:
@@ -151,12 +153,16 @@ class TextTokenizer:
         else:
             # Nothing is waited for: no deadline, no place among those that wait.
             prompt = Prompt(len(request), request, "given")
+        if counts:
+            self._count(model, prompt, start_s)
+        return prompt
+
+    def _count(self, model: str, prompt: Prompt, start_s: float) -> None:
         self._metrics.prompts(prompt.source).inc()
         self._metrics.seconds(prompt.source).observe(self._clock() - start_s)
         self._texts.add(model, prompt)
         if prompt.reason is not None:
             self._metrics.unknown.labels(prompt.reason).inc()
-        return prompt
 
     async def _prompt(
         self,

@@ -177,7 +177,9 @@ class TinyTokens:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Any]] = []
 
-    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt:
+    async def prompt(
+        self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, counts: bool = True
+    ) -> Prompt:
         sent = json.loads(body.raw)
         self.asked.append((path, model, sent))
         await asyncio.sleep(0.02)

@@ -34,6 +34,33 @@ def complete(router: RouterProcess, prompt: list[int], headers: dict[str, str]) 
     return router.request("POST", "/v1/completions", body, headers=headers)
 
 
+def test_a_dry_run_is_no_decision(router: RouterProcess) -> None:
+    names = (
+        "chosen_hit_tokens_total",
+        "achievable_hit_tokens_total",
+        "prompts_total",
+        "choice_seconds",
+        "decide_seconds",
+    )
+
+    def counted() -> list[str]:
+        wanted = tuple(f"kvrouter_{name}" for name in names)
+        return [line for line in router.text("/metrics").splitlines() if line.startswith(wanted)]
+
+    text = {"model": MODEL, "prompt": "a text of some words " * 40, "selection_id": "dry"}
+    router.request("POST", "/select", text | {"selection_id": "sent"})
+    until(
+        lambda: router.request("POST", "/select", text | {"dry_run": True})["tokens"]["source"] != "none", "no tokens"
+    )
+    before = counted()
+    for prompt in (text, {"model": MODEL, "token_ids": [1_000] * 100, "selection_id": "dry"}):
+        router.request("POST", "/select", prompt | {"dry_run": True, "explain": True})
+    assert counted() == before
+    with pytest.raises(RouterError, match="404"):
+        router.request("GET", "/decisions/dry")
+    assert router.request("GET", "/decisions/sent")["selection_id"] == "sent"
+
+
 def test_a_request_is_explained_later_with_what_came_of_it(router: RouterProcess) -> None:
     with EventReader(router.port, "?type=decision") as reader:
         complete(router, PROMPT, {"x-request-id": "first"})

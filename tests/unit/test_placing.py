@@ -65,17 +65,33 @@ def test_the_load_moves_to_the_worker_that_serves_in_place_of_the_chosen_one() -
     assert stage.counted("reservations_ended_total", how="released") == 2
 
 
-def test_a_dry_run_is_recorded_and_nothing_counts_on_it() -> None:
-    recorded = []
+def test_a_dry_run_is_neither_recorded_nor_counted_and_nothing_counts_on_it() -> None:
+    recorded: list[str] = []
     stage = Stage(hit("a"), hit("b"), hit("c"), hit("d"), record=lambda name, ask, choice: recorded.append(name))
     for _ in range(8):
         choice = stage.placing.choose(ask(dry_run=True), "dry")
         assert {one.pending for one in choice.candidates} <= {0}
-    assert recorded == ["dry"] * 8 and stage.fleet.went == []
+    assert recorded == [] and stage.fleet.went == []
     with pytest.raises(UnknownSelection):
         stage.placing.claim("dry", "m")
     stage.placing.choose(ask(), "sent")
     assert len(stage.fleet.went) == 1
+
+
+@pytest.mark.parametrize("computes", ["c", "p"], ids=["together", "with prefill workers"])
+def test_a_dry_run_changes_no_metric(computes: str) -> None:
+    stage = Stage(hit("a", 500), hit("b"), hit(computes, 900), hit("down", 950), unavailable={"down": "it is down"})
+
+    def page() -> list[Any]:
+        return [sample for family in stage.metrics.collect() for sample in family.samples]
+
+    placed = stage.placing.choose(ask(), "sent")
+    before = page()
+    dry = stage.placing.choose(ask(dry_run=True), "dry")
+    assert dry.best_hit_tokens == placed.best_hit_tokens and page() == before
+    # What is reserved is sent, whatever the client calls it.
+    stage.placing.reserve(ask(dry_run=True))
+    assert page() != before
 
 
 def test_prompts_spread_as_load_gathers() -> None:
