@@ -331,6 +331,10 @@ class Core:
         """Tokens that one block hash covers, 1 while no catalog of the model is whole. Raises UnknownModel."""
         return self.finder.hash_block_size(model)
 
+    def now(self) -> float:
+        """Seconds, on the clock of the streams."""
+        return self._clock()
+
     def ask(self, question: Question) -> Sequence[Hit]:
         """One hit for each worker of the model that the question does not leave out, in no particular order."""
         return filter_hits(self.finder.hits(question), question)

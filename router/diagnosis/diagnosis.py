@@ -46,6 +46,7 @@ from kvrouter.router.redis_client.servers import Servers
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.tokens.unknown_prompts import MissingTokens
 from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.provenance import own_streams
 from kvrouter.router.workers.unregistered_worker import UnregisteredWorker
 
 # Facts of a worker take some 30 us; meanwhile nothing else is answered.
@@ -240,6 +241,9 @@ class Diagnosis:
             prompts=self._prompts(worker, stream),
             doubt=self._quality.doubt(worker),
             cache=stream.cache,
+            published=own_streams(registration, self._core.engine_lists.sources),
+            names_streams=(registration.url or "") in self._core.engine_lists.sources,
+            drains_s=None if stream.drains_since_s is None else self._core.now() - stream.drains_since_s,
         )
 
     def _prompts(self, worker: WorkerKey, stream: WorkerStream) -> PromptCount:

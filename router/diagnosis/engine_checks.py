@@ -10,6 +10,7 @@ from kvrouter.router.diagnosis.clocks import SET_CLOCKS, clock_difference
 from kvrouter.router.diagnosis.finding import ROUTER, Finding, argument, found
 from kvrouter.router.diagnosis.snapshot import Snapshot, WorkerFacts
 from kvrouter.router.engines.known import engine_named
+from kvrouter.router.workers.provenance import registered_twice
 
 
 def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
@@ -46,6 +47,16 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
         )
     for worker in snapshot.workers:
         yield from _of_worker(worker)
+    for twins in registered_twice(worker.registration for worker in snapshot.workers):
+        ids = " and ".join(printable(twin.route_name) for twin in twins)
+        yield found(
+            "KV110",
+            f"workers {ids}",
+            "they have one url and one rank, so each is taken for an engine of its own: its load is counted by parts, and every "
+            "prompt has a worker more to choose from that is none",
+            f"drop all but one: curl -X DELETE {ROUTER}workers/{argument(twins[-1].worker_id)}, or remove it from its source; an "
+            "adapter or another name of the model needs no worker (--model-alias)",
+        )
     for worker in snapshot.workers:
         ahead_s = snapshot.engine_clocks.get(worker.registration.url or "", 0.0)
         if (differs := clock_difference(ahead_s)) is not None:
@@ -81,7 +92,16 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
             worker.unserved,
             f"{engine.flags.serve} --served-model-name {model}, or register model= as the engine calls it",
         )
-    if worker.refused_key:
+    if worker.drains_s is not None:
+        given = worker.registration
+        who = "a client said so" if given.draining else f"its source {given.source} says so"
+        yield found(
+            "KV111",
+            worker.name,
+            f"it has taken no new requests for at least {worker.drains_s:.0f} s, because {who}",
+            f'if it should take some: curl -X PATCH {ROUTER}workers/{name} -d \'{{"state": "active"}}\'',
+        )
+    if worker.refused_key and not worker.is_down:
         yield found("KV109", worker.name, worker.refused_key, "kvrouter serve --worker-api-key KEY (all routers)")
     if worker.breaker:
         yield found(

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvrouter.router.diagnosis.endpoint_probe import PUBLISHERS, REPLIERS, EndpointAnswer
 from kvrouter.router.diagnosis.finding import Finding, argument, found
 from kvrouter.router.diagnosis.snapshot import PromptCount, Snapshot, WorkerFacts
 from kvrouter.router.engines.known import engine_named
+from kvrouter.router.workers.engine_answers import Stream
+from kvrouter.router.workers.provenance import same_endpoint
 from kvrouter.router.workers.registration import NO_PATCH, Registration
+from kvrouter.router.workers.source_precedence import REGISTER
 from kvrouter.router.workers.stream_state import StreamState
 
 # Prompts of whole blocks that an engine computed without an event: the last one's may be on their way.
@@ -18,6 +21,8 @@ UNHEARD_PROMPTS = 3
 UNFOLLOWED = frozenset({StreamState.CONNECTING, StreamState.SUSPECT, StreamState.RESYNCING})
 # What a ZMQ socket that says nothing of itself may be.
 UNKNOWN_SOCKET = ""
+# Endpoints that an engine names itself.
+STREAM_ROLES = ("events", "replay")
 
 
 def event_findings(snapshot: Snapshot) -> Iterator[Finding]:
@@ -35,14 +40,8 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
     engine = engine_named(given.engine)
     flags = engine.flags
     if worker.is_silent:
-        caching = f"{flags.prefix_cache} " if worker.cache.problem else ""
-        known = (worker.reason or given.note or "it was registered without one", worker.cache.problem)
-        yield found(
-            "KV201",
-            worker.name,
-            "; ".join(filter(None, known)),
-            f"{flags.serve} {caching}{flags.events}; and register events=tcp://HOST:5557,replay=tcp://HOST:5558",
-        )
+        known = (given.note or worker.reason or "it was registered without one", worker.cache.problem)
+        yield found("KV201", worker.name, "; ".join(filter(None, known)), _publishing(worker))
         return
     if worker.cache.problem:
         # It stores no block, so no event can come; whatever else is wrong with its events changes nothing.
@@ -79,6 +78,26 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
         )
 
 
+def _publishing(worker: WorkerFacts) -> str:
+    """Return what gives a worker without an event endpoint one."""
+    given = worker.registration
+    flags = engine_named(given.engine).flags
+    if worker.published:
+        return f"register {_endpoints_text(worker.published[0])}: its engine publishes there"
+    caching = f"{flags.prefix_cache} " if worker.cache.problem else ""
+    start = f"{flags.serve} {caching}{flags.events}"
+    if not worker.names_streams:
+        # vLLM before 0.31, or an engine that is not reached.
+        return f"{start}; and register events=tcp://HOST:5557,replay=tcp://HOST:5558"
+    return f"{start}; then register it again" if given.source == REGISTER else start
+
+
+def _endpoints_text(stream: Stream) -> str:
+    """Return a stream as it is written into a registration."""
+    replay = "" if stream.replay is None else f",replay={argument(stream.replay)}"
+    return f"events={argument(stream.events)}{replay}"
+
+
 def _is_unheard(prompts: PromptCount, worker: WorkerFacts) -> bool:
     return worker.state is StreamState.LIVE and not worker.is_heard and prompts.whole >= UNHEARD_PROMPTS
 
@@ -100,8 +119,13 @@ def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
             f"register events={argument(given.replay or '')},replay={argument(given.events or '')}",
         )
         return
+    elsewhere = _published_elsewhere(worker, answers)
+    yield from elsewhere
     for role, answer in answers.items():
         at = endpoints_of(given)[role]
+        if answer.problem and elsewhere and role in STREAM_ROLES:
+            # Named already, with where its engine has it.
+            continue
         if answer.problem:
             yield found(
                 "KV205",
@@ -117,6 +141,22 @@ def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
                 f"{role} endpoint {at}: {what} answers there",
                 f"register the port of --kv-events-config for {role} ({'/'.join(sorted(_expected(role)))})",
             )
+
+
+def _published_elsewhere(worker: WorkerFacts, answers: Mapping[str, EndpointAnswer]) -> list[Finding]:
+    """Return the one finding for closed endpoints that the engine names otherwise; empty where it does not."""
+    given = worker.registration
+    closed = {role: answers[role].problem for role in STREAM_ROLES if role in answers and answers[role].problem}
+    if not closed or not worker.published:
+        return []
+    stream = worker.published[0]
+    if same_endpoint(stream.events, given.events) and same_endpoint(stream.replay, given.replay):
+        return []
+    at = endpoints_of(given)
+    shut = "; ".join(f"{role} endpoint {at[role]}: {problem}" for role, problem in closed.items())
+    right = _endpoints_text(stream)
+    info_path = engine_named(given.engine).info_path
+    return [found("KV205", worker.name, f"{shut}; its engine names {right} ({info_path})", f"register {right}")]
 
 
 def endpoints_of(given: Registration) -> dict[str, str]:

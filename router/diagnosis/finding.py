@@ -52,6 +52,8 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV107": (WARNING, "the clocks of engine and router differ"),
     "KV108": (ERROR, "the worker is registered and not followed here"),
     "KV109": (ERROR, "the engine wants an API key"),
+    "KV110": (WARNING, "one engine is registered twice"),
+    "KV111": (NOTE, "the worker drains"),
     "KV201": (ERROR, "the worker has no event endpoint"),
     "KV202": (ERROR, "the event endpoint says nothing"),
     "KV203": (ERROR, "the events are those of another engine or rank"),

@@ -43,7 +43,8 @@ def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
             yield found(
                 "KV011", "router", expiry, "openssl x509 -enddate -noout -in FILE shows when one ends", severity
             )
-    for problem in snapshot.load_problems:
+    # The load is shared through the store: where that is away, KV501 says it.
+    for problem in () if snapshot.store.problem else snapshot.load_problems:
         yield found("KV604", "router", problem, "see what KV501 says of Redis; the load is shared through it")
     for source, problem in snapshot.source_problems:
         yield found("KV605", f"source {source}", problem, "correct the file, or the router's access to Kubernetes")

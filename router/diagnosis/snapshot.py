@@ -15,6 +15,7 @@ from kvrouter.router.kvcache.catalog import Catalog
 from kvrouter.router.kvcache.scheme_verification import SchemeState
 from kvrouter.router.quality.prediction_judge import Doubt
 from kvrouter.router.tokens.unknown_prompts import MissingTokens
+from kvrouter.router.workers.engine_answers import Stream
 from kvrouter.router.workers.engine_cache import EngineCache
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -37,7 +38,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     breaker: why no requests are sent there. refused: why blocks found no room in memory. withheld:
     why what lies beside the GPU earns no credit. is_heard: a batch of its events came, ever. blocks: that it holds.
     engine_model: what the engine loaded its model from, empty where it does not say. cache: its KV cache, by its own
-    word."""
+    word. published: where its engine says that its events are; names_streams: it says that, also that there are none.
+    drains_s: for how long it has taken no new requests, as far as is known."""
 
     registration: Registration
     state: StreamState
@@ -61,6 +63,9 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     prompts: PromptCount = PromptCount()
     doubt: Doubt | None = None
     cache: EngineCache = EngineCache()
+    published: Sequence[Stream] = ()
+    names_streams: bool = False
+    drains_s: float | None = None
 
     @property
     def name(self) -> str:

@@ -18,7 +18,8 @@ MIB = 1024**2
 
 def store_findings(snapshot: Snapshot) -> Iterator[Finding]:
     store = snapshot.store
-    for problem in filter(None, (store.problem, *store.unwritten)):
+    # Where no look is answered, no commit is taken either.
+    for problem in (store.problem,) if store.problem else store.unwritten:
         yield found(
             "KV501",
             "Redis",

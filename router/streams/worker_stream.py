@@ -64,6 +64,8 @@ class WorkerStream:
         self.tag = keys.worker_tag(worker)
         # What is wrong with its registration, and takes no credit.
         self.note = ""
+        # Since when it takes no new requests, as far as this process knows.
+        self.drains_since_s = services.clock() if registration.drains else None
         # Why its engine refuses what this router asks it.
         self.refused = ""
         self._services = services
@@ -200,6 +202,8 @@ class WorkerStream:
         """Take over a registration that differs in nothing that the stream depends on."""
         if registration.url not in (None, self.registration.url):
             self._engine.move(registration.url)
+        if registration.drains != self.registration.drains:
+            self.drains_since_s = self._services.clock() if registration.drains else None
         self._record.registration = registration
         self._record.facts.refusal = self._services.allowed.registration_problem(registration)
         self._record.refresh()

@@ -64,7 +64,7 @@ def origin_problems(
         found[worker] = (
             f"its patch endpoint {endpoint} is that of {others} too: register the endpoint of its own engine"
         )
-    own = {one.worker: _own_streams(one, sources) for one in known}
+    own = {one.worker: {_plain(stream.events) for stream in own_streams(one, sources)} for one in known}
     # By endpoint, the worker whose engine names it as its own.
     owners = {endpoint: worker for worker, endpoints in own.items() for endpoint in endpoints}
     right = {one.worker for one in known if one.events is not None and _plain(one.events) in own[one.worker]}
@@ -112,15 +112,29 @@ def _engine(registration: Registration) -> Hashable:
     return _plain(registration.url.rstrip("/")), worker.dp_rank
 
 
-def _own_streams(registration: Registration, sources: Mapping[str, Mapping[int, Stream]]) -> set[str]:
-    """Where the worker's own engine says that its events are; empty where it does not say."""
+def own_streams(registration: Registration, sources: Mapping[str, Mapping[int, Stream]]) -> list[Stream]:
+    """Return where the worker's own engine says that its events are; empty where it does not say."""
     streams = sources.get(registration.url or "")
     if not streams:
-        return set()
+        return []
     rank = registration.worker.dp_rank
     ranks = sorted(streams)
-    chosen = ranks if len(ranks) == 1 else {rank, *ranks[rank : rank + 1]} & streams.keys()
-    return {_plain(streams[each].events) for each in chosen}
+    chosen = ranks if len(ranks) == 1 else sorted({rank, *ranks[rank : rank + 1]} & streams.keys())
+    return [streams[each] for each in chosen]
+
+
+def same_endpoint(one: str | None, other: str | None) -> bool:
+    """Return whether two addresses are one, as far as their texts say."""
+    return one == other or (one is not None and other is not None and _plain(one) == _plain(other))
+
+
+def registered_twice(registrations: Iterable[Registration]) -> list[list[WorkerKey]]:
+    """Return the workers of one model that have several ids and one engine core behind them, by engine."""
+    groups: dict[Hashable, list[WorkerKey]] = {}
+    for one in registrations:
+        if one.url is not None:
+            groups.setdefault((one.worker.model, _engine(one)), []).append(one.worker)
+    return [sorted(workers) for workers in groups.values() if len(workers) > 1]
 
 
 def _plain(address: str) -> str:

@@ -19,6 +19,7 @@ import zmq
 from clinic import Clinic
 from engine_http import EngineHttp
 from fake_engine import BLOCK, FakeEngine, prompt, stored
+from fleet import until
 from ports import free_port
 from router_process import RouterError, RouterProcess
 from scripted_engine import Asked, ScriptedEngine, Wire, plain, reset
@@ -188,6 +189,33 @@ def test_kv205_closed_ports(clinic: Clinic, engine: FakeEngine, http: EngineHttp
         assert f"events endpoint {closed}: Connection refused" in clinic.find("KV205", subject).evidence
     with clinic.worker("half", url=http.url, endpoint=engine.endpoint, replay_endpoint=closed) as subject:
         assert f"replay endpoint {closed}: Connection refused" in clinic.find("KV205", subject).evidence
+
+
+def test_kv205_names_the_ports_that_the_engine_names(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+    closed = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "replay_endpoint": f"tcp://127.0.0.1:{free_port()}"}
+    with clinic.worker("wrong-port", **(of(replicas[0]) | closed)) as subject:
+        # With the engine's first answer; until then its own word is not known.
+        right = f"register events={replicas[0]['events']},replay={replicas[0]['replay']}"
+        until(lambda: clinic.find("KV205", subject).fix == right, "the right ports are not named")
+        assert [one.code for one in clinic.report().findings if one.subject == subject].count("KV205") == 1
+
+
+def test_kv110_one_engine_with_two_names(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+    with clinic.worker("one", **of(replicas[0])), clinic.worker("two", **of(replicas[0])):
+        finding = clinic.find("KV110")
+        assert finding.subject == "workers one and two" and "-X DELETE" in finding.fix
+    assert "KV110" not in clinic.codes()
+
+
+def test_kv111_a_worker_that_drains(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+    with clinic.worker("draining", **of(replicas[0])) as subject, clinic.worker("serving", **of(replicas[1])):
+        clinic.router.wait_connected("draining")
+        clinic.router.wait_connected("serving")
+        clinic.router.request("PATCH", "/workers/draining", {"state": "draining"})
+        finding = clinic.find("KV111", subject)
+        assert finding.severity is Severity.NOTE and "because a client said so" in finding.evidence
+        clinic.router.request("PATCH", "/workers/draining", {"state": "active"})
+        clinic.wait_gone("KV111")
 
 
 def test_kv206_another_program_at_an_endpoint(clinic: Clinic, http: EngineHttp, engine: FakeEngine) -> None:

@@ -40,6 +40,7 @@ from kvrouter.router.quality.prediction_judge import Doubt, DoubtKind
 from kvrouter.router.streams.cpu_tier_watch import CpuTier, CpuTierWatch, parse_cpu_tier
 from kvrouter.router.streams.offload_page import NAMED_S
 from kvrouter.router.tokens.unknown_prompts import MissingTokens
+from kvrouter.router.workers.engine_answers import Stream
 from kvrouter.router.workers.engine_cache import CACHING_OFF, EngineCache
 from kvrouter.router.workers.registration import CatalogSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -68,8 +69,10 @@ def catalog(*groups: Group) -> Catalog:
 
 
 def registration(worker_id: str = "w0", **more: Any) -> Registration:
-    given: dict[str, Any] = {"events": EVENTS, "replay": REPLAY, "url": URL} | more
-    return Registration(WorkerKey(given.pop("model", "m"), worker_id), **given)
+    url = URL if worker_id == "w0" else f"http://{worker_id}:8000"
+    given: dict[str, Any] = {"events": EVENTS, "replay": REPLAY, "url": url} | more
+    known = given.pop("worker", WorkerKey(given.pop("model", "m"), worker_id))
+    return Registration(known, **given)
 
 
 def worker(worker_id: str = "w0", given: dict[str, Any] | None = None, **more: Any) -> WorkerFacts:
@@ -135,6 +138,8 @@ FAULTS: dict[str, Snapshot] = {
     "KV107": snapshot(engine_clocks={URL: CLOCK_S + 1}),
     "KV108": snapshot(left_out={WorkerKey("m", "w9"): "it has 1 workers, as many as it follows"}),
     "KV109": snapshot(worker(refused_key="its /v1/models answers 401")),
+    "KV110": snapshot(worker(), worker("w1", {"url": URL + "/"})),
+    "KV111": snapshot(worker(given={"draining": True}, drains_s=61.0)),
     "KV201": snapshot(worker(given={"events": None, "replay": None}, is_silent=True, is_heard=False)),
     "KV202": snapshot(
         worker(is_heard=False, blocks=0, catalog=NOTHING_KNOWN, prompts=PromptCount(5, 0, UNHEARD_PROMPTS))
@@ -242,6 +247,51 @@ def test_a_socket_of_the_wrong_kind_is_named() -> None:
     (finding,) = findings(snapshot(endpoints={EVENTS: PUBLISHES, REPLAY: PUBLISHES}))
     assert finding.code == "KV206"
     assert "replay endpoint tcp://10.0.0.1:5558: a XPUB socket" in finding.evidence
+
+
+def test_closed_ports_that_the_engine_names_otherwise_are_one_finding_with_the_right_ones() -> None:
+    closed = {EVENTS: EndpointAnswer("Connection refused"), REPLAY: EndpointAnswer("Connection refused")}
+    elsewhere = Stream("tcp://10.0.0.1:5600", "tcp://10.0.0.1:5601")
+    facts = worker(state=StreamState.CONNECTING, published=[elsewhere])
+    (finding,) = findings(snapshot(facts, endpoints=closed))
+    assert finding.code == "KV205" and "/kv_event_sources" in finding.evidence
+    assert finding.fix == "register events=tcp://10.0.0.1:5600,replay=tcp://10.0.0.1:5601"
+    # Where the engine names these very ports, they are closed on the way.
+    same = worker(state=StreamState.CONNECTING, published=[Stream(EVENTS, REPLAY)])
+    assert codes(snapshot(same, endpoints=closed)) == ["KV205", "KV205"]
+
+
+def test_a_worker_without_events_is_told_what_it_lacks_and_no_more() -> None:
+    def fix(**more: Any) -> str:
+        silent: dict[str, Any] = {"events": None, "replay": None} | more.pop("given", {})
+        (finding,) = findings(snapshot(worker(given=silent, is_silent=True, is_heard=False, **more)))
+        assert finding.code == "KV201"
+        return finding.fix
+
+    assert "register events=" in fix(), "the engine does not say where its events are"
+    named = fix(names_streams=True, given={"source": "static"})
+    assert "--kv-events-config" in named and "register" not in named
+    assert fix(names_streams=True).endswith("then register it again")
+    assert fix(published=[Stream(EVENTS)]) == f"register events={EVENTS}: its engine publishes there"
+
+
+def test_what_the_engine_said_is_the_evidence_of_a_worker_without_events() -> None:
+    given = {"events": None, "replay": None, "note": "its engine publishes no KV events"}
+    (finding,) = findings(snapshot(worker(given=given, is_silent=True, is_heard=False, reason="registered without")))
+    assert finding.evidence == "its engine publishes no KV events"
+
+
+def test_ranks_and_models_of_one_engine_are_no_twins() -> None:
+    rank = {"url": URL, "worker": WorkerKey("m", "w1", 1)}
+    ranks = [worker("w0"), worker("w1", rank), worker("w2", {"url": URL, "model": "other"})]
+    assert "KV110" not in codes(snapshot(*ranks))
+    (finding,) = findings(FAULTS["KV110"])
+    assert finding.subject == "workers w0 and w1"
+
+
+def test_a_store_that_is_away_is_one_finding() -> None:
+    away = StoreFacts(problem="Redis has not answered for 3 s", unwritten=("Redis takes no commits",))
+    assert codes(snapshot(store=away, load_problems=["the load of other routers is not known"])) == ["KV501"]
 
 
 def test_closed_ports_explain_why_events_are_not_followed() -> None:
