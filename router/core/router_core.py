@@ -12,6 +12,7 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -35,6 +36,7 @@ from kvrouter.router.engines.engine_lists import LOOK_S, EngineLists
 from kvrouter.router.fleet.adoption import Adoption
 from kvrouter.router.fleet.fleet import Fleet
 from kvrouter.router.fleet.mirror_sync import MirrorSync
+from kvrouter.router.fleet.registration_mark import RegistrationMark
 from kvrouter.router.fleet.router_peers import RouterPeers
 from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
@@ -86,11 +88,12 @@ class Core:
         supervisor: TaskSupervisor | None = None,
         feed: EventFeed | None = None,
         patch_secret: bytes | None = None,
+        store_folder: Path | None = None,
     ) -> None:
         """http: asks engines for their lists; None: nobody asks them. engine_client: polls them for liveness and load;
         None: they are not polled. token: names this process in leases; one that outlives the process lets its successor
         take over at once. feed: receives the fleet's events; None: nobody watches them. patch_secret: the CURVE key
-        that engines' patches see; None: another for each connection."""
+        that engines' patches see; None: another for each connection. store_folder: of a private store."""
         self._store = store
         self._config = config
         self._metrics = metrics
@@ -188,6 +191,7 @@ class Core:
             mirror=self.mirror_sync,
             make_stream=make_stream,
         )
+        self.registration_mark = RegistrationMark(self.registry, store_folder)
         self.adoption = Adoption(self.fleet, store.schemas, metrics=metrics.fleet, clock=clock)
         self._runs = {
             "mirror": self.mirror_sync.follow,
@@ -215,6 +219,7 @@ class Core:
         """Load what Redis holds, then follow it and the workers. Raises StoreError when Redis cannot be read."""
         await self.fleet.start()
         await self.adoption.look()
+        self.registration_mark.compare()
         self._loaded = True
         self._judge.judge()
         self._tasks += [self._supervisor.start(name, run) for name, run in self._runs.items()]
@@ -396,6 +401,7 @@ class Core:
             if view.state is not StreamState.LIVE or (view.catalog.problem is not None and not _is_fresh(stream)):
                 why = view.reason or view.catalog.problem or ""
                 problems.append(f"{name} is {view.state.value}: {why}")
+        problems += filter(None, [self.registration_mark.problem])
         return problems + self.registry.problems + self.adoption.problems + self._supervisor.health()
 
     def cautions(self) -> list[str]:
@@ -439,6 +445,7 @@ class Core:
 
     def _measure(self) -> None:
         metrics = self._metrics
+        metrics.fleet.registrations_lost.set(bool(self.registration_mark.problem))
         metrics.leases_held.set(sum(stream.held for stream in self.registry.streams.values()))
         metrics.recoveries_waiting.set(self._permits.waiting)
         metrics.routers.set(self.peers.routers)

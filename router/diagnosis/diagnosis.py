@@ -165,6 +165,7 @@ class Diagnosis:
                 schemas=(*core.adoption.problems, *core.adoption.cautions),
                 servers=servers,
                 is_private=self._config.redis is None,
+                lost=core.registration_mark.problem,
             ),
             routers={token: RouterWord(beat.software, beat.settings) for token, beat in beats.items()}
             | {core.peers.token: RouterWord(VERSION, agreed_settings(self._config))},

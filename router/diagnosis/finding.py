@@ -83,6 +83,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV505": (NOTE, "Redis does not let the router see its settings"),
     "KV506": (ERROR, "Redis holds what no router writes"),
     "KV507": (WARNING, "Redis holds data of another schema"),
+    "KV508": (ERROR, "the private store lost the registrations"),
     "KV601": (WARNING, "routers have different versions"),
     "KV602": (ERROR, "routers have different settings"),
     "KV603": (WARNING, "the clocks of Redis and router differ"),

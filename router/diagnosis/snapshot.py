@@ -105,7 +105,8 @@ class Contested(msgspec.Struct, frozen=True):
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
     """problem: why Redis is not heard. unwritten: why it takes no commits. unreadable: what it holds that no router
     writes. schemas: which other schemas it holds, and what of the former one is not taken over. servers: by address; empty
-    where they do not answer. is_private: it is this router's own server."""
+    where they do not answer. is_private: it is this router's own server. lost: why no worker is registered although some
+    were."""
 
     problem: str = ""
     unwritten: tuple[str, ...] = ()
@@ -113,6 +114,7 @@ class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
     schemas: tuple[str, ...] = ()
     servers: Mapping[str, ServerSettings] = {}
     is_private: bool = False
+    lost: str = ""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

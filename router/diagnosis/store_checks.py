@@ -40,6 +40,14 @@ def store_findings(snapshot: Snapshot) -> Iterator[Finding]:
             problem,
             "finish the upgrade: replace the routers of the other version, then remove what they left (docs/how-to/upgrade.md)",
         )
+    if store.lost:
+        yield found(
+            "KV508",
+            "fleet",
+            store.lost,
+            "register the workers again (POST /register), or name them in a source, which brings them back by itself: --worker, "
+            "--workers-file; if none is missing, delete the file that the evidence names",
+        )
     for address, server in store.servers.items():
         yield from _of_server(f"Redis at {address}" if address else "Redis", address, server, store, snapshot.time_s)
 
@@ -57,7 +65,7 @@ def _of_server(
             "KV503",
             subject,
             f"it could not write its data to disk ({server.failing}: err)",
-            "free space on its disk, and look into its log",
+            f"free space on its disk{_df(server.directory)}, and look into its log",
         )
     elif server.appends is False and server.save == "":
         yield found(
@@ -88,6 +96,10 @@ def _of_server(
             f"the router's user may not use {', '.join(hidden)}, so eviction, persistence, memory or clock are not known here",
             f"{cli} ACL SETUSER NAME +info +config|get +time, or check these settings by hand",
         )
+
+
+def _df(directory: str) -> str:
+    return f" (there: df -h {argument(directory)})" if directory else ""
 
 
 def _client(address: str) -> str:

@@ -35,6 +35,8 @@ log = logging.getLogger("kvrouter.fleet")
 # all the same, for a process that died between its change and telling of it.
 REGISTRY_LOOK_S = 0.25
 REGISTRY_READ_S = 10.0
+# How soon a key that all routers need is replaced where another program has put something else there.
+FOREIGN_LOOK_S = 1.0
 # Of a registration: what a stream does not depend on.
 STREAMLESS_FIELDS = ("url", "lora_name", "draining", "retiring", "role", "handover", "source", "note")
 
@@ -81,6 +83,7 @@ class Fleet:
 
     async def start(self) -> None:
         """Load what Redis holds, and begin to follow it. Raises StoreError when Redis cannot be read."""
+        await self._replace_foreign_keys()
         await self._follow_registry(await self._store.registry.version())
         # After the loading, which takes its time: from here on others hand workers over to this process.
         await self.peers.beat()
@@ -93,11 +96,14 @@ class Fleet:
 
     async def watch_registry(self) -> None:
         """Follow what other processes register and drop."""
-        read_s = self._clock()
+        read_s = looked_s = self._clock()
         while True:
             await asyncio.sleep(REGISTRY_LOOK_S)
             try:
                 async with self._lock:
+                    if self._clock() > looked_s + FOREIGN_LOOK_S:
+                        looked_s = self._clock()
+                        await self._replace_foreign_keys()
                     version = await self._store.registry.version()
                     if version < self._version:
                         await self._restore_registry()
@@ -109,6 +115,10 @@ class Fleet:
                 self._take_problems([str(error)])
             except StoreError as error:
                 log.debug("registry not read", extra={"error": str(error)})
+
+    async def _replace_foreign_keys(self) -> None:
+        for _ in await self._store.common_keys.replace_foreign(self._registry.models()):
+            self._metrics.unreadable_values["common"].inc()
 
     async def _restore_registry(self) -> None:
         """The store lost what was written to it: give it the registrations that are known here."""

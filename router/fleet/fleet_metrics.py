@@ -6,8 +6,8 @@ from __future__ import annotations
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 # Where a value in Redis was met that no router writes: in what is stored of a worker, the registry, the claims of
-# routers.
-UNREADABLE = ("worker", "registry", "claims")
+# routers, or in place of a key that all routers need.
+UNREADABLE = ("worker", "registry", "claims", "common")
 
 OTHER_SCHEMAS = ("newer", "former")
 
@@ -27,6 +27,9 @@ class FleetMetrics:
         self.schemas_present = {which: schemas.labels(which) for which in OTHER_SCHEMAS}
         self.registrations_left = registry.gauge(
             "registrations_left", "Registrations of the former schema in Redis that are not taken over"
+        )
+        self.registrations_lost = registry.gauge(
+            "registrations_lost", "1 while no worker is registered and a private store lost those that were"
         )
         self.store_up = registry.gauge("store_up", "1 while the store answers")
         self.unreadable_values = registry.counters(

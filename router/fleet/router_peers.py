@@ -136,8 +136,10 @@ class RouterPeers:
         while True:
             await asyncio.sleep(INTERVAL_S)
             # Without the store nothing can be taken or handed over; its absence is judged below.
-            with contextlib.suppress(StoreError):
+            try:
                 await self.beat()
+            except StoreError as error:
+                self._contact.failed(error)
 
     async def leave(self) -> None:
         """Count among the routers no longer."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.fleet.membership import HEARD_S
+from kvrouter.router.redis_client.errors import ReplyError, StoreError, refusal_text
 
 log = logging.getLogger("kvrouter.fleet")
 
@@ -28,10 +29,16 @@ class StoreContact:
         self._unread: dict[WorkerKey, str] = {}
         self._unread_since_s = 0.0
         self._is_lost = False
+        # With what the server refused the last look; empty: it took it, or said nothing.
+        self._refusal = ""
 
     def answered(self) -> None:
         """A look was answered."""
-        self._answered_s = self._clock()
+        self._answered_s, self._refusal = self._clock(), ""
+
+    def failed(self, error: StoreError) -> None:
+        """A look was not answered, or refused."""
+        self._refusal = refusal_text(error) if isinstance(error, ReplyError) else ""
 
     def lose_logs(self, workers: Iterable[WorkerKey], reason: str) -> None:
         """The logs of these workers cannot be followed."""
@@ -57,8 +64,12 @@ class StoreContact:
 
     @property
     def silence(self) -> str | None:
-        """That no look is answered, None while one is."""
-        return f"Redis has not answered for {silent_s:.0f} s" if (silent_s := self._silent_s) else None
+        """That no look is answered, or that all are refused; None while one is answered."""
+        if not (silent_s := self._silent_s):
+            return None
+        if self._refusal:
+            return f"Redis has refused for {silent_s:.0f} s what routers write ({self._refusal})"
+        return f"Redis has not answered for {silent_s:.0f} s"
 
     @property
     def unread_problem(self) -> str | None:

@@ -131,6 +131,21 @@ def registry(model: str, prefix: str = PREFIX) -> str:
     return f"{prefix}{{{_quoted(model)}}}:workers"
 
 
+def registry_key_parts() -> tuple[str, str]:
+    """Return what stands before and after the quoted model in `registry`."""
+    before, _, after = registry("*").partition(_quoted("*"))
+    return before, after
+
+
+def is_model_member(member: bytes) -> bool:
+    """Return whether `model_member` writes this."""
+    try:
+        parse_model_member(member)
+    except ValueError:
+        return False
+    return True
+
+
 def models(prefix: str = PREFIX) -> str:
     return f"{prefix}models"
 

@@ -61,7 +61,10 @@ class Schemas:
 
     async def former(self) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
         """What is registered under the former schema, and what of it cannot be read."""
-        return await load_registry(self._transactions, keys.FORMER_PREFIX)
+        try:
+            return await load_registry(self._transactions, keys.FORMER_PREFIX)
+        except StoredValueError as error:
+            return {}, [error]
 
     async def adopted(self) -> Adopted:
         key = keys.ADOPTED

@@ -21,8 +21,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: its maxmemory-policy. used_bytes, limit_bytes: of memory; limit_bytes is maxmemory, or without one the
     machine's memory. appends: whether it keeps an append-only file. save: when it writes snapshots; empty: never.
-    failing: what of its persistence failed last. time_s: its clock, since 1970. refused: commands that the router's user
-    may not use."""
+    failing: what of its persistence failed last. directory: where its data is. time_s: its clock, since 1970. refused:
+    commands that the router's user may not use."""
 
     policy: str = ""
     used_bytes: int | None = None
@@ -31,6 +31,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     appends: bool | None = None
     save: str | None = None
     failing: str = ""
+    directory: str = ""
     time_s: float | None = None
     refused: tuple[str, ...] = ()
 
@@ -39,22 +40,25 @@ async def server_settings(servers: Servers) -> dict[str, ServerSettings]:
     """By address. Raises StoreError where a server does not answer."""
     refused: list[str] = []
     replies: dict[str, dict[str, Any]] = {}
-    for name, order in (
-        ("INFO", command("INFO")),
-        ("CONFIG", command("CONFIG", "GET", "save")),
-        ("TIME", command("TIME")),
+    for name, orders in (
+        ("INFO", (command("INFO"),)),
+        # One name each: servers before Redis 7 take no more.
+        ("CONFIG", (command("CONFIG", "GET", "save"), command("CONFIG", "GET", "dir"))),
+        ("TIME", (command("TIME"),)),
     ):
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                answers = await servers.each(order)
+                answers = await servers.each(*orders)
         except TimeoutError:
             raise StoreError(f"{name} was not answered in {TIMEOUT_S:g} s") from None
         except ReplyError:
             # NOPERM; or a server where it is renamed or forbidden for all.
             refused.append(name)
             continue
-        for address, (reply,) in answers.items():
-            replies.setdefault(address, {})[name] = reply
+        for address, (first, *rest) in answers.items():
+            replies.setdefault(address, {})[name] = first
+            if rest:
+                replies[address]["dir"] = rest[0]
     if not replies:
         return {"": ServerSettings(refused=tuple(refused))}
     return {address: _read(reply, tuple(refused)) for address, reply in replies.items()}
@@ -75,7 +79,8 @@ def _read(reply: dict[str, Any], refused: tuple[str, ...]) -> ServerSettings:
         limit_bytes=limit or _number(info_field(info, "total_system_memory")) or None,
         has_maxmemory=bool(limit),
         appends=None if appends not in ("0", "1") else appends == "1",
-        save=_save(reply.get("CONFIG")),
+        save=_configured(reply.get("CONFIG")),
+        directory=_configured(reply.get("dir")) or "",
         failing=", ".join(failing),
         time_s=_time(reply.get("TIME")),
         refused=refused,
@@ -86,11 +91,11 @@ def _number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-def _save(reply: Any) -> str | None:
+def _configured(reply: Any) -> str | None:
     """CONFIG answers with names and values in turn."""
     if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], bytes):
         return None
-    return reply[1].decode("ascii", "replace")
+    return reply[1].decode(errors="replace")
 
 
 def _time(reply: Any) -> float | None:

@@ -37,6 +37,7 @@ from kvrouter.router.index.commit import (
     next_fields,
     unlink_all,
 )
+from kvrouter.router.index.common_keys import CommonKeys
 from kvrouter.router.index.leases import Leases
 from kvrouter.router.index.log_entry import EntryKind, encode_text, entry_fields
 from kvrouter.router.index.peers import Peers
@@ -68,6 +69,7 @@ class IndexStore:
         self.peers = Peers(self._transactions)
         self.registry = Registry(self._transactions)
         self.schemas = Schemas(self._transactions)
+        self.common_keys = CommonKeys(self._transactions)
         self._log_entries = log_entries
         # The number of the last log entry of each worker that this process wrote, or knows to be written.
         self.last_entries: dict[WorkerKey, int] = {}

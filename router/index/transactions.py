@@ -14,21 +14,19 @@ from kvrouter.router.index.commit import HEAD_FIELDS, Head
 from kvrouter.router.redis_client.connection import Connection
 from kvrouter.router.redis_client.errors import ReplyError, StoredValueError, StoreError
 from kvrouter.router.redis_client.resp import command
-from kvrouter.router.redis_client.servers import Servers
+from kvrouter.router.redis_client.servers import SCAN_KEYS, Servers
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Names of keys looked at in one command: some hundred microseconds of the server's one thread.
-SCAN_KEYS = 1_000
 # A lease renewal or a take-over may touch the watched keys between check and EXEC; either happens once in seconds.
 CONFLICTS_MAX = 8
 # A key of the wrong type; it can only be dropped.
-_WRONG_TYPE = "WRONGTYPE"
-_OF_WRONG_TYPE = "of a type that no router writes"
+WRONG_TYPE = "WRONGTYPE"
+_OFWRONG_TYPE = "of a type that no router writes"
 
-_UNWATCH = command("UNWATCH")
+UNWATCH = command("UNWATCH")
 _MULTI = command("MULTI")
 _EXEC = command("EXEC")
 
@@ -50,13 +48,13 @@ class Transactions:
             try:
                 _, holder, head = await connection.run(watch, 3)
             except ReplyError as error:
-                if error.code != _WRONG_TYPE:
+                if error.code != WRONG_TYPE:
                     raise
                 await self._drop_foreign(connection, worker)
                 return False, None
             orders = write(holder, Head.of(meta, *head))
             if not isinstance(orders, list):
-                await connection.run(_UNWATCH, 1)
+                await connection.run(UNWATCH, 1)
                 return True, orders
             replies = await connection.run(multi(orders), len(orders) + 2)
             done = replies[-1]
@@ -65,10 +63,10 @@ class Transactions:
             for reply in done:
                 if not isinstance(reply, Exception):
                     continue
-                if str(reply).startswith(_WRONG_TYPE):
+                if str(reply).startswith(WRONG_TYPE):
                     # The rest of it was done, so what is stored is none of the two states: only a new epoch mends that.
                     await self._drop_foreign(connection, worker)
-                    raise StoredValueError(meta, "a key of its worker", _OF_WRONG_TYPE)
+                    raise StoredValueError(meta, "a key of its worker", _OFWRONG_TYPE)
                 raise StoreError(f"{meta}: the server refused a part of a commit: {reply}")
             return True, None
 
@@ -83,7 +81,7 @@ class Transactions:
         of ours."""
         wanted = {keys.lease(worker): b"string", keys.meta(worker): b"hash", keys.log(worker): b"stream"}
         _, *types = await connection.run(
-            b"".join((_UNWATCH, *(command("TYPE", key) for key in wanted))), 1 + len(wanted)
+            b"".join((UNWATCH, *(command("TYPE", key) for key in wanted))), 1 + len(wanted)
         )
         foreign = [
             key for (key, kind), found in zip(wanted.items(), types, strict=True) if found not in (kind, b"none")
@@ -113,9 +111,9 @@ class Transactions:
         try:
             return await self.servers.on(key, work)
         except ReplyError as error:
-            if error.code != _WRONG_TYPE:
+            if error.code != WRONG_TYPE:
                 raise
-            raise StoredValueError(key, field, _OF_WRONG_TYPE) from None
+            raise StoredValueError(key, field, _OFWRONG_TYPE) from None
 
     async def reply(self, key: str, order: bytes) -> Any:
         """As `read`, the reply to one command."""

@@ -38,6 +38,16 @@ class ReplyError(StoreError):
         self.code = text.partition(" ")[0]
 
 
+# What a server says when it could not write its data to disk, and what to do.
+DISK_REFUSAL = "MISCONF"
+FREE_DISK = "free space on its disk, or mend what its log says of the disk"
+
+
+def refusal_text(error: ReplyError) -> str:
+    """Return a refusal as a sentence for people, with its fix where the server does not say it."""
+    return f"{error}: {FREE_DISK}" if error.code == DISK_REFUSAL else str(error)
+
+
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."

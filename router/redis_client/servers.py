@@ -22,6 +22,8 @@ T = TypeVar("T")
 CONNECTIONS_PER_SERVER = 16
 # A key's slot can move again while we follow it; more rounds than this mean the cluster does not know itself.
 REDIRECTS_MAX = 16
+# Names of keys looked at in one command: some hundred microseconds of the server's one thread.
+SCAN_KEYS = 1_000
 # Error codes of a server that is there but cannot serve now: it loads its data, or it is a replica, or slots are
 # uncovered.
 _UNAVAILABLE_CODES = frozenset({"LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "BUSY"})
@@ -144,6 +146,19 @@ class Servers:
         except StoreUnavailable:
             await self.relearn()
             raise
+
+    async def scan(self, pattern: str) -> set[bytes]:
+        """Return the names of the keys that match, of every server. It looks at all keys, so only for repairs. Raises
+        StoreError."""
+        found: set[bytes] = set()
+        for address in self._topology.addresses:
+            async with self._pool(address).lend() as connection:
+                cursor = b""
+                while cursor != b"0":
+                    order = command("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", SCAN_KEYS)
+                    ((cursor, names),) = await connection.run(order, 1)
+                    found.update(names)
+        return found
 
     async def each(self, *commands: bytes) -> dict[str, list[Any]]:
         """The replies of every server, by its address. Raises StoreError."""

@@ -253,6 +253,7 @@ class Assembly:
             supervisor=self._supervisor,
             feed=feed,
             patch_secret=patch_client_secret(config),
+            store_folder=None if self._own_token() is None else Path(config.data_dir),
         )
         stack.push_async_callback(core.stop)
         return core

@@ -18,6 +18,7 @@ from index_support import (
     APPLIED,
     FENCED,
     GPU,
+    HOSTILE,
     ME,
     OTHER,
     PLACES,
@@ -375,6 +376,20 @@ class FollowLaws:
 
 class ScanLaws:
     """Of a user who may look at the names of all keys."""
+
+    def test_models_are_found_by_their_registrations(self, world: World) -> None:
+        async def body(store: IndexStore) -> None:
+            stored = {WorkerKey(model, "w", 0): b"%d" % number for number, model in enumerate(HOSTILE)}
+            for worker, registration in stored.items():
+                await store.registry.put(worker, registration)
+            await world.owned(store)
+            world.raw.delete(keys.MODELS)
+            world.raw.set(keys.MODELS, b"x")
+            assert await store.common_keys.replace_foreign(["known"]) == [keys.MODELS]
+            assert (await store.registry.load())[0] == stored
+            assert keys.model_member("known").encode() in world.raw.smembers(keys.MODELS)
+
+        world.run(body)
 
     def test_keys_that_nothing_names_are_found_and_voided(self, world: World) -> None:
         async def body(store: IndexStore) -> None:

@@ -23,6 +23,7 @@ from index_support import (
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index.commit import Commit, Head, Lease
+from kvrouter.router.index.common_keys import PROBES
 from kvrouter.router.index.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.redis_client.errors import StoreError
@@ -202,6 +203,31 @@ class LeaseLaws:
             with pytest.raises(StoreError, match="WRONGTYPE"):
                 await store.peers.beat("a", b"1")
             assert await store.peers.beat("a", b"1") == {b"a": b"1"}
+
+        world.run(body)
+
+    @pytest.mark.parametrize("key", sorted(PROBES.keys() - {keys.MODELS}))
+    def test_a_common_key_of_another_type_is_replaced(self, world: World, key: str) -> None:
+        async def body(store: IndexStore) -> None:
+            worker = WorkerKey("m", "w", 0)
+            await store.registry.put(worker, b"a")
+            world.raw.delete(key)
+            world.raw.zadd(key, {"older": 9e15})
+            assert await store.common_keys.replace_foreign(()) == [key]
+            assert world.raw.exists(key) == 0
+            assert await store.common_keys.replace_foreign(()) == []
+            assert (await store.registry.load())[0] == {worker: b"a"}
+
+        world.run(body)
+
+    def test_what_is_well_is_left_as_it_is(self, world: World) -> None:
+        async def body(store: IndexStore) -> None:
+            await store.registry.put(WorkerKey("m", "w", 0), b"a")
+            await store.schemas.look("1")
+            await store.peers.beat("a", b"1")
+            before = world.snapshot()
+            assert await store.common_keys.replace_foreign(()) == []
+            assert world.snapshot() == before
 
         world.run(body)
 

@@ -171,6 +171,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV505": snapshot(server={"refused": ("TIME",), "time_s": None}),
     "KV506": snapshot(store=StoreFacts(unreadable=("Redis holds what no router writes",))),
     "KV507": snapshot(store=StoreFacts(schemas=("Redis also holds schema 3",))),
+    "KV508": snapshot(store=StoreFacts(lost="no worker is registered, although some were")),
     "KV601": snapshot(routers={"me": RouterWord("1.0", {}), "you": RouterWord("1.1", {})}),
     "KV602": snapshot(
         routers={"me": RouterWord("1.0", {"policy": "kv"}), "you": RouterWord("1.0", {"policy": "random"})}

@@ -11,6 +11,7 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.fleet.membership import HEARD_S
 from kvrouter.router.fleet.store_contact import StoreContact
+from kvrouter.router.redis_client.errors import ReplyError, StoreUnavailable
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 ONE, TWO = WorkerKey("m", "one"), WorkerKey("m", "two")
@@ -83,3 +84,16 @@ def test_each_change_is_logged_once(world: World, caplog: pytest.LogCaptureFixtu
 def test_a_store_that_takes_no_commits_is_not_up_and_not_silent(world: World) -> None:
     world.contact.judge(is_refused=True)
     assert (world.up(), world.contact.problem) == (0, None)
+
+
+def test_a_store_that_refuses_says_why_and_names_the_disk(world: World) -> None:
+    world.now_s += 2 * HEARD_S
+    world.contact.failed(ReplyError("MISCONF Errors writing to the AOF file: No space left on device"))
+    problem = world.contact.problem or ""
+    assert problem.startswith(f"Redis has refused for {2 * HEARD_S:.0f} s what routers write (MISCONF ")
+    assert "No space left on device" in problem and "free space on its disk" in problem
+    # It is silent now: the disk may have been repaired since.
+    world.contact.failed(StoreUnavailable("refused"))
+    assert "not answered" in (world.contact.problem or "")
+    world.contact.answered()
+    assert world.contact.problem is None
