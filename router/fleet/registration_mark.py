@@ -31,7 +31,7 @@ class RegistrationMark:
         registry.subscribe(members=self._on_members)
 
     def compare(self) -> None:
-        """Judge the registry as it was loaded at the start."""
+        """Judge the registry that the start loaded."""
         if self._path is None or self._is_set or not self._path.exists():
             return
         self.problem = (

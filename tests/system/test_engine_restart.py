@@ -85,6 +85,26 @@ def test_what_was_judged_ends_with_the_engines_process_at_every_router(engine: E
         assert "cached_tokens" not in str(clinic.router.request("GET", "/health"))
 
 
+def test_what_was_sent_to_a_silent_engine_ends_with_its_process_at_every_router(
+    engine: Engine, clinics: list[Clinic]
+) -> None:
+    block_line = 'vllm:cache_config_info{block_size="32",enable_prefix_caching="True",engine="0"} 1.0\n'
+    engine.start(1_000.5, block_line)
+    prompt_of = {"model": "silent", "token_ids": CACHED}
+
+    def hit(clinic: Clinic) -> int:
+        return int(clinic.router.request("POST", "/query", prompt_of)["instances"]["s"]["longest_matched"])
+
+    with clinics[0].worker("s", "silent", url=engine.http.url):
+        for clinic in clinics:
+            clinic.router.wait_row("s", lambda row: row["engine_cache"]["block_size"] == 32, "its cache is known")
+            clinic.router.request("POST", "/select", prompt_of)
+            assert hit(clinic) == len(CACHED) // 64 * 64
+        engine.start(2_000.5, block_line)
+        for clinic in clinics:
+            until(lambda clinic=clinic: hit(clinic) == 0, "what the old process was sent still counts")
+
+
 def test_a_restarted_engine_that_publishes_nothing_is_found_by_its_prompts(
     engine: Engine, clinics: list[Clinic]
 ) -> None:
