@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,12 @@ def test_texts_without_tokens_are_named_with_their_reason(clinic: Clinic, engine
 
 
 def test_a_listed_worker_says_what_keeps_it_from_being_registered(clinic: Clinic) -> None:
+    def says(name: str, evidence: str) -> bool:
+        return evidence in clinic.find("KV104", f"worker {name}").evidence
+
     for name, evidence, fix in (("keyed", "answers 401", FLAG), ("tls", "does not speak TLS", "write http://")):
         # A busy machine may still be asking.
-        until(lambda name=name, said=evidence: said in clinic.find("KV104", f"worker {name}").evidence, evidence)
+        until(partial(says, name, evidence), evidence)
         assert fix in clinic.find("KV104", f"worker {name}").fix
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,21 @@ def test_what_was_sent_to_a_silent_engine_ends_with_its_process_at_every_router(
     def hit(clinic: Clinic) -> int:
         return int(clinic.router.request("POST", "/query", prompt_of)["instances"]["s"]["longest_matched"])
 
+    def knows(clinic: Clinic) -> bool:
+        return "s" in rows(clinic.router)
+
+    def is_forgotten(clinic: Clinic) -> bool:
+        return hit(clinic) == 0
+
     with clinics[0].worker("s", "silent", url=engine.http.url):
         for clinic in clinics:
-            until(lambda clinic=clinic: "s" in rows(clinic.router), "the other router does not know the worker")
+            until(partial(knows, clinic), "the other router does not know the worker")
             clinic.router.wait_row("s", lambda row: row["engine_cache"]["block_size"] == 32, "its cache is known")
             clinic.router.request("POST", "/select", prompt_of)
             assert hit(clinic) == len(CACHED) // 64 * 64
         engine.start(2_000.5, block_line)
         for clinic in clinics:
-            until(lambda clinic=clinic: hit(clinic) == 0, "what the old process was sent still counts")
+            until(partial(is_forgotten, clinic), "what the old process was sent still counts")
 
 
 def test_a_restarted_engine_that_publishes_nothing_is_found_by_its_prompts(
