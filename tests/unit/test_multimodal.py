@@ -66,7 +66,7 @@ def test_its_name_and_place_stand_between_the_lora_and_the_salt() -> None:
 
 
 def guessed(question: Question) -> list[int]:
-    return pieces_of(question)
+    return pieces_of(question, None)
 
 
 def pending(question: Question) -> list[int]:
