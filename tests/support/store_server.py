@@ -76,6 +76,8 @@ class StoreServer:
             with contextlib.suppress(redis.RedisError):
                 # Another server may have the port.
                 if probe.info("server")["process_id"] == self._process.pid:
+                    # Refused while it reads its data.
+                    probe.ping()
                     probe.close()
                     return
             if time.monotonic() > deadline or self._process.poll() is not None:
