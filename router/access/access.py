@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvrouter.router.access.access_metrics import KEY_OUTCOMES, UNAUTHORIZED, AccessMetrics
 from kvrouter.router.access.api_keys import UNKNOWN_NAME, ApiKey, ApiKeys, parse_keys, setting_key
+from kvrouter.router.access.browser_policy import BrowserPolicy
 from kvrouter.router.access.certificate import CertificateFiles, read_certificate
 from kvrouter.router.access.reloaded import Reloaded
 from kvrouter.router.access.token_bucket import TokenBucket
@@ -59,7 +60,8 @@ class Access:
         wall_clock: Callable[[], float],
     ) -> None:
         """Reads the files. Raises SettingError."""
-        self._metrics = metrics
+        self.metrics = metrics
+        self.browsers = BrowserPolicy(config)
         self._clock = clock
         self._wall_clock = wall_clock
         self._rate_per_s = config.registrations_per_s
@@ -120,12 +122,12 @@ class Access:
             bucket = self._buckets[key] = TokenBucket(self._rate_per_s, self._burst, now_s)
         pause_s = bucket.take(now_s)
         if pause_s:
-            self._metrics.limited.inc()
+            self.metrics.limited.inc()
         return pause_s
 
     def count(self, key: str, outcome: str) -> None:
         """One request with the key of this name."""
-        self._metrics.key_requests.labels(key, outcome).inc()
+        self.metrics.key_requests.labels(key, outcome).inc()
 
     async def watch(self) -> None:
         """Looks at the files for ever."""
@@ -143,17 +145,17 @@ class Access:
         before = [] if self.keys is None else self.keys.names
         setting = [] if self._setting is None else [self._setting]
         self.keys = ApiKeys([*setting, *([] if self._listed is None else self._listed.value)])
-        self._metrics.key_requests.labels(UNKNOWN_NAME, UNAUTHORIZED)
+        self.metrics.key_requests.labels(UNKNOWN_NAME, UNAUTHORIZED)
         for name in self.keys.names:
             for outcome in KEY_OUTCOMES:
-                self._metrics.key_requests.labels(name, outcome)
+                self.metrics.key_requests.labels(name, outcome)
         for name in set(before) - set(self.keys.names):
             self._buckets.pop(name, None)
             for outcome in KEY_OUTCOMES:
-                self._metrics.key_requests.remove(name, outcome)
+                self.metrics.key_requests.remove(name, outcome)
 
     def _show_expiry(self) -> None:
         if self._certificate is not None:
             validity = self._certificate.value.validity
-            self._metrics.start.set(validity.begins_s)
-            self._metrics.expiry.set(validity.ends_s)
+            self.metrics.start.set(validity.begins_s)
+            self.metrics.expiry.set(validity.ends_s)

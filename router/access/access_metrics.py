@@ -13,6 +13,8 @@ OUTCOMES = ("taken", "refused")
 # key is unauthorized.
 ADMITTED, FORBIDDEN, LIMITED, UNAUTHORIZED = "admitted", "forbidden", "limited", "unauthorized"
 KEY_OUTCOMES = (ADMITTED, FORBIDDEN, LIMITED)
+# Of a request that a web page may have had sent (`browser_policy.py`): by the header that gave it away.
+FOREIGN_HOST, FOREIGN_ORIGIN = "host", "origin"
 
 
 class AccessMetrics:
@@ -35,5 +37,10 @@ class AccessMetrics:
         )
         self.key_requests: Counter = registry.counter(
             "key_requests_total", "Requests to paths that take a key, by its name", "key", "outcome"
+        )
+        self.foreign = registry.counters(
+            "foreign_requests_total",
+            "Requests refused because a web page may have had them sent",
+            reason=(FOREIGN_HOST, FOREIGN_ORIGIN),
         )
         self.limited = registry.counter("registrations_limited_total", "Registrations refused for coming too fast")

@@ -68,6 +68,22 @@ class Forbidden(RouterError):
     default_code = "missing_scope"
 
 
+class ForeignHost(RouterError):
+    """403: the Host header is no name of this router."""
+
+    status = 403
+    type = INVALID_REQUEST
+    default_code = "foreign_host"
+
+
+class ForeignOrigin(RouterError):
+    """403: a web page of another origin had the request sent."""
+
+    status = 403
+    type = INVALID_REQUEST
+    default_code = "foreign_origin"
+
+
 class HostNotAllowed(RouterError):
     """403: the setting allow_hosts does not admit an address of this worker."""
 
@@ -134,6 +150,14 @@ class TooLarge(RouterError):
     status = 413
     type = INVALID_REQUEST
     default_code = "body_too_large"
+
+
+class WrongMediaType(RouterError):
+    """415: the body has a type that web pages may send anywhere, and it is no form."""
+
+    status = 415
+    type = INVALID_REQUEST
+    default_code = "unsupported_media_type"
 
 
 class TooSlow(RouterError):

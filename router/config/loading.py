@@ -14,6 +14,7 @@ import msgspec
 import yaml
 
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.host_list import allowed_hosts
 from kvrouter.router.config.settings import (
     ENV_PREFIX,
     FIELDS,
@@ -57,6 +58,10 @@ TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "worker_api_key", "none
 
 # Lists whose entries are pairs, and what reads them.
 PAIRS = {"tokenizers": parse_tokenizers, "model_aliases": parse_aliases}
+
+
+# Lists of hosts, and what reads them.
+HOST_LISTS = {"allow_hosts": AllowList, "allowed_hosts": allowed_hosts}
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -159,9 +164,9 @@ def _converted(name: str, value: Any, where: str) -> Any:
             PAIRS[name](converted)
         except SettingError as error:
             raise SettingError(f"{where}: {error.message}") from None
-    if name == "allow_hosts":
+    if name in HOST_LISTS:
         try:
-            AllowList(converted)
+            HOST_LISTS[name](converted)
         except SettingError as error:
             raise SettingError(f"{where}: {error.message}") from None
     return converted

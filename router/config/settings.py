@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from kvrouter.router.common.host_list import HOST_FORM
 from kvrouter.router.workers.allow_list import FORM
 
 ENV_PREFIX = "KVROUTER_"
@@ -164,6 +165,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         msgspec.Meta(
             extra={"metavar": "HOST", "flag": "--allow-host"},
             description=f"a list of where workers may be: {FORM}; without it, anywhere",
+        ),
+    ] = ()
+    # Without a key, the network alone protects the router, and a page in a browser that is inside of it must not pass
+    # for a page of the router (DNS rebinding).
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(
+            extra={"metavar": "HOST", "flag": "--allowed-host"},
+            description=f"a list of what clients may call this router where it has no API key: {HOST_FORM}; localhost always, and "
+            "any IP address where host is not loopback",
         ),
     ] = ()
     cors_origins: Annotated[

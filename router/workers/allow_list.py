@@ -1,43 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the router may connect to on the word of a registration or of an engine. Pure: nothing is resolved.
 
-A name is matched as a name and an address as an address: a name that is listed is trusted wherever its owner's DNS
-points, and a network in the list admits no name, because what the name resolves to now it need not resolve to when we
-connect.
-"""
+A name that is listed is trusted wherever its owner's DNS points; how entries match is `common/host_list.py`."""
 
 from __future__ import annotations
 
-import ipaddress
 import posixpath
-import re
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.host_list import HOST_FORM, HostList, address_of
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 SETTING = "allow_hosts"
-FORM = "a host name, *.domain, an IP address, a network like 10.0.0.0/8, or ipc:///path (with a last slash: a folder)"
+FORM = f"{HOST_FORM}, or ipc:///path (with a last slash: a folder)"
 
-_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
-# What looks like a number is one to the C library (127.1, 0x7f000001): a typing error in the list, not a name.
-_NUMBER = re.compile(r"(0[xX][0-9A-Fa-f]+|[0-9.]+)\.?")
 # Every form of `ipc://` is longer; the rest is the path, or @name in Linux' abstract namespace.
 _IPC = "ipc://"
 
-_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
 
 class AllowList:
-    """What `allow_hosts` lists; empty: everything is allowed."""
+    """The hosts and sockets that `allow_hosts` lists; an empty list allows everything."""
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
         """Raises SettingError for an entry that is none."""
-        self._names: set[str] = set()
-        self._domains: list[str] = []
-        self._networks: list[_Network] = []
+        self._hosts = HostList()
         self._paths: set[str] = set()
         self._folders: list[str] = []
         self._open = True
@@ -54,19 +42,12 @@ class AllowList:
                 self._paths.add(_plain_path(path))
             return
         try:
-            self._networks.append(ipaddress.ip_network(entry.removeprefix("[").removesuffix("]")))
-            return
+            self._hosts.add(entry)
         except ValueError:
-            if "/" in entry or not _NAME.fullmatch(entry) or _NUMBER.fullmatch(entry):
-                raise SettingError(f"{SETTING} has {entry!r}: write {FORM}, without host bits or port") from None
-        name = _plain_name(entry)
-        if name.startswith("*."):
-            self._domains.append(name[1:])
-        else:
-            self._names.add(name)
+            raise SettingError(f"{SETTING} has {entry!r}: write {FORM}, without host bits or port") from None
 
     def problem(self, endpoint: str) -> str | None:
-        """Why the router must not connect to `endpoint`, a URL or a ZMQ endpoint; None when it may."""
+        """Return why the router must not connect to `endpoint`, a URL or a ZMQ endpoint; None when it may."""
         if self._open:
             return None
         if endpoint.startswith(_IPC):
@@ -79,13 +60,9 @@ class AllowList:
             host = None
         if not host:
             return _refusal(endpoint, "its host")
-        address = _address_of(host)
-        if address is not None:
-            known = any(address in network for network in self._networks if network.version == address.version)
-        else:
-            name = _plain_name(host)
-            known = name in self._names or any(name.endswith(domain) for domain in self._domains)
-        return None if known else _refusal(host, "it" if address is None else "it or its network")
+        if self._hosts.holds(host):
+            return None
+        return _refusal(host, "it" if address_of(host) is None else "it or its network")
 
     def registration_problem(self, registration: Registration) -> str | None:
         """Why a worker must not be followed: the first of its addresses that is not allowed."""
@@ -106,22 +83,9 @@ def _refusal(what: str, add: str) -> str:
     return f"{what} is not in the router's setting {SETTING}; add {add} there, or register an address that is listed"
 
 
-def _plain_name(host: str) -> str:
-    return host.lower().removesuffix(".")
-
-
 def _plain_path(path: str) -> str:
     """The path without `..` and doubled slashes. A link in a listed folder is followed: who may write there is
     trusted."""
     plain = posixpath.normpath(path)
     # POSIX leaves two leading slashes to the system; Linux reads one.
     return plain[1:] if plain.startswith("//") else plain
-
-
-def _address_of(host: str) -> _Address | None:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address

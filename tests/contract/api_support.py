@@ -279,10 +279,11 @@ async def ask_app(
     headers: dict[str, str] | None = None,
     query: str = "",
     with_length: bool = True,
+    host: str = "localhost",
 ) -> Answer:
-    """One request on a connection of its own; a list of bytes is a chunked body, which has no content-length."""
+    """Send one request on a connection of its own. A list of bytes is a chunked body, which has no content-length."""
     target = quote(path) + (f"?{query}" if query else "")
-    lines = [f"{method} {target} HTTP/1.1".encode(), b"host: test", b"connection: close"]
+    lines = [f"{method} {target} HTTP/1.1".encode(), f"host: {host}".encode(), b"connection: close"]
     lines += [f"{name}: {value}".encode("latin-1") for name, value in (headers or {}).items()]
     if isinstance(body, list):
         lines.append(b"transfer-encoding: chunked")

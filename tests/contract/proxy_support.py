@@ -320,7 +320,7 @@ def fleet(*scripts: Script, limits: HttpLimits | None = None, **settings: Any) -
 
 
 def raw_request(path: str, body: bytes, *headers: str, close: bool = True) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *headers]
     return "\r\n".join([*lines, *(["connection: close"] if close else []), "", ""]).encode() + body
 
 

@@ -17,7 +17,7 @@ import pytest
 from proxy_support import CHAT, ProxyServer, fleet, raw_request, received, until
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 
-from kvrouter.router.api.http.request import origin_form
+from kvrouter.router.api.http.request import split_target
 from kvrouter.router.common.errors import BadQuestion
 
 CHAT_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -37,7 +37,7 @@ def served() -> Iterator[tuple[ProxyServer, ScriptedEngine]]:
 
 
 def sent(
-    way: str, *headers: str, line: str = LINE, host: str | None = "host: x", end: str = "connection: close"
+    way: str, *headers: str, line: str = LINE, host: str | None = "host: localhost", end: str = "connection: close"
 ) -> bytes:
     method, target, body = WAYS[way]
     lines = [line.format(method=method, target=target), *([host] if host else []), *headers]
@@ -62,7 +62,7 @@ def test_exactly_one_valid_host_is_required(served: tuple[ProxyServer, ScriptedE
     asked = len(engine.asked)
     for head in (
         sent(way, host=None),
-        sent(way, "host: x"),
+        sent(way, "host: localhost"),
         sent(way, "Host: other"),
         *(sent(way, host=f"host: {host}") for host in ("a b", "a,b/c", "http://x", "x:1:2", "x:port", "u@x", "[::1")),
     ):
@@ -104,33 +104,33 @@ def test_a_target_with_scheme_and_host_means_its_path(served: tuple[ProxyServer,
 
 
 def test_targets_as_paths() -> None:
-    for target, path in {
-        b"/v1/models?x=http://y": b"/v1/models?x=http://y",
-        b"*": b"*",
-        b"http://h": b"/",
-        b"http://h?x": b"/?x",
-        b"http://h:1/a%20b//c?x=1&y": b"/a%20b//c?x=1&y",
-        b"http://[::1]:1/a": b"/a",
+    for target, parts in {
+        b"/v1/models?x=http://y": (b"/v1/models?x=http://y", None),
+        b"*": (b"*", None),
+        b"http://h": (b"/", b"h"),
+        b"http://h?x": (b"/?x", b"h"),
+        b"http://h:1/a%20b//c?x=1&y": (b"/a%20b//c?x=1&y", b"h:1"),
+        b"http://[::1]:1/a": (b"/a", b"[::1]:1"),
     }.items():
-        assert origin_form(target) == path
+        assert split_target(target) == parts
     for wrong in (b"x:443", b"mailto:a", b"", b"ws://h/a"):
         with pytest.raises(BadQuestion):
-            origin_form(wrong)
+            split_target(wrong)
 
 
 def test_connect_and_odd_methods_and_versions_are_answered(served: tuple[ProxyServer, ScriptedEngine]) -> None:
     router, _ = served
     for target in ("engine:443", CHAT, "http://x/"):
-        answer = router.exchange(f"CONNECT {target} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        answer = router.exchange(f"CONNECT {target} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
         assert status_of(answer) in (400, 501), target
-    assert code_of(router.exchange(b"CONNECT engine:443 HTTP/1.1\r\nhost: x\r\n\r\n")) == "not_supported"
-    assert status_of(router.exchange(b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")) == 404
+    assert code_of(router.exchange(b"CONNECT engine:443 HTTP/1.1\r\nhost: localhost\r\n\r\n")) == "not_supported"
+    assert status_of(router.exchange(b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")) == 404
     for method in ("TRACE", "PUT", "OPTIONS", "GET"):
-        answer = router.exchange(f"{method} {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        answer = router.exchange(f"{method} {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         assert (status_of(answer), b"allow: POST\r\n" in answer) == (405, True), method
     for version in ("HTTP/2.0", "HTTP/0.9"):
         for path in (CHAT, "/version"):
-            answer = router.exchange(f"POST {path} {version}\r\nhost: x\r\ncontent-length: 0\r\n\r\n".encode())
+            answer = router.exchange(f"POST {path} {version}\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n".encode())
             assert (status_of(answer), code_of(answer)) == (505, "http_version_not_supported")
     assert status_of(router.exchange(b"GET /version\r\n\r\n")) == 505
 
@@ -143,7 +143,7 @@ def test_a_body_has_one_length_and_no_coding_but_chunked(served: tuple[ProxyServ
         assert status_of(router.exchange(sent(way, given))) in (400, 501), given
     method, target, body = WAYS[way]
     for coding in ("gzip, chunked", "gzip", "chunked, identity", "chunked\r\ntransfer-encoding: chunked"):
-        lines = [LINE.format(method=method, target=target), "host: x", f"transfer-encoding: {coding}", "", ""]
+        lines = [LINE.format(method=method, target=target), "host: localhost", f"transfer-encoding: {coding}", "", ""]
         answer = router.exchange("\r\n".join(lines).encode() + chunk(body) + b"0\r\n\r\n")
         assert status_of(answer) in (400, 501), coding
     assert len(engine.asked) == asked
@@ -151,7 +151,9 @@ def test_a_body_has_one_length_and_no_coding_but_chunked(served: tuple[ProxyServ
 
 def test_trailers_of_a_request_are_not_headers(served: tuple[ProxyServer, ScriptedEngine]) -> None:
     router, engine = served
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    )
     trailers = b"0\r\nauthorization: Bearer other\r\nx-request-id: other\r\nx-kvrouter-worker: other\r\nx-own: 1\r\nhost: y\r\n\r\n"
     assert status_of(router.exchange(head + chunk(CHAT_BODY) + trailers)) == 200
     last = engine.asked[-1]

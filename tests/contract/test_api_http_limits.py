@@ -106,7 +106,7 @@ def patient() -> Iterator[Server]:
 
 
 def request(path: str, body: bytes, *headers: str, close: bool = True) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *headers]
     return "\r\n".join([*lines, *(["connection: close"] if close else []), "", ""]).encode() + body
 
 
@@ -148,8 +148,8 @@ def drips(client: socket.socket, piece: bytes) -> bytes:
     raise AssertionError("it may go on for ever")
 
 
-HOT = b"POST /query HTTP/1.1\r\nhost: x\r\n"
-COLD = b"POST /register HTTP/1.1\r\nhost: x\r\n"
+HOT = b"POST /query HTTP/1.1\r\nhost: localhost\r\n"
+COLD = b"POST /register HTTP/1.1\r\nhost: localhost\r\n"
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 
 

@@ -65,7 +65,7 @@ class Server:
 
 
 def request(path: str, body: bytes, *headers: str, method: str = "POST", close: bool = True) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers]
+    lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *headers]
     return "\r\n".join([*lines, *(["connection: close"] if close else []), "", ""]).encode() + body
 
 
@@ -92,7 +92,7 @@ CASES = {
     "a body in pieces": ((ASKED[:60], ASKED[60:500], ASKED[500:]), [200]),
     "a body in chunks": (
         (
-            b"POST /query_by_hash HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n",
+            b"POST /query_by_hash HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n",
             b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD),
         ),
         [200],
@@ -161,7 +161,7 @@ def test_msgpack_is_answered_where_it_is_accepted(server: Server) -> None:
 
 
 def test_a_body_over_the_limit_is_refused_before_it_is_whole(server: Server) -> None:
-    head = f"POST /query HTTP/1.1\r\nhost: x\r\ncontent-length: {10**9}\r\n\r\n".encode()
+    head = f"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-length: {10**9}\r\n\r\n".encode()
     answer = server.exchange(head, b"x" * (LIMIT_BYTES + 1))
     assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer and answer.count(b"HTTP/1.1") == 1
 

@@ -122,7 +122,7 @@ def test_each_scope_admits_its_routes_alone(core: TinyCore, file: Path, route: R
 def test_no_spelling_of_a_path_gets_past_its_scope(core: TinyCore, file: Path, path: str) -> None:
     app, _ = build(core, api_keys_file=str(file))
     for method in ("GET", "POST", "PATCH", "DELETE"):
-        sent = f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS[Scope.ASK]}\r\n"
+        sent = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEYS[Scope.ASK]}\r\n"
         body = b'{"worker_id": "w9", "model": "m", "url": "http://w9:1"}'
         answer = asyncio.run(
             raw(app, sent.encode() + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)

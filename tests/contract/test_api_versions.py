@@ -87,8 +87,10 @@ def test_a_plain_question_below_the_version_goes_the_short_way(path: str) -> Non
     body = json.dumps(EXAMPLES["POST", path]).replace(MODEL, "m").encode()
     app, _ = prepared("")
     for version in ("", "/v1"):
-        sent = f"POST {version}{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-        head = plain_head(sent, app.plain_paths, app.forwarded_paths, app.plain_below, 1_000, 100)
+        sent = (
+            f"POST {version}{path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        )
+        head = plain_head(sent, app.plain_paths, app.forwarded_paths, app.plain_below, None, 1_000, 100)
         assert head is not None and head.path == path
     locked, _ = build(TinyCore(), api_key="secret")
     assert plain_head(sent, locked.plain_paths, locked.forwarded_paths, locked.plain_below, 1_000, 100) is None
@@ -99,10 +101,10 @@ def test_a_plain_question_below_the_version_goes_the_short_way(path: str) -> Non
 )
 def test_a_reservation_below_the_version_ends_on_both_ways(method: str, part: str) -> None:
     app, registry = prepared("")
-    line = f"{method} /v1/reservations/{SELECTION}{part} HTTP/1.1\r\nHost: x\r\n"
+    line = f"{method} /v1/reservations/{SELECTION}{part} HTTP/1.1\r\nHost: localhost\r\n"
     length = "Content-Length: 0\r\n\r\n"
     short = f"{line}{length}".encode()
-    head = plain_head(short, app.plain_paths, app.forwarded_paths, app.plain_below, 1_000, 100)
+    head = plain_head(short, app.plain_paths, app.forwarded_paths, app.plain_below, None, 1_000, 100)
     assert head is not None
 
     def reserve() -> None:

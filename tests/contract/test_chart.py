@@ -19,6 +19,7 @@ import yaml
 from chart import CHART, PROFILES, ROOT, check_object, container, one, rendered
 from helm_template import HelmError, helm_template
 
+from kvrouter.router.access.browser_policy import BrowserPolicy
 from kvrouter.router.config.loading import load_config
 from kvrouter.router.config.settings import Config
 from kvrouter.router.discovery.kubernetes.pods import Pod, candidates_of
@@ -159,6 +160,23 @@ def test_settings_reach_the_router_as_they_are_meant() -> None:
     )
     assert (config.mirror_budget_bytes, config.temperature, config.allow_hosts) == (2**31, 0.5, ("10.0.0.0/8", "a"))
     assert settings(rendered("simulator")).mirror_budget_bytes == 2**28
+
+
+def test_a_router_of_the_chart_answers_to_all_that_its_objects_call_it() -> None:
+    for values, names in (
+        ({}, ()),
+        ({"service": {"hosts": ["llm.example"], "clusterDomain": "other.local"}}, ("llm.example",)),
+    ):
+        objects = helm_template(CHART, values)
+        policy = BrowserPolicy(settings(objects))
+        service = one(objects, "Service")["metadata"]
+        domain = values.get("service", {}).get("clusterDomain", "cluster.local")
+        above = f"{service['name']}.{service['namespace']}"
+        # Clients in the cluster, probes and Prometheus (a pod's address), and who forwards a port to here.
+        for host in (service["name"], above, f"{above}.svc", f"{above}.svc.{domain}", "10.0.0.5", "localhost", *names):
+            assert policy.host_problem(f"{host}:80".encode()) is None, host
+        for host in ("evil.example", f"evil.example.{domain}", f"{above}.evil.example"):
+            assert policy.host_problem(host.encode()) is not None, host
 
 
 def test_the_role_allows_what_is_asked_and_no_more() -> None:

@@ -301,7 +301,7 @@ def test_other_methods_and_spellings_get_an_error_with_the_right_one() -> None:
         proxying(worker("w0", engine.url)) as router,
         router.connect() as client,
     ):
-        client.sendall(f"GET {CHAT} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        client.sendall(f"GET {CHAT} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
         assert client.recv(65_536).startswith(b"HTTP/1.1 405 ")
         status, _, answer = router.post("/v1/chat/%63ompletions", BODY)
         assert (status, json.loads(answer)["error"]["code"]) == (400, "invalid_path")

@@ -104,7 +104,7 @@ def test_pipelined_requests_are_answered_in_their_order() -> None:
     bodies = [b'{"model": "m", "n":%d}' % n for n in range(5)]
     with fleet(script) as (router, _):
         requests = [raw_request(CHAT, body, close=False) for body in bodies[:-1]]
-        version = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+        version = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
         answers = router.exchange(b"".join(requests) + version + raw_request(CHAT, bodies[-1]))
         places = [answers.index(b"2\r\n%d}\r\n" % n) for n in range(5)]
         assert places == sorted(places)
@@ -159,7 +159,7 @@ def test_a_client_of_http_1_0_gets_no_chunks(script: Script) -> None:
 
 def test_a_body_in_many_pieces_arrives_whole() -> None:
     with fleet(OK) as (router, engine), router.connect() as client:
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
         client.sendall(head.encode())
         for byte in RAW:
             client.sendall(chunk(bytes([byte])))

@@ -98,7 +98,11 @@ def some_request(draw: random.Random, how: str, *, close: bool) -> bytes:
         {"model": draw.choice(("m",) * 9 + ("x",)), "prompt": prompt, "how": how, "at": draw.randrange(999)}
     )
     raw = body.encode()
-    lines = [f"POST {draw.choice((CHAT, COMPLETIONS, COMPLETIONS + '?x=1'))} HTTP/1.1", "Host: x", "x-request-id: mine"]
+    lines = [
+        f"POST {draw.choice((CHAT, COMPLETIONS, COMPLETIONS + '?x=1'))} HTTP/1.1",
+        "Host: localhost",
+        "x-request-id: mine",
+    ]
     lines += draw.sample(
         ["Accept: */*", "X-More: a b", "x-more: c", "Authorization: Bearer k", "x-kvrouter-worker: w1"], 2
     )
@@ -167,7 +171,7 @@ def exchanged(router: Any, step: Step, draw: random.Random) -> list[Any]:
 def asked_whole(router: Any, worker: str) -> int:
     """The status of a plain request to this worker, sent in one piece."""
     raw = json.dumps({"model": "m", "how": "plain"}).encode()
-    lines = [f"POST {CHAT} HTTP/1.1", "Host: x", f"x-kvrouter-worker: {worker}", "x-request-id: between"]
+    lines = [f"POST {CHAT} HTTP/1.1", "Host: localhost", f"x-kvrouter-worker: {worker}", "x-request-id: between"]
     with router.connect() as client:
         client.sendall("\r\n".join([*lines, f"content-length: {len(raw)}", "", ""]).encode() + raw)
         answer = http.client.HTTPResponse(client)

@@ -31,8 +31,8 @@ from kvrouter.router.api.http_metrics import CUT_REASONS
 WAIT_S = 20.0
 HOST = "127.0.0.1"
 SHORT = HttpLimits(handshake_timeout_s=0.5, head_timeout_s=1.0, send_timeout_s=2.0, max_connections=4)
-REQUEST = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
-LAST = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+REQUEST = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+LAST = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 # More than the kernel's buffers and ours hold.
 LARGE_BYTES = 24 * 1024**2
 

@@ -235,7 +235,8 @@ def test_a_client_that_hangs_up_ends_its_trace() -> None:
         with router.connect() as client:
             body = json.dumps(TOKENS).encode()
             client.sendall(
-                b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(body)) + body
+                b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(body))
+                + body
             )
             until(lambda: bool(engine.asked), "it is under way")
         root: Seen = collector.trace()[f"POST {COMPLETIONS}"]

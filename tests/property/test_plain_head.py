@@ -92,7 +92,7 @@ def understood(request: Any) -> tuple[object, ...]:
 
 def held_together(data: bytes) -> bool:
     """Whether the short way takes `data`. Fails where the general parser would understand anything else."""
-    head = plain_head(data, PATHS, FORWARDED, BELOW, LIMITS.max_head_bytes, LIMITS.max_headers)
+    head = plain_head(data, PATHS, FORWARDED, BELOW, None, LIMITS.max_head_bytes, LIMITS.max_headers)
     if head is None:
         return False
     sink = Sink()
@@ -170,11 +170,11 @@ def test_whatever_is_not_plain_goes_the_general_way(part: bytes, instead: bytes)
 
 def test_a_plain_head_has_what_its_handler_needs() -> None:
     data = PLAIN.replace(b"\r\n\r\n", b"\r\naccept: application/msgpack\r\nCONTENT-TYPE: application/json\r\n\r\n")
-    head = plain_head(data, PATHS, FORWARDED, BELOW, LIMITS.max_head_bytes, LIMITS.max_headers)
+    head = plain_head(data, PATHS, FORWARDED, BELOW, None, LIMITS.max_head_bytes, LIMITS.max_headers)
     assert isinstance(head, PlainHead)
     assert (head.path, head.content_type, head.accept) == ("/query", "application/json", "application/msgpack")
     assert data[head.body_start :] == BODY
-    assert plain_head(data, PATHS, FORWARDED, BELOW, len(data) - len(BODY) - 10, LIMITS.max_headers) is None
+    assert plain_head(data, PATHS, FORWARDED, BELOW, None, len(data) - len(BODY) - 10, LIMITS.max_headers) is None
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ class Client:
         tokens = self._random.randrange(10, 100)
         body = {"model": MODEL, "prompt": [self._random.randrange(9_000) for _ in range(64)], "max_tokens": tokens}
         payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(payload)}\r\n\r\n"
         if self._streams is None or self._streams[0].at_eof():
             self._close()
             self._streams = await asyncio.open_connection("127.0.0.1", self._service.endpoint())

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -241,6 +242,7 @@ def test_the_composed_services_work_together(image: Image, tmp_path: Path, monke
             ended = stack.enter_context(running(words, env, tmp_path))
             wait_until(functools.partial(healthy, image_health(), env), ended)
         for api in apis:
+            answered_by_name(api)
             workers = call(f"{api}/workers")["workers"]
             assert [(worker["worker_id"], worker["model"]) for worker in workers] == [
                 (f"w{number}", "sim-gemma3") for number in range(3)
@@ -265,6 +267,19 @@ def test_the_composed_services_work_together(image: Image, tmp_path: Path, monke
         assert any(key.startswith(b"kvr:") for key in client.scan_iter(count=1000))
         assert (tmp_path / "appendonlydir").is_dir()
         scraped_by_prometheus(ports, routers, tmp_path)
+
+
+def answered_by_name(api: str) -> None:
+    """Check that a router answers to what the composed services call it, and to no other name."""
+    scraped = re.findall(r"router-\d:\d+", (ROOT / "deploy/prometheus/prometheus.yaml").read_text())
+    asked = re.findall(r"HTTPConnection\('(router-\d)', 30000", (ROOT / "docker-compose.yml").read_text())
+    assert scraped and asked
+    for host in (*scraped, *asked, "127.0.0.1:30001"):
+        request = urllib.request.Request(f"{api}/version", headers={"host": host})
+        assert urllib.request.urlopen(request, timeout=10).status == 200
+    foreign = urllib.request.Request(f"{api}/version", headers={"host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(foreign, timeout=10)
 
 
 def all_live(api: str) -> bool:

@@ -220,7 +220,9 @@ def test_a_client_that_hangs_up_ends_either_request(pools: Pools) -> None:
     p0, d0 = pools.add("p0", SLOW), pools.add("d0", SLOW)
     pools.occupy("d0")
     body = json.dumps({"model": pools.model, "prompt": tokens(1), "max_tokens": 3_000, "stream": True}).encode()
-    request = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(body)) + body
+    request = (
+        b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(body)) + body
+    )
     for replica in (p0, d0):
         if replica is p0:
             fault(p0, stall_s=2.0)

@@ -31,8 +31,11 @@ CHAT = "/v1/chat/completions"
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
 STREAMED = json.dumps({"model": "m", "stream": True, "messages": []}).encode()
 # Two ways to be answered, by new connections.
-PROXIED = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(BODY)}\r\n\r\n".encode() + BODY
-OWN = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+PROXIED = (
+    f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(BODY)}\r\n\r\n".encode()
+    + BODY
+)
+OWN = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 STREAMS = 4
 PIECES = 30
 PIECE_S = 0.05

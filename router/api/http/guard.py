@@ -1,17 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request is admitted, by its key, its route's scopes and the rate of registrations: before its body is
-read."""
+"""Whether a request is admitted, by its host and origin, its key, its route's scopes and the rate of registrations: before
+its body is read."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from kvrouter.router.access.access import Access
-from kvrouter.router.access.access_metrics import ADMITTED, FORBIDDEN, LIMITED, UNAUTHORIZED
+from kvrouter.router.access.access_metrics import (
+    ADMITTED,
+    FORBIDDEN,
+    FOREIGN_HOST,
+    FOREIGN_ORIGIN,
+    LIMITED,
+    UNAUTHORIZED,
+)
 from kvrouter.router.access.api_keys import UNKNOWN_NAME
 from kvrouter.router.access.scope import Scope
+from kvrouter.router.api.http.request import HttpRequest
 from kvrouter.router.api.scopes import REGISTER, RouteTable, Scopes
-from kvrouter.router.common.errors import Forbidden, RouterError, TooManyRegistrations, Unauthorized
+from kvrouter.router.common.errors import (
+    Forbidden,
+    ForeignHost,
+    ForeignOrigin,
+    RouterError,
+    TooManyRegistrations,
+    Unauthorized,
+)
 from kvrouter.router.common.escaping import printable
 
 # What routes that register begin with: without keys only these are looked up.
@@ -32,8 +47,30 @@ class Guard:
     def wants_key(self) -> bool:
         return self._access.keys is not None
 
-    def refusal(self, method: str, path: str, authorization: str) -> RouterError | None:
-        """Why a request is refused; None: it is admitted, which counts."""
+    @property
+    def known_hosts(self) -> set[bytes] | None:
+        """Host headers that were admitted already; None where any is."""
+        return self._access.browsers.known_hosts
+
+    def refusal(self, request: HttpRequest) -> RouterError | None:
+        """Return why a request is refused; None: it is admitted, which counts."""
+        return self._foreign(request) or self._unpermitted(request.method, request.path, request.authorization)
+
+    def _foreign(self, request: HttpRequest) -> RouterError | None:
+        """Return why a request is refused for the page that may have had it sent."""
+        browsers, counts = self._access.browsers, self._access.metrics.foreign
+        problem = browsers.host_problem(request.host)
+        if problem is not None:
+            counts[FOREIGN_HOST].inc()
+            return ForeignHost(problem)
+        problem = browsers.origin_problem(request.method, request.host, request.origin, request.fetch_site)
+        if problem is not None:
+            counts[FOREIGN_ORIGIN].inc()
+            return ForeignOrigin(problem)
+        return None
+
+    def _unpermitted(self, method: str, path: str, authorization: str) -> RouterError | None:
+        """Return why a request is refused for its key, its scopes or its rate."""
         keys = self._access.keys
         if keys is None:
             if not path.startswith(REGISTERING) or self._routes.scopes(method, path) != REGISTER:

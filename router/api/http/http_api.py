@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Scope
 
+from kvrouter.router.access.browser_policy import SAFE_METHODS
 from kvrouter.router.api.http.cors import CorsPolicy
 from kvrouter.router.api.http.guard import Guard
 from kvrouter.router.api.http.plain_head import PlainHead
@@ -30,6 +31,7 @@ from kvrouter.router.common.errors import (
     RouterError,
     TooLarge,
     Unauthorized,
+    WrongMediaType,
     internal_error,
 )
 from kvrouter.router.common.shutdown import Shutdown
@@ -37,7 +39,7 @@ from kvrouter.router.config.settings import Config
 from kvrouter.router.page.page_files import PAGE, PageFile
 from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.proxy import Proxy
-from kvrouter.router.tokens.proxied_paths import PATHS
+from kvrouter.router.tokens.proxied_paths import AUDIO, PATHS
 
 if TYPE_CHECKING:
     from kvrouter.router.quality.tracing import RequestTrace, Tracing
@@ -45,6 +47,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HTML = "text/html"
+# Besides forms, of which curl says that everything is one: what a page may send to other sites without their consent
+# (the Fetch standard's CORS-safelisted types). No client sends JSON as either of them.
+PAGE_TYPES = frozenset({"text/plain", "multipart/form-data"})
+# Paths as they stand in an error.
+SHOWN_CHARS = 80
 
 # Each reservation comes back here twice, so these go past the application of the cold paths where nothing is waited for.
 RESERVATIONS = "/reservations/"
@@ -123,6 +130,7 @@ class HttpApi:
         }
         below = () if guard.wants_key else paths.spellings(RESERVATIONS)
         self.plain_below = tuple(spelling.encode() for spelling in below)
+        self.known_hosts = guard.known_hosts
         # The same of those whose headers go on.
         self.forwarded_paths = {path.encode(): path for path in self._proxied_paths}
 
@@ -138,7 +146,7 @@ class HttpApi:
         """Why a request is refused before its body is read, None where it is not."""
         if self.cors.allows_preflight(request.method, request.headers):
             return None
-        if (refused := self._guard.refusal(request.method, request.path, request.authorization)) is not None:
+        if (refused := self._guard.refusal(request)) is not None:
             return refused
         if request.path in self._streams and request.method != "GET":
             return MethodNotAllowed(f"{request.path} takes GET, not {request.method}", allowed="GET")
@@ -147,6 +155,10 @@ class HttpApi:
                 return MethodNotAllowed(f"{request.path} takes POST, not {request.method}")
             if request.url.partition(b"?")[0] != request.path.encode():
                 return BadQuestion(f"write the path as {request.path}, without escapes", code="invalid_path")
+        if request.method not in SAFE_METHODS and request.path not in AUDIO and is_page_type(request.content_type):
+            return WrongMediaType(
+                f"{request.path[:SHOWN_CHARS]} takes JSON: send the header `Content-Type: application/json`, or none"
+            )
         length = request.content_length
         if length is not None and length.isdigit() and int(length) > self.max_body_bytes:
             return self.too_large()
@@ -335,6 +347,11 @@ class HttpApi:
 def _answer(status: int, content: bytes, media_type: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> Answer:
     length = (b"content-length", b"%d" % len(content))
     return status, [(b"content-type", media_type.encode()), length, *headers], content
+
+
+def is_page_type(content_type: str) -> bool:
+    """Return whether the value of a Content-Type is one of PAGE_TYPES."""
+    return content_type.partition(";")[0].strip().lower() in PAGE_TYPES
 
 
 def headers_of(error: RouterError) -> tuple[tuple[bytes, bytes], ...]:

@@ -88,6 +88,7 @@ class HttpConnection(asyncio.Protocol):
                 api.plain_paths,
                 api.forwarded_paths,
                 api.plain_below,
+                api.known_hosts,
                 limits.max_head_bytes,
                 limits.max_headers,
             )

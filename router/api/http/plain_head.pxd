@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint8_t
 
 from kvrouter.router.common.head_lines cimport digits, is_name, line_end, value_start
 
-cdef uint8_t _COLON
+cdef uint8_t _COLON, _LOWER, _A
 cdef int64_t HOST, CONTENT_LENGTH, CONTENT_TYPE, ACCEPT, CONNECTION, IGNORED
 cdef bytes _IN_HOST, _IN_PATH
 
@@ -27,5 +27,5 @@ cdef bint is_path(bytes target)
     colon=int64_t, kind=int64_t, value=int64_t, name=bytes, headers=list
 )
 cpdef PlainHead plain_head(
-    bytes data, dict paths, dict forwarded, tuple below, int64_t max_head_bytes, int64_t max_headers
+    bytes data, dict paths, dict forwarded, tuple below, set hosts, int64_t max_head_bytes, int64_t max_headers
 )

@@ -2,7 +2,8 @@
 """The short way past the general parser: a request that lies whole in one read, with a head that leaves nothing to judge.
 
 All else is not taken, and goes through `request_parser.py`, which decides alone what is a request and what is refused:
-any other method, version, repeated header, folded line, bare line feed, transfer coding, or byte behind the body. Where
+any other method, version, repeated header, folded line, bare line feed, transfer coding, or byte behind the body; a Host
+that was not admitted before, and a content type that is no `application/...`. Where
 the headers go on to an engine, any name is taken that means nothing here; elsewhere those alone that clients nearly
 always send. What is taken the general parser would understand in the same way;
 `tests/property/test_plain_head.py` holds the two together. Compiled, see `setup.py`."""
@@ -34,10 +35,16 @@ JUDGED_NAMES = frozenset(
         b"te",
         b"trailer",
         b"keep-alive",
+        # Browsers send these (`access/browser_policy.py`).
+        b"origin",
+        b"sec-fetch-site",
     }
 )
 AUTHORIZATION = b"authorization"
 _COLON = ord(":")
+# With this bit a letter of ASCII is in lower case.
+_LOWER = 0x20
+_A = ord("a")
 # By byte: whether it may stand in a host's name.
 _IN_HOST = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-") for c in range(256))
 # The same in a target that is its own path: without escapes and without a query.
@@ -90,11 +97,13 @@ def plain_head(
     paths: dict[bytes, str],
     forwarded: dict[bytes, str],
     below: tuple[bytes, ...],
+    hosts: set[bytes] | None,
     max_head_bytes: int,
     max_headers: int,
 ) -> PlainHead | None:
     """The head of the one request that `data` is, or None where it is not that plain. paths: targets of POST that are
-    taken; forwarded: those whose headers go on; below: with what others of POST and DELETE begin."""
+    taken; forwarded: those whose headers go on; below: with what others of POST and DELETE begin; hosts: values of Host
+    that are taken, None where all are."""
     is_post = data.startswith(POST)
     if not (is_post or (below and data.startswith(DELETE))):
         return None
@@ -150,13 +159,16 @@ def plain_head(
         if kind >= IGNORED:
             pass
         elif kind == HOST:
-            if not is_host(data, value, end):
+            if not is_host(data, value, end) or (hosts is not None and data[value:end] not in hosts):
                 return None
         elif kind == CONTENT_LENGTH:
             length = digits(data, value, end)
             if length < 0:
                 return None
         elif kind == CONTENT_TYPE:
+            # Forms and plain text, which a page of any origin may send, are none of these.
+            if data[value] | _LOWER != _A:
+                return None
             content_type = data[value:end].decode("latin-1")
         elif kind == ACCEPT:
             accept = data[value:end].decode("latin-1")

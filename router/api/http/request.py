@@ -4,19 +4,17 @@ RFC 9110)."""
 
 from __future__ import annotations
 
-import re
 from typing import Self
 from urllib.parse import unquote
 
 import httptools
 
+from kvrouter.router.access.browser_policy import HOST
 from kvrouter.router.api.http.plain_head import PlainHead
 from kvrouter.router.common.errors import BadQuestion, NotSupported, RouterError, WrongVersion
 from kvrouter.router.proxy.headers import Headers
 
 VERSIONS = frozenset({"1.0", "1.1"})
-# uri-host [":" port]; empty where the target has no authority.
-HOST = re.compile(rb"(\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?\Z")
 SCHEMES = frozenset({b"http", b"https"})
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 NO_UPGRADE = "this server speaks HTTP/1.1 only; send no Upgrade header (in Java: HttpClient.Version.HTTP_1_1)"
@@ -26,6 +24,7 @@ class HttpRequest:
     """A request and how far its answer is.
 
     url: the target in origin form, with its query, as bytes; path: the target without its query, escapes resolved.
+    host, origin, fetch_site: the headers Host, Origin and Sec-Fetch-Site, empty where absent or judged already.
     refusal: why it is answered with an error whatever its body says."""
 
     __slots__ = (
@@ -37,10 +36,13 @@ class HttpRequest:
         "content_length",
         "content_type",
         "expects_continue",
+        "fetch_site",
         "headers",
+        "host",
         "is_whole",
         "keep_alive",
         "method",
+        "origin",
         "path",
         "refusal",
         "speaks_1_1",
@@ -60,6 +62,7 @@ class HttpRequest:
             )
         self.speaks_1_1 = version == "1.1"
         self.accept = self.authorization = self.content_type = ""
+        self.origin = self.fetch_site = b""
         self.content_length: bytes | None = None
         self.expects_continue = False
         host = None
@@ -77,6 +80,10 @@ class HttpRequest:
                 if host is not None:
                     raise BadQuestion("there is more than one Host header; send one", code="invalid_host")
                 host = value
+            elif name == b"origin":
+                self.origin = value
+            elif name == b"sec-fetch-site":
+                self.fetch_site = value
             elif name == b"expect":
                 # Clients of HTTP/1.0 know no interim answers.
                 self.expects_continue = self.speaks_1_1 and value.lower() == b"100-continue"
@@ -97,7 +104,9 @@ class HttpRequest:
             raise BadQuestion(NO_UPGRADE, code="upgrade_not_supported")
         self.method = method.decode("ascii")
         self.headers = headers
-        self.url = origin_form(target)
+        self.url, authority = split_target(target)
+        # RFC 9112, 3.2.2: what the target names counts, not the header.
+        self.host = host or b"" if authority is None else authority
         self.path = _path_of(self.url)
         self.keep_alive = keep_alive and self.speaks_1_1 and not upgrades
         self.body: bytes | bytearray = bytearray()
@@ -112,17 +121,18 @@ class HttpRequest:
         self.path, self.url = head.path, head.path.encode()
         self.content_type, self.accept, self.authorization = head.content_type, head.accept, head.authorization
         self.headers, self.content_length, self.refusal = head.headers or [], None, None
+        self.host = self.origin = self.fetch_site = b""
         self.body = bytearray()
         self.is_whole = True
         self.expects_continue = self.answer_begun = self.answer_ended = False
         return self
 
 
-def origin_form(target: bytes) -> bytes:
-    """A request's target as path and query: `http://router/v1/models?x` is `/v1/models?x`. What has neither stays as it
-    is. Raises BadQuestion."""
+def split_target(target: bytes) -> tuple[bytes, bytes | None]:
+    """Return a request's target as path and query, and the host that it names: `http://router/v1/models?x` is
+    `/v1/models?x` and `router`; None where it names none. A target without a path stays as it is. Raises BadQuestion."""
     if target.startswith(b"/") or target == b"*":
-        return target
+        return target, None
     try:
         parts = httptools.parse_url(target)
     except httptools.HttpParserError:
@@ -130,7 +140,10 @@ def origin_form(target: bytes) -> bytes:
     if parts is None or parts.schema is None or parts.schema.lower() not in SCHEMES:
         raise BadQuestion("the target is no path and no http URL; send a path like /v1/models", code="invalid_path")
     path = parts.path or b"/"
-    return path if parts.query is None else path + b"?" + parts.query
+    # An IPv6 address comes without its brackets.
+    host = b"[%b]" % parts.host if b":" in parts.host else parts.host
+    authority = host if parts.port is None else b"%b:%d" % (host, parts.port)
+    return path if parts.query is None else path + b"?" + parts.query, authority
 
 
 def _path_of(url: bytes) -> str:

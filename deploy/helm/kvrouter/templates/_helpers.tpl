@@ -9,6 +9,14 @@
 {{- end -}}
 {{- end -}}
 
+{{- /* The names by which clients reach the routers. */ -}}
+{{- define "kvrouter.hosts" -}}
+{{- $name := include "kvrouter.name" . -}}
+{{- $service := printf "%s.%s" $name .Release.Namespace -}}
+{{ $name }} {{ $service }} {{ $service }}.svc {{ $service }}.svc.{{ .Values.service.clusterDomain }}
+{{- range .Values.service.hosts }} {{ . }}{{ end }}
+{{- end -}}
+
 {{- define "kvrouter.image" -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end -}}
