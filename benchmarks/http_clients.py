@@ -31,6 +31,7 @@ from kvrouter.router.common.direct_task import directly
 from kvrouter.router.proxy.headers import request_head
 from kvrouter.router.upstream.origin import target_of
 from kvrouter.router.upstream.pool import Pool
+from kvrouter.router.workers.allow_list import AllowList
 
 PATH = "/v1/completions"
 HEADERS = {"content-type": "application/json", "x-request-id": "x"}
@@ -42,7 +43,7 @@ async def own(url: str, body: bytes, count: int) -> None:
 
 
 async def exchanges(url: str, body: bytes, count: int) -> None:
-    pool = Pool(asyncio.get_running_loop())
+    pool = Pool(asyncio.get_running_loop(), AllowList())
     target = target_of(url)
     for _ in range(count):
         connection = pool.idle(target) or await pool.connect(target)

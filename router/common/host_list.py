@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Iterable
 
 from kvrouter.router.common.errors import SettingError
@@ -18,6 +19,8 @@ HOST_FORM = "a host name, *.domain, an IP address, a network like 10.0.0.0/8"
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
 # The C library reads these as IPv4 addresses (127.1, 0x7f000001): in a list they are a typing error, not a name.
 _NUMBER = re.compile(r"(0[xX][0-9A-Fa-f]+|[0-9.]+)\.?")
+# One to four numbers, each decimal, octal or hexadecimal (inet_aton).
+_NUMBER_PARTS = re.compile(r"(0[xX][0-9A-Fa-f]+|[0-9]+)(\.(0[xX][0-9A-Fa-f]+|[0-9]+)){0,3}\.?")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -67,6 +70,17 @@ def allowed_hosts(entries: Iterable[str]) -> HostList:
 def plain_name(host: str) -> str:
     """Return the name in lower case, without the dot that may end it."""
     return host.lower().removesuffix(".")
+
+
+def number_address(host: str) -> Address | None:
+    """Return the address that the C library takes the host for, which has more forms than `address_of` knows."""
+    address = address_of(host.partition("%")[0])
+    if address is None and _NUMBER_PARTS.fullmatch(host):
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host.removesuffix(".")))
+        except OSError:
+            return None
+    return address
 
 
 def address_of(host: str) -> Address | None:

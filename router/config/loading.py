@@ -61,7 +61,7 @@ PAIRS = {"tokenizers": parse_tokenizers, "model_aliases": parse_aliases}
 
 
 # Lists of hosts, and what reads them.
-HOST_LISTS = {"allow_hosts": AllowList, "allowed_hosts": allowed_hosts}
+HOST_LISTS: dict[str, Callable[[tuple[str, ...]], object]] = {"allow_hosts": AllowList, "allowed_hosts": allowed_hosts}
 
 
 class Origin(msgspec.Struct, frozen=True):

@@ -164,7 +164,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tuple[str, ...],
         msgspec.Meta(
             extra={"metavar": "HOST", "flag": "--allow-host"},
-            description=f"a list of where workers may be: {FORM}; without it, anywhere",
+            description=f"a list of where workers may be: {FORM}; without it, anywhere but at link-local addresses",
         ),
     ] = ()
     # Without a key, the network alone protects the router, and a page in a browser that is inside of it must not pass
@@ -219,7 +219,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+$(?!\n)")] | None,
         msgspec.Meta(
             extra={"metavar": "KEY"},
-            description="the engines' API key (printable ASCII, no spaces), sent with proxied requests",
+            description="the engines' API key (printable ASCII, no spaces), sent to hosts that allow_hosts lists and to workers "
+            "of the settings",
         ),
     ] = None
     log_level: Annotated[

@@ -56,6 +56,7 @@ from kvrouter.router.upstream.engine_client import EngineClient
 from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.watch.fleet_event import UNREGISTERED, EventType
 from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
 from kvrouter.router.workers.model_names import ModelNames, ServedModel, parse_aliases
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.role import HandoverWay
@@ -84,6 +85,7 @@ class Core:
         rng: random.Random,
         http: aiohttp.ClientSession | None = None,
         engine_client: EngineClient | None = None,
+        engine_key: EngineKey | None = None,
         token: str | None = None,
         supervisor: TaskSupervisor | None = None,
         feed: EventFeed | None = None,
@@ -91,9 +93,10 @@ class Core:
         store_folder: Path | None = None,
     ) -> None:
         """http: asks engines for their lists; None: nobody asks them. engine_client: polls them for liveness and load;
-        None: they are not polled. token: names this process in leases; one that outlives the process lets its successor
-        take over at once. feed: receives the fleet's events; None: nobody watches them. patch_secret: the CURVE key
-        that engines' patches see; None: another for each connection. store_folder: of a private store."""
+        None: they are not polled. engine_key: which engines get a key with what `http` asks; None: none does. token:
+        names this process in leases; one that outlives the process lets its successor take over at once. feed: receives
+        the fleet's events; None: nobody watches them. patch_secret: the CURVE key that engines' patches see; None:
+        another for each connection. store_folder: of a private store."""
         self._store = store
         self._config = config
         self._metrics = metrics
@@ -128,7 +131,9 @@ class Core:
             supervisor=self._supervisor,
             budget_bytes=config.mirror_budget_bytes,
         )
-        self._engines = EngineLists(http, self._urls, self._on_engine_lists)
+        self._engines = EngineLists(
+            http, engine_key or EngineKey(None, self._allowed), self._urls, self._on_engine_lists
+        )
         self._kinds_shown = asyncio.Event()
         self.finder = HitFinder(
             self.registry,

@@ -28,6 +28,7 @@ from kvrouter.router.fleet.router_peers import Claims
 from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.engine_answers import EngineAnswers
+from kvrouter.router.workers.engine_key import EngineKey
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.unregistered_worker import UnregisteredWorker, Waiting
 from kvrouter.router.workers.worker_status import WorkerStatus
@@ -75,6 +76,7 @@ class Discovery:
         sources: Sequence[Source],
         *,
         session: aiohttp.ClientSession,
+        engine_key: EngineKey,
         allowed: AllowList,
         metrics: DiscoveryMetrics,
         clock: Callable[[], float],
@@ -91,7 +93,7 @@ class Discovery:
         self._look_s = look_s
         self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
         self._news = asyncio.Event()
-        self._asker = EngineProber(session, clock=clock, rng=rng, changed=self._news.set)
+        self._asker = EngineProber(session, engine_key, clock=clock, rng=rng, changed=self._news.set)
         self._kept = {source.name: _Kept() for source in sources}
         self._tasks: list[asyncio.Task[None]] = []
         self._claims: Claims | None = None

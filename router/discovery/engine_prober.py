@@ -27,6 +27,7 @@ from kvrouter.router.workers.engine_answers import (
     EngineAnswers,
     model_in,
 )
+from kvrouter.router.workers.engine_key import EngineKey
 
 PATHS = " nor ".join(engine.info_path for engine in ENGINES.values())
 
@@ -76,6 +77,7 @@ class EngineProber:
     def __init__(
         self,
         session: aiohttp.ClientSession,
+        key: EngineKey,
         *,
         clock: Callable[[], float],
         rng: random.Random,
@@ -84,6 +86,7 @@ class EngineProber:
         retry_s: float = RETRY_S,
     ) -> None:
         self._session = session
+        self._key = key
         self._clock = clock
         self._rng = rng
         self._changed = changed
@@ -212,8 +215,14 @@ class EngineProber:
     async def _get(self, url: str, path: str) -> bytes:
         """Return the answer's body. Raises ProbeFailed, which is NoSuchPath where there is no such path."""
         whole = url.rstrip("/") + path
+        # Wanted engines are those of the operator's sources; a client's are queried once.
+        key = self._key.header_for_url(url, named=url in self._wanted)
+        headers = {} if key is None else {"authorization": key}
         try:
-            async with asyncio.timeout(TIMEOUT_S), self._session.get(whole, allow_redirects=False) as answer:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                self._session.get(whole, headers=headers, allow_redirects=False) as answer,
+            ):
                 if answer.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
                     raise NoSuchPath(f"{whole} answers {answer.status}", NOT_AN_ENGINE)
                 if answer.status in REFUSALS:

@@ -17,6 +17,7 @@ from kvrouter.router.common.bounded_read import read_whole
 from kvrouter.router.engines.engine import Engine, NotThisEngine
 from kvrouter.router.engines.known import ENGINES
 from kvrouter.router.workers.engine_answers import MODELS_PATH, REFUSALS, Stream
+from kvrouter.router.workers.engine_key import EngineKey
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +69,20 @@ def served_in(answer: bytes) -> ServedModels | None:
 
 
 class EngineLists:
-    """urls: of the engines. changed: called whenever one says something else than before. `run` until it is cancelled,
-    not without a session.
+    """urls: of the engines. key: which of them get one. changed: called whenever one says something else than before.
+    `run` until it is cancelled, not without a session.
 
     What an engine that does not answer said last stays."""
 
     def __init__(
-        self, session: aiohttp.ClientSession | None, urls: Callable[[], Iterable[str]], changed: Callable[[], None]
+        self,
+        session: aiohttp.ClientSession | None,
+        key: EngineKey,
+        urls: Callable[[], Iterable[str]],
+        changed: Callable[[], None],
     ) -> None:
         self._session = session
+        self._key = key
         self._urls = urls
         self._changed = changed
         self._slots = asyncio.Semaphore(ENGINES_AT_ONCE)
@@ -178,10 +184,12 @@ class EngineLists:
     async def _get(self, url: str, path: str) -> tuple[int | None, bytes]:
         """Status and body; no status where nothing came. Liveness is judged elsewhere."""
         assert self._session is not None
+        key = self._key.header_for_url(url)
+        headers = {} if key is None else {"authorization": key}
         try:
             async with (
                 asyncio.timeout(TIMEOUT_S),
-                self._session.get(url.rstrip("/") + path, allow_redirects=False) as answer,
+                self._session.get(url.rstrip("/") + path, headers=headers, allow_redirects=False) as answer,
             ):
                 if answer.status != HTTPStatus.OK:
                     return answer.status, b""

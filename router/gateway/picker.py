@@ -192,7 +192,7 @@ class Picker:
         headers = [(ENDPOINT_HEADER, where.text.encode()), (h.REQUEST_ID, request.request_id), *given.headers]
         if (rank := addresses.ranks.get(worker)) is not None:
             headers.append((h.DP_RANK, b"%d" % rank))
-        authorization = self._proxy.authorization(client.headers)
+        authorization = self._proxy.authorization(client.headers, target)
         if authorization is not None:
             headers.append((b"authorization", authorization))
         sent = request.watch.sending(worker, target.host, target.port, request.headers)

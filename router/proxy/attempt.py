@@ -36,7 +36,7 @@ class Attempt:
         self,
         *,
         addresses: Callable[[], Addresses],
-        authorization: Callable[[h.Headers], bytes | None],
+        authorization: Callable[[h.Headers, Target], bytes | None],
         admission: Admission,
         pool: Pool,
         metrics: ProxyMetrics,
@@ -67,7 +67,7 @@ class Attempt:
             request.watch.sending(worker, target.host, target.port, headers),
             length=len(body),
             request_id=request.request_id,
-            authorization=self._authorization(client.headers),
+            authorization=self._authorization(client.headers, target),
             rank=addresses.ranks.get(worker),
             added=added,
         )

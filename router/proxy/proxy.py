@@ -28,8 +28,10 @@ from kvrouter.router.proxy.request_reader import Request, RequestReader, Tokens
 from kvrouter.router.proxy.worker_addresses import Addresses
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.upstream.failure import Failure, Kind
+from kvrouter.router.upstream.origin import Target
 from kvrouter.router.upstream.pool import Pool
 from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.worker_status import ReuseStatus
@@ -54,7 +56,7 @@ class _Answer:
 class Proxy:
     """Belongs to one loop. `close` when no request is in progress.
 
-    worker_key: sent to engines in place of the client's Authorization, which goes on where the router has no key of its
+    engine_key: sent to engines in place of the client's Authorization, which goes on where the router has no key of its
     own."""
 
     def __init__(
@@ -70,12 +72,12 @@ class Proxy:
         quality: Quality,
         allowed: AllowList,
         silence_s: float,
-        worker_key: str | None,
+        engine_key: EngineKey,
         has_own_key: bool,
     ) -> None:
         """silence_s: how long an engine may say nothing."""
         self._placing = placing
-        self.reader = RequestReader(tokens, resolve, lambda: sorted(self.addresses().models), self.authorization)
+        self.reader = RequestReader(tokens, resolve, lambda: sorted(self.addresses().models), self.client_authorization)
         self._registrations = registrations
         self._admission = admission
         self._pool = pool
@@ -91,11 +93,12 @@ class Proxy:
             silence_s=silence_s,
         )
         self.prefill_leg = PrefillLeg(self._sending, metrics)
-        self._worker_authorization = None if worker_key is None else f"Bearer {worker_key}".encode()
+        self._engine_key = engine_key
         self._has_own_key = has_own_key
         self._new_id = RandomIds()
         self._open = 0
         metrics.open.set_function(lambda: self._open)
+        metrics.key_withheld.set_function(lambda: len(engine_key.withheld()))
         self._addressed: Sequence[Registration] | None = None
         self._known_addresses = Addresses((), allowed)
 
@@ -129,7 +132,7 @@ class Proxy:
 
     def health(self) -> list[str]:
         """Workers behind an open breaker, and workers whose predictions do not come true."""
-        return [*self._admission.health(), *self._quality.health()]
+        return [*self._admission.health(), *self._quality.health(), *self._engine_key.health()]
 
     def predictions_problem(self, worker: WorkerKey) -> str | None:
         """Why the predictions for a worker are not to be trusted; None where nothing speaks against them."""
@@ -142,10 +145,15 @@ class Proxy:
     def close(self) -> None:
         self._pool.close()
 
-    def authorization(self, headers: h.Headers) -> bytes | None:
-        """What an engine is sent: its own key, else the client's word unless that is meant for this router."""
-        if self._worker_authorization is not None or self._has_own_key:
-            return self._worker_authorization
+    def authorization(self, headers: h.Headers, target: Target) -> bytes | None:
+        """Return the Authorization that an engine is sent: the engines' key, else the client's word."""
+        key = self._engine_key.header_for(target.origin)
+        return self.client_authorization(headers) if key is None else key.encode("ascii")
+
+    def client_authorization(self, headers: h.Headers) -> bytes | None:
+        """Return the client's Authorization if it is meant for the engines: neither side has a key in the settings."""
+        if self._engine_key.is_set or self._has_own_key:
+            return None
         return h.header(headers, b"authorization")
 
     async def _answer(self, request: Request, ask: PlacementRequest) -> _Answer:

@@ -32,6 +32,10 @@ class ProxyMetrics:
         )
         self.retries = counter("proxy_retries_total", "Requests sent to another worker after a failure", "kind")
         self.open = registry.gauge("proxy_open_requests", "Proxied requests under way")
+        self.key_withheld = registry.gauge(
+            "engine_key_withheld_workers",
+            "Workers that are not sent worker_api_key, as nobody but a client named their host",
+        )
         self.breaker_state = registry.worker_gauges(
             "proxy_breaker_state",
             "1 for the state that a worker's breaker is in, else 0; none: closed ever since",

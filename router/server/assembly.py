@@ -61,15 +61,20 @@ from kvrouter.router.tokens.engine.verification import LocalMaker
 from kvrouter.router.tokens.tokenizer import TextTokenizer
 from kvrouter.router.upstream.engine_client import EngineClient
 from kvrouter.router.upstream.pool import KEEP_IDLE_S, Pool
+from kvrouter.router.upstream.resolver import CheckedResolver
 from kvrouter.router.watch.decision_log import DecisionLog
 from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.watch.watch import Watch
 from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
 
 # A worker with the patch has two connections, a snapshot under way, a look for another life, and a monitor's pair for
 # each. ZMQ's own limit of 1,023 would refuse some of a hundred workers.
 SOCKETS_PER_WORKER = 10
 SPARE_SOCKETS = 64
+
+# aiohttp's own default.
+AIOHTTP_KEEP_S = 15.0
 
 
 class Assembly:
@@ -94,9 +99,7 @@ class Assembly:
             clock=time.monotonic, rng=random.Random(), failures=self._registry.task_failures
         )
         self._allowed = AllowList(config.allow_hosts)
-        self._engine_headers = (
-            {} if config.worker_api_key is None else {"authorization": f"Bearer {config.worker_api_key}"}
-        )
+        self._engine_key = EngineKey(config.worker_api_key, self._allowed)
 
     async def start(self, local: Mapping[str, LocalMaker], listener: socket.socket) -> Server:
         """Everything but the server, which is to serve at `listener`. local: the settings' tokenizers, by model. Raises
@@ -203,10 +206,10 @@ class Assembly:
             rng=random.Random(),
         )
 
-    async def _session(self, connector: aiohttp.TCPConnector | None = None) -> aiohttp.ClientSession:
-        """HTTP to engines, with the key that they take."""
-        session = aiohttp.ClientSession(headers=self._engine_headers, connector=connector)
-        return await self._stack.enter_async_context(session)
+    async def _session(self, keep_s: float = AIOHTTP_KEEP_S) -> aiohttp.ClientSession:
+        """Return a session for HTTP to engines. keep_s: how long connections are kept."""
+        connector = aiohttp.TCPConnector(resolver=CheckedResolver(self._allowed), keepalive_timeout=keep_s)
+        return await self._stack.enter_async_context(aiohttp.ClientSession(connector=connector))
 
     async def _start_siblings(self) -> Siblings | None:
         part = self._part
@@ -238,7 +241,7 @@ class Assembly:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, SOCKETS_PER_WORKER * config.max_workers + SPARE_SOCKETS)
         stack.callback(context.destroy, linger=0)
-        engine_client = EngineClient(asyncio.get_running_loop(), self._engine_headers)
+        engine_client = EngineClient(asyncio.get_running_loop(), self._engine_key)
         stack.callback(engine_client.close)
         core = Core(
             store=store,
@@ -249,12 +252,14 @@ class Assembly:
             rng=random.Random(),
             http=http,
             engine_client=engine_client,
+            engine_key=self._engine_key,
             token=self._own_token() or secrets.token_hex(8),
             supervisor=self._supervisor,
             feed=feed,
             patch_secret=patch_client_secret(config),
             store_folder=None if self._own_token() is None else Path(config.data_dir),
         )
+        self._engine_key.registrations = core.registry.registrations
         stack.push_async_callback(core.stop)
         return core
 
@@ -285,6 +290,7 @@ class Assembly:
             core.registrations,
             sources,
             session=http,
+            engine_key=self._engine_key,
             allowed=self._allowed,
             metrics=self._metrics.discovery,
             clock=time.monotonic,
@@ -303,7 +309,8 @@ class Assembly:
                 for url, (epoch, kind) in core.engine_urls(model).items()
             ],
             # An engine that closes what is idle must not look like one that died of a prompt.
-            session=await self._session(aiohttp.TCPConnector(keepalive_timeout=KEEP_IDLE_S)),
+            session=await self._session(KEEP_IDLE_S),
+            engine_key=self._engine_key,
             local=local,
             timeout_s=self._config.tokenize_timeout_s,
             metrics=self._metrics.tokens,
@@ -330,12 +337,12 @@ class Assembly:
             resolve=core.resolve,
             registrations=core.registry.registrations,
             admission=admission,
-            pool=Pool(asyncio.get_running_loop()),
+            pool=Pool(asyncio.get_running_loop(), self._allowed),
             metrics=self._metrics.proxy,
             quality=quality,
             allowed=self._allowed,
             silence_s=self._config.answer_timeout_s,
-            worker_key=self._config.worker_api_key,
+            engine_key=self._engine_key,
             has_own_key=access.keys is not None,
         )
         self._stack.callback(proxy.close)

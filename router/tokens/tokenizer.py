@@ -36,6 +36,7 @@ from kvrouter.router.tokens.prompt_tokens import FoundTokens, Prompt, TokensUnkn
 from kvrouter.router.tokens.token_metrics import TokenMetrics
 from kvrouter.router.tokens.token_request import TokenRequest, cuts_cleanly, read
 from kvrouter.router.tokens.unknown_prompts import UnknownPrompts
+from kvrouter.router.workers.engine_key import EngineKey
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ T = TypeVar("T")
 
 
 class TextTokenizer:
-    """engines: those of a model that may be queried now. session: for those. local: tokenizers here, by model. clock:
+    """engines: those of a model that may be queried now. session, engine_key: for those. local: tokenizers here, by model. clock:
     in seconds."""
 
     def __init__(
@@ -73,6 +74,7 @@ class TextTokenizer:
         models: Callable[[], Iterable[str]],
         engines: Callable[[str], Sequence[Engine]],
         session: aiohttp.ClientSession,
+        engine_key: EngineKey,
         local: Mapping[str, LocalMaker],
         timeout_s: float,
         metrics: TokenMetrics,
@@ -81,7 +83,7 @@ class TextTokenizer:
         supervisor: TaskSupervisor | None = None,
     ) -> None:
         self._models = models
-        self._client = EngineClient(session)
+        self._client = EngineClient(session, engine_key)
         self._local = local
         self._timeout_s = timeout_s
         self._metrics = metrics

@@ -4,30 +4,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 from kvrouter.router.common.direct_task import directly
 from kvrouter.router.upstream.connection import Connection
 from kvrouter.router.upstream.failure import Failure, Kind
 from kvrouter.router.upstream.origin import Target
 from kvrouter.router.upstream.pool import Pool
+from kvrouter.router.workers.engine_key import EngineKey
 
 
 class EngineClient:
-    """Belongs to one loop. headers: of every request. `close` at the end."""
+    """Belongs to one loop. key: which engines get one. `close` at the end."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, headers: Mapping[str, str]) -> None:
-        self._pool = Pool(loop)
-        self._lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode("ascii")
+    def __init__(self, loop: asyncio.AbstractEventLoop, key: EngineKey) -> None:
+        self._pool = Pool(loop, key.allowed)
+        self._key = key
 
     async def get(self, target: Target, path: str, most_bytes: int, timeout_s: float) -> tuple[int, bytes]:
         """Status and body, of a longer one about `most_bytes`; redirects are answers as others. Raises Failure, and
         TimeoutError where it is not whole in time."""
+        key = self._key.header_for(target.origin)
         head = b"GET %b%b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (
             target.prefix,
             path.encode("ascii"),
             target.authority,
-            self._lines,
+            b"" if key is None else b"authorization: %b\r\n" % key.encode("ascii"),
         )
         async with asyncio.timeout(timeout_s):
             return await directly(self._get(target, head, most_bytes, 2 * timeout_s))

@@ -13,6 +13,7 @@ from collections import deque
 from kvrouter.router.upstream.connection import Connection
 from kvrouter.router.upstream.failure import Failure, Kind
 from kvrouter.router.upstream.origin import Target
+from kvrouter.router.workers.allow_list import LINK_LOCAL, AllowList
 
 # vLLM's HTTP server (uvicorn) closes what is idle for 5 s: who closes first does not meet a closed connection.
 KEEP_IDLE_S = 4.0
@@ -26,8 +27,10 @@ CONNECT_TIMEOUT_S = 4.0
 class Pool:
     """Belongs to one loop. `close` at the end."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, allowed: AllowList) -> None:
+        """allowed: which addresses may be connected to, by a name as well."""
         self._loop = loop
+        self._allowed = allowed
         # The longest idle first.
         self._idle: dict[tuple[str, int, bool], deque[Connection]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
@@ -47,7 +50,7 @@ class Pool:
         where = f"{target.host}:{target.port}"
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                _, connection = await self._loop.create_connection(
+                transport, connection = await self._loop.create_connection(
                     lambda: Connection(self._loop), target.host, target.port, ssl=self._tls_for(target)
                 )
         except TimeoutError:
@@ -56,6 +59,11 @@ class Pool:
             # UnicodeError: a host name that cannot be looked up.
             what = getattr(error, "strerror", None) or error
             raise Failure(Kind.REFUSED, f"no connection to {where}: {what}") from error
+        address = transport.get_extra_info("peername")[0]
+        if not self._allowed.admits_address(target.host, address):
+            # Nothing was sent yet.
+            connection.close()
+            raise Failure(Kind.REFUSED, LINK_LOCAL.format(host=target.host))
         return connection
 
     def give_back(self, target: Target, connection: Connection) -> None:

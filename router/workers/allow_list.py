@@ -10,11 +10,14 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from kvrouter.router.common.errors import SettingError
-from kvrouter.router.common.host_list import HOST_FORM, HostList, address_of
+from kvrouter.router.common.host_list import HOST_FORM, HostList, address_of, number_address
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 SETTING = "allow_hosts"
 FORM = f"{HOST_FORM}, or ipc:///path (with a last slash: a folder)"
+
+# What errors say of a name with such an address.
+LINK_LOCAL = f"{{host}} has a link-local address, which the router's setting {SETTING} does not list"
 
 # Every form of `ipc://` is longer; the rest is the path, or @name in Linux' abstract namespace.
 _IPC = "ipc://"
@@ -48,9 +51,9 @@ class AllowList:
 
     def problem(self, endpoint: str) -> str | None:
         """Return why the router must not connect to `endpoint`, a URL or a ZMQ endpoint; None when it may."""
-        if self._open:
-            return None
         if endpoint.startswith(_IPC):
+            if self._open:
+                return None
             path = _plain_path(endpoint.removeprefix(_IPC))
             known = path in self._paths or any(path.startswith(folder) for folder in self._folders)
             return None if known else _refusal(f"{_IPC}{path}", "the path or its folder")
@@ -58,11 +61,29 @@ class AllowList:
             host = urlsplit(endpoint).hostname
         except ValueError:
             host = None
+        if "?" in endpoint or "#" in endpoint:
+            return (
+                f"{endpoint} has a query or a fragment, which would stand before the path of each request: take it off"
+            )
+        if self._open:
+            return None if not host or self.admits_address(host, host) else _refusal(host, "it or its network")
         if not host:
             return _refusal(endpoint, "its host")
         if self._hosts.holds(host):
             return None
         return _refusal(host, "it" if address_of(host) is None else "it or its network")
+
+    def lists(self, host: str) -> bool:
+        """Return whether the host is in the list, rather than allowed because there is none."""
+        return self._hosts.holds(host)
+
+    def admits_address(self, host: str, address: str) -> bool:
+        """Return whether to connect to an address that a host has.
+
+        Link-local ones, where clouds tell a machine its credentials, are taken only if the host or the address is
+        listed."""
+        numeric = number_address(address)
+        return numeric is None or not numeric.is_link_local or self._hosts.holds(host) or self._hosts.holds(address)
 
     def registration_problem(self, registration: Registration) -> str | None:
         """Why a worker must not be followed: the first of its addresses that is not allowed."""

@@ -138,14 +138,15 @@ def patch_key_problem(key: str, patch: str | None) -> str | None:
 
 def url_problem(url: str) -> str | None:
     """Why `url` is no HTTP address of an engine."""
-    wanted = "must be an HTTP address like http://10.0.0.5:8000, without user and password"
+    wanted = "must be an HTTP address like http://10.0.0.5:8000, without user and password, query and fragment"
     if any(c.isspace() or not c.isprintable() for c in url) or len(url) > MAX_NAME_CHARS:
         return wanted
     try:
         parts = urlsplit(url)
         # The address is shown in /workers and given to clients, so it holds no password; and readers of URLs disagree
         # about `@` and backslashes.
-        plain = bool(parts.hostname) and "@" not in parts.netloc and "\\" not in url
+        # A query would swallow the paths that the router asks for.
+        plain = bool(parts.hostname) and "@" not in parts.netloc and not any(c in url for c in "\\?#")
         good = parts.scheme in ("http", "https") and plain and (parts.port is None or parts.port > 0)
     except ValueError:
         return wanted

@@ -25,6 +25,8 @@ from kvrouter.router.index.store import IndexStore
 from kvrouter.router.matching.question import Question
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.upstream.engine_client import EngineClient
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 WORKER = WorkerKey("m", "w")
@@ -49,7 +51,7 @@ async def router(
         stack.push_async_callback(asyncio.to_thread, context.destroy, linger=0)
         store = await IndexStore.open(server.url)
         stack.push_async_callback(store.close)
-        client = EngineClient(asyncio.get_running_loop(), {})
+        client = EngineClient(asyncio.get_running_loop(), EngineKey(None, AllowList()))
         stack.callback(client.close)
         core = Core(
             store=store,

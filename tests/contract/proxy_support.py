@@ -45,6 +45,7 @@ from kvrouter.router.tokens.client_body import ClientBody
 from kvrouter.router.tokens.prompt_tokens import Prompt
 from kvrouter.router.upstream.pool import Pool
 from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
 
@@ -196,12 +197,12 @@ class ProxyServer:
             resolve=self.core.resolve,
             registrations=self.core.registrations,
             admission=self.admission,
-            pool=Pool(self.loop),
+            pool=Pool(self.loop, AllowList(config.allow_hosts)),
             metrics=self.metrics.proxy,
             quality=self.quality,
             allowed=AllowList(config.allow_hosts),
             silence_s=config.answer_timeout_s,
-            worker_key=config.worker_api_key,
+            engine_key=EngineKey(config.worker_api_key, AllowList(config.allow_hosts), self.core.registrations),
             has_own_key=config.api_key is not None,
         )
         access = Access(config, self.metrics.http.access, clock=time.monotonic, wall_clock=time.time)

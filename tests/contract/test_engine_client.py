@@ -13,6 +13,8 @@ from ports import free_port
 from kvrouter.router.upstream.engine_client import EngineClient
 from kvrouter.router.upstream.failure import Failure, Kind
 from kvrouter.router.upstream.origin import target_of
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
 
 MOST_BYTES = 64 * 1024
 TIMEOUT_S = 0.5
@@ -62,7 +64,7 @@ def run(engine: Engine, work: Callable[[Callable[[str], Awaitable[tuple[int, byt
     async def main() -> None:
         server = await engine.serve()
         target = target_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/under/")
-        client = EngineClient(asyncio.get_running_loop(), {"authorization": "Bearer key"})
+        client = EngineClient(asyncio.get_running_loop(), EngineKey("key", AllowList(["127.0.0.1"])))
         try:
             async with asyncio.timeout(WAIT_S):
                 await work(lambda path: client.get(target, path, MOST_BYTES, TIMEOUT_S))
@@ -198,7 +200,7 @@ def test_what_is_no_answer_is_a_failure(answer: bytes, kind: Kind) -> None:
 
 def test_that_nobody_listens_can_be_told_from_other_failures() -> None:
     async def main() -> None:
-        client = EngineClient(asyncio.get_running_loop(), {})
+        client = EngineClient(asyncio.get_running_loop(), EngineKey(None, AllowList()))
         # Names of both families too: no address of theirs has a listener.
         for host in ("127.0.0.1", "localhost"):
             with pytest.raises(Failure) as caught:

@@ -25,6 +25,8 @@ from kvrouter.router.core.router_core import Core
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.upstream.engine_client import EngineClient
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 pytestmark = pytest.mark.slow
@@ -66,7 +68,7 @@ def test_nothing_is_left_of_a_worker(
         context: Context = zmq.Context()
         http = EngineHttp()
         store = await IndexStore.open(embedded_url)
-        client = EngineClient(asyncio.get_running_loop(), {})
+        client = EngineClient(asyncio.get_running_loop(), EngineKey(None, AllowList()))
         async with engine(context, http) as registration:
             core = Core(
                 store=store,

@@ -236,15 +236,21 @@ def test_the_path_of_a_registered_url_is_kept() -> None:
         assert engine.asked[0].target == "/models/a" + CHAT + "?x=1"
 
 
+LISTED: dict[str, Any] = {"allow_hosts": ("127.0.0.1",)}
+
+
 @pytest.mark.parametrize(
     ("settings", "sent", "received"),
     [
         ({}, "Bearer engine", ["Bearer engine"]),
         ({}, None, []),
         ({"api_key": "router"}, "Bearer router", []),
-        ({"worker_api_key": "engine"}, None, ["Bearer engine"]),
-        ({"worker_api_key": "engine"}, "Bearer mine", ["Bearer engine"]),
-        ({"api_key": "router", "worker_api_key": "engine"}, "Bearer router", ["Bearer engine"]),
+        ({"worker_api_key": "engine", **LISTED}, None, ["Bearer engine"]),
+        ({"worker_api_key": "engine", **LISTED}, "Bearer mine", ["Bearer engine"]),
+        ({"api_key": "router", "worker_api_key": "engine", **LISTED}, "Bearer router", ["Bearer engine"]),
+        # A client registered it, at an address that nobody listed: it learns neither key.
+        ({"worker_api_key": "engine"}, "Bearer mine", []),
+        ({"worker_api_key": "engine", "allow_hosts": ("localhost", "127.0.0.0/8")}, None, ["Bearer engine"]),
     ],
 )
 def test_whose_key_reaches_the_engine(settings: dict[str, Any], sent: str | None, received: list[str]) -> None:

@@ -18,6 +18,8 @@ from kvrouter.router.tokens.engine.verification import LocalMaker
 from kvrouter.router.tokens.prompt_tokens import Prompt
 from kvrouter.router.tokens.token_metrics import TokenMetrics
 from kvrouter.router.tokens.tokenizer import TextTokenizer
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
 
 TIMEOUT_S = 60.0
 
@@ -31,6 +33,7 @@ async def tokenized(
             models=lambda: [model],
             engines=lambda _: [engine],
             session=session,
+            engine_key=EngineKey(None, AllowList()),
             local={} if local is None else {model: local},
             timeout_s=TIMEOUT_S,
             metrics=TokenMetrics(MetricRegistry()),

@@ -22,6 +22,7 @@ from kvrouter.router.discovery.source import Source
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
 from kvrouter.router.workers.worker_spec import parse_worker
 
 TIMEOUT_S = 20.0
@@ -106,6 +107,7 @@ async def routing(
             core.registrations,
             sources,
             session=session,
+            engine_key=EngineKey(None, AllowList()),
             allowed=AllowList(allow),
             metrics=DiscoveryMetrics(registry),
             clock=time.monotonic,

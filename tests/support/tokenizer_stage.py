@@ -26,6 +26,8 @@ from kvrouter.router.tokens.prompt_tokens import Prompt, TokensUnknown
 from kvrouter.router.tokens.token_metrics import TokenMetrics
 from kvrouter.router.tokens.token_request import TokenRequest
 from kvrouter.router.tokens.tokenizer import TextTokenizer
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
 
 MODEL = "m"
 # Nothing here waits this long unless it fails.
@@ -103,6 +105,7 @@ async def case(
                 Engine(e.url, life, VLLM.tokens) for e, life in zip(found.engines, found.lives, strict=True)
             ],
             session=session,
+            engine_key=EngineKey(None, AllowList()),
             local=local_makers,
             timeout_s=timeout_s,
             metrics=metrics,

@@ -17,6 +17,7 @@ from kvrouter.router.engines.engine import TokenEndpoints
 from kvrouter.router.tokens.engine.wire import refusal_of
 from kvrouter.router.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.workers.engine_answers import KEY_WANTED
+from kvrouter.router.workers.engine_key import EngineKey
 
 # vLLM renders in a pool of few threads; more at once would wait there instead of here, beside the requests it serves.
 ASKS_PER_ENGINE = 8
@@ -48,10 +49,12 @@ class Absent(Exception):
 
 
 class EngineClient:
-    """session: has the limits on connections; the deadline is the caller's."""
+    """session: has the limits on connections; the deadline is the caller's. key: the engines', for requests that bring
+    none."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, key: EngineKey) -> None:
         self._session = session
+        self._key = key
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._asks: Counter[str] = Counter()
 
@@ -67,6 +70,7 @@ class EngineClient:
     async def post(self, url: str, path: str, body: bytes, authorization: str | None = None) -> bytes:
         """The answer's body. Raises Absent, and Unknown where there is none to be had."""
         headers = {"content-type": "application/json"}
+        authorization = authorization or self._key.header_for_url(url)
         if authorization is not None:
             headers["authorization"] = authorization
         slots = self._slots.setdefault(url, asyncio.Semaphore(ASKS_PER_ENGINE))

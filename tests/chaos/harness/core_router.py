@@ -20,6 +20,8 @@ from kvrouter.router.index.store import IndexStore
 from kvrouter.router.matching.question import Question
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.upstream.engine_client import EngineClient
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
 from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
 
 from .engines import MODEL, Engine
@@ -68,7 +70,7 @@ class CoreRouter:
 
     async def open(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._client = EngineClient(asyncio.get_running_loop(), {})
+        self._client = EngineClient(asyncio.get_running_loop(), EngineKey(None, AllowList()))
         self._store = await IndexStore.open(self._url)
         self.core = Core(
             store=self._store,

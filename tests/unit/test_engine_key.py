@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines get the key of the setting worker_api_key, and what of a worker's address is refused without a list."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.upstream.failure import Failure
+from kvrouter.router.upstream.origin import target_of
+from kvrouter.router.upstream.pool import Pool
+from kvrouter.router.upstream.resolver import CheckedResolver
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_key import EngineKey
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.source_precedence import PRECEDENCE, REGISTER
+from kvrouter.router.workers.worker_spec import url_problem
+
+URL = "http://10.0.0.5:8000"
+
+
+def registered(source: str, url: str = URL, worker_id: str = "w0") -> Registration:
+    return Registration(worker=WorkerKey("m", worker_id, 0), url=url, source=source)
+
+
+@pytest.mark.parametrize("source", [*PRECEDENCE, "of another version"])
+def test_the_operators_own_workers_get_the_key_and_a_clients_do_not(source: str) -> None:
+    registrations = [registered(source)]
+    key = EngineKey("secret", AllowList(), lambda: registrations)
+    is_operators = source in PRECEDENCE and source != REGISTER
+    assert key.header_for_url(URL) == ("Bearer secret" if is_operators else None)
+    # Another port of the host may be anybody's.
+    assert key.header_for_url("http://10.0.0.5:8001") is None
+    assert key.withheld() == ([] if is_operators else ["w0"])
+    assert ("worker_api_key is not sent to 1 workers ('w0')" in "".join(key.health())) != is_operators
+
+
+def test_a_list_decides_for_all_others() -> None:
+    key = EngineKey("secret", AllowList(["10.0.0.0/8", "*.engines"]), lambda: [registered(REGISTER)])
+    for url, listed in ((URL, True), ("http://a.engines", True), ("http://11.0.0.1", False), ("http://engines", False)):
+        for _ in range(2):
+            assert (key.header_for_url(url) is not None) == listed
+    assert key.health() == []
+    # An engine of a file is queried before it is registered.
+    assert key.header_for_url("http://11.0.0.1", named=True) == "Bearer secret"
+    assert EngineKey(None, AllowList(["10.0.0.0/8"])).header_for_url(URL, named=True) is None
+
+
+def test_registrations_are_followed() -> None:
+    registrations: Sequence[Registration] = (registered(REGISTER),)
+    key = EngineKey("secret", AllowList(), lambda: registrations)
+    assert key.header_for_url(URL) is None
+    registrations = (registered("file"),)
+    assert key.header_for_url(URL) == "Bearer secret"
+    registrations = ()
+    assert key.header_for_url(URL) is None
+
+
+@pytest.mark.parametrize("part", ["?x=", "?", "#a", "#", "/latest/meta-data/?x=", "/a#?"])
+def test_no_address_has_a_query_or_a_fragment(part: str) -> None:
+    assert "query" in (url_problem(URL + part) or "")
+    # What another version wrote into the store.
+    for allowed in (AllowList(), AllowList(["10.0.0.5"])):
+        assert "query" in (allowed.registration_problem(registered(REGISTER, URL + part)) or "")
+    assert url_problem(URL + "/engines/0/") is None
+
+
+LINK_LOCAL = (
+    *("169.254.169.254", "169.254.0.1", "[fe80::1]", "[fe80::1%25eth0]", "[::ffff:169.254.169.254]"),
+    # The same for the C library.
+    *("2852039166", "0xa9fea9fe", "169.254.43518", "0251.0376.0251.0376", "0xA9.254.169.254."),
+)
+
+
+@pytest.mark.parametrize("host", LINK_LOCAL)
+def test_a_link_local_address_is_one_that_is_listed(host: str) -> None:
+    for endpoint in (f"http://{host}:80/latest", f"tcp://{host}:5557"):
+        assert "allow_hosts" in (AllowList().problem(endpoint) or "")
+        assert AllowList(["10.0.0.0/8"]).problem(endpoint) is not None
+    if host == "169.254.169.254":
+        assert AllowList(["169.254.0.0/16"]).problem(f"http://{host}") is None
+    for other in ("10.0.0.5", "[2001:db8::1]", "w0", "1.2.3.4.5", "0x7f000001", "169.254.example"):
+        assert AllowList().problem(f"http://{other}") is None
+
+
+class OneAddress(AllowList):
+    """Takes the loopback address for a link-local one, as no name here has another address."""
+
+    def admits_address(self, host: str, address: str) -> bool:
+        return super().admits_address(host, "169.254.0.1" if address in ("127.0.0.1", "::1") else address)
+
+
+def test_a_name_with_a_link_local_address_gets_no_request() -> None:
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            target = target_of(f"http://localhost:{port}")
+            with pytest.raises(Failure, match="localhost has a link-local address"):
+                await Pool(loop, OneAddress()).connect(target)
+            connection, _ = server.accept()
+            with connection:
+                # Nothing but the end.
+                assert await asyncio.to_thread(connection.recv, 1) == b""
+            with pytest.raises(OSError, match="localhost has a link-local address"):
+                await CheckedResolver(OneAddress()).resolve("localhost", port, socket.AF_INET)
+            assert await CheckedResolver(AllowList()).resolve("localhost", port, socket.AF_INET)
+            for allowed in (AllowList(), OneAddress(["localhost"])):
+                (await Pool(loop, allowed).connect(target)).close()
+
+    asyncio.run(ask())
