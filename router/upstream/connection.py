@@ -9,6 +9,7 @@ now, and then the socket is left unread. Nothing here retries, follows a redirec
 from __future__ import annotations
 
 import asyncio
+import re
 import select
 from collections.abc import Callable
 from typing import cast
@@ -34,6 +35,9 @@ FIRST_FINAL_STATUS = 200
 VERSIONS = frozenset({"1.0", "1.1"})
 # What the general parser has to know of an answer whose first chunks were read without it.
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+# Control characters, which no reason phrase has (RFC 9112, 4): a terminal would act on them.
+UNPRINTABLE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 Headers = list[tuple[bytes, bytes]]
 Take = Callable[[list[bytes]], None]
@@ -329,7 +333,9 @@ class Connection(asyncio.Protocol):
             self.pause()
         if not head.is_set:
             if self._head_whole and (self._parts or self._whole):
-                head.set(AnswerHead(self._status, self._reason, self._headers, self._length))
+                # The parser takes any byte there but a line's end; without a phrase, the client gets the usual one.
+                reason = b"" if UNPRINTABLE.search(self._reason) else self._reason
+                head.set(AnswerHead(self._status, reason, self._headers, self._length))
         elif self._whole and self._end is not None:
             self._end.set(None)
 

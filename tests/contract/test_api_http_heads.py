@@ -17,7 +17,7 @@ import pytest
 from proxy_support import CHAT, ProxyServer, fleet, raw_request, received, until
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 
-from kvrouter.router.api.http.request import split_target
+from kvrouter.router.api.http.request import SINGLE, split_target
 from kvrouter.router.common.errors import BadQuestion
 
 CHAT_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -32,7 +32,7 @@ LINE = "{method} {target} HTTP/1.1"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[ProxyServer, ScriptedEngine]]:
-    with fleet(plain(b"ok")) as (router, engine):
+    with fleet(plain(b"ok"), allowed_hosts=("x", "other", "*.svc")) as (router, engine):
         yield router, engine
 
 
@@ -52,6 +52,20 @@ def status_of(answer: bytes) -> int:
 
 def code_of(answer: bytes) -> str:
     return str(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", sorted(SINGLE))
+def test_a_header_that_decides_something_is_there_once(
+    served: tuple[ProxyServer, ScriptedEngine], way: str, name: bytes
+) -> None:
+    router, engine = served
+    asked = len(engine.asked)
+    header = name.decode()
+    for second in (header, header.title()):
+        answer = router.exchange(sent(way, f"{header}: a", f"{second}: b"))
+        assert (status_of(answer), code_of(answer)) == (400, "repeated_header")
+        assert header.encode() in answer and len(engine.asked) == asked
 
 
 @pytest.mark.parametrize("way", WAYS)

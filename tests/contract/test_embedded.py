@@ -277,3 +277,47 @@ def test_wrong_settings_end_in_one_line_with_the_fix(tmp_path: Path, monkeypatch
 async def _start_and_stop(data_dir: Path) -> None:
     server = await EmbeddedStore.start(data_dir)
     await server.stop()
+
+
+def long_folder(tmp_path: Path) -> Path:
+    """Return a folder whose socket has its record."""
+    return tmp_path / ("d" * SOCKET_PATH_MAX_BYTES)
+
+
+@pytest.mark.parametrize("name", ["router.lock", "valkey.lock", "valkey.log", "valkey.sock.path"])
+@pytest.mark.parametrize("kind", ["a link", "a dangling link", "a second name", "a FIFO", "another's"])
+def test_a_planted_file_is_refused_and_what_it_leads_to_is_kept(tmp_path: Path, name: str, kind: str) -> None:
+    folder = long_folder(tmp_path)
+    folder.mkdir(mode=0o700)
+    victim, planted = tmp_path / "victim", folder / name
+    if kind != "a dangling link":
+        victim.write_text("precious")
+    if kind in ("a link", "a dangling link"):
+        planted.symlink_to(victim)
+    elif kind == "a second name":
+        planted.hardlink_to(victim)
+    elif kind == "a FIFO":
+        os.mkfifo(planted)
+    elif os.geteuid():
+        pytest.skip("only root can make a file of another user")
+    else:
+        planted.write_text("theirs")
+        os.chown(planted, 12_345, -1)
+
+    async def start() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await (await EmbeddedStore.start(folder)).stop()
+
+    with pytest.raises(EmbeddedStoreError) as refused:
+        asyncio.run(start())
+    message = str(refused.value)
+    assert str(planted) in message and "remove it" in message and "\n" not in message
+    if kind == "a dangling link":
+        assert not victim.exists()
+    else:
+        assert victim.read_text() == "precious"
+    if kind == "another's":
+        assert planted.read_text() == "theirs"
+    # Without it, the same folder is taken.
+    planted.unlink()
+    asyncio.run(start())

@@ -280,3 +280,13 @@ def test_unrequested_bytes_never_answer_another_request() -> None:
             assert router.post(CHAT, BODY)[2] == b"right"
             until(lambda n=n: len(sent) == n + 1, "it came while the connection was idle")  # type: ignore[misc]
         assert len({asked.connection for asked in engine.asked}) == 3
+
+
+@pytest.mark.parametrize("byte", [*range(9), *range(11, 13), *range(14, 32), 127])
+def test_no_control_character_of_a_reason_phrase_reaches_the_client(byte: int) -> None:
+    async def phrased(asked: Asked, wire: Wire) -> None:
+        await wire.send(b"HTTP/1.1 201 a%bb\r\ncontent-length: 2\r\n\r\nok" % bytes((byte,)))
+
+    with fleet(phrased, phrased) as (router, *_):
+        answer = router.exchange(raw_request(CHAT, RAW))
+        assert answer.startswith(b"HTTP/1.1 201 Created\r\n") and answer.endswith(b"ok")

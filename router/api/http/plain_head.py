@@ -22,6 +22,7 @@ NAMES = (
     *(b"host", b"content-length", b"content-type", b"accept", b"connection"),
     *(b"user-agent", b"accept-encoding", b"accept-language", b"x-request-id", b"traceparent", b"tracestate"),
     *(b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"forwarded", b"via"),
+    *(b"x-session-id", b"x-kvrouter-worker", b"x-data-parallel-rank", b"content-encoding"),
 )
 KNOWN = {name: kind for kind, name in enumerate(NAMES)}
 # What may decide how a request is read is not taken, wherever its headers go.

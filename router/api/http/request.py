@@ -12,9 +12,27 @@ import httptools
 from kvrouter.router.access.browser_policy import HOST
 from kvrouter.router.api.http.plain_head import PlainHead
 from kvrouter.router.common.errors import BadQuestion, NotSupported, RouterError, WrongVersion
+from kvrouter.router.proxy import headers as h
 from kvrouter.router.proxy.headers import Headers
 
 VERSIONS = frozenset({"1.0", "1.1"})
+# Each decides who may do what here, what a body is, or where a request goes, so two of them leave that to whoever reads
+# first or last. Host has its own error; the parser refuses two lengths and two transfer codings.
+SINGLE = frozenset(
+    {
+        b"authorization",
+        b"content-encoding",
+        b"content-type",
+        b"expect",
+        b"last-event-id",
+        b"origin",
+        b"sec-fetch-site",
+        h.DP_RANK,
+        h.PIN,
+        h.REQUEST_ID,
+        h.SESSION_ID,
+    }
+)
 SCHEMES = frozenset({b"http", b"https"})
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 NO_UPGRADE = "this server speaks HTTP/1.1 only; send no Upgrade header (in Java: HttpClient.Version.HTTP_1_1)"
@@ -67,7 +85,13 @@ class HttpRequest:
         self.expects_continue = False
         host = None
         chunked = False
+        seen: set[bytes] = set()
         for name, value in headers:
+            if name in SINGLE:
+                if name in seen:
+                    shown = name.decode("ascii")
+                    raise BadQuestion(f"there is more than one {shown} header; send one", code="repeated_header")
+                seen.add(name)
             if name == b"content-type":
                 self.content_type = value.decode("latin-1")
             elif name == b"accept":

@@ -18,12 +18,12 @@ class FileOps:
     """The real ones."""
 
     def open(self, path: Path) -> int:
-        """A descriptor for reading and writing; the file is created when it is not there."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        """Return a descriptor for reading and writing; the file is created when it is not there, and a link refused."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
 
     def open_to_read(self, path: Path) -> int:
         """A descriptor for reading a file that is there."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def close(self, fd: int) -> None:
         os.close(fd)

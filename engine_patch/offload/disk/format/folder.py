@@ -67,7 +67,7 @@ def claim(root: Path, identity: DiskIdentity, option: str, log: logging.Logger) 
     path = root / identity.folder_name()
     try:
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-        lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, LOCK_MODE)
+        lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, LOCK_MODE)
     except OSError as error:
         raise unusable(path, error, option) from error
     try:
@@ -161,7 +161,9 @@ def _set_aside(file: Path) -> None:
 def _write_whole(file: Path, data: bytes) -> None:
     """Whole or not at all, also where the machine loses its power. Raises OSError."""
     fresh = file.with_name(f"{file.name}.new")
-    with fresh.open("wb") as stream:
+    # What a crash left, or a link.
+    fresh.unlink(missing_ok=True)
+    with fresh.open("xb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
