@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import msgspec
 import yaml
 
-from kvrouter.router.access.scope import Scope
+from kvrouter.router.access.key_bounds import KeyBounds
+from kvrouter.router.access.scope import ASK_PARTS, Scope
 from kvrouter.router.common.errors import SettingError
 
 # Each request is compared with all of them, at some 150 ns each; and each has series of its own in /metrics.
@@ -27,6 +28,10 @@ SETTING_NAME, UNKNOWN_NAME = "api_key", "unknown"
 FORM = "write `keys:` and below it entries like `- {name: gateway, scopes: [ask], sha256: HEX}`"
 
 
+# A model's name or a salt.
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One entry of the file; either key or sha256."""
 
@@ -34,18 +39,23 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scopes: Annotated[list[Scope], msgspec.Meta(min_length=1)]
     key: str | None = None
     sha256: str | None = None
+    models: Annotated[list[Name], msgspec.Meta(min_length=1)] | None = None
+    cache_salts: Annotated[list[Name], msgspec.Meta(min_length=1)] | None = None
 
 
 class ApiKey(msgspec.Struct, frozen=True):
-    """digest: the SHA-256 of the key."""
+    """digest: the SHA-256 of the key. bounds: None where it may name any model and any salt."""
 
     name: str
     scopes: frozenset[Scope]
     digest: bytes
+    bounds: KeyBounds | None = None
 
     def may(self, wanted: frozenset[Scope]) -> bool:
-        """Whether it has one of the scopes."""
-        return Scope.ADMIN in self.scopes or not self.scopes.isdisjoint(wanted)
+        """Return whether it has one of the scopes."""
+        if Scope.ADMIN in self.scopes or not self.scopes.isdisjoint(wanted):
+            return True
+        return Scope.ASK in self.scopes and not ASK_PARTS.isdisjoint(wanted)
 
 
 class ApiKeys:
@@ -108,7 +118,7 @@ def _key_of(entry: Any, where: str) -> ApiKey:
         # Its own text may quote a value.
         raise SettingError(
             f"{where} is no key: it needs `name` (letters, digits, `._-`), `scopes` (of {', '.join(Scope)}), and `key` or "
-            "`sha256` as quoted text, and nothing else"
+            "`sha256` as quoted text, and besides these at most `models` and `cache_salts`, lists of text"
         ) from None
     if given.name in (SETTING_NAME, UNKNOWN_NAME):
         raise SettingError(f"{where}: the name {given.name} is taken; write another one")
@@ -125,7 +135,19 @@ def _key_of(entry: Any, where: str) -> ApiKey:
                 f"{where} ({given.name}): write a key of {MIN_KEY_CHARS} or more printable ASCII characters without spaces"
             )
         digest = digest_of(given.key)
-    return ApiKey(given.name, frozenset(given.scopes), digest)
+    return ApiKey(given.name, frozenset(given.scopes), digest, _bounds_of(given, where))
+
+
+def _bounds_of(entry: KeyEntry, where: str) -> KeyBounds | None:
+    if entry.models is None and entry.cache_salts is None:
+        return None
+    if not {Scope.ASK, *ASK_PARTS}.issuperset(entry.scopes):
+        raise SettingError(
+            f"{where} ({entry.name}) has `models` or `cache_salts`, which bind questions and requests alone: give it the scopes "
+            "ask, proxy or hits, and a key of its own for other ones"
+        )
+    models = None if entry.models is None else frozenset(entry.models)
+    return KeyBounds(entry.name, models, None if entry.cache_salts is None else frozenset(entry.cache_salts))
 
 
 def _check_single(key: ApiKey, others: Sequence[ApiKey], where: str) -> None:

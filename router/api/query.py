@@ -25,6 +25,7 @@ from kvrouter.router.api.requests import (
     QueryBody,
     QueryByHashBody,
     is_msgpack,
+    within_bounds,
     worker_ids_of,
 )
 from kvrouter.router.api.responses import JSON, QueryReply, encode, query_reply
@@ -68,15 +69,15 @@ class QueryRoutes:
     def query(self, asked: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
         if asked.is_long:
             return self._answer_long(asked, self._read_tokens)
-        return self._ask(self._question(self._read_tokens(asked)), asked)
+        return self._ask(self._question(self._read_tokens(asked), asked), asked)
 
     def query_by_hash(self, asked: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
         if asked.is_long:
             return self._answer_long(asked, self._read_hashes)
-        return self._ask(self._question(self._read_hashes(asked)), asked)
+        return self._ask(self._question(self._read_hashes(asked), asked), asked)
 
     async def _answer_long(self, asked: HotRequest, read: Callable[[HotRequest], _Read]) -> QueryReply | bytes:
-        question = self._question(await asyncio.to_thread(read, asked))
+        question = self._question(await asyncio.to_thread(read, asked), asked)
         await self._core.hash_ahead(question)
         return self._ask(question, asked)
 
@@ -90,8 +91,8 @@ class QueryRoutes:
         body = self._by_hash_reader.read(asked.data, asked.content_type, asked.start)
         return body, None, hash_array(body.block_hashes, is_msgpack=is_msgpack(asked.content_type)), body.num_tokens
 
-    def _question(self, read: _Read) -> Question:
-        return self.question(*read, held=read[0].held)
+    def _question(self, read: _Read, asked: HotRequest) -> Question:
+        return within_bounds(self.question(*read, held=read[0].held), asked.bounds)
 
     def _ask(self, question: Question, asked: HotRequest) -> QueryReply | bytes:
         start = self._clock()

@@ -13,9 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.router.access.key_bounds import KeyBounds
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import LONG_BODY_BYTES
 from kvrouter.router.common.json_numbers import split_integers
+from kvrouter.router.matching.question import Question
 
 MSGPACK = "application/msgpack"
 MSGPACK_TYPES = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
@@ -152,14 +154,28 @@ def _with_raw_arrays(kind: type[Any]) -> type[Any]:
     return msgspec.defstruct(kind.__name__, fields, kw_only=True)
 
 
+# Where a request of the cold paths has them, in its ASGI scope.
+BOUNDS = "kvrouter.bounds"
+
+
+def within_bounds(question: Question, bounds: KeyBounds | None) -> Question:
+    """Return the question if the key may ask it. Raises Forbidden."""
+    if bounds is not None:
+        bounds.check_model(question.model, question.lora_name)
+        hashed = question.block_hashes is not None and len(question.block_hashes) > 0
+        bounds.check_salt(question.cache_salt, hashed=hashed)
+    return question
+
+
 class HotRequest(msgspec.Struct, frozen=True):
     """What a handler of a hot path needs. start: where the body begins in data. takes_json: whether the reply may be
-    bytes of JSON."""
+    bytes of JSON. bounds: what the request's key may name."""
 
     data: bytes
     start: int
     content_type: str
     takes_json: bool
+    bounds: KeyBounds | None = None
 
     @property
     def is_long(self) -> bool:

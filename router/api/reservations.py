@@ -11,9 +11,7 @@ from fastapi import APIRouter, Query, Request, Response
 from kvrouter.router.api.dynamo_shapes import ROUTING_GROUP
 from kvrouter.router.api.openapi import gives, takes
 from kvrouter.router.api.ports import CorePort
-from kvrouter.router.api.requests import (
-    ReservationBody,
-)
+from kvrouter.router.api.requests import BOUNDS, ReservationBody
 from kvrouter.router.api.responses import (
     EndedReply,
     EngineReply,
@@ -66,7 +64,8 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
         responses=gives(ReservedReply, 400, 404, 409, 413, 503, status=201),
     )
     async def reserve(request: Request) -> Response:
-        placement = await selecting.reserve_at(await request.body(), request.headers.get("content-type", ""))
+        content_type, bounds = request.headers.get("content-type", ""), request.scope.get(BOUNDS)
+        placement = await selecting.reserve_at(await request.body(), content_type, bounds)
         worker = placement.worker
         worker_id = core.given_id(worker)
         reply = ReservedReply(

@@ -21,19 +21,19 @@ Route = tuple[str, str]
 # Load balancers ask these, and have no key.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
-ASK, REGISTER, WATCH = (frozenset({scope}) for scope in (Scope.ASK, Scope.REGISTER, Scope.WATCH))
+PROXY, HITS, REGISTER, WATCH = (frozenset({scope}) for scope in (Scope.PROXY, Scope.HITS, Scope.REGISTER, Scope.WATCH))
 ADMIN = frozenset({Scope.ADMIN})
 ANY: Scopes = frozenset(Scope)
 
 SCOPES: dict[Route, Scopes] = {
-    **{("POST", operation[0]): ASK for operation in HOT_OPERATIONS},
-    **{("POST", path): ASK for path in PATHS},
-    ("POST", "/reservations"): ASK,
-    ("DELETE", "/reservations/{selection_id}"): ASK,
-    ("POST", "/reservations/{selection_id}/prefill_complete"): ASK,
-    ("POST", "/reservations/{selection_id}/output_block"): ASK,
-    ("GET", "/v1/models"): ASK | WATCH,
-    ("GET", "/v1/models/{model}"): ASK | WATCH,
+    **{("POST", operation[0]): HITS for operation in HOT_OPERATIONS},
+    **{("POST", path): PROXY for path in PATHS},
+    ("POST", "/reservations"): HITS,
+    ("DELETE", "/reservations/{selection_id}"): HITS,
+    ("POST", "/reservations/{selection_id}/prefill_complete"): HITS,
+    ("POST", "/reservations/{selection_id}/output_block"): HITS,
+    ("GET", "/v1/models"): PROXY | HITS | WATCH,
+    ("GET", "/v1/models/{model}"): PROXY | HITS | WATCH,
     ("POST", "/register"): REGISTER,
     ("POST", "/unregister"): REGISTER,
     ("POST", "/workers"): REGISTER,

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.router.access.key_bounds import KeyBounds
 from kvrouter.router.api.dynamo_shapes import ROUTING_GROUP, check_group
 from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.ports import CorePort, TokensPort
@@ -27,6 +28,7 @@ from kvrouter.router.api.requests import (
     SelectBody,
     is_given,
     is_msgpack,
+    within_bounds,
     worker_ids_of,
 )
 from kvrouter.router.api.responses import PrefillReply, SelectReply, TokensReply, candidate_reply, overlap_of
@@ -80,9 +82,9 @@ class SelectRoutes:
     def select_and_reserve(self, asked: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
         return self._select(asked, self._reserve)
 
-    async def reserve_at(self, raw: bytes, content_type: str) -> Placement:
+    async def reserve_at(self, raw: bytes, content_type: str, bounds: KeyBounds | None) -> Placement:
         """`POST /reservations`: where the client has chosen the worker."""
-        asked = HotRequest(raw, 0, content_type, takes_json=True)
+        asked = HotRequest(raw, 0, content_type, takes_json=True, bounds=bounds)
         body, tokens, hashes = (
             await asyncio.to_thread(_read, self._reservation_reader, asked)
             if asked.is_long
@@ -98,6 +100,7 @@ class SelectRoutes:
             question = self._asking.question(body, None, np.empty(0, np.uint64), length)
         else:
             raise BadQuestion("give token_ids, block_hashes or isl_tokens: they determine the prompt's load")
+        within_bounds(question, bounds)
         pinned = Pin(str(body.worker_id), body.dp_rank)
         ask = msgspec.structs.replace(_ask(body, question), pinned=pinned)
         prefill_tokens = 0 if body.track_prefill_tokens is False else body.effective_prefill_tokens
@@ -120,13 +123,13 @@ class SelectRoutes:
         body, tokens, hashes = _read_prompt(self._select_reader, asked)
         if tokens is None and hashes is None:
             return self._select_text(body, asked, decide)
-        return decide(_ask(body, self._known(body, tokens, hashes)))
+        return decide(_ask(body, within_bounds(self._known(body, tokens, hashes), asked.bounds)))
 
     async def _select_long(self, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]) -> SelectReply:
         body, tokens, hashes = await asyncio.to_thread(_read_prompt, self._select_reader, asked)
         if tokens is None and hashes is None:
             return await self._select_text(body, asked, decide)
-        question = self._known(body, tokens, hashes)
+        question = within_bounds(self._known(body, tokens, hashes), asked.bounds)
         await self._core.hash_ahead(question)
         return decide(_ask(body, question))
 
@@ -152,6 +155,9 @@ class SelectRoutes:
                 code="tokens_required",
             )
         served = self._asking.served(body)
+        if asked.bounds is not None:
+            asked.bounds.check_model(served.model, body.lora_name or served.lora_name)
+            asked.bounds.check_salt(body.cache_salt or None)
         raw = asked.data[asked.start :]
         if is_msgpack(asked.content_type):
             try:

@@ -202,6 +202,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="a YAML or JSON file that lists further API keys with their scopes, read again when it changes",
         ),
     ] = None
+    # A client learns from it how much of a prompt others have sent before.
+    predicted_hit_header: Annotated[
+        Literal["off", "on"],
+        msgspec.Meta(
+            extra={"metavar": "off|on"},
+            description="on or off: whether answers to proxied requests have x-kvrouter-predicted-hit",
+        ),
+    ] = "on"
     # A fleet of a thousand engines that each register again every ten seconds. What comes up at once is the burst
     # (`access.BURST_SHARE`).
     registrations_per_s: Annotated[

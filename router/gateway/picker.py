@@ -199,7 +199,7 @@ class Picker:
         if sent is not client.headers:
             headers += [header for header in sent if header not in client.headers]
         body = given.body if given.body is not client.body else None
-        predicted = ask.question.token_ids is not None
+        predicted = ask.question.token_ids is not None and self._proxy.shows_hits
         observer = PickedRequest(
             request, placement, where, self._endpoints, self._admission, self._metrics, predicted=predicted
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvrouter.router.access.key_bounds import KeyBounds
 from kvrouter.router.common.errors import TooLarge
 from kvrouter.router.gateway.messages import (
     BodyMode,
@@ -84,6 +85,8 @@ class GatewayRequest:
         self.headers = [(name, value) for name, value in headers if not name.startswith(b":")]
         self.body = body
         self.subset = subset
+        # A gateway admits by itself; its protocol has no key.
+        self.bounds: KeyBounds | None = None
 
 
 def _known_path(path: str) -> str:

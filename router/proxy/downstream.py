@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvrouter.router.access.key_bounds import KeyBounds
 from kvrouter.router.common.errors import RouterError
 from kvrouter.router.proxy.headers import Headers
 from kvrouter.router.upstream.connection import AnswerHead
@@ -26,6 +27,8 @@ class ClientRequest(Protocol):
     # As it came, with the query.
     url: bytes
     headers: Headers
+    # What its key may name; None: anything.
+    bounds: KeyBounds | None
     body: bytes
 
 

@@ -74,8 +74,9 @@ class Proxy:
         silence_s: float,
         engine_key: EngineKey,
         has_own_key: bool,
+        shows_hits: bool = True,
     ) -> None:
-        """silence_s: how long an engine may say nothing."""
+        """silence_s: how long an engine may say nothing. shows_hits: whether answers name the predicted hit."""
         self._placing = placing
         self.reader = RequestReader(tokens, resolve, lambda: sorted(self.addresses().models), self.client_authorization)
         self._registrations = registrations
@@ -95,6 +96,7 @@ class Proxy:
         self.prefill_leg = PrefillLeg(self._sending, metrics)
         self._engine_key = engine_key
         self._has_own_key = has_own_key
+        self.shows_hits = shows_hits
         self._new_id = RandomIds()
         self._open = 0
         metrics.open.set_function(lambda: self._open)
@@ -260,7 +262,7 @@ class Proxy:
             (h.SELECTION_ID, placement.selection_id.encode()),
             *_retried(request),
         ]
-        if predicted:
+        if predicted and self.shows_hits:
             added.append((h.PREDICTED_HIT, b"%d" % placement.predicted_tokens))
         if (prefiller := computed_at(placement)) is not None:
             added.append((h.PREFILL_WORKER, named(prefiller).encode()))

@@ -80,6 +80,7 @@ class RequestReader:
         body = openai_body(read)
         name = self._name_of(body.model)
         served = self._resolve(name)
+        _check_bounds(client, served, body.salt)
         if name not in (served.model, served.lora_name) and body.model is not None:
             # The engine does not know this router's other names.
             request.body = renamed(client.body, served.lora_name or served.model)
@@ -91,6 +92,7 @@ class RequestReader:
         form = read_form_model(h.header(client.headers, b"content-type"), client.body)
         name = self._name_of(form.name)
         served = self._resolve(name)
+        _check_bounds(client, served, None)
         if name not in (served.model, served.lora_name) and form.name is not None:
             request.body = form.renamed(client.body, served.lora_name or served.model)
         prompt = Prompt(max(1, len(client.body) // AUDIO_BYTES_PER_TOKEN), None, "none")
@@ -132,6 +134,16 @@ class RequestReader:
             return models[0]
         known = ", ".join(map(printable, models)) or "none yet"
         raise BadQuestion(f"model must name one of the registered models: {known}", code="invalid_model")
+
+
+def _check_bounds(client: ClientRequest, served: ServedModel, cache_salt: str | None) -> None:
+    """Raise Forbidden unless the client's key may name this model and, where a prompt is cached, this salt."""
+    bounds = client.bounds
+    if bounds is None:
+        return
+    bounds.check_model(served.model, served.lora_name)
+    if client.path not in WITHOUT_PROMPT:
+        bounds.check_salt(cache_salt or None)
 
 
 def _placement_request(request: Request, question: Question, max_tokens: int | None) -> PlacementRequest:

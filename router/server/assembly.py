@@ -344,6 +344,7 @@ class Assembly:
             silence_s=self._config.answer_timeout_s,
             engine_key=self._engine_key,
             has_own_key=access.keys is not None,
+            shows_hits=self._config.predicted_hit_header == "on",
         )
         self._stack.callback(proxy.close)
         return proxy

@@ -204,6 +204,7 @@ class ProxyServer:
             silence_s=config.answer_timeout_s,
             engine_key=EngineKey(config.worker_api_key, AllowList(config.allow_hosts), self.core.registrations),
             has_own_key=config.api_key is not None,
+            shows_hits=config.predicted_hit_header == "on",
         )
         access = Access(config, self.metrics.http.access, clock=time.monotonic, wall_clock=time.time)
         app = build_api(

@@ -69,6 +69,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "processes": 1,
         "api_key": "k",
         "worker_api_key": "e",
+        "predicted_hit_header": "off",
         "log_level": "debug",
         "log_format": "json",
         "access_log": "on",

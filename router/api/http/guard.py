@@ -54,7 +54,7 @@ class Guard:
 
     def refusal(self, request: HttpRequest) -> RouterError | None:
         """Return why a request is refused; None: it is admitted, which counts."""
-        return self._foreign(request) or self._unpermitted(request.method, request.path, request.authorization)
+        return self._foreign(request) or self._unpermitted(request)
 
     def _foreign(self, request: HttpRequest) -> RouterError | None:
         """Return why a request is refused for the page that may have had it sent."""
@@ -69,8 +69,9 @@ class Guard:
             return ForeignOrigin(problem)
         return None
 
-    def _unpermitted(self, method: str, path: str, authorization: str) -> RouterError | None:
+    def _unpermitted(self, request: HttpRequest) -> RouterError | None:
         """Return why a request is refused for its key, its scopes or its rate."""
+        method, path = request.method, request.path
         keys = self._access.keys
         if keys is None:
             if not path.startswith(REGISTERING) or self._routes.scopes(method, path) != REGISTER:
@@ -78,10 +79,11 @@ class Guard:
             return self._too_many("")
         if path in self._open_paths:
             return None
-        holder = keys.holder(authorization)
+        holder = keys.holder(request.authorization)
         if holder is None:
             self._access.count(UNKNOWN_NAME, UNAUTHORIZED)
             return Unauthorized("this router wants its API key: send the header `Authorization: Bearer KEY`")
+        request.bounds = holder.bounds
         wanted = self._routes.scopes(method, path)
         refused: RouterError | None = None
         outcome = ADMITTED

@@ -21,7 +21,7 @@ from kvrouter.router.api.http.guard import Guard
 from kvrouter.router.api.http.plain_head import PlainHead
 from kvrouter.router.api.http.request import HttpRequest
 from kvrouter.router.api.http_metrics import HttpMetrics
-from kvrouter.router.api.requests import HotRequest
+from kvrouter.router.api.requests import BOUNDS, HotRequest
 from kvrouter.router.api.reservations import ENDED
 from kvrouter.router.api.responses import JSON, encode
 from kvrouter.router.api.versioned_paths import VersionedPaths
@@ -186,7 +186,9 @@ class HttpApi:
         try:
             if request.method != "POST":
                 raise MethodNotAllowed(f"{path} takes POST, not {request.method}")
-            asked = HotRequest(bytes(request.body), 0, request.content_type, "msgpack" not in request.accept)
+            asked = HotRequest(
+                bytes(request.body), 0, request.content_type, "msgpack" not in request.accept, request.bounds
+            )
             reply = handler(asked)
             if isinstance(reply, CoroutineType):
                 return self._respond_later(reply, request, trace)
@@ -286,6 +288,7 @@ class HttpApi:
             "query_string": query,
             "root_path": "",
             "headers": request.headers,
+            BOUNDS: request.bounds,
             "server": None,
             "client": None,
         }

@@ -55,6 +55,7 @@ class ProxiedAnswer:
         self.path = request.path
         self.url = request.url
         self.headers = request.headers
+        self.bounds = request.bounds
         self.body = bytes(request.body)
         request.body = b""
         self._task = asyncio.current_task()

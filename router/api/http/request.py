@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import httptools
 
 from kvrouter.router.access.browser_policy import HOST
+from kvrouter.router.access.key_bounds import KeyBounds
 from kvrouter.router.api.http.plain_head import PlainHead
 from kvrouter.router.common.errors import BadQuestion, NotSupported, RouterError, WrongVersion
 from kvrouter.router.proxy import headers as h
@@ -43,7 +44,7 @@ class HttpRequest:
 
     url: the target in origin form, with its query, as bytes; path: the target without its query, escapes resolved.
     host, origin, fetch_site: the headers Host, Origin and Sec-Fetch-Site, empty where absent or judged already.
-    refusal: why it is answered with an error whatever its body says."""
+    bounds: what its key may name; None: anything. refusal: why it is answered with an error whatever its body says."""
 
     __slots__ = (
         "accept",
@@ -51,6 +52,7 @@ class HttpRequest:
         "answer_ended",
         "authorization",
         "body",
+        "bounds",
         "content_length",
         "content_type",
         "expects_continue",
@@ -135,6 +137,7 @@ class HttpRequest:
         self.keep_alive = keep_alive and self.speaks_1_1 and not upgrades
         self.body: bytes | bytearray = bytearray()
         self.refusal: RouterError | None = None
+        self.bounds: KeyBounds | None = None
         self.is_whole = self.answer_begun = self.answer_ended = False
 
     @classmethod
@@ -146,6 +149,7 @@ class HttpRequest:
         self.content_type, self.accept, self.authorization = head.content_type, head.accept, head.authorization
         self.headers, self.content_length, self.refusal = head.headers or [], None, None
         self.host = self.origin = self.fetch_site = b""
+        self.bounds = None
         self.body = bytearray()
         self.is_whole = True
         self.expects_continue = self.answer_begun = self.answer_ended = False

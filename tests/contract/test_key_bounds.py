@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys that learn hits, keys that do not, and keys that name their own models and salts alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+from api_support import TinyCore, TinyTokens, build, call, hit
+from proxy_support import proxying, worker
+from scripted_engine import ScriptedEngine, plain
+
+from kvrouter.router.access.api_keys import parse_keys
+from kvrouter.router.api.http.http_api import HttpApi
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.tokens.proxied_paths import AUDIO, PATHS, WITHOUT_PROMPT
+
+# Of the keys in the file, by their names.
+KEYS = {
+    "old": "{scopes: [ask]",
+    "hits": "{scopes: [hits]",
+    "proxy": "{scopes: [proxy]",
+    "bound": "{scopes: [ask], models: [m], cache_salts: [mine, ours]",
+    "other": "{scopes: [ask], models: [n]",
+    "styled": "{scopes: [ask], models: [style]",
+}
+PROMPT = {"model": "m", "token_ids": [1, 2, 3]}
+# Every path that answers with hits, or derives something from them.
+HIT_PATHS = ("/query", "/query_by_hash", "/select", "/select_and_reserve", "/reservations")
+
+
+def key_of(name: str) -> str:
+    return f"the-key-that-is-called-{name}"
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key_of(name)}"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    lines = [f"- {text}, name: {name}, key: {key_of(name)}}}" for name, text in KEYS.items()]
+    path.write_text("\n".join(["keys:", *lines]))
+    return path
+
+
+@pytest.fixture
+def core() -> TinyCore:
+    return TinyCore([hit("w0", 16, 32, 48)])
+
+
+@pytest.fixture
+def app(core: TinyCore, file: Path) -> HttpApi:
+    return build(core, tokens=TinyTokens(), api_keys_file=str(file))[0]
+
+
+def body_of(path: str, **more: Any) -> dict[str, Any]:
+    if path == "/query_by_hash":
+        return {"model": "m", "block_hashes": [1], **more}
+    return PROMPT | ({"worker_id": "w0"} if path == "/reservations" else {}) | more
+
+
+@pytest.mark.parametrize("path", HIT_PATHS)
+def test_hits_are_a_scope_of_their_own(app: HttpApi, path: str) -> None:
+    for version in ("", "/v1"):
+        for name, status in (("hits", (200, 201)), ("old", (200, 201)), ("proxy", (403,))):
+            assert call(app, "POST", version + path, body_of(path), headers=bearer(name)).status in status, name
+    refused = call(app, "POST", path, body_of(path), headers=bearer("proxy"))
+    assert refused.error["code"] == "missing_scope" and "hits" in refused.error["message"]
+
+
+@pytest.mark.parametrize("path", sorted(PATHS))
+def test_a_key_for_hits_sends_no_prompts(app: HttpApi, path: str) -> None:
+    for name in ("proxy", "old"):
+        assert call(app, "POST", path, {}, headers=bearer(name)).status not in (401, 403), name
+    assert call(app, "POST", path, {}, headers=bearer("hits")).status == 403
+
+
+@pytest.mark.parametrize("path", HIT_PATHS)
+def test_a_bound_key_asks_of_its_own_alone(app: HttpApi, core: TinyCore, path: str) -> None:
+    def asked(name: str, **more: Any) -> tuple[int, str]:
+        answer = call(app, "POST", path, body_of(path, **more), headers=bearer(name))
+        return answer.status, "" if answer.status < 300 else answer.error["code"]
+
+    own = (403, "salt_not_allowed") if path == "/query_by_hash" else (201 if path == "/reservations" else 200, "")
+    assert asked("bound", cache_salt="mine", selection_id="a") == own
+    assert asked("bound", cache_salt="ours", selection_id="b") == own
+    known = len(core.asked)
+    for salt in ("theirs", "", None, "mine "):
+        assert asked("bound", cache_salt=salt) == (403, "salt_not_allowed")
+    assert asked("bound") == (403, "salt_not_allowed")
+    assert asked("other", cache_salt="mine") == (403, "model_not_allowed")
+    # An adapter is a model of its own, by its name and as a field.
+    assert asked("bound", cache_salt="mine", model="adapter") == (403, "model_not_allowed")
+    assert asked("bound", cache_salt="mine", lora_name="style") == (403, "model_not_allowed")
+    assert len(core.asked) == known
+    assert asked("styled", model="adapter", workers=["w0"], selection_id="c")[0] in (200, 201)
+
+
+def test_texts_and_long_bodies_are_bound_too(app: HttpApi, core: TinyCore) -> None:
+    long = list(range(200_000))
+    for body in ({"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}, {"token_ids": long}):
+        for salt, status in (("mine", 200), ("theirs", 403), (None, 403)):
+            answer = call(app, "POST", "/select", {"model": "m", "cache_salt": salt, **body}, headers=bearer("bound"))
+            assert answer.status == status, (salt, list(body))
+    assert call(app, "POST", "/query", PROMPT | {"token_ids": long}, headers=bearer("bound")).status == 403
+    assert {question.cache_salt for question in core.asked} <= {"mine"}
+
+
+def test_a_bound_key_sees_its_own_models(app: HttpApi) -> None:
+    def models(name: str) -> list[str]:
+        answer = call(app, "GET", "/v1/models", headers=bearer(name))
+        return [model["id"] for model in answer.json()["data"]]
+
+    assert models("old") == models("bound") == ["m"] and models("other") == []
+    assert call(app, "GET", "/v1/models/m", headers=bearer("bound")).status == 200
+    assert call(app, "GET", "/v1/models/m", headers=bearer("other")).status == 404
+
+
+@pytest.mark.parametrize("path", sorted(PATHS - AUDIO))
+def test_a_proxied_prompt_is_bound_as_a_question_is(file: Path, path: str) -> None:
+    with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:
+
+        def sent(name: str, model: str, **more: str) -> int:
+            body = {
+                "model": model,
+                "prompt": "hi",
+                "messages": [{"role": "user", "content": "hi"}],
+                "input": "hi",
+                **more,
+            }
+            return router.post(path, body, bearer(name))[0]
+
+        assert sent("bound", "m", cache_salt="mine") == 200
+        asked = len(engine.asked)
+        assert sent("other", "m", cache_salt="mine") == 403
+        for salt in ({}, {"cache_salt": "theirs"}, {"cache_salt": ""}):
+            # Nothing of these is cached.
+            expected = 200 if path in WITHOUT_PROMPT else 403
+            assert sent("bound", "m", **salt) == expected
+        assert len(engine.asked) == asked + (3 if path in WITHOUT_PROMPT else 0)
+
+
+@pytest.mark.parametrize("path", sorted(AUDIO))
+def test_a_form_has_no_salt(file: Path, path: str) -> None:
+    form = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_keys_file=str(file)) as router:
+        assert router.post(path, form, bearer("bound") | kind)[0] == 403
+        assert router.post(path, form, bearer("other") | kind)[0] == 403
+        assert not engine.asked
+        assert router.post(path, form, bearer("old") | kind)[0] == 200
+
+
+@pytest.mark.parametrize("shown", ["on", "off"])
+def test_the_header_with_the_predicted_hit_can_be_left_off(shown: str) -> None:
+    with (
+        ScriptedEngine(plain(b"{}")) as engine,
+        proxying(worker("w0", engine.url), predicted_hit_header=shown) as router,
+    ):
+        headers = router.post("/v1/completions", {"model": "m", "prompt": list(range(100))})[1]
+        assert "x-kvrouter-worker" in headers
+        assert ("x-kvrouter-predicted-hit" in headers) == (shown == "on")
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["models: []", "models: m", "models: ['']", "cache_salts: [1]", "cache_salts: []", "salts: [a]"],
+)
+def test_bounds_that_are_none_are_refused(more: str) -> None:
+    with pytest.raises(SettingError, match="`models` and `cache_salts`"):
+        parse_keys(f"keys: [{{name: a, scopes: [ask], key: {key_of('a')}, {more}}}]", "f")
+
+
+@pytest.mark.parametrize("scope", ["admin", "watch", "register", "ask, watch"])
+def test_a_key_that_could_learn_hits_elsewhere_is_not_bound(scope: str) -> None:
+    with pytest.raises(SettingError, match="a key of its own"):
+        parse_keys(f"keys: [{{name: a, scopes: [{scope}], key: {key_of('a')}, models: [m]}}]", "f")
