@@ -168,6 +168,34 @@ def test_whatever_is_not_plain_goes_the_general_way(part: bytes, instead: bytes)
     assert part in PLAIN and not held_together(PLAIN.replace(part, instead))
 
 
+@pytest.mark.parametrize("target", [b"/query", b"/v1/completions"])
+@pytest.mark.parametrize(
+    ("line", "is_taken"),
+    [
+        (b"Accept: */*", True),
+        (b"x-session-id: a", True),
+        (b"Content-Type: application/json", True),
+        # What the browser's page decides, and what is there twice, is judged in one place.
+        (b"Origin: http://router:30000", False),
+        (b"Sec-Fetch-Site: same-origin", False),
+        (b"Content-Type: text/plain", False),
+        (b"Content-Type: multipart/form-data; boundary=application", False),
+        (b"x-session-id: a\r\nX-Session-Id: b", False),
+        (b"x-kvrouter-worker: a\r\nx-kvrouter-worker: b", False),
+    ],
+)
+def test_what_a_page_may_have_sent_goes_the_general_way(target: bytes, line: bytes, is_taken: bool) -> None:
+    data = PLAIN.replace(b"/query", target).replace(b"Host:", line + b"\r\nHost:")
+
+    def taken(hosts: set[bytes] | None) -> bool:
+        limits = LIMITS.max_head_bytes, LIMITS.max_headers
+        return plain_head(data, PATHS, FORWARDED, BELOW, hosts, *limits) is not None
+
+    assert taken(None) == taken({b"router:30000"}) == is_taken
+    for hosts in (set(), {b"router"}, {b"Router:30000"}):
+        assert not taken(hosts)
+
+
 def test_a_plain_head_has_what_its_handler_needs() -> None:
     data = PLAIN.replace(b"\r\n\r\n", b"\r\naccept: application/msgpack\r\nCONTENT-TYPE: application/json\r\n\r\n")
     head = plain_head(data, PATHS, FORWARDED, BELOW, None, LIMITS.max_head_bytes, LIMITS.max_headers)

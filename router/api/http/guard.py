@@ -58,6 +58,9 @@ class Guard:
 
     def _foreign(self, request: HttpRequest) -> RouterError | None:
         """Return why a request is refused for the page that may have had it sent."""
+        if not (request.host or request.origin or request.fetch_site):
+            # It was judged on the short way, or names none.
+            return None
         browsers, counts = self._access.browsers, self._access.metrics.foreign
         problem = browsers.host_problem(request.host)
         if problem is not None:

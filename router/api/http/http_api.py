@@ -155,7 +155,8 @@ class HttpApi:
                 return MethodNotAllowed(f"{request.path} takes POST, not {request.method}")
             if request.url.partition(b"?")[0] != request.path.encode():
                 return BadQuestion(f"write the path as {request.path}, without escapes", code="invalid_path")
-        if request.method not in SAFE_METHODS and request.path not in AUDIO and is_page_type(request.content_type):
+        kind = request.content_type
+        if kind != JSON and is_page_type(kind) and request.method not in SAFE_METHODS and request.path not in AUDIO:
             return WrongMediaType(
                 f"{request.path[:SHOWN_CHARS]} takes JSON: send the header `Content-Type: application/json`, or none"
             )
