@@ -22,6 +22,16 @@ def open_to_all(config: Config) -> str | None:
     )
 
 
+def open_to_pages(config: Config) -> str | None:
+    """Return why any web page may use the router from a browser that reaches it; None where it may not."""
+    if "*" not in config.cors_origins or config.api_key or config.api_keys_file:
+        return None
+    return (
+        "cors_origins is * and there is no API key: any web page in a browser that reaches this router may read the fleet and "
+        "register workers; list the origins, or set api_key"
+    )
+
+
 def evicting(server: str, policy: str) -> str | None:
     """Whether a Redis server may drop keys of the index. policy: its maxmemory-policy."""
     if policy in ("", "noeviction"):

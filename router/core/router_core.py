@@ -25,7 +25,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.agreement import agreed_settings
-from kvrouter.router.config.cautions import evicting, open_to_all
+from kvrouter.router.config.cautions import evicting, open_to_all, open_to_pages
 from kvrouter.router.config.settings import Config
 from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.core.hit_finder import HitFinder
@@ -413,7 +413,13 @@ class Core:
         """What works now and is a risk all the same; it degrades nothing."""
         return [
             caution
-            for caution in (open_to_all(self._config), compiled.caution(), *self._evicting, *self.adoption.cautions)
+            for caution in (
+                open_to_all(self._config),
+                open_to_pages(self._config),
+                compiled.caution(),
+                *self._evicting,
+                *self.adoption.cautions,
+            )
             if caution is not None
         ]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvrouter.router.common import compiled
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.extras import install_command
-from kvrouter.router.config.cautions import open_to_all
+from kvrouter.router.config.cautions import open_to_all, open_to_pages
 from kvrouter.router.config.loading import Origin
 from kvrouter.router.config.settings import Config, without_password
 from kvrouter.router.redis_client.errors import StoreError
@@ -94,7 +94,7 @@ def _check_gateway(config: Config) -> None:
 
 def log_cautions(config: Config) -> None:
     """Once for all processes of this router."""
-    for caution in (open_to_all(config), compiled.caution()):
+    for caution in (open_to_all(config), open_to_pages(config), compiled.caution()):
         if caution is not None:
             log.warning(caution)
 

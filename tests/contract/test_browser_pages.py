@@ -148,7 +148,7 @@ FOREIGN = (
     {"sec-fetch-site": "same-site"},
     {"origin": "http://[localhost:30000"},
 )
-OWN = (
+OWN: tuple[dict[str, str], ...] = (
     {},
     {"origin": "http://localhost:30000"},
     {"origin": "http://LOCALHOST:30000", "sec-fetch-site": "same-origin"},

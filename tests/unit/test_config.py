@@ -12,6 +12,7 @@ import pytest
 
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.cautions import open_to_pages
 from kvrouter.router.config.loading import load_config
 from kvrouter.router.config.settings import FIELDS, Config, describe, flag_of, without_password
 from kvrouter.router.telemetry.log_format import Formatter
@@ -333,3 +334,9 @@ def test_logs_as_json_are_one_object_a_line() -> None:
 )
 def test_a_wrong_pair_says_what_is_wrong(name: str, value: list[str], said: str) -> None:
     assert said in wrong(flags={name: value})
+
+
+def test_all_origins_without_a_key_are_a_caution() -> None:
+    assert "any web page" in (open_to_pages(Config(cors_origins=("*",))) or "")
+    for settings in ({"cors_origins": ("https://app.example",)}, {"cors_origins": ("*",), "api_key": "k"}, {}):
+        assert open_to_pages(Config(**settings)) is None  # type: ignore[arg-type]
