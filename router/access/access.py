@@ -7,14 +7,16 @@ import asyncio
 import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvrouter.router.access.access_metrics import KEY_OUTCOMES, UNAUTHORIZED, AccessMetrics
 from kvrouter.router.access.api_keys import UNKNOWN_NAME, ApiKey, ApiKeys, parse_keys, setting_key
 from kvrouter.router.access.browser_policy import BrowserPolicy
-from kvrouter.router.access.certificate import CertificateFiles, read_certificate
+from kvrouter.router.access.certificate import CertificateFiles, GatewayPems, read_certificate, read_pems
 from kvrouter.router.access.reloaded import Reloaded
 from kvrouter.router.access.token_bucket import TokenBucket
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.regular_file import read_regular
 from kvrouter.router.config.settings import Config
 
 # A change counts when it has been there for one of these. A look is one stat a file.
@@ -26,7 +28,7 @@ BURST_SHARE = 4
 
 
 def certificate_files(config: Config) -> CertificateFiles | None:
-    """Those that the settings name. Raises SettingError where one is missing."""
+    """Return the files that the settings name. Raises SettingError where one is missing."""
     if (config.tls_certificate is None) != (config.tls_key is None):
         raise SettingError("tls_certificate and tls_key go together: give both files, or neither")
     if config.tls_certificate is None or config.tls_key is None:
@@ -37,13 +39,24 @@ def certificate_files(config: Config) -> CertificateFiles | None:
     return CertificateFiles(Path(config.tls_certificate), Path(config.tls_key), client_ca)
 
 
+def gateway_files(config: Config) -> CertificateFiles | None:
+    """Return the files of the gateway's port. Raises SettingError where one is missing."""
+    if (config.gateway_certificate is None) != (config.gateway_key is None):
+        raise SettingError("gateway_certificate and gateway_key go together: give both files, or neither")
+    if config.gateway_certificate is None or config.gateway_key is None:
+        if config.gateway_client_ca is not None:
+            raise SettingError(
+                "gateway_client_ca needs gateway_certificate and gateway_key: give them, or leave it out"
+            )
+        return None
+    client_ca = None if config.gateway_client_ca is None else Path(config.gateway_client_ca)
+    return CertificateFiles(Path(config.gateway_certificate), Path(config.gateway_key), client_ca, port="gateway")
+
+
 def read_keys(file: Path) -> list[ApiKey]:
-    """Raises OSError and SettingError."""
-    size_bytes = file.stat().st_size
-    if size_bytes > MAX_KEYS_BYTES:
-        raise SettingError(f"api_keys_file {file} has {size_bytes} bytes; at most {MAX_KEYS_BYTES} are read")
+    """Read the keys that a file lists. Raises OSError and SettingError."""
     try:
-        return parse_keys(file.read_text(encoding="utf-8"), f"api_keys_file {file}")
+        return parse_keys(read_regular(file, MAX_KEYS_BYTES).decode("utf-8"), f"api_keys_file {file}")
     except UnicodeDecodeError:
         raise SettingError(f"api_keys_file {file} is not UTF-8; write it as text") from None
 
@@ -75,6 +88,12 @@ class Access:
         )
         named = None if config.api_keys_file is None else Path(config.api_keys_file)
         self._listed = None if named is None else Reloaded("api_keys", [named], lambda: read_keys(named), metrics)
+        pems = gateway_files(config)
+        self._gateway = (
+            None if pems is None else Reloaded("gateway_certificate", pems.paths, lambda: read_pems(pems), metrics)
+        )
+        every: tuple[Reloaded[Any] | None, ...] = (self._certificate, self._listed, self._gateway)
+        self._files = [file for file in every if file is not None]
         self.keys: ApiKeys | None = None
         self._take_keys()
         self._show_expiry()
@@ -83,6 +102,11 @@ class Access:
     def context(self) -> ssl.SSLContext | None:
         """For a new connection; None: it is plain."""
         return None if self._certificate is None else self._certificate.value.context
+
+    @property
+    def gateway_pems(self) -> GatewayPems | None:
+        """For a new connection to the gateway's port, which any thread may ask; None: it is plain."""
+        return None if self._gateway is None else self._gateway.value
 
     @property
     def expiry_problem(self) -> str | None:
@@ -101,8 +125,7 @@ class Access:
     @property
     def file_problems(self) -> list[str]:
         """Why what is used is not what a file holds."""
-        files = (self._certificate, self._listed)
-        return [f"{file.problem}; the former is used" for file in files if file is not None and file.problem]
+        return [f"{file.problem}; the former is used" for file in self._files if file.problem]
 
     def health(self) -> Sequence[str]:
         expired = self.expiry_problem
@@ -130,14 +153,19 @@ class Access:
         self.metrics.key_requests.labels(key, outcome).inc()
 
     async def watch(self) -> None:
-        """Looks at the files for ever."""
+        """Look at the files for ever; one that hangs does not delay the others."""
+        async with asyncio.TaskGroup() as group:
+            for file in self._files:
+                group.create_task(self._follow(file))
+        # Without files there is nothing to look at, and whoever supervises this takes an end for a failure.
+        await asyncio.Event().wait()
+
+    async def _follow(self, file: Reloaded[Any]) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            for file in (self._certificate, self._listed):
-                # In a thread: a mount of the network may stand still.
-                if file is not None and await asyncio.to_thread(file.look):
-                    self._take_keys()
-                    self._show_expiry()
+            if await file.look():
+                self._take_keys()
+                self._show_expiry()
 
     def _take_keys(self) -> None:
         if self._setting is None and self._listed is None:

@@ -7,7 +7,7 @@ from kvrouter.router.common.tally import Counter
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 # What is read from files, and what came of a change.
-FILES = ("certificate", "api_keys")
+FILES = ("certificate", "api_keys", "gateway_certificate")
 OUTCOMES = ("taken", "refused")
 # Of a request with a key: it was admitted, its scope did not suffice, or it registered too often. One without a known
 # key is unauthorized.

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from kvrouter.router.access.validity import Validity, validity_of
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.regular_file import open_regular, read_regular
 
 # All that the port speaks.
 ALPN = ["http/1.1"]
@@ -19,15 +21,19 @@ ALPN = ["http/1.1"]
 NEAR_S = 14 * 86_400.0
 NEAR_SHARE = 0.2
 DAY_S = 86_400.0
+# A bundle of all public authorities has 0.2 MB.
+MAX_PEM_BYTES = 4 * 1024**2
 HOUR_S = 3_600.0
 
 
 class CertificateFiles(msgspec.Struct, frozen=True):
-    """PEM files. client_ca: clients must show a certificate of these authorities; None: they need none."""
+    """PEM files. client_ca: clients must show a certificate of these authorities; None: they need none. port: how the
+    names of their settings begin, `tls` or `gateway`."""
 
     certificate: Path
     key: Path
     client_ca: Path | None = None
+    port: str = "tls"
 
     @property
     def paths(self) -> list[Path]:
@@ -67,35 +73,64 @@ class Certificate(msgspec.Struct, frozen=True):
         )
 
 
+class GatewayPems(msgspec.Struct, frozen=True):
+    """What the files of the gateway's port hold, in PEM."""
+
+    key: bytes
+    certificate: bytes
+    client_ca: bytes | None
+
+
 def read_certificate(files: CertificateFiles) -> Certificate:
-    """Raises OSError where a file cannot be read, and SettingError where they do not fit together."""
+    """Read the files. Raises OSError where one cannot be read, and SettingError where they do not fit together."""
+    name = f"{files.port}_certificate {files.certificate}"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # A client could have the costly part done again and again.
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(ALPN)
     try:
-        validity = validity_of(files.certificate.read_text(encoding="ascii", errors="replace"))
+        validity = validity_of(read_regular(files.certificate, MAX_PEM_BYTES).decode("ascii", "replace"))
     except ValueError as error:
-        raise SettingError(f"tls_certificate {files.certificate}: {error}; name a PEM file with the chain") from None
+        raise SettingError(f"{name}: {error}; name a PEM file with the chain") from None
     try:
-        context.load_cert_chain(files.certificate, files.key, password=_refuse_password)
+        # OpenSSL takes paths alone, and would wait in a FIFO that stands there by now.
+        with open_regular(files.certificate) as chain, open_regular(files.key) as key:
+            context.load_cert_chain(_path(chain), _path(key), password=_refuse_password)
     except ssl.SSLError as error:
         raise SettingError(
-            f"tls_certificate {files.certificate} and tls_key {files.key} are no pair that can be used "
+            f"{name} and {files.port}_key {files.key} are no pair that can be used "
             f"({error.reason or error}); name the PEM files of one certificate and its key"
         ) from None
     except _Encrypted:
-        raise SettingError(f"tls_key {files.key} is encrypted; name the file of a key without a password") from None
+        raise SettingError(
+            f"{files.port}_key {files.key} is encrypted; name the file of a key without a password"
+        ) from None
     if files.client_ca is not None:
         try:
-            context.load_verify_locations(files.client_ca)
+            with open_regular(files.client_ca) as authorities:
+                context.load_verify_locations(_path(authorities))
         except ssl.SSLError as error:
             raise SettingError(
-                f"tls_client_ca {files.client_ca} holds no authority ({error.reason or error}); name a PEM file of certificates"
+                f"{files.port}_client_ca {files.client_ca} holds no authority ({error.reason or error}); name a PEM file "
+                "of certificates"
             ) from None
         context.verify_mode = ssl.CERT_REQUIRED
     return Certificate(context, validity)
+
+
+def read_pems(files: CertificateFiles) -> GatewayPems:
+    """Read the files as gRPC takes them, once they are known to fit together. Raises OSError and SettingError."""
+    read_certificate(files)
+    key, certificate = (read_regular(file, MAX_PEM_BYTES) for file in (files.key, files.certificate))
+    return GatewayPems(
+        key, certificate, None if files.client_ca is None else read_regular(files.client_ca, MAX_PEM_BYTES)
+    )
+
+
+def _path(file: BinaryIO) -> str:
+    """Return a path of an open file, whatever stands at its own by now."""
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 class _Encrypted(Exception):

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from kvrouter.router.access.access_metrics import AccessMetrics
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.file_watch import FileWatch
+from kvrouter.router.common.hanging_call import HANG_S, CallHangs, HangingCall
 
 log = logging.getLogger(__name__)
 
@@ -21,43 +22,74 @@ class Reloaded(Generic[T]):
     """`value` is what was read last without an error, `problem` why it is not what the files hold now; both are
     replaced, never changed, so any thread may read them."""
 
-    def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], T], metrics: AccessMetrics) -> None:
-        """Reads for the first time. name: as metrics have it. read: raises OSError and SettingError. Raises
-        SettingError."""
+    def __init__(
+        self,
+        name: str,
+        paths: Sequence[Path],
+        read: Callable[[], T],
+        metrics: AccessMetrics,
+        *,
+        hang_s: float = HANG_S,
+    ) -> None:
+        """Read for the first time. Raises SettingError.
+
+        name: as metrics have it. read: raises OSError and SettingError; it runs in a thread and may hang. hang_s: how
+        long it may take before that is a problem."""
         self._name = name
+        self._paths = paths
         self._read = read
         self._metrics = metrics
+        self._hang_s = hang_s
         self._watch = FileWatch(*paths)
+        self._changed = HangingCall(f"read {name}", self._read_changed)
         self.problem = ""
         metrics.stale.labels(name).set(0)
         for outcome in ("taken", "refused"):
             metrics.reloads.labels(name, outcome)
         try:
-            self._watch.begin()
-            self.value = read()
+            self.value = HangingCall(f"read {name}", self._read_now).wait(hang_s)
         except OSError as error:
             raise SettingError(f"cannot read {_place(error)}; name a readable file") from None
+        except CallHangs:
+            raise SettingError(f"{self._hang()}; name a readable file") from None
 
-    def look(self) -> bool:
-        """Whether there is another value since. Blocks for as long as the files do."""
+    async def look(self) -> bool:
+        """Whether there is another value since."""
         try:
-            if not self._watch.due():
-                return False
-            self._watch.begin()
-            value = self._read()
+            values = await self._changed.result(self._hang_s)
+        except CallHangs:
+            self._refuse(f"{self._hang()}; restore its mount, or put it back")
+            return False
         except OSError as error:
-            # Read again as soon as it can be, whether or not it changed.
-            self._watch.forget()
             self._refuse(f"cannot read {_place(error)}; put it back")
             return False
         except SettingError as error:
             self._refuse(error.message)
             return False
-        self.value, self.problem = value, ""
+        if not values:
+            return False
+        [self.value] = values
+        self.problem = ""
         self._metrics.stale.labels(self._name).set(0)
         self._metrics.reloads.labels(self._name, "taken").inc()
         log.info("read again", extra={"file": self._name})
         return True
+
+    def _read_changed(self) -> list[T]:
+        """Return the new value, or nothing where no file has changed."""
+        try:
+            return [self._read_now()] if self._watch.due() else []
+        except OSError:
+            # Read again as soon as it can be, whether or not it changed.
+            self._watch.forget()
+            raise
+
+    def _read_now(self) -> T:
+        self._watch.begin()
+        return self._read()
+
+    def _hang(self) -> str:
+        return f"cannot read {', '.join(map(str, self._paths))}: no answer in {self._hang_s:g} s"
 
     def _refuse(self, problem: str) -> None:
         if problem == self.problem:

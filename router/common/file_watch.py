@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
+from kvrouter.router.common.regular_file import read_regular
+
 # Device, inode, size and time of change: in-place writes, renames and exchanged links (a ConfigMap's) all change one of
 # them.
 _Stamp: TypeAlias = tuple[int, int, int, int]
@@ -40,10 +42,10 @@ class FileWatch:
         """To be called before they are read: what changes meanwhile is seen at the next look. Raises OSError."""
         self._read = self._stamps()
 
-    def text(self) -> str:
-        """What the first holds now. Raises OSError and UnicodeDecodeError."""
+    def text(self, max_bytes: int) -> str:
+        """Return what the first holds now. Raises OSError and UnicodeDecodeError."""
         self.begin()
-        return self._paths[0].read_text(encoding="utf-8")
+        return read_regular(self._paths[0], max_bytes).decode("utf-8")
 
     def _stamps(self) -> list[_Stamp]:
         found = [path.stat() for path in self._paths]

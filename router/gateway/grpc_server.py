@@ -8,13 +8,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 import msgspec
 
+from kvrouter.router.access.certificate import GatewayPems
 from kvrouter.router.common.errors import RouterError, SettingError, internal_error
 from kvrouter.router.gateway.gateway_metrics import GatewayMetrics
 from kvrouter.router.gateway.messages import ProtocolError, Reply
@@ -53,38 +53,30 @@ Pick = Callable[[GatewayRequest], Awaitable[Route]]
 
 
 class Certificate:
-    """The files of a certificate and its key, read again when one of them has changed. client_ca: gateways must show a
-    certificate of these authorities; None: they need none."""
+    """The certificate that new connections get, which may be replaced at any time."""
 
-    def __init__(self, certificate: str, key: str, client_ca: str | None = None) -> None:
-        self._files = (Path(key), Path(certificate), *([] if client_ca is None else [Path(client_ca)]))
-        self._read: tuple[float, ...] = ()
+    def __init__(self, current: Callable[[], GatewayPems]) -> None:
+        """current: what is to be shown now; it is called from gRPC's threads and must not wait."""
+        self._current = current
+        self._shown = current()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Raises SettingError."""
-        try:
-            first = self._configuration()
-        except (OSError, ValueError) as error:
-            raise SettingError(
-                f"gateway_certificate, gateway_key or gateway_client_ca cannot be read ({error}); name PEM files that the "
-                "router may read"
-            ) from None
-        return grpc.dynamic_ssl_server_credentials(first, self._renewed, len(self._files) > 2)
-
-    def _configuration(self) -> Any:
-        self._read = tuple(file.stat().st_mtime for file in self._files)
-        key, chain, *authorities = (file.read_bytes() for file in self._files)
-        return grpc.ssl_server_certificate_configuration([(key, chain)], *authorities)
+        """Return what a port of gRPC takes."""
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._shown), self._renewed, self._shown.client_ca is not None
+        )
 
     def _renewed(self) -> Any:
-        """Called for each connection; None: as before."""
-        try:
-            if tuple(file.stat().st_mtime for file in self._files) == self._read:
-                return None
-            return self._configuration()
-        except (OSError, ValueError) as error:
-            log.warning("the certificate cannot be read; the one before is used", extra={"error": str(error)})
+        """Return another certificate for the next connections; None: as before."""
+        current = self._current()
+        if current is self._shown:
             return None
+        self._shown = current
+        return _configuration(current)
+
+
+def _configuration(pems: GatewayPems) -> Any:
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.certificate)], pems.client_ca)
 
 
 class GatewayServer:

@@ -169,7 +169,7 @@ class Assembly:
             diagnosis,
             access,
         )
-        beside, gateway_port = await self._start_gateway(core, placing, proxy, admission, quality)
+        beside, gateway_port = await self._start_gateway(core, placing, proxy, admission, quality, access)
         limits = HttpLimits(max_connections=connections_possible(HttpLimits().max_connections))
         settings = uvicorn.Config(
             api.cold,
@@ -350,14 +350,23 @@ class Assembly:
         return proxy
 
     async def _start_gateway(
-        self, core: Core, placing: Placer, proxy: Proxy, admission: Admission, quality: Quality
+        self, core: Core, placing: Placer, proxy: Proxy, admission: Admission, quality: Quality, access: Access
     ) -> tuple[Beside | None, int | None]:
         if self._config.gateway_port is None:
             return None, None
         from kvrouter.router.server.gateway_start import start_gateway
 
         beside, port = await start_gateway(
-            self._config, core, placing, proxy, admission, quality, self._metrics, self._shutdown, time.monotonic
+            self._config,
+            core,
+            placing,
+            proxy,
+            admission,
+            quality,
+            self._metrics,
+            self._shutdown,
+            access,
+            time.monotonic,
         )
         self._stack.push_async_callback(beside.stop, 0)
         return beside, port

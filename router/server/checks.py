@@ -53,7 +53,9 @@ def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -
 
 
 def _check_access(config: Config) -> None:
-    if not any((config.tls_certificate, config.tls_key, config.tls_client_ca, config.api_keys_file)):
+    tls = (config.tls_certificate, config.tls_key, config.tls_client_ca)
+    gateway = (config.gateway_certificate, config.gateway_key, config.gateway_client_ca)
+    if not any((*tls, *gateway, config.api_keys_file)):
         return
     from kvrouter.router.access.access import Access
     from kvrouter.router.access.access_metrics import AccessMetrics
@@ -86,10 +88,6 @@ def _check_gateway(config: Config) -> None:
         ) from None
     if config.gateway_port == 0 and config.processes > 1:
         raise SettingError("gateway_port 0 is another port for each of several processes; name one")
-    if (config.gateway_certificate is None) != (config.gateway_key is None):
-        raise SettingError("gateway_certificate and gateway_key go together: give both files, or neither")
-    if config.gateway_client_ca is not None and config.gateway_certificate is None:
-        raise SettingError("gateway_client_ca needs gateway_certificate and gateway_key: give them, or leave it out")
 
 
 def log_cautions(config: Config) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from kvrouter.router.access.access import Access
 from kvrouter.router.common.errors import NoWorker
 from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.config.settings import Config
@@ -31,6 +32,7 @@ async def start_gateway(
     quality: Quality,
     metrics: RouterMetrics,
     shutdown: Shutdown,
+    access: Access,
     clock: Callable[[], float],
 ) -> tuple[GatewayServer, int]:
     """The server, and the port that it listens on. Raises SettingError."""
@@ -61,7 +63,7 @@ async def start_gateway(
     errors = metrics.http.internal_errors.labels(WHERE)
     server = GatewayServer(picker.pick, ready, metrics.gateway, errors.inc, max_body_bytes=config.max_body_bytes)
     certificate = None
-    if config.gateway_certificate is not None and config.gateway_key is not None:
-        certificate = Certificate(config.gateway_certificate, config.gateway_key, config.gateway_client_ca)
+    if (pems := access.gateway_pems) is not None:
+        certificate = Certificate(lambda: access.gateway_pems or pems)
     port = await server.start(config.host, config.gateway_port, certificate, shared=config.processes > 1)
     return server, port

@@ -5,6 +5,7 @@ be had."""
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -241,6 +242,9 @@ def test_a_token_that_was_exchanged_is_read_again(tmp_path: Path) -> None:
             await made.until(lambda: "401" in made.source.problem)
             made.token_file.unlink()
             await made.until(lambda: "kubernetes_token_file" in made.source.problem)
+            os.mkfifo(made.token_file)
+            await made.until(lambda: "not a regular file" in made.source.problem)
+            made.token_file.unlink()
             made.token_file.write_text(TOKEN)
             await made.until_names("e-0")
 

@@ -445,10 +445,15 @@ def test_a_certificate_is_read_again_when_it_changes(tmp_path: Path) -> None:
         envoy = site.envoy(picker_tls=True)
         assert post(envoy.port)[0] == 200
         assert "one" in presented(site.gateway_port)
-        time.sleep(0.01)
         write("two")
-        assert "two" in presented(site.gateway_port)
-        (tmp_path / "cert.pem").write_text("nonsense")
+        deadline = time.monotonic() + TIMEOUT_S
+        while "two" not in presented(site.gateway_port):
+            assert time.monotonic() < deadline
+        (tmp_path / "cert.pem").unlink()
+        os.mkfifo(tmp_path / "cert.pem")
+        while not any("not a regular file" in reason for reason in site.router.request("GET", "/health")["reasons"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         assert "two" in presented(site.gateway_port)
         assert post(envoy.port)[0] == 200
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def watched(path: Path) -> FileSource:
 def look(source: FileSource, times: int = 2) -> list[str]:
     """The workers after that many looks; a change counts at the second."""
     for _ in range(times):
-        source._look()
+        asyncio.run(source.look())
     return [one.registration.worker.worker_id for one in source.shown or ()]
 
 

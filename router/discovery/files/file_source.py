@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.file_watch import FileWatch
+from kvrouter.router.common.hanging_call import HANG_S, CallHangs, HangingCall
 from kvrouter.router.discovery.candidate import Candidate
 
 # A change counts when it has been there for one of these, so it is registered within a second and a half. A look is one
@@ -26,7 +27,8 @@ Read: TypeAlias = Callable[[str], Sequence[Candidate] | None]
 class FileSource:
     """A file that cannot be read, or is wrong, changes nothing."""
 
-    def __init__(self, name: str, path: Path, read: Read, *, poll_s: float = POLL_S) -> None:
+    def __init__(self, name: str, path: Path, read: Read, *, poll_s: float = POLL_S, hang_s: float = HANG_S) -> None:
+        """Read nothing yet. read: runs in a thread. hang_s: how long the file may take before that is a problem."""
         self.name = name
         self.shown: Sequence[Candidate] | None = None
         self.problem = ""
@@ -34,40 +36,52 @@ class FileSource:
         self._read = read
         self._poll_s = poll_s
         self._watch = FileWatch(path)
+        self._hang_s = hang_s
+        self._changed = HangingCall(f"read {name}", self._read_changed)
 
     def begin(self) -> None:
         """Read it for the first time: a wrong one ends the start. Raises SettingError."""
-        self.shown = self._content()
+        try:
+            self.shown = HangingCall(f"read {self.name}", self._content).wait(self._hang_s)
+        except CallHangs:
+            raise SettingError(f"{self._hang()}; name a readable file") from None
 
     async def run(self, changed: Callable[[], None]) -> None:
         while True:
             await asyncio.sleep(self._poll_s)
             before = self.shown, self.problem
-            # In a thread: a mount of the network may stand still.
-            await asyncio.to_thread(self._look)
+            await self.look()
             if before != (self.shown, self.problem):
                 changed()
 
-    def _look(self) -> None:
+    async def look(self) -> None:
+        """Take over what the file holds now, if that changed."""
         try:
-            if self._watch.due():
-                found = self._content()
-                # A settings file that no longer names workers names none.
-                self.shown = () if found is None and self.shown is not None else found
-                self.problem = ""
+            contents = await self._changed.result(self._hang_s)
+        except CallHangs:
+            self.problem = f"{self._hang()}; restore its mount, or put it back"
         except SettingError as error:
             self.problem = error.message
         except OSError as error:
             self.problem = f"cannot read {self._path}: {error.strerror or error}; put it back"
+        else:
+            for content in contents:
+                # A settings file that no longer names workers names none.
+                self.shown = () if content is None and self.shown is not None else content
+                self.problem = ""
+
+    def _read_changed(self) -> list[Sequence[Candidate] | None]:
+        """Return the new content, or nothing where the file has not changed."""
+        return [self._content()] if self._watch.due() else []
 
     def _content(self) -> Sequence[Candidate] | None:
         try:
-            size_bytes = self._path.stat().st_size
-            if size_bytes > MAX_FILE_BYTES:
-                raise SettingError(f"{self._path} has {size_bytes} bytes; at most {MAX_FILE_BYTES} are read")
-            text = self._watch.text()
+            text = self._watch.text(MAX_FILE_BYTES)
         except UnicodeDecodeError:
             raise SettingError(f"{self._path} is not UTF-8; write it as text") from None
         except OSError as error:
             raise SettingError(f"cannot read {self._path}: {error.strerror or error}; name a readable file") from None
         return self._read(text)
+
+    def _hang(self) -> str:
+        return f"cannot read {self._path}: no answer in {self._hang_s:g} s"

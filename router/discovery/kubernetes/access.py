@@ -9,10 +9,13 @@ from pathlib import Path
 import msgspec
 
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.regular_file import read_regular
 from kvrouter.router.workers.engine_answers import bracketed
 
 # Where a pod finds what its service account has.
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+# A name has 63 characters at most.
+MAX_NAMESPACE_BYTES = 4_096
 
 
 class Access(msgspec.Struct, frozen=True):
@@ -47,7 +50,7 @@ def access_from(
     ca = Path(ca_file) if ca_file else account / "ca.crt" if inside else None
     if namespace is None:
         try:
-            namespace = (account / "namespace").read_text(encoding="utf-8").strip()
+            namespace = read_regular(account / "namespace", MAX_NAMESPACE_BYTES).decode("utf-8").strip()
         except (OSError, UnicodeDecodeError):
             namespace = ""
         if not namespace:

@@ -12,11 +12,14 @@ import random
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
 
 from kvrouter.router.common.bounded_read import read_whole
+from kvrouter.router.common.hanging_call import HANG_S, CallHangs, HangingCall
+from kvrouter.router.common.regular_file import read_regular
 from kvrouter.router.discovery.kubernetes.access import Access
 from kvrouter.router.discovery.kubernetes.pods import Pod, PodMetadata
 
@@ -33,6 +36,8 @@ MAX_EVENT_BYTES = 8 * 1024**2
 MAX_PAGE_BYTES = 256 * 1024**2
 MAX_PAGES = 400
 MAX_REASON_CHARS = 300
+# A token has some kB, a bundle of all public authorities 0.2 MB.
+MAX_CREDENTIAL_BYTES = 4 * 1024**2
 
 
 class WatchExpired(Exception):
@@ -76,21 +81,39 @@ _pods = msgspec.json.Decoder(Pod)
 _statuses = msgspec.json.Decoder(_Status)
 
 
+class Credentials(NamedTuple):
+    """What the files of an `Access` hold. tls: as aiohttp takes it."""
+
+    tls: ssl.SSLContext | bool = True
+    token: str | None = None
+
+
 class ClusterApi:
     """The pods of one namespace that a label selector selects."""
 
-    def __init__(self, session: aiohttp.ClientSession, access: Access, selector: str, *, rng: random.Random) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        access: Access,
+        selector: str,
+        *,
+        rng: random.Random,
+        hang_s: float = HANG_S,
+    ) -> None:
+        """Ask nothing yet. hang_s: how long the files of `access` may take to be read."""
+        self._hang_s = hang_s
         self._session = session
         self._access = access
         self._selector = selector
         self._rng = rng
         self._path = f"{access.url}/api/v1/namespaces/{access.namespace}/pods"
-        self._tls: ssl.SSLContext | bool = True
+        self._credentials = Credentials()
+        self._read = HangingCall("read kubernetes credentials", self._read_files)
 
     async def pods(self) -> tuple[list[Pod], str]:
         """All of them, and the resource version that they are of. Raises Gone and ClusterError."""
         # A new certificate of the cluster's authority is taken over with the next list.
-        self._tls = await asyncio.to_thread(self._trust)
+        await self._read_credentials()
         found: list[Pod] = []
         at = ""
         for _ in range(MAX_PAGES):
@@ -118,6 +141,7 @@ class ClusterApi:
     async def watch(self, version: str) -> AsyncIterator[PodEvent]:
         """What changes after `version`, after an empty BOOKMARK as soon as the server agrees; ends when the server ends
         it. Raises Gone and ClusterError."""
+        await self._read_credentials()
         watch_s = self._rng.randint(*WATCH_S)
         params = {
             "labelSelector": self._selector,
@@ -140,26 +164,43 @@ class ClusterApi:
         except (msgspec.MsgspecError, ValueError) as error:
             raise ClusterError(f"{self._access.url} sends no events of pods: {error}") from None
 
-    def _trust(self) -> ssl.SSLContext | bool:
-        file = self._access.ca_file
-        if file is None:
-            return True
+    async def _read_credentials(self) -> None:
+        """Read the files again, as tokens expire and certificates are replaced. Raises ClusterError."""
         try:
-            return ssl.create_default_context(cafile=file)
-        except (OSError, ssl.SSLError) as error:
-            raise ClusterError(f"cannot read {file} (kubernetes_ca_file): {error}") from None
+            self._credentials = await self._read.result(self._hang_s)
+        except CallHangs:
+            raise ClusterError(
+                f"cannot read {self._access.token_file} (kubernetes_token_file) or {self._access.ca_file} "
+                f"(kubernetes_ca_file): no answer in {self._hang_s:g} s; restore their mount"
+            ) from None
+
+    def _read_files(self) -> Credentials:
+        tls: ssl.SSLContext | bool = True
+        token = None
+        if (file := self._access.ca_file) is not None:
+            try:
+                tls = ssl.create_default_context(cadata=read_regular(file, MAX_CREDENTIAL_BYTES).decode("ascii"))
+            except (OSError, ValueError) as error:
+                raise ClusterError(f"cannot read {file} (kubernetes_ca_file): {error}") from None
+        if (file := self._access.token_file) is not None:
+            try:
+                token = read_regular(file, MAX_CREDENTIAL_BYTES).decode("ascii").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ClusterError(f"cannot read {file} (kubernetes_token_file): {error}") from None
+        return Credentials(tls, token)
 
     def _get(self, params: Mapping[str, str], total_s: float) -> aiohttp.client._RequestContextManager:
         headers = {"accept": "application/json"}
-        if self._access.token_file is not None:
-            try:
-                token = self._access.token_file.read_text(encoding="ascii").strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ClusterError(f"cannot read {self._access.token_file} (kubernetes_token_file): {error}") from None
-            headers["authorization"] = f"Bearer {token}"
+        if self._credentials.token is not None:
+            headers["authorization"] = f"Bearer {self._credentials.token}"
         timeout = aiohttp.ClientTimeout(total=total_s, connect=CONNECT_TIMEOUT_S)
         return self._session.get(
-            self._path, params=params, headers=headers, timeout=timeout, ssl=self._tls, allow_redirects=False
+            self._path,
+            params=params,
+            headers=headers,
+            timeout=timeout,
+            ssl=self._credentials.tls,
+            allow_redirects=False,
         )
 
     async def _check(self, answer: aiohttp.ClientResponse, verb: str) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.regular_file import read_regular
 from kvrouter.router.tokens.anthropic_messages import as_chat
 from kvrouter.router.tokens.engine.wire import RenderQuirks, template_arguments
 from kvrouter.router.tokens.local.chat_messages import conversation, tools
@@ -30,6 +31,9 @@ from kvrouter.router.tokens.token_request import TRUNCATION, TokenRequest
 
 # Names of special tokens that templates may write. Source: transformers 5, SPECIAL_TOKENS_ATTRIBUTES.
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+# The largest tokenizers have some 35 MB.
+MAX_FILE_BYTES = 256 * 1024**2
 
 # What only the engine can read: a template of the client's is refused or not by a flag of the engine.
 LEFT_TO_THE_ENGINE = (TRUNCATION, "suffix", "chat_template", "mm_processor_kwargs", "media_io_kwargs")
@@ -43,11 +47,11 @@ class LocalTokenizer:
     """One model's. now: the local time, for templates that write the date."""
 
     def __init__(self, folder: Path, now: Callable[[], datetime]) -> None:
-        """Raises SettingError."""
+        """Read the folder. Raises SettingError."""
         self.folder = folder
         config = _read_json(folder / "tokenizer_config.json")
         try:
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            tokenizer = Tokenizer.from_buffer(read_regular(folder / "tokenizer.json", MAX_FILE_BYTES))
         except Exception as error:
             # The library raises the bare Exception.
             raise SettingError(f"cannot read {folder / 'tokenizer.json'}: {error}; name a folder with one") from None
@@ -120,7 +124,7 @@ class LocalTokenizer:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = msgspec.json.decode(path.read_bytes())
+        found = msgspec.json.decode(read_regular(path, MAX_FILE_BYTES))
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError) as error:
@@ -154,7 +158,9 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         found = {str(entry["name"]): str(entry["template"]) for entry in given}
     for path in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
         try:
-            found["default" if path.parent == folder else path.stem] = path.read_text(encoding="utf-8")
+            found["default" if path.parent == folder else path.stem] = read_regular(path, MAX_FILE_BYTES).decode(
+                "utf-8"
+            )
         except FileNotFoundError:
             continue
         except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that may hang in the kernel, such as a look at a file on a mount whose server is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+# How long a file may take to be read before that is a reason for operators to look. A local one takes microseconds, one
+# of a mount over the network milliseconds.
+HANG_S = 5.0
+
+
+class CallHangs(Exception):
+    """The call has not ended in time, and goes on."""
+
+
+class HangingCall(Generic[T]):
+    """A call that is repeated and may hang. It never runs twice at once, so one that hangs costs one thread.
+
+    The thread is a daemon: neither the end of the event loop nor that of the process waits for it, as they would for one
+    of an executor."""
+
+    def __init__(self, name: str, call: Callable[[], T]) -> None:
+        """Run nothing yet. name: of the thread. call: must not change what other threads read."""
+        self._name = name
+        self._call = call
+        self._under_way: Future[T] | None = None
+
+    async def result(self, timeout_s: float = HANG_S) -> T:
+        """Return what the run under way returns, or a new one where there is none; raise what it raises.
+
+        Raises CallHangs after `timeout_s`; the next `result` waits for the same run."""
+        run = self._begin()
+        waiting = asyncio.wrap_future(run)
+        await asyncio.wait({waiting}, timeout=timeout_s)
+        if not run.done():
+            waiting.cancel()
+            raise CallHangs
+        self._under_way = None
+        return await waiting
+
+    def wait(self, timeout_s: float = HANG_S) -> T:
+        """Do as `result` does, without an event loop: before the router serves."""
+        run = self._begin()
+        try:
+            run.exception(timeout_s)
+        except TimeoutError:
+            raise CallHangs from None
+        self._under_way = None
+        return run.result()
+
+    def _begin(self) -> Future[T]:
+        run = self._under_way
+        if run is None:
+            run = self._under_way = Future()
+            # Whoever stops waiting must not cancel it.
+            run.set_running_or_notify_cancel()
+            threading.Thread(target=self._run, args=(run,), name=self._name, daemon=True).start()
+        return run
+
+    def _run(self, run: Future[T]) -> None:
+        try:
+            run.set_result(self._call())
+        except BaseException as error:
+            run.set_exception(error)

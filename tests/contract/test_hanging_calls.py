@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads that hang in the kernel: an empty pipe stands for the file of a mount whose server is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from certificates import Authority
+
+from kvrouter.router.access.access import Access
+from kvrouter.router.access.access_metrics import AccessMetrics
+from kvrouter.router.access.certificate import CertificateFiles, read_certificate
+from kvrouter.router.access.reloaded import Reloaded
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.hanging_call import CallHangs, HangingCall
+from kvrouter.router.common.regular_file import read_regular
+from kvrouter.router.config.settings import Config
+from kvrouter.router.discovery.files.file_source import FileSource
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+
+# Any time will do: what hangs does so until it is fed.
+HANG_S = 0.01
+
+
+class Pipe(NamedTuple):
+    """A mount: `read` hangs until `write`."""
+
+    read_fd: int
+    write_fd: int
+
+    def read(self) -> bytes:
+        return os.read(self.read_fd, 1)
+
+    def write(self, content: bytes) -> None:
+        os.write(self.write_fd, content)
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    ends = Pipe(*os.pipe())
+    yield ends
+    # Lets the thread that still reads go.
+    os.close(ends.write_fd)
+
+
+async def until_ended(call: HangingCall[bytes]) -> bytes:
+    while True:
+        try:
+            return await call.result(HANG_S)
+        except CallHangs:
+            continue
+
+
+def test_a_call_that_hangs_runs_once_and_is_taken_when_it_ends(pipe: Pipe) -> None:
+    async def hang() -> None:
+        call = HangingCall("read", pipe.read)
+        threads = threading.active_count()
+        for _ in range(3):
+            with pytest.raises(CallHangs):
+                await call.result(HANG_S)
+        assert threading.active_count() == threads + 1
+        pipe.write(b"a")
+        assert await until_ended(call) == b"a"
+        # The next one is another run.
+        pipe.write(b"b")
+        assert await until_ended(call) == b"b"
+
+    asyncio.run(hang())
+
+
+def test_what_the_call_raises_is_raised_and_forgotten() -> None:
+    errors = [OSError("first"), OSError("second")]
+
+    def fail() -> None:
+        raise errors.pop(0)
+
+    call = HangingCall("fail", fail)
+    with pytest.raises(OSError, match="first"):
+        asyncio.run(call.result())
+    with pytest.raises(OSError, match="second"):
+        call.wait()
+
+
+def test_neither_loop_nor_process_waits_for_it_at_the_end() -> None:
+    program = """
+import asyncio, os
+from kvrouter.router.common.hanging_call import CallHangs, HangingCall
+
+async def main():
+    try:
+        await HangingCall("read", lambda: os.read(os.pipe()[0], 1)).result(0.01)
+    except CallHangs:
+        print("hangs")
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "hangs\n"
+
+
+def test_a_file_of_keys_that_hangs_is_a_problem_until_it_is_read(tmp_path: Path, pipe: Pipe) -> None:
+    file = tmp_path / "keys"
+    file.write_text("x")
+    pipe.write(b"1")
+    metrics = AccessMetrics(MetricRegistry())
+    reloaded = Reloaded("api_keys", [file], pipe.read, metrics, hang_s=HANG_S)
+
+    async def change() -> None:
+        file.write_text("xy")
+        while not reloaded.problem:
+            assert not await reloaded.look()
+        assert reloaded.problem == (f"cannot read {file}: no answer in {HANG_S:g} s; restore its mount, or put it back")
+        assert reloaded.value == b"1"
+        pipe.write(b"2")
+        while not await reloaded.look():
+            pass
+        assert (reloaded.value, reloaded.problem) == (b"2", "")
+
+    asyncio.run(change())
+
+
+def test_a_start_does_not_wait_for_a_file_that_hangs(tmp_path: Path, pipe: Pipe) -> None:
+    file = tmp_path / "keys"
+    file.write_text("x")
+    with pytest.raises(SettingError, match="no answer in"):
+        Reloaded("api_keys", [file], pipe.read, AccessMetrics(MetricRegistry()), hang_s=HANG_S)
+    source = FileSource("file", file, lambda _: [] if pipe.read() else None, hang_s=HANG_S)
+    with pytest.raises(SettingError, match="no answer in"):
+        source.begin()
+
+
+def test_a_file_of_workers_that_hangs_is_a_problem_until_it_is_read(tmp_path: Path, pipe: Pipe) -> None:
+    file = tmp_path / "workers"
+    file.write_text("x")
+    pipe.write(b"1")
+    source = FileSource("file", file, lambda _: () if pipe.read() else None, hang_s=HANG_S)
+    source.begin()
+
+    async def change() -> None:
+        file.write_text("xy")
+        while not source.problem:
+            await source.look()
+        assert source.problem == f"cannot read {file}: no answer in {HANG_S:g} s; restore its mount, or put it back"
+        pipe.write(b"2")
+        while source.problem:
+            await source.look()
+        assert source.shown == ()
+
+    asyncio.run(change())
+
+
+def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
+    fifo, folder, large = tmp_path / "fifo", tmp_path / "folder", tmp_path / "large"
+    os.mkfifo(fifo)
+    folder.mkdir()
+    large.write_bytes(b"12345")
+    link = tmp_path / "link"
+    link.symlink_to(large)
+    for path in (fifo, folder, Path("/dev/zero")):
+        with pytest.raises(OSError, match="not a regular file"):
+            read_regular(path, 5)
+    assert read_regular(link, 5) == b"12345"
+    with pytest.raises(OSError, match="it has 5 bytes, and at most 4 are read"):
+        read_regular(large, 4)
+
+
+@pytest.mark.parametrize("place", ["certificate", "key", "client_ca"])
+def test_a_fifo_in_place_of_a_pem_file_is_no_wait(tmp_path: Path, place: str) -> None:
+    authority = Authority(tmp_path / "authority")
+    pair = authority.issue("router")
+    files: dict[str, Any] = {"certificate": pair.certificate, "key": pair.key, "client_ca": authority.file}
+    read_certificate(CertificateFiles(**files))
+    files[place] = tmp_path / "fifo"
+    os.mkfifo(files[place])
+    with pytest.raises(OSError, match="not a regular file"):
+        read_certificate(CertificateFiles(**files))
+
+
+def test_without_files_there_is_nothing_to_watch_and_no_end() -> None:
+    """A task that ends is a failure of the router."""
+
+    async def watch() -> None:
+        access = Access(Config(), AccessMetrics(MetricRegistry()), clock=lambda: 0.0, wall_clock=lambda: 0.0)
+        watching = asyncio.create_task(access.watch())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not watching.done()
+        watching.cancel()
+
+    asyncio.run(watch())
