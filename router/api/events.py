@@ -12,6 +12,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.headers import Headers, header
 from kvrouter.router.upstream.connection import AnswerHead
+from kvrouter.router.watch.backlog import Backlog, Chunk, HeldChunks
 from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.watch.fleet_event import EventFilter, EventType
 
@@ -42,37 +43,73 @@ class EventStream:
             client.refuse(error, [])
             return
         last_id = header(client.headers, LAST_EVENT_ID)
-        subscriber = _Subscriber(client)
+        subscriber = _Subscriber(client, self._feed.held)
         client.begin(AnswerHead(200, b"OK", [], None), HEADERS, subscriber)
         try:
             self._feed.subscribe(wanted, subscriber, None if last_id is None else last_id.decode("latin-1"))
             await subscriber.ended.wait()
-            client.finish()
+            subscriber.finish()
         finally:
             self._feed.unsubscribe(wanted, subscriber)
+            subscriber.drop()
 
 
 class _Subscriber:
-    """One client, as the feed sees it. It is never paused: what it does not read is counted against it."""
+    """One client, as the feed sees it. Its connection holds a piece or two; all else waits in the backlog, which
+    counts against it."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, held: HeldChunks) -> None:
         self._client = client
+        self._backlog = Backlog(held)
+        self._is_paused = False
+        # The last that the client is sent; None: its answer breaks off.
+        self._comment: bytes | None = None
         self.ended = asyncio.Event()
 
     @property
     def unread_bytes(self) -> int:
-        return self._client.unread_bytes
+        """Bytes that the client has not taken, here and in its connection."""
+        return self._backlog.size_bytes + self._client.unread_bytes
 
-    def send(self, data: bytes) -> None:
+    def send(self, chunk: Chunk) -> None:
+        """Send whole events, at once or when the client reads again."""
         if not self.ended.is_set():
-            self._client.send([data])
+            self._backlog.append(chunk)
+            self._pass_on()
 
-    def end(self) -> None:
+    def end(self, comment: bytes) -> None:
+        """Have the answer ended, and drop what the client has not read."""
+        if not self.ended.is_set():
+            # A client drops half an event where its answer breaks off; a comment would be taken for the other half.
+            self._comment = None if self._backlog.is_within_chunk else comment
+            self.drop()
+
+    def finish(self) -> None:
+        """End the answer."""
+        if self._comment is None:
+            self._client.break_off()
+        else:
+            self._client.send([self._comment])
+            self._client.finish()
+
+    def drop(self) -> None:
+        """Send nothing more, and hold nothing."""
         self.ended.set()
+        self._backlog.clear()
 
-    def pause(self) -> None: ...
+    def pause(self) -> None:
+        """The connection is full."""
+        self._is_paused = True
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """The client reads again."""
+        self._is_paused = False
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._backlog.size_bytes and not self._is_paused and not self.ended.is_set():
+            # It may pause, or end, within.
+            self._client.send(self._backlog.take())
 
 
 def filter_of(url: bytes) -> EventFilter:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.ingest.net_changes import Hashes
+from kvrouter.router.watch.backlog import Chunk, HeldChunks
 from kvrouter.router.watch.event_ring import EventRing
 from kvrouter.router.watch.fleet_event import (
     EventFilter,
@@ -30,13 +31,20 @@ FLUSH_S = 0.05
 # Of one client that reads too slowly. Twice what all kept events take in JSON, so that a client that comes back is not
 # cut for what it missed.
 MAX_UNREAD_BYTES = 16 * 1024**2
-# Each may hold MAX_UNREAD_BYTES.
+# Of all clients together, each byte once: clients that want the same share it, so only those that want different events
+# or came back come near this. Sixteen of them at MAX_UNREAD_BYTES.
+MAX_HELD_BYTES = 256 * 1024**2
+# Each has a descriptor, and up to 128 KiB in its connection.
 MAX_SUBSCRIBERS = 256
 # Without events a comment is sent, so that proxies and clients know that the connection lives.
 PING_S = 15.0
 PING = b": ping\n\n"
 
 TOO_SLOW = "this client reads too slowly: ask for fewer events (type, worker, model), or read faster; come back with Last-Event-ID"
+ALL_TOO_SLOW = (
+    f"the clients of these events leave more than {MAX_HELD_BYTES >> 20} MiB unread together, this one the most: ask for "
+    "fewer events (type, worker, model), or read faster; come back with Last-Event-ID"
+)
 STOPPING = "this router is shutting down; come back with Last-Event-ID"
 
 
@@ -45,24 +53,27 @@ class Subscriber(Protocol):
 
     @property
     def unread_bytes(self) -> int:
-        """What was sent and the client has not taken."""
+        """Bytes that were sent and the client has not taken."""
         ...
 
-    def send(self, data: bytes) -> None:
-        """Never waits."""
+    def send(self, chunk: Chunk) -> None:
+        """Send whole events. Never waits."""
 
-    def end(self) -> None:
-        """Nothing more comes. Repeating it changes nothing."""
+    def end(self, comment: bytes) -> None:
+        """End with this comment, without what is still unread. Repeating it changes nothing."""
 
 
 class EventFeed:
-    """life: names this process's numbering, another one after each start. wall_clock: seconds since 1970."""
+    """The events of one process, and who watches them."""
 
     def __init__(self, *, life: str, wall_clock: Callable[[], float], metrics: WatchMetrics) -> None:
+        """life: names this process's numbering, another one after each start. wall_clock: seconds since 1970."""
         self._life = life
         self._wall_clock = wall_clock
         self._metrics = metrics
         self._ring = EventRing()
+        # What subscribers have not taken.
+        self.held = HeldChunks()
         self._subscribers: dict[EventFilter, list[Subscriber]] = {}
         # Published since the last flush; kept only for subscribers.
         self._fresh: list[NumberedEvent] = []
@@ -71,6 +82,7 @@ class EventFeed:
         self._due_soon = False
         self._closed = False
         metrics.subscribers.set_function(lambda: self.subscribers)
+        metrics.held_bytes.set_function(lambda: self.held.size_bytes)
 
     @property
     def subscribers(self) -> int:
@@ -97,8 +109,10 @@ class EventFeed:
         """Sends what came after `last_id` and is still kept, then everything as it happens. Ended subscribers must
         `unsubscribe`."""
         self._flush()
-        subscriber.send(self._missed(wanted, last_id) + b"id: %b\n\n" % event_id(self._life, self._ring.number))
+        first = self._missed(wanted, last_id) + b"id: %b\n\n" % event_id(self._life, self._ring.number)
+        subscriber.send(Chunk(first))
         self._subscribers.setdefault(wanted, []).append(subscriber)
+        self._keep_within_budget()
         if self._flush_due is None:
             self._flush_in(PING_S)
 
@@ -175,15 +189,27 @@ class EventFeed:
     def _send(self, wanted: EventFilter, data: bytes) -> None:
         if not data:
             return
-        for subscriber in list(self._subscribers[wanted]):
+        chunk = Chunk(data)
+        # The budget may have cut off the last one that wanted these.
+        for subscriber in list(self._subscribers.get(wanted, ())):
             if subscriber.unread_bytes > MAX_UNREAD_BYTES:
                 self._metrics.subscribers_cut.inc()
                 self._cut(wanted, subscriber, TOO_SLOW)
             else:
-                subscriber.send(data)
+                subscriber.send(chunk)
+        self._keep_within_budget()
+
+    def _keep_within_budget(self) -> None:
+        """Cut those off who have the most unread, until all together hold no more than they may."""
+        while self.held.size_bytes > MAX_HELD_BYTES:
+            wanted, slowest = max(
+                ((wanted, subscriber) for wanted, alike in self._subscribers.items() for subscriber in alike),
+                key=lambda entry: entry[1].unread_bytes,
+            )
+            self._metrics.subscribers_cut.inc()
+            self._cut(wanted, slowest, ALL_TOO_SLOW)
 
     def _cut(self, wanted: EventFilter, subscriber: Subscriber, reason: str) -> None:
         self.unsubscribe(wanted, subscriber)
         # A comment: the client's last id stays that of the last event it was sent.
-        subscriber.send(f": {reason}\n\n".encode())
-        subscriber.end()
+        subscriber.end(f": {reason}\n\n".encode())

@@ -16,5 +16,8 @@ class WatchMetrics:
         self.subscribers_cut = registry.counter(
             "feed_subscribers_cut_total", "Clients of GET /events that were cut off, as they read too slowly"
         )
+        self.held_bytes = registry.gauge(
+            "feed_unread_bytes", "Bytes of events that clients of GET /events have not taken, each counted once"
+        )
         self.decisions_kept = registry.gauge("decisions_kept", "Decisions that GET /decisions can explain")
         self.decisions_bytes = registry.gauge("decisions_bytes", "Memory of the decisions that are kept")

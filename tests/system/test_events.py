@@ -5,6 +5,7 @@ the engines hold."""
 from __future__ import annotations
 
 import signal
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from churn import KINDS, Churn
 from event_reader import EventReader
 from fleet import paused, register, rows, until, until_right, wait_seqs
+from flooding import flood
 from router_process import RouterError, RouterProcess
 from store_server import StoreServer
 
@@ -123,3 +125,39 @@ def test_a_stop_does_not_wait_for_those_who_watch(tmp_path: Path) -> None:
         router.signal(signal.SIGTERM)
         assert router.wait() == 0
         until(lambda: reader.ended, "the stream ends")
+
+
+IDLE_CLIENTS = 64
+# What they may add to the router's memory: what all share, and a piece in the connection of each. Each with its own
+# would be IDLE_CLIENTS times MAX_UNREAD_BYTES, which is a gigabyte.
+MAX_ADDED_BYTES = 200 * 1024**2
+FLOODED_BATCHES = 1_000
+
+
+def peak_bytes(pid: int) -> int:
+    """The most that the process had resident. Source: proc(5), VmHWM."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def test_clients_that_read_nothing_share_their_memory_and_are_cut(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        router = stack.enter_context(RouterProcess(tmp_path / "router"))
+        port, flooder = stack.enter_context(flood(5_000))
+        router.request("POST", "/register", {"worker_id": "w", "model": "m", "endpoint": f"tcp://127.0.0.1:{port}"})
+        router.wait_connected("w")
+        assert flooder.stdin is not None
+        flooder.stdin.write(b"go\n")
+        flooder.stdin.flush()
+        # The flood costs memory too.
+        router.wait_seen("w", FLOODED_BATCHES)
+        before = peak_bytes(router.pid)
+        for _ in range(IDLE_CLIENTS):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            client.connect(("127.0.0.1", router.port))
+            client.sendall(b"GET /events?hashes=true HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        until(lambda: router.metric("kvrouter_feed_subscribers_cut_total") == IDLE_CLIENTS, "the clients are cut")
+        assert peak_bytes(router.pid) - before < MAX_ADDED_BYTES
+        assert router.metric("kvrouter_feed_unread_bytes") == 0
+        assert router.metric("kvrouter_feed_subscribers") == 0

@@ -4,44 +4,24 @@ notice."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
 from fake_engine import FakeEngine, prompt, stored
+from flooding import flood
 from router_process import RouterError, RouterProcess
 
 from kvrouter.events.vllm.wire import WireStored
 
-FLOODER = Path(__file__).parents[1] / "support" / "flooder.py"
 MODEL, NOISY = "quiet-model", "noisy-model"
 ROUNDS = 25
 # A private mirror of the least size that there is: some 600,000 blocks.
 SMALL_BUDGET = 16 * 1024**2
 BATCH_BLOCKS = 20_000
 BATCHES = 60
-
-
-@contextmanager
-def flood(blocks: int) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """A publisher that never waits; its port."""
-    command = [sys.executable, str(FLOODER), str(blocks)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        yield int(process.stdout.readline()), process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
 
 
 @pytest.mark.parametrize("blocks", [1, 5_000])

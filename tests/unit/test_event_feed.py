@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from bare_services import bare_feed
 
-from kvrouter.router.api.events import filter_of
+from kvrouter.router.api.events import _Subscriber, filter_of
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.watch import event_feed
+from kvrouter.router.watch.backlog import PIECE_BYTES, Chunk
 from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.watch.event_ring import EVENT_BYTES, EventRing
 from kvrouter.router.watch.fleet_event import EventFilter, EventType, FleetEvent
@@ -34,10 +35,11 @@ class Reader:
         self.unread_bytes = 0
         self.ended = False
 
-    def send(self, data: bytes) -> None:
-        self.received += data
+    def send(self, chunk: Chunk) -> None:
+        self.received += chunk.data
 
-    def end(self) -> None:
+    def end(self, comment: bytes) -> None:
+        self.received += comment
         self.ended = True
 
     @property
@@ -254,3 +256,126 @@ def test_filters_are_read_from_the_query() -> None:
 def test_a_query_that_cannot_be_meant_is_refused(query: bytes, problem: str) -> None:
     with pytest.raises(BadQuestion, match=problem):
         filter_of(b"/events?" + query)
+
+
+# What clients do not read.
+
+
+class Connection:
+    """A client's connection that takes `room` bytes and then is full, as ProxiedAnswer shows it."""
+
+    def __init__(self, room: int = 0) -> None:
+        self.room = room
+        self.taken = b""
+        self.is_whole: bool | None = None
+        self.source: _Subscriber | None = None
+
+    @property
+    def unread_bytes(self) -> int:
+        return max(0, len(self.taken) - self.room)
+
+    def send(self, parts: list[bytes]) -> None:
+        self.taken += b"".join(parts)
+        if self.unread_bytes > PIECE_BYTES and self.source is not None:
+            self.source.pause()
+
+    def finish(self) -> None:
+        self.is_whole = True
+
+    def break_off(self) -> None:
+        self.is_whole = False
+
+
+def connected(source: EventFeed, room: int = 0, wanted: EventFilter = ALL) -> tuple[_Subscriber, Connection]:
+    connection = Connection(room)
+    connection.source = _Subscriber(connection, source.held)  # type: ignore[arg-type]
+    source.subscribe(wanted, connection.source, None)
+    return connection.source, connection
+
+
+MANY = range(1, 40_001)
+
+
+def test_clients_that_read_nothing_share_what_they_do_not_read() -> None:
+    async def main() -> None:
+        source = feed()
+        wanted = EventFilter(with_hashes=True)
+        clients = [connected(source, wanted=wanted) for _ in range(20)]
+        for _ in range(20):
+            store(source, W0, *MANY)
+            source._flush()
+        unread = [client.unread_bytes for client, _ in clients]
+        assert min(unread) == max(unread) > 10 * 1024**2
+        # Each connection has a piece or two of its own, all else is there once.
+        assert all(connection.unread_bytes <= 3 * PIECE_BYTES for _, connection in clients)
+        assert source.held.size_bytes <= max(unread)
+        source.close()
+        assert source.held.size_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_the_slowest_are_cut_first_where_all_hold_too_much_and_their_memory_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Law: whatever clients want and read, they hold no more than the budget, and who has less unread is never cut
+    before who has more."""
+    budget = 4 * 1024**2
+    monkeypatch.setattr(event_feed, "MAX_HELD_BYTES", budget)
+
+    async def main(seed: int) -> None:
+        rng, source = random.Random(seed), feed()
+        # Each wants events of its own, so that none shares with another.
+        wanted = [EventFilter(workers=frozenset({f"w{number}"}), with_hashes=True) for number in range(8)]
+        clients = [connected(source, wanted=one) for one in wanted]
+        cut: list[int] = []
+        for _ in range(60):
+            number = rng.randrange(8)
+            store(source, WorkerKey("m", f"w{number}"), *range(1, rng.randrange(2, 40_000)))
+            before = [client.unread_bytes for client, _ in clients]
+            source._flush()
+            assert source.held.size_bytes <= budget
+            fresh = [n for n, (client, _) in enumerate(clients) if client.ended.is_set() and n not in cut]
+            for n in fresh:
+                others = [before[k] for k in range(8) if k not in cut and k not in fresh]
+                # `number` has just got more, by one event at most.
+                assert n == number or before[n] >= max(others, default=0)
+            cut += fresh
+        assert cut and len(cut) < 8
+        source.close()
+
+    for seed in range(5):
+        asyncio.run(main(seed))
+
+
+def test_who_reads_again_gets_every_event_once_and_who_is_cut_never_half_of_one() -> None:
+    """Law: a client that takes any number of bytes at a time has the events in order; one that is cut in the middle of
+    an event sees an answer that breaks off."""
+
+    async def main(seed: int) -> None:
+        rng, source = random.Random(seed), feed()
+        subscriber, connection = connected(source, wanted=EventFilter(with_hashes=True))
+        sizes = [rng.choice((1, 100, 20_000)) for _ in range(12)]
+        for size in sizes:
+            store(source, W0, *range(1, size + 1))
+            source._flush()
+            connection.room += rng.randrange(200_000)
+            subscriber.resume()
+        if seed % 2:
+            while subscriber.unread_bytes:
+                connection.room += rng.randrange(300_000)
+                subscriber.resume()
+        is_behind = subscriber.unread_bytes > connection.unread_bytes
+        source.close()
+        subscriber.finish()
+        reader = Reader()
+        reader.received = (
+            connection.taken if connection.is_whole else connection.taken[: connection.taken.rfind(b"\n\n")]
+        )
+        assert [one["blocks"] for one in reader.events] == sizes[: len(reader.events)]
+        if not is_behind:
+            assert connection.is_whole and len(reader.events) == len(sizes)
+        assert source.held.size_bytes == 0
+
+    for seed in range(20):
+        asyncio.run(main(seed))

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one event source or many idle clients of GET /events cost a router: its memory, its descriptors and the latency
+of questions, before, during and after each flood."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+SUPPORT = HERE.parent / "tests" / "support"
+sys.path.insert(0, str(SUPPORT))
+
+from flooding import flooding  # noqa: E402
+from router_process import RouterProcess  # noqa: E402
+from zmtp_flooder import MODES  # noqa: E402
+
+MODEL = "flooded"
+CLIENTS = 256
+BATCH_BLOCKS = 5_000
+# A client that reads nothing is cut after 30 s, and memory is given back 2 s later.
+AFTER_S = 36.0
+CALM_S = 8.0
+
+
+class Look:
+    """What a router process has and how long it takes to answer, over some seconds."""
+
+    def __init__(self, router: RouterProcess, seconds: float) -> None:
+        taken: list[float] = []
+        self.rss_mb, self.descriptors = 0.0, 0
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            began_s = time.perf_counter()
+            router.request("POST", "/query", {"model": MODEL, "token_ids": list(range(64))})
+            taken.append((time.perf_counter() - began_s) * 1e3)
+            self.rss_mb = max(self.rss_mb, rss_mb(router.pid))
+            self.descriptors = max(self.descriptors, len(list(Path(f"/proc/{router.pid}/fd").iterdir())))
+            time.sleep(0.005)
+        self.p50_ms, self.p99_ms, self.most_ms = (float(np.percentile(taken, part)) for part in (50, 99, 100))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rss_mb:7.0f} MB  {self.descriptors:5} fds  "
+            f"p50 {self.p50_ms:6.1f}  p99 {self.p99_ms:7.1f}  max {self.most_ms:7.1f} ms"
+        )
+
+
+def rss_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
+
+
+def idle_clients(router: RouterProcess, count: int) -> list[socket.socket]:
+    """Clients of /events that read nothing."""
+    clients = []
+    for _ in range(count):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        client.connect(("127.0.0.1", router.port))
+        client.sendall(b"GET /events?hashes=true HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        clients.append(client)
+    return clients
+
+
+def register(router: RouterProcess, **endpoints: str) -> None:
+    router.request("POST", "/register", {"worker_id": "w", "model": MODEL, "patch_endpoint": "off", **endpoints})
+
+
+def flood_clients(router: RouterProcess, seconds: float) -> None:
+    with flooding("flooder.py", str(BATCH_BLOCKS)) as (port, flooder):
+        register(router, endpoint=f"tcp://127.0.0.1:{port}")
+        time.sleep(0.5)
+        assert flooder.stdin is not None
+        flooder.stdin.write(b"go\n")
+        flooder.stdin.flush()
+        print("  before ", Look(router, 2.0), flush=True)
+        clients = idle_clients(router, CLIENTS)
+        print("  during ", Look(router, seconds), flush=True)
+    time.sleep(AFTER_S)
+    print("  after  ", Look(router, 2.0), flush=True)
+    for client in clients:
+        client.close()
+
+
+def flood_source(router: RouterProcess, mode: str, socket_type: str, seconds: float) -> None:
+    with flooding("zmtp_flooder.py", mode, socket_type) as (port, _), flooding("flooder.py", "1") as (live, _):
+        print("  before ", Look(router, 2.0), flush=True)
+        at = f"tcp://127.0.0.1:{port}"
+        if socket_type == "PUB":
+            register(router, endpoint=at)
+        else:
+            register(router, endpoint=f"tcp://127.0.0.1:{live}", replay_endpoint=at)
+        print("  during ", Look(router, seconds), flush=True)
+        print("   row   ", router.worker("w")["state"], router.worker("w")["reason"])
+        router.unregister("w")
+    time.sleep(CALM_S)
+    print("  after  ", Look(router, 2.0), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--only", help="one flood: events, or a mode of the source such as PUB:large_frames")
+    arguments = parser.parse_args()
+    floods = ["events", *(f"{kind}:{mode}" for kind in ("PUB", "ROUTER") for mode in MODES)]
+    for name in floods:
+        if arguments.only not in (None, name):
+            continue
+        print(name, flush=True)
+        with tempfile.TemporaryDirectory() as folder, RouterProcess(Path(folder)) as router:
+            # A worker of the same model, so that questions have an answer.
+            body = {"worker_id": "quiet", "model": MODEL, "url": "http://127.0.0.1:9"}
+            router.request("POST", "/register", body)
+            if name == "events":
+                flood_clients(router, arguments.seconds)
+            else:
+                kind, _, mode = name.partition(":")
+                flood_source(router, mode, kind, arguments.seconds)
+
+
+if __name__ == "__main__":
+    main()
