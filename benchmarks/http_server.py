@@ -107,7 +107,7 @@ def serve(way: str, pair: list[str] | None) -> None:
     )
     context: ssl.SSLContext | None = None
     if pair is not None:
-        context = read_certificate(CertificateFiles(*map(Path, pair))).context
+        context = read_certificate(CertificateFiles(Path(pair[0]), Path(pair[1]))).context
     own = way != ASGI
     config = uvicorn.Config(
         cold if own else asgi(api),

@@ -38,7 +38,7 @@ from kvrouter.events.transport.held_queue import HeldQueue
 from kvrouter.events.transport.holding_cursor import HoldingCursor
 from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.transport.settings import DEFAULT_MAX_HELD_BYTES
-from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
+from kvrouter.events.vllm.stream_items import Connected, Disconnected, Flooded, Malformed
 
 # What arrives during a snapshot: a minute of 1,000 messages a second, a batch of a long prefill some 10 KB.
 DEFAULT_MAX_HELD = 65_536
@@ -129,6 +129,10 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
     def malformed(self, reason: str) -> None:
         """A message or an answer that cannot be read."""
         self.items.append(Malformed(reason))
+
+    def flooded(self, reason: str, *, is_live: bool) -> None:
+        """Report that a connection was closed because of what it brought. is_live: the one of the stream itself."""
+        self.items.append(Flooded(reason, is_live))
 
     def hello(self, hello: Hello) -> None:
         """The answer to a greeting that was sent after the last change of life."""

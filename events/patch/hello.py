@@ -12,6 +12,7 @@ import zmq
 from kvrouter.events.patch.decode import read_answer
 from kvrouter.events.patch.messages import MAX_PORT, Hello, HelloRequest
 from kvrouter.events.transport.curve import CurveClient
+from kvrouter.events.transport.flood_watch import FloodWatch
 from kvrouter.events.transport.link import Link
 from kvrouter.events.transport.settings import LinkSettings
 
@@ -70,11 +71,12 @@ async def greet(
     timeout_s: float,
     curve: CurveClient | None = None,
     waits: bool = True,
+    watch: FloodWatch | None = None,
 ) -> Hello | None:
     """The answer at this endpoint; None when there is none in time. Raises zmq.ZMQError when it is no address, and
     ClientRefused.
 
-    curve: as Link has it. waits: False: not for somebody to listen there, which a ZMQ socket costs ten times as
+    curve, watch: as Link has them. waits: False: not for somebody to listen there, which a ZMQ socket costs ten times as
     much to find out as a connection that is refused."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -93,6 +95,7 @@ async def greet(
         curve=curve,
         # A refusal is news.
         lasting=curve is not None,
+        watch=watch,
     )
     request = HelloRequest(1)
     try:

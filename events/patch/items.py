@@ -15,7 +15,7 @@ import msgspec
 from kvrouter.events.patch.messages import DeclaredCatalog, Events, Heartbeat, Hello, PlaceSummary
 from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.messages import HashArray
-from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
+from kvrouter.events.vllm.stream_items import Connected, Disconnected, Flooded, Malformed
 
 
 class ReportResume(msgspec.Struct, frozen=True):
@@ -147,4 +147,5 @@ ReportItem: TypeAlias = (
     | PatchSilent
     | PatchHeard
     | Malformed
+    | Flooded
 )

@@ -80,5 +80,8 @@ class SnapshotClient(RequestClient):
             # "Never" may end with a restart of the engine.
             self._retry_s = now_s + (wait_s if wait_s is not None and 0 <= wait_s <= most_s else most_s)
 
+    def _fail(self, reason: str) -> None:
+        self._cursor.snapshot_failed(reason)
+
     def _give_up(self) -> None:
         self._cursor.snapshot_overdue()

@@ -30,6 +30,7 @@ from kvrouter.events.patch.settings import (
 from kvrouter.events.patch.snapshot_client import SnapshotClient
 from kvrouter.events.transport.curve import CurveClient
 from kvrouter.events.transport.deadline import Deadline
+from kvrouter.events.transport.flood_watch import FloodWatch
 from kvrouter.events.transport.link import Link
 from kvrouter.events.transport.permits import Permits
 from kvrouter.events.transport.request_client import RequestClient
@@ -62,11 +63,12 @@ class ReportSubscriber(Subscription[ReportItem]):
         refusal: Callable[[str], str | None] = lambda endpoint: None,
         curve: CurveClient | None = None,
         permits: Permits | None = None,
+        watch: FloodWatch | None = None,
     ) -> None:
         """Opens nothing yet. resume: go on from there without a snapshot, unless something was missed.
 
         refusal: why the endpoint that a `Hello` names must not be connected to, or None. curve: as Link has it.
-        permits: shared with others, to have few snapshots under way at once."""
+        permits: shared with others, to have few snapshots under way at once. watch: shared, and as Link has it."""
         settings = settings or ReportSettings()
         cursor = ReportCursor(
             resume=resume,
@@ -74,7 +76,7 @@ class ReportSubscriber(Subscription[ReportItem]):
             max_held_bytes=settings.max_held_bytes,
             max_snapshot_blocks=settings.max_snapshot_blocks,
         )
-        super().__init__(context, settings, cursor, size_bytes=_size_bytes, curve=curve)
+        super().__init__(context, settings, cursor, size_bytes=_size_bytes, curve=curve, watch=watch)
         self._endpoint = requests_endpoint
         self._refusal = refusal
         self._greeter: Greeter | None = None

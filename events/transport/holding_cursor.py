@@ -40,6 +40,10 @@ class HoldingCursor(ABC, Generic[Item, Queue]):
     def _catch_up(self) -> None:
         """Announce `CaughtUp` where it is due."""
 
+    @abstractmethod
+    def flooded(self, reason: str, *, is_live: bool) -> None:
+        """Report that a connection was closed because of what it brought. is_live: the one of the stream itself."""
+
     def take(self) -> list[Item]:
         """The items since the last call, in order."""
         items, self.items = self.items, []

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
+import socket
 from collections import deque
 from collections.abc import Callable
 
@@ -16,9 +19,14 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvrouter.events.transport.curve import CurveClient
+from kvrouter.events.transport.flood_watch import SLACK_BYTES, FloodWatch, Inflow, InflowLimits, received_bytes
 from kvrouter.events.transport.settings import LinkSettings
 
-NEWS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
+log = logging.getLogger(__name__)
+
+NEWS = zmq.Event.CONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
+# Both streams' messages have three or four; reading 200,000 takes seconds.
+MAX_FRAMES = 16
 
 
 class Link:
@@ -36,46 +44,75 @@ class Link:
         topic: bytes | None = None,
         curve: CurveClient | None = None,
         lasting: bool = True,
+        watch: FloodWatch | None = None,
+        on_flood: Callable[[str], object] = lambda reason: None,
+        max_unread_bytes: int | None = None,
     ) -> None:
-        """Connects without waiting for the peer. Raises zmq.ZMQError when the endpoint is no address.
+        """Connect without waiting for the peer. Raises zmq.ZMQError when the endpoint is no address.
 
-        receive_hwm: messages that ZMQ holds unread. topic: SUB with this prefix; None: DEALER. curve: keys with which
-        both sides prove themselves and all is encrypted; None: plain. lasting: False for one request whose answer has a
-        deadline, which needs neither news nor pings.
+        Args:
+            receive_hwm: messages that ZMQ holds unread.
+            topic: SUB with this prefix; None: DEALER.
+            curve: keys with which both sides prove themselves and all is encrypted; None: plain.
+            lasting: False for one request whose answer has a deadline, which needs neither news nor pings.
+            watch: looks at what the connection brings; None: one of its own.
+            on_flood: called with the reason when the connection is closed because of what it brought. One that lasts
+                is opened again after a pause.
+            max_unread_bytes: of whole messages that wait; None: as the settings say.
         """
         self.endpoint = endpoint
         # Whether the peer has said that it does not admit this side's key, as of the last news. ZMQ then connects no more.
         self.is_refused = False
+        # Why the connection was closed because of what it brought; empty: it was not. One that lasts may be there again.
+        self.flood = ""
+        self._context = context
+        self._settings = settings
         self._loop = loop
-        # ZMQ reports no connections within a process.
-        self._news: deque[bool] = deque([True] if endpoint.startswith("inproc:") else [])
+        self._on_readable = on_readable
+        self._on_flood = on_flood
+        self._receive_hwm = receive_hwm
+        self._topic = topic
+        self._curve = curve
+        self._lasting = lasting
+        self._watch = watch or FloodWatch()
+        self._limits = InflowLimits(settings.max_message_bytes, max_unread_bytes or settings.max_unread_bytes)
+        self._news: deque[bool] = deque()
         self._sockets: list[tuple[zmq.Socket[bytes], int]] = []
-        self._socket = context.socket(zmq.DEALER if topic is None else zmq.SUB)
+        self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
-        try:
-            self._configure(settings, receive_hwm, curve)
-            if lasting:
-                self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.ping_s * 1000))
-                self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.ping_answer_s * 1000))
-                self._monitor = self._socket.get_monitor_socket(NEWS)
-            if topic is not None:
-                self._socket.subscribe(topic)
-            self._socket.connect(endpoint)
-            for socket in (self._socket, self._monitor):
-                if socket is not None:
-                    fd = int(socket.getsockopt(zmq.FD))
-                    loop.add_reader(fd, on_readable)
-                    self._sockets.append((socket, fd))
-        except BaseException:
-            self.close()
-            raise
+        self._reopening: asyncio.TimerHandle | None = None
+        # The TCP connection, by a descriptor of our own: ZMQ's may be another file's by the time that it is looked at.
+        self._connection: socket.socket | None = None
+        self._inflow = Inflow(self._limits)
+        self._delivered_bytes = 0
+        # Whether the last reading left nothing.
+        self._is_read = True
+        self._open()
 
     def receive(self) -> list[bytes] | None:
-        """The next message's frames; None when there is none."""
-        try:
-            return self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+        """Return the next message's frames; None when there is none."""
+        socket = self._socket
+        if socket is None:
             return None
+        try:
+            frame = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            self._is_read = True
+            return None
+        self._is_read = False
+        frames, size_bytes = [frame], len(frame)
+        while socket.getsockopt(zmq.RCVMORE):
+            if len(frames) == MAX_FRAMES:
+                self._end_flood(f"a message has more than {MAX_FRAMES} frames")
+                return None
+            frame = socket.recv(zmq.NOBLOCK)
+            frames.append(frame)
+            size_bytes += len(frame)
+        self._delivered_bytes += size_bytes
+        if size_bytes > self._limits.max_message_bytes + SLACK_BYTES:
+            self._end_flood(f"a message has {size_bytes} bytes, and at most {self._limits.max_message_bytes} are read")
+            return None
+        return frames
 
     def read(self, handle: Callable[[list[bytes]], None], most: int, most_bytes: int) -> bool:
         """Has each message handled until none is left (False) or the budget is spent (True).
@@ -95,6 +132,8 @@ class Link:
 
     def send(self, *frames: bytes) -> None:
         """Queues a message; dropped when a thousand wait already, as to a peer that never reads."""
+        if self._socket is None:
+            return
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -102,16 +141,7 @@ class Link:
 
     def take_news(self) -> list[bool]:
         """Since the last call, in order: True for every handshake, False for every lost connection."""
-        assert self._monitor is not None
-        while True:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.Again:
-                break
-            if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-                self.is_refused = True
-                continue
-            self._news.append(event == zmq.Event.HANDSHAKE_SUCCEEDED)
+        self._read_monitor()
         news = list(self._news)
         self._news.clear()
         return news
@@ -120,27 +150,134 @@ class Link:
         """Whether a message or news wait."""
         return any(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN for socket, _ in self._sockets)
 
+    def look(self, resident_bytes: int) -> None:
+        """End the connection where it brought more than it may. resident_bytes: memory of the process."""
+        with contextlib.suppress(zmq.ZMQError):
+            # Without a context there is nothing to bring; whoever reads will hear of it.
+            self._judge(resident_bytes)
+
+    def _judge(self, resident_bytes: int) -> None:
+        self._read_monitor()
+        if self._socket is None or self._connection is None:
+            return
+        received = received_bytes(self._connection)
+        if received is None or not self._inflow.count(
+            received, self._delivered_bytes, resident_bytes, is_read=self._is_read
+        ):
+            return
+        has_message = bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        if problem := self._inflow.problem(resident_bytes, has_message=has_message):
+            self._end_flood(problem)
+        elif has_message:
+            # The look may have consumed the edge.
+            self._on_readable()
+
     def close(self) -> None:
         """Closes at once; what was not sent or read is dropped. Safe to call twice."""
+        if self._reopening is not None:
+            self._reopening.cancel()
+            self._reopening = None
+        self._shut()
+
+    def _open(self) -> None:
+        """Make the socket and connect. Raises zmq.ZMQError."""
+        settings = self._settings
+        self._socket = self._context.socket(zmq.DEALER if self._topic is None else zmq.SUB)
+        try:
+            self._configure(self._socket, settings)
+            self._monitor = self._socket.get_monitor_socket(NEWS)
+            if self._topic is not None:
+                self._socket.subscribe(self._topic)
+            self._socket.connect(self.endpoint)
+            for socket in (self._socket, self._monitor) if self._lasting else (self._socket,):
+                fd = int(socket.getsockopt(zmq.FD))
+                self._loop.add_reader(fd, self._on_readable)
+                self._sockets.append((socket, fd))
+        except BaseException:
+            self._shut()
+            raise
+        if self.endpoint.startswith("inproc:"):
+            # ZMQ reports no connections within a process.
+            self._news.append(True)
+        self._watch.add(self)
+
+    def _shut(self) -> None:
+        """Close the socket and all that belongs to it. Repeating it changes nothing."""
+        self._watch.discard(self)
+        self._forget_connection()
         for _, fd in self._sockets:
             self._loop.remove_reader(fd)
         self._sockets.clear()
         if self._monitor is not None:
+            assert self._socket is not None
             with contextlib.suppress(zmq.ZMQError):
                 # The context may be gone.
                 self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._monitor = None
-        self._socket.close(linger=0)
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
 
-    def _configure(self, settings: LinkSettings, receive_hwm: int, curve: CurveClient | None) -> None:
-        socket = self._socket
+    def _end_flood(self, reason: str) -> None:
+        """Close the socket, which frees what it holds; open one that lasts again after a pause."""
+        self._read_monitor()
+        self._shut()
+        self._news.append(False)
+        self._is_read = True
+        if self._lasting:
+            self._reopening = self._loop.call_later(self._settings.reconnect_max_s, self._reopen)
+        self.flood = f"{self.endpoint}: {reason}; the connection was closed"
+        log.warning("an event source was cut off", extra={"reason": self.flood})
+        self._on_flood(self.flood)
+        self._on_readable()
+
+    def _reopen(self) -> None:
+        self._reopening = None
+        try:
+            self._open()
+        except zmq.ZMQError:
+            # No socket or descriptor is free.
+            self._reopening = self._loop.call_later(self._settings.reconnect_max_s, self._reopen)
+
+    def _read_monitor(self) -> None:
+        while self._monitor is not None:
+            try:
+                message = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            event = message["event"]
+            if event == zmq.Event.CONNECTED:
+                self._follow_connection(int(message["value"]))
+            elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+                self.is_refused = True
+            else:
+                self._news.append(event == zmq.Event.HANDSHAKE_SUCCEEDED)
+                if event == zmq.Event.DISCONNECTED:
+                    self._forget_connection()
+
+    def _follow_connection(self, descriptor: int) -> None:
+        self._forget_connection()
+        with contextlib.suppress(OSError):
+            # It may be closed by now.
+            self._connection = socket.socket(fileno=os.dup(descriptor))
+        self._inflow = Inflow(self._limits, self._delivered_bytes)
+
+    def _forget_connection(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _configure(self, socket: zmq.Socket[bytes], settings: LinkSettings) -> None:
         socket.setsockopt(zmq.LINGER, 0)
-        if curve is not None:
-            curve.apply(socket)
-        socket.setsockopt(zmq.RCVHWM, receive_hwm)
+        if self._curve is not None:
+            self._curve.apply(socket)
+        socket.setsockopt(zmq.RCVHWM, self._receive_hwm)
         socket.setsockopt(zmq.MAXMSGSIZE, settings.max_message_bytes)
         socket.setsockopt(zmq.RECONNECT_IVL, int(settings.reconnect_min_s * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(settings.reconnect_max_s * 1000))
+        if self._lasting:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.ping_s * 1000))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.ping_answer_s * 1000))
         if self.endpoint.startswith("tcp://["):
             socket.setsockopt(zmq.IPV6, 1)

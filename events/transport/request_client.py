@@ -42,8 +42,11 @@ class RequestClient(ABC):
                 self._handle(frames, now_s)
 
         more = self._link.read(handle, self._settings.turn_messages, self._settings.turn_bytes)
-        if not more and self._number == self._wanted() and self._deadline.has_passed(now_s):
-            self._give_up()
+        if not more and self._number == self._wanted():
+            if self._link.flood:
+                self._fail(self._link.flood)
+            elif self._deadline.has_passed(now_s):
+                self._give_up()
         return more
 
     def readable(self) -> bool:
@@ -72,6 +75,10 @@ class RequestClient(ABC):
     @abstractmethod
     def _give_up(self) -> None:
         """The answer that is wanted is overdue."""
+
+    @abstractmethod
+    def _fail(self, reason: str) -> None:
+        """The answer that is wanted cannot be had."""
 
     def _send(self, now_s: float, *frames: bytes) -> bool:
         """Sends the request that is wanted once it has a permit; whether that was now."""

@@ -14,11 +14,13 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import zmq
 
 from kvrouter.events.transport.curve import CurveClient
+from kvrouter.events.transport.flood_watch import FloodWatch
 from kvrouter.events.transport.holding_cursor import HoldingCursor
 from kvrouter.events.transport.link import Link
 from kvrouter.events.transport.outbox import Outbox
@@ -43,12 +45,14 @@ class Subscription(ABC, Generic[Item]):
         *,
         size_bytes: Callable[[Item], int],
         curve: CurveClient | None = None,
+        watch: FloodWatch | None = None,
     ) -> None:
-        """Opens nothing yet. size_bytes: of one item. curve: as Link has it, for every link."""
+        """Opens nothing yet. size_bytes: of one item. curve, watch: as Link has them, for every link."""
         self._context = context
         self._settings = settings
         self._cursor = cursor
         self._curve = curve
+        self._watch = watch or FloodWatch()
         self._outbox: Outbox[Item] = Outbox(
             settings.max_waiting, settings.max_waiting_bytes, size_bytes=size_bytes, on_room=self._schedule
         )
@@ -132,7 +136,13 @@ class Subscription(ABC, Generic[Item]):
             topic=topic,
             curve=self._curve,
             lasting=lasting,
+            watch=self._watch,
+            on_flood=partial(self._on_flood, topic is not None),
+            max_unread_bytes=None if lasting else self._settings.answer_max_unread_bytes,
         )
+
+    def _on_flood(self, is_live: bool, reason: str) -> None:
+        self._cursor.flooded(reason, is_live=is_live)
 
     def _schedule(self) -> None:
         if self._turn is None and not self._ended and self._loop is not None:

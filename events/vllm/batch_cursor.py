@@ -28,6 +28,7 @@ from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
     Disconnected,
+    Flooded,
     GapClosed,
     GapLost,
     GapOpened,
@@ -217,6 +218,10 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
     def malformed(self, reason: str) -> None:
         """A message that is no batch."""
         self.items.append(Malformed(reason))
+
+    def flooded(self, reason: str, *, is_live: bool) -> None:
+        """Report that a connection was closed because of what it brought. is_live: the one of the stream itself."""
+        self.items.append(Flooded(reason, is_live))
 
     def _holding(self) -> bool:
         request = self.request

@@ -52,5 +52,8 @@ class ReplayClient(RequestClient):
         else:
             cursor.malformed(f"a replay message with the seq {frames[-2][:16].hex()}")
 
+    def _fail(self, reason: str) -> None:
+        self._cursor.replay_failed(reason)
+
     def _give_up(self) -> None:
         self._cursor.replay_overdue()

@@ -116,6 +116,14 @@ class Malformed(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Flooded(msgspec.Struct, frozen=True):
+    """A connection brought more than it may and was closed. reason: with the endpoint. is_live: it was the one of the
+    stream itself, and `Disconnected` follows; else an answer's."""
+
+    reason: str
+    is_live: bool
+
+
 StreamItem: TypeAlias = (
     Connected
     | Disconnected
@@ -131,4 +139,5 @@ StreamItem: TypeAlias = (
     | Proven
     | ReplayFailed
     | Malformed
+    | Flooded
 )

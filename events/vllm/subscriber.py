@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import zmq
 
+from kvrouter.events.transport.flood_watch import FloodWatch
 from kvrouter.events.transport.link import Link
 from kvrouter.events.transport.permits import Permits
 from kvrouter.events.transport.request_client import RequestClient
@@ -39,9 +40,10 @@ class Subscriber(Subscription[StreamItem]):
         resume: ResumePoint | None = None,
         settings: SubscriberSettings | None = None,
         permits: Permits | None = None,
+        watch: FloodWatch | None = None,
     ) -> None:
         """Opens nothing yet. topic: prefix, as ZMQ matches it. resume: go on from there, if it can be proven. permits:
-        shared with others, to have few replays under way at once."""
+        shared with others, to have few replays under way at once. watch: shared, and as Link has it."""
         settings = settings or SubscriberSettings()
         cursor = Cursor(
             replay=replay_endpoint is not None,
@@ -49,7 +51,7 @@ class Subscriber(Subscription[StreamItem]):
             max_held=settings.max_held,
             max_held_bytes=settings.max_held_bytes,
         )
-        super().__init__(context, settings, cursor, size_bytes=_size_bytes)
+        super().__init__(context, settings, cursor, size_bytes=_size_bytes, watch=watch)
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._topic = topic

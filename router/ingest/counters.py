@@ -15,6 +15,8 @@ class IngestCounters(msgspec.Struct):
     broken: int = 0
     unknown: int = 0
     malformed: int = 0
+    # Connections that were closed because of what they brought.
+    floods: int = 0
     gaps: int = 0
     missed_batches: int = 0
     restarts: int = 0

@@ -29,7 +29,7 @@ from kvrouter.events.patch.items import (
 )
 from kvrouter.events.patch.messages import Events, Heartbeat, ReportCleared, ReportStored, unpack_hashes
 from kvrouter.events.vllm.messages import BlockStored
-from kvrouter.events.vllm.stream_items import Connected, Disconnected, StreamItem
+from kvrouter.events.vllm.stream_items import Connected, Disconnected, Flooded, StreamItem
 from kvrouter.router.common.ids import GPU, Place
 from kvrouter.router.ingest.residency import EMPTY_SUM, MAX_PLACES, PlaceSum, Runs
 from kvrouter.router.ingest.worker_epoch import WorkerEpoch
@@ -131,6 +131,8 @@ class PatchFeed:
             profile.declare(item.catalog)
         elif isinstance(item, Connected | Disconnected):
             self._connection(item)
+        elif isinstance(item, Flooded):
+            profile.flooded(item)
 
     def suspect_life(self, reason: str) -> None:
         """The engine's HTTP says that another life may have begun."""
@@ -140,7 +142,9 @@ class PatchFeed:
     def _connection(self, item: Connected | Disconnected) -> None:
         if isinstance(item, Disconnected):
             self._contact.linked = False
-            self._doubt("connection to the engine's patch lost; the last known residency is shown")
+            lost = self._contact.flood or "connection to the engine's patch lost"
+            self._doubt(f"{lost}; the last known residency is shown")
+            self._contact.flood = ""
         elif self._patch.epoch is None:
             self._contact.linked = True
             self._load_first("loading a snapshot of what the engine holds")

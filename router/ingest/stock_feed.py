@@ -18,6 +18,7 @@ from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
     Disconnected,
+    Flooded,
     GapClosed,
     GapLost,
     GapOpened,
@@ -69,7 +70,7 @@ class StockFeed:
         if isinstance(item, Batch):
             self._batch(item, now)
         elif isinstance(item, Connected):
-            contact.linked = True
+            contact.linked, contact.flood = True, ""
             self._connected()
         elif isinstance(item, Disconnected):
             contact.linked = contact.same_life = False
@@ -78,7 +79,8 @@ class StockFeed:
             contact.next_seq_s = contact.told_start_s = None
             if not contact.missing:
                 shown = "; the last known residency is shown" if contact.unproven else ""
-                profile.wait_for(f"connection to {events} lost{shown}")
+                lost = contact.flood or f"connection to {events} lost"
+                profile.wait_for(f"{lost}{shown}")
         elif isinstance(item, GapOpened):
             self._count_gap(item.first_seq, item.next_seq)
             contact.missing = True
@@ -121,6 +123,8 @@ class StockFeed:
             self._replay_failed(item)
         elif isinstance(item, Malformed):
             profile.tally.malformed += 1
+        elif isinstance(item, Flooded):
+            profile.flooded(item)
 
     def compare_process(self, sign: EngineSame) -> None:
         """The engine's HTTP says that its process is the one that it named before."""

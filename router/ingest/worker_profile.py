@@ -13,6 +13,7 @@ import msgspec
 from kvrouter.events.patch.items import Greeted
 from kvrouter.events.patch.messages import DeclaredCatalog
 from kvrouter.events.vllm.messages import MAX_ERROR_CHARS
+from kvrouter.events.vllm.stream_items import Flooded
 from kvrouter.router.common.checksum import seal, unseal
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import Place
@@ -88,6 +89,8 @@ class Contact(msgspec.Struct):
     told_start_s: float | None = None
     # When the next seq came after a new connection, while only the engine's HTTP can prove that it is the same life.
     next_seq_s: float | None = None
+    # Why the connection was closed because of what it brought, until there is another.
+    flood: str = ""
     last_event_s: float | None = None
 
 
@@ -275,6 +278,13 @@ class WorkerProfile:
         """Forget an incident that ended with the worker being live."""
         if self._is_passing:
             self.forget_incident()
+
+    def flooded(self, item: Flooded) -> None:
+        """Count and show that a connection was closed because of what it brought."""
+        self.tally.floods += 1
+        self.report(item.reason)
+        if item.is_live:
+            self.contact.flood = item.reason
 
     def forget_incident(self) -> None:
         """Forget what happened to a live worker."""

@@ -70,8 +70,11 @@ from kvrouter.router.workers.engine_key import EngineKey
 
 # A worker with the patch has two connections, a snapshot under way, a look for another life, and a monitor's pair for
 # each. ZMQ's own limit of 1,023 would refuse some of a hundred workers.
-SOCKETS_PER_WORKER = 10
+SOCKETS_PER_WORKER = 12
 SPARE_SOCKETS = 64
+# ZMQ_ZERO_COPY_RECV, which pyzmq does not name. With it, each small frame of an unfinished message would hold the whole
+# buffer of 8 KiB that it was read into.
+ZERO_COPY_RECV = 10
 
 # aiohttp's own default.
 AIOHTTP_KEEP_S = 15.0
@@ -240,6 +243,7 @@ class Assembly:
         config, stack = self._config, self._stack
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, SOCKETS_PER_WORKER * config.max_workers + SPARE_SOCKETS)
+        context.set(ZERO_COPY_RECV, 0)
         stack.callback(context.destroy, linger=0)
         engine_client = EngineClient(asyncio.get_running_loop(), self._engine_key)
         stack.callback(engine_client.close)

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 from collections.abc import Callable
-from pathlib import Path
 
-STATM = Path("/proc/self/statm")
+from kvrouter.events.transport.flood_watch import STATM, resident_bytes
+
 # A look reads one small file.
 LOOK_S = 2.0
 # The memory taken since the last release for which another is worth a walk over all free blocks, in which whoever
@@ -47,11 +46,6 @@ def trim_function() -> Callable[[int], int] | None:
     """glibc's malloc_trim, which lets other Python threads run; None with another libc, or without /proc."""
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim if STATM.exists() else None
-
-
-def resident_bytes() -> int:
-    """Of this process."""
-    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def release_memory(trim: Callable[[int], int]) -> None:

@@ -115,6 +115,7 @@ class SourceSwitch:
                 timeout_s=GREET_KNOWN_S if known else GREET_FIRST_S,
                 curve=self._curve(),
                 waits=known or endpoints.key is not None,
+                watch=self._services.watch,
             )
         except ClientRefused:
             self._is_refused = True
@@ -142,6 +143,7 @@ class SourceSwitch:
             refusal=self._services.allowed.problem,
             curve=self._curve(),
             permits=self._services.permits,
+            watch=self._services.watch,
         )
         self._engine.expire = reports.expire
         try:
@@ -164,6 +166,7 @@ class SourceSwitch:
             resume=record.ingest.resume_point,
             settings=SubscriberSettings(answer_timeout_s=self._services.config.replay_timeout_s),
             permits=self._services.permits,
+            watch=self._services.watch,
         )
         self._engine.expire = subscriber.expire
         connected = asyncio.Event()
@@ -215,7 +218,9 @@ class SourceSwitch:
                 PROBE_PAUSE_FIRST_S if connected.is_set() else min(PROBE_PAUSE_GROWTH * pause_s, PROBE_PAUSE_LAST_S)
             )
             connected.clear()
-            hello = await greet(patch, context=self._services.context, timeout_s=PROBE_S, waits=False)
+            hello = await greet(
+                patch, context=self._services.context, timeout_s=PROBE_S, waits=False, watch=self._services.watch
+            )
             if hello is not None and not hello.withheld:
                 raise SourceChanged(f"a patched engine answers at {patch}")
             withheld = "" if hello is None else hello.withheld

@@ -15,6 +15,7 @@ TALLIED = {
     "broken": ("ingest_broken_events_total", "Events that did not decode"),
     "unknown": ("ingest_unknown_events_total", "Events of an unknown type"),
     "refused": ("ingest_refused_blocks_total", "Blocks over a worker's own bounds: they earn no credit"),
+    "floods": ("ingest_floods_total", "Connections to event sources closed because they brought more than they may"),
     "foreign": ("ingest_foreign_batches_total", "Batches of another data-parallel rank: nothing of them is credited"),
     "gaps": ("stream_gaps_total", "Gaps in the sequence of batches, filled or lost"),
     "missed_batches": ("stream_missed_batches_total", "Batches that did not come by themselves, filled or lost"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
+from kvrouter.events.transport.flood_watch import FloodWatch
 from kvrouter.events.transport.permits import Permits
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
@@ -28,8 +29,8 @@ from kvrouter.router.workers.allow_list import AllowList
 class StreamServices:
     """token: names the process in leases. leases: renews them. held: the workers that are followed. turns: of all
     streams that take items in. mirror: led while the process follows a worker. http: polls engines for liveness; None:
-    no polls. polls: bounds how many at once. feed: where what happens
-    is published. patch_secret: the CURVE key that engines' patches see; None: another for each connection."""
+    no polls. polls: bounds how many at once. feed: where what happens is published. watch: looks at what event sources
+    bring. patch_secret: the CURVE key that engines' patches see; None: another for each connection."""
 
     store: IndexStore
     leases: LeaseRounds
@@ -48,6 +49,7 @@ class StreamServices:
     supervisor: TaskSupervisor
     mirror: MirrorSource
     feed: EventFeed
+    watch: FloodWatch = dataclasses.field(default_factory=FloodWatch)
     patch_secret: bytes | None = dataclasses.field(default=None, repr=False)
 
     def new_epoch(self) -> str:

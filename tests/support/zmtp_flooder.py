@@ -54,7 +54,7 @@ def single_frames(_: int) -> Iterator[bytes]:
 
 
 def many_frames(_: int) -> Iterator[bytes]:
-    """Messages of so many frames that reading one takes seconds."""
+    """Messages of FRAMES frames each, which take seconds to read."""
     return itertools.repeat(frame(b"", MORE) * (FRAMES - 1) + frame(b""))
 
 

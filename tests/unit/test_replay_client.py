@@ -28,6 +28,7 @@ class Wire:
         self.inbox: list[list[bytes]] = []
         self.sent: list[tuple[bytes, ...]] = []
         self.closed = False
+        self.flood = ""
 
     def read(self, handle: Callable[[list[bytes]], None], most: int, most_bytes: int) -> bool:
         for frames in self.inbox:
