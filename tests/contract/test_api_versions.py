@@ -93,7 +93,7 @@ def test_a_plain_question_below_the_version_goes_the_short_way(path: str) -> Non
         head = plain_head(sent, app.plain_paths, app.forwarded_paths, app.plain_below, None, 1_000, 100)
         assert head is not None and head.path == path
     locked, _ = build(TinyCore(), api_key="secret")
-    assert plain_head(sent, locked.plain_paths, locked.forwarded_paths, locked.plain_below, 1_000, 100) is None
+    assert plain_head(sent, locked.plain_paths, locked.forwarded_paths, locked.plain_below, None, 1_000, 100) is None
 
 
 @pytest.mark.parametrize(

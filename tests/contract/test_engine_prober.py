@@ -16,7 +16,9 @@ import pytest
 from certificates import Authority
 
 from kvrouter.router.discovery.engine_prober import EngineProber, ProbeRequest
+from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.engine_answers import EngineAnswers
+from kvrouter.router.workers.engine_key import EngineKey
 
 WHOLE = ProbeRequest(model=True, streams=True)
 MODELS = b'{"data": [{"id": "m"}]}'
@@ -58,7 +60,8 @@ def port_of(server: asyncio.Server) -> int:
 
 async def ask(url: str, what: ProbeRequest = WHOLE) -> EngineAnswers:
     async with aiohttp.ClientSession() as session:
-        prober = EngineProber(session, clock=time.monotonic, rng=random.Random(0), changed=lambda: None)
+        key = EngineKey(None, AllowList())
+        prober = EngineProber(session, key=key, clock=time.monotonic, rng=random.Random(0), changed=lambda: None)
         return await prober.ask(url, what)
 
 

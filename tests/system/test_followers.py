@@ -16,7 +16,7 @@ from fleet import check, held, register, rows, until, wait_shared, wait_well
 from router_process import RouterProcess
 from store_server import StoreServer
 
-from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, encode_heartbeat
+from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, Hold, encode_heartbeat
 from kvrouter.router.index import keys
 
 ENGINES = 4
@@ -60,7 +60,7 @@ def test_a_router_that_refuses_workers_gets_none_of_them(tmp_path: Path, server:
 
 
 def heartbeat(count: int, **fields: Any) -> bytes:
-    return encode_heartbeat(Heartbeat(count, VERSION, fields.get("holds", {}), [], fields.get("refuses", {})))
+    return encode_heartbeat(Heartbeat(count, VERSION, fields.get("holds", {}), fields.get("refuses", {})))
 
 
 # Fields of the hash of routers that no router wrote.
@@ -69,7 +69,7 @@ FORGED: dict[str, tuple[bytes, bytes]] = {
     "text": (b"ghost", b"live until 2099"),
     "huge": (b"ghost", b"\xcf" + b"\xff" * 8),
     "token": (b"\xff\x00\xfe", heartbeat(1)),
-    "stopped": (b"ghost", heartbeat(2**63, holds={f"{{m/w{n}}}": 2**63 for n in range(ENGINES)})),
+    "stopped": (b"ghost", heartbeat(2**63, holds={f"{{m/w{n}}}": Hold(2**63, 0) for n in range(ENGINES)})),
 }
 
 

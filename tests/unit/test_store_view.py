@@ -13,9 +13,8 @@ A, B, C = (WorkerKey("m", "a"), WorkerKey("m", "b", 1), WorkerKey("n/{x}", "c"))
 
 
 def beat(holds: dict[WorkerKey, int], late: list[WorkerKey], refuses: int = 0) -> Heartbeat:
-    tags = {worker_tag(worker): number for worker, number in holds.items()}
-    holds = {tag: Hold(lease, 0, 2_000 if tag in set(map(worker_tag, late)) else 0) for tag, lease in tags.items()}
-    return Heartbeat(1, VERSION, holds, {str(i): "why" for i in range(refuses)}, "0.1.0")
+    held = {worker_tag(worker): Hold(lease, 0, 2_000 if worker in late else 0) for worker, lease in holds.items()}
+    return Heartbeat(1, VERSION, held, {str(i): "why" for i in range(refuses)}, "0.1.0")
 
 
 def test_each_worker_is_shown_with_the_router_whose_lease_it_is() -> None:

@@ -81,12 +81,17 @@ def test_a_head_reads_what_it_can_and_names_the_first_that_it_cannot() -> None:
 FIELDS = {"epoch": b"e", "seq": b"14", "commits": b"15", "places": GPU_PLACE, "lease": b"3", "checkpoint": b"12"}
 
 
+def read_fields(fields: dict[str, bytes], found: bytes) -> Head:
+    epoch, seq, commits, places, lease, checkpoint = fields.values()
+    return Head.of("k", epoch, seq, commits, places, lease, checkpoint, found)
+
+
 @pytest.mark.parametrize("name", [name for name in FIELDS if name != "lease"])
 def test_a_field_that_was_changed_to_another_good_value_is_named(name: str) -> None:
     found = head_sum(*(value for field, value in FIELDS.items() if field != "lease"))
-    assert Head.of("k", *FIELDS.values(), found).problem is None
+    assert read_fields(FIELDS, found).problem is None
     changed = FIELDS | {name: FIELDS[name].replace(b"1", b"0").replace(b"e", b"f").replace(b"7", b"6")}
-    problem = Head.of("k", *changed.values(), found).problem
+    problem = read_fields(changed, found).problem
     assert problem is not None and problem.field in ("sum", "checkpoint")
 
 
