@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak floods lint format chart-readme bench bench-peers docs audit lock sbom image-check clean
+.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof floods lint format chart-readme bench bench-peers docs audit lock sbom image-check clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what four replicas reuse"
@@ -22,6 +22,7 @@ help:
 	@echo "make takeover     two routers, one killed again and again: how long until the other has its workers, and is it right"
 	@echo "make soak         an hour under load: does its memory stay flat, and are its answers right at the end"
 	@echo "make floods       one bad event source, many idle clients of /events: memory, descriptors and latency (minutes)"
+	@echo "make live-proof  power failures, lost stores and restarts: no router says live without proof"
 	@echo "make lint         ruff, mypy, spelling and plain words"
 	@echo "make chart-readme renew the table of values in the Helm chart's README"
 	@echo "make bench-peers  beside dynamo.indexer, dynamo.select_service, vllm-router and llm-d's layout in Redis"
@@ -95,6 +96,10 @@ soak: $(VENV)/installed
 # ARGS: --only NAME, --seconds N.
 floods: $(VENV)/installed
 	$(BIN)/python benchmarks/floods.py $(ARGS)
+
+# ARGS: --world power|store|restarts (required), --cycles N, --replay-pause-ms N, --seed N.
+live-proof: $(VENV)/installed
+	$(BIN)/python benchmarks/live_proof.py $(ARGS)
 
 # Folders whose modules tests import by their bare names.
 HELPERS := tests/engine:tests/sglang:tests/contract:tests/property:tests/chaos:tests/fuzz:tests/golden

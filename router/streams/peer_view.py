@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Redis says of a worker that another router process follows: catalog, hash scheme, state, block counts. Pure.
+"""A worker that another router process follows, as Redis describes it: catalog, hash scheme, state, block counts. Pure.
 
 The follower of a worker writes its state into `meta` with its commits; here it is read back, so that all routers answer
 alike.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the matcher may know of one worker: its state, whether it is credited, and why. Pure.
+"""The state of one worker as the matcher may know it, whether it is credited, and why. Pure.
 
 Nothing is credited whose proof is missing here: a registration that may not be followed or is contradicted, an image
 that is not whole, a log or a follower that is not heard, and doubt that lasts too long.
@@ -23,29 +23,35 @@ NO_FOLLOWER_YET = "no other router has been heard yet that follows this worker"
 
 
 class Facts(msgspec.Struct):
-    """What is known of one worker beside its events. A problem is a sentence; empty or None: there is none.
+    """Everything known of a worker beside its events. A problem is a sentence; empty or None: there is none."""
 
-    refusal: why it may not be followed. contradiction: what says that its events are another engine's. image_problem:
-    why the mirror lacks what Redis holds of it. log_loaded: the image of Redis was read, and the log from there on.
-    log_heard: the store shows what comes after. follower_problem: why the router that follows it is not heard.
-    hold_problem: why the last hold ended. key_problem: the proof that its patch owes; stays while it is tried again.
-    store_problem: why the store takes no commits. overdue: doubt has lasted longer than it is credited. alone: no other
-    rank is registered beside it. engine_ranks: of its engine's cores. stopping: it is no longer to be followed. disk,
-    cpu_tier, cache: what the metrics page of the engine's present process says."""
-
+    # Why the worker may not be followed.
     refusal: str | None = None
+    # Why its events may be another engine's.
     contradiction: str = ""
+    # Why the mirror lacks what Redis holds of the worker.
     image_problem: str = ""
+    # The image in Redis was read, and the log from there on.
     log_loaded: bool = False
+    # The store shows what comes after.
     log_heard: bool = True
+    # Why the router that follows the worker does not vouch for what is shown of it.
     follower_problem: str | None = NO_FOLLOWER_YET
+    # Why the last hold of the lease ended.
     hold_problem: str | None = None
+    # The proof that its engine patch owes; it stays while the patch is greeted again.
     key_problem: str | None = None
+    # Why the store takes no commits.
     store_problem: str | None = None
+    # Doubt has lasted for longer than it is credited.
     overdue: bool = False
+    # No other rank is registered beside it.
     alone: bool = True
+    # The ranks of its engine's cores.
     engine_ranks: tuple[int, ...] = ()
+    # It is no longer to be followed.
     stopping: bool = False
+    # The three are read from the metrics page of the engine's present process.
     disk: DiskWatch = msgspec.field(default_factory=DiskWatch)
     cpu_tier: CpuTierWatch = msgspec.field(default_factory=CpuTierWatch)
     cache: EngineCache = EngineCache()
@@ -71,11 +77,12 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Word(msgspec.Struct, frozen=True):
-    """What whoever follows the worker says of it. problem: what of its word cannot be read."""
+    """The state of a worker as its follower published it."""
 
     state: StreamState
     reason: str
     credited: bool = True
+    # Which part of it cannot be read; empty: all can.
     problem: str = ""
 
 
@@ -88,7 +95,7 @@ class Credit(msgspec.Struct, frozen=True):
 
 
 def shown_state(phase: Phase, facts: Facts, word: Word) -> StreamState:
-    """The state that the word means here."""
+    """Return the state that the word means here."""
     state = word.state
     if facts.refusal:
         return StreamState.DOWN
@@ -102,7 +109,7 @@ def shown_state(phase: Phase, facts: Facts, word: Word) -> StreamState:
 
 
 def credit(phase: Phase, facts: Facts, word: Word, state: StreamState, suspect_credit_s: float) -> Credit:
-    """Whether a worker in `shown_state` is credited, and why. suspect_credit_s: for how long doubt is."""
+    """Return whether a worker in `shown_state` is credited, and why. suspect_credit_s: for how long doubt is."""
     is_credited = credited(state, facts.overdue) and word.credited
     reason = _reason(phase, facts, word, state)
     if state is StreamState.SUSPECT and not is_credited:
@@ -128,7 +135,7 @@ def _reason(phase: Phase, facts: Facts, word: Word, state: StreamState) -> str:
 
 
 def _hearing_problem(facts: Facts) -> str | None:
-    """Why what others wrote of the worker cannot be shown as it is, None when it can."""
+    """Return why what others wrote of the worker cannot be shown unchanged, None when it can."""
     if not facts.log_loaded:
         return "what other router processes learned of this worker is being loaded from Redis"
     if not facts.log_heard:

@@ -36,16 +36,17 @@ INCIDENT_SHOWN_S = 60.0
 
 
 class Shown(msgspec.Struct):
-    """Up to where the mirror shows the worker. received_s: when the items in hand were received; lag_s: how long the
-    last ones took until they were shown."""
+    """Up to where the mirror shows the worker."""
 
+    # When the items in hand were received.
     received_s: float
     epoch: str | None = None
     seq: int | None = None
+    # How long the last items took until they were shown.
     lag_s: float | None = None
 
     def advance(self, epoch: str, seq: int | None) -> None:
-        """seq: None where it did not change."""
+        """Take what is shown now. seq: None where it did not change."""
         self.seq = seq if seq is not None or epoch != self.epoch else self.seq
         self.epoch = epoch
 
