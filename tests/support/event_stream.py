@@ -9,6 +9,7 @@ from typing import Any
 
 import zmq
 
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import Batch, StreamItem
@@ -34,6 +35,8 @@ class Stream:
     def __init__(self, subscriber: Subscriber) -> None:
         self.subscriber = subscriber
         self.items: list[StreamItem] = []
+        # Whether more was sent than was taken, as far as the items say.
+        self.behind = False
 
     async def __aenter__(self) -> Stream:
         await self.subscriber.start()
@@ -45,21 +48,26 @@ class Stream:
     async def until(self, enough: Callable[[list[StreamItem]], object]) -> list[StreamItem]:
         """The items up to where `enough` holds of all that came; they are taken."""
         while not enough(self.items):
-            self.items += await self.subscriber.next()
+            items = await self.subscriber.next()
+            for item in items:
+                if isinstance(item, FellBehind | CaughtUp):
+                    self.behind = isinstance(item, FellBehind)
+            self.items += items
         items, self.items = self.items, []
         return items
 
     async def until_kind(self, kind: type[StreamItem], count: int = 1) -> list[StreamItem]:
         return await self.until(lambda items: sum(isinstance(item, kind) for item in items) >= count)
 
+    def _is_live(self, items: list[StreamItem]) -> bool:
+        return not self.behind and any(isinstance(item, Batch) and not item.replayed for item in items)
+
     async def until_live(self, publisher: EventPublisher) -> int:
         """Publishes until it arrives live; the seq of the last published. PUB drops until it knows of us."""
         while True:
             publisher.publish(b"warm%d" % publisher.next_seq)
             try:
-                await asyncio.wait_for(
-                    self.until(lambda items: any(isinstance(item, Batch) and not item.replayed for item in items)), 0.1
-                )
+                await asyncio.wait_for(self.until(self._is_live), 0.1)
             except TimeoutError:
                 continue
             return publisher.next_seq - 1

@@ -16,7 +16,7 @@ from typing import Any
 import former_release
 import pytest
 from churn import BLOCK, HASHES, Churn
-from fleet import MODEL, check, paused, register, rows, until, wait_busy, wait_seqs, wait_shared
+from fleet import MODEL, check, paused, register, rows, until, wait_busy, wait_seqs, wait_shared, wrong_answers
 from former_release import Stored
 from router_process import RouterProcess
 from store_server import StoreServer
@@ -255,3 +255,28 @@ def test_one_router_after_the_other_on_its_private_store(tmp_path: Path, left: S
         with router.store() as client:
             assert client.hget(keys.SCHEMAS, "3") and client.exists(keys.registry("m"))
             assert client.hget(keys.registry("m"), keys.registry_field(WorkerKey("m", "w0", 0)))
+
+
+@pytest.mark.skipif(not former_release.is_known(), reason="the repository's history is not here")
+def test_the_way_back_credits_nothing_that_is_gone(tmp_path: Path, server: StoreServer, churn: Churn) -> None:
+    """Under traffic: the old router, the new one in its place, and the old one again beside what it left."""
+    former = former_release.environment(tmp_path / "former")
+    flags = ["--redis", server.url]
+    with RouterProcess(tmp_path / "a", flags, former) as one:
+        register(one, churn)
+        churn.ask("go")
+        wait_seqs(one, dict.fromkeys(churn.workers, 20))
+        with start(tmp_path, server, "b") as two:
+            wait_seqs(two, dict.fromkeys(churn.workers, 40))
+            one.__exit__()
+            seqs = dict(zip(churn.workers, churn.ask("seqs"), strict=True))
+            wait_seqs(two, {worker: seq + 20 for worker, seq in seqs.items()})
+            with RouterProcess(tmp_path / "c", flags, former) as again:
+                two.__exit__()
+                seqs = paused(churn)
+                truth = churn.ask("dump")
+                # Its index of before is old: nothing of it may be credited that is gone.
+                until(lambda: not over_credited(again, churn, truth), "more is predicted than the engines hold")
+                wait_seqs(again, seqs)
+                until(lambda: not wrong_answers(again, churn, truth), "the old router's answers are wrong")
+                assert not over_credited(again, churn, truth)

@@ -86,7 +86,7 @@ def feed(ingest: Ingest, *items: Any, now: float = 1.0) -> Ingest:
 
 
 def test_nothing_of_another_process_was_heard() -> None:
-    ingest = feed(make(url=URL), Connected(False), batch(0, stored([1])))
+    ingest = feed(make(url=URL), Connected(), batch(0, stored([1])))
     assert ingest.profile.contact.last_event_s is not None
     ingest.on_liveness(EngineRestarted("its start is 2.00"))
     assert ingest.profile.contact.last_event_s is None

@@ -30,6 +30,7 @@ ALLOWED = {
     ("streams/source_switch.py", "hold"): "a TaskGroup: what ends one ends the run of a supervised task",
     ("server/supervisor.py", "supervise"): "the process itself: awaited, its failure ends it",
     ("server/supervisor.py", "_run"): "a TaskGroup: what ends one ends the process",
+    ("access/access.py", "watch"): "a TaskGroup: what ends one ends the run of a supervised task",
     (
         "tokens/engine/verified_engines.py",
         "_begin_judging",
