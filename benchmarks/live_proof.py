@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from churn import BLOCK, HASHES, Churn
-from fleet import MODEL, register, rows, wait_shared
+from fleet import MODEL, held, register, rows, until, wait_shared
 from router_process import RouterProcess
 from store_server import StoreServer
 
@@ -283,22 +283,32 @@ class Traffic:
         self.store = stack.enter_context(StoreServer(folder / "store", *OPTIONS))
         self.churn = stack.enter_context(Churn(ENGINES, RATE, seed, replay_pause_s=replay_pause_s))
         self.tally = Tally()
+        self.published: Published | None = None
+        self.watchers: list[Watcher] = []
         self.routers = [self.start_router(number) for number in range(len(self.FLAGS))]
-        stack.callback(lambda: [router.__exit__() for router in self.routers])
+        stack.callback(self._end)
         register(self.routers[0], self.churn)
         self.churn.ask("go")
-        wait_shared(self.routers, ENGINES)
+        # Shares are even by process, and one router has two.
+        until(lambda: sum(map(held, self.routers)) == ENGINES, "not all workers are followed")
         self.published = Published(self.churn)
-        stack.callback(self.published.end)
         self.watchers = [self.watch(router) for router in self.routers]
-        stack.callback(lambda: [watcher.end() for watcher in self.watchers])
         self.wait_live(time.monotonic())
+
+    def _end(self) -> None:
+        for watcher in self.watchers:
+            watcher.end()
+        if self.published is not None:
+            self.published.end()
+        for router in self.routers:
+            router.__exit__()
 
     def start_router(self, number: int) -> RouterProcess:
         arguments = ["--redis", self.store.url, *self.FLAGS[number]]
         return RouterProcess(self._folder / f"router{number}", arguments).__enter__()
 
     def watch(self, router: RouterProcess) -> Watcher:
+        assert self.published is not None
         return Watcher(router.port, self.published, self.churn.workers, self.tally)
 
     def wait_live(self, since_s: float) -> None:
