@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from churn import BLOCK, HASHES, Churn
-from fleet import MODEL, held, register, rows, until, wait_shared
+from fleet import MODEL, register, rows, wait_live, wait_shared
 from router_process import RouterProcess
 from store_server import StoreServer
 
@@ -289,8 +289,8 @@ class Traffic:
         stack.callback(self._end)
         register(self.routers[0], self.churn)
         self.churn.ask("go")
-        # Shares are even by process, and one router has two.
-        until(lambda: sum(map(held, self.routers)) == ENGINES, "not all workers are followed")
+        for router in self.routers:
+            wait_live(router)
         self.published = Published(self.churn)
         self.watchers = [self.watch(router) for router in self.routers]
         self.wait_live(time.monotonic())
