@@ -136,12 +136,13 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
 
     def hello(self, hello: Hello) -> None:
         """The answer to a greeting that was sent after the last change of life."""
-        self.items.append(Greeted(hello))
         if hello.epoch != self._epoch:
             self._enter_life(hello.epoch, hello.started_s, "another life answers")
             self.greeting_wanted = False
         elif self._resuming and self._request is None:
             self._judge_resume(hello.next_seq)
+        # Another life voids what is known before anything else is said of it.
+        self.items.append(Greeted(hello))
         self._resuming = False
         self._greeted = True
         if hello.catalog is not None:

@@ -285,6 +285,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         # Without the known batch nothing proves the same life, neither of the answer nor of batches held from the
         # connection before.
         self._held.drop_old()
+        self._fall_behind()
         self._lose(expected, seq, f"the replay begins at seq {seq}, after what was known")
         return True
 

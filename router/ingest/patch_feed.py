@@ -124,7 +124,7 @@ class PatchFeed:
         elif isinstance(item, PatchSilent):
             self._doubt(f"not heard for {item.silent_s:.1f} s; the last known residency is shown")
         elif isinstance(item, PatchHeard):
-            profile.wait_for(f"heard again; {PROVING}")
+            self._doubt(f"heard again; {PROVING}")
         elif isinstance(item, Greeted):
             self._patch.greeting = item
         elif isinstance(item, Declared):
