@@ -203,12 +203,15 @@ class ReuseStatus(msgspec.Struct, frozen=True):
 
 
 class EngineCache(msgspec.Struct, frozen=True):
-    """How an engine's metrics page describes its KV cache: whether it reuses prompts, tokens of a block, blocks, and
-    tokens of context that fit. None: it does not say."""
+    """An engine's KV cache as its metrics page describes it; a field is None where the page does not say it."""
 
+    # Whether prompts are reused at all.
     prefix_caching: bool | None = None
+    # Tokens of one block.
     block_size: int | None = None
+    # Blocks on the accelerator.
     blocks: int | None = None
+    # Tokens of context that fit there.
     tokens: int | None = None
 
 

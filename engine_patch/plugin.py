@@ -65,7 +65,7 @@ def patch(environment: Mapping[str, str], log: logging.Logger, start: StartRepor
         try:
             made = EventTap(reporter, features, version, publisher._dp_rank)
         except BaseException:
-            # Else it would answer routers with a cache that stays empty.
+            # An open reporter would show routers a cache that stays empty.
             reporter.close()
             raise
         watch(publisher, made.published, made.close, features["reports"])

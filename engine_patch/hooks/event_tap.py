@@ -43,12 +43,14 @@ class EventTap:
         self._limit_failures()
 
     def _limit_failures(self) -> None:
-        """Take from readers what a feature that is off no longer keeps up."""
+        """Withdraw from readers the blocks that a feature no longer keeps up to date once it is off."""
         features = self.features
         features["reports"].when_off(self._withhold_everything)
-        # Blocks that are counted twice would never go away, in whichever pool they are.
+        # Without this feature a block is counted again when it is announced again, and one removal does not take it
+        # away, in whichever pool it is.
         features["reuse"].when_off(self._withhold_everything)
-        # vLLM's own events of the tiers go on in its own form, whose removals need not name what was stored before.
+        # From here on vLLM reports the tiers with its own events, whose removals need not name a block that was stored
+        # before.
         features["offload"].when_off(self._withhold_tiers, if_failed=True)
         features["lora"].when_off(self._forget_loras, if_failed=True)
 
@@ -104,7 +106,7 @@ class EventTap:
 
     def _watch_reset(self, pool: Any, medium: str) -> None:
         if medium != GPU:
-            # vLLM's own clear, which comes with the next step, is taken for the GPU's.
+            # Readers take vLLM's own clear, which comes with the next step and names no medium, for the GPU's.
             self.features["resets"].when_off(self._withhold_tiers)
         resets.watch(pool, medium, self.notes, self._cleared, self.features["resets"])
 
@@ -144,8 +146,8 @@ class EventTap:
             self.declare()
 
     def _forget_loras(self, problem: str) -> None:
-        """An adapter may be loaded from another path by now: with the one that was declared, prompts would be promised
-        blocks that they do not use."""
+        """Stop crediting prompts of adapters. An adapter may be loaded from another path by now, and with the path that
+        was declared, prompts would be credited with blocks that they cannot use."""
         self._lora_paths.clear()
         if self._declared is not None:
             self._declared = msgspec.structs.replace(self._declared, lora_paths={})

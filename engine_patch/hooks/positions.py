@@ -67,7 +67,7 @@ def position_of(
 
 
 def watch(pool: Any, notes: Notes, positions: Feature) -> None:
-    """Note where one block pool's stores stand; wraps its methods, on the instance."""
+    """Record the positions at which one block pool stores blocks, by wrapping its methods on the instance."""
     positions.install(
         lambda: misfit(pool, "cache_full_blocks", _CACHE_FULL), lambda: _watch_full(pool, notes, positions)
     )
@@ -79,8 +79,8 @@ def watch(pool: Any, notes: Notes, positions: Feature) -> None:
 
 
 def watch_reuse(pool: Any, notes: Notes, reuse: Feature) -> None:
-    """Keep what one block pool announces again out of the reports. The wrapper passes on whatever it is given, so every
-    version fits that has the method."""
+    """Keep blocks that a block pool announces again out of the reports. The wrapper passes on all arguments unchanged,
+    so it fits every version that has the method."""
     if hasattr(pool, "emit_cached_block_events"):
         reuse.install(lambda: misfit(pool, "emit_cached_block_events", ()), lambda: _watch_reuse(pool, notes, reuse))
 

@@ -31,7 +31,8 @@ def watch(pool: Any, medium: str, notes: Notes, cleared: Callable[[str, str], No
                         void(pool, medium, notes)
                 except Exception:
                     feature.failed()
-                # Also after a failure: of what vLLM's queue still holds, its own clear comes last.
+                # Report it even after a failure: vLLM's queue may still hold events, and its own clear comes after
+                # them.
                 cleared(medium, REASON)
             return done
 

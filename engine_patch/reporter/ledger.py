@@ -35,10 +35,10 @@ UNTRACKED = "untracked"
 
 
 class Scope(IntEnum):
-    """What a publisher no longer reports, for good; each includes those before it."""
+    """The media that a publisher has stopped reporting, for good; each member includes the ones before it."""
 
     NOTHING = 0
-    # The media beside the GPU.
+    # All media except the GPU.
     TIERS = 1
     EVERYTHING = 2
 
@@ -74,8 +74,8 @@ class FrozenLedger(msgspec.Struct, frozen=True, eq=False):
 
 
 class Ledger:
-    """Copies of every resident block hash, by place; bounded in distinct (place, hash) pairs. withheld: what is neither
-    counted nor reported."""
+    """Copies of every resident block hash, by place; bounded in distinct (place, hash) pairs. withheld: the scope whose
+    blocks are neither counted nor reported."""
 
     def __init__(self, max_blocks: int, withheld: Scope = Scope.NOTHING) -> None:
         self.max_blocks = max_blocks
@@ -116,7 +116,8 @@ class Ledger:
         return reported
 
     def withhold(self, scope: Scope, reason: str) -> list[ReportEvent]:
-        """Forget what the scope covers, and ignore it from now on. Returns what to send."""
+        """Forget all blocks that the scope covers, ignore them from now on, and return the messages that withdraw
+        them."""
         self._withheld = max(self._withheld, scope)
         media = sorted({place[1] for place in self._places if scope.covers(place[1])})
         self._drop(place for place in self._places if scope.covers(place[1]))

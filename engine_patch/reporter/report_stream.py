@@ -54,7 +54,7 @@ class ReportStream:
     ) -> None:
         self.catalog: DeclaredCatalog | None = None
         self.catalog_version = 0
-        # What is no longer reported, and why: for all lives that follow.
+        # The scope that is no longer reported and the reason, which hold for all later lives of the publisher.
         self._scope = Scope.NOTHING
         self.withheld = self.tiers_withheld = ""
         self._max_ledger_blocks = max_ledger_blocks
@@ -100,7 +100,8 @@ class ReportStream:
         return self._frames(message)
 
     def withhold(self, scope: Scope, reason: str) -> Frames | None:
-        """Stop reporting what the scope covers. Returns the frames that take it from readers, if they have any of it."""
+        """Stop reporting the blocks that the scope covers. Return the frames that withdraw them from readers, None if
+        readers hold none."""
         if scope <= self._scope:
             return None
         self._scope = scope
@@ -147,7 +148,8 @@ class ReportStream:
         return self._numbered(events, message.batch_seq, message.ts)
 
     def _numbered(self, events: list[ReportEvent], batch_seq: int | None, ts: float) -> Frames | None:
-        """Return the frames of the next message; None where it cannot be encoded, which leaves a gap."""
+        """Return the frames of the next message, or None if it cannot be encoded; its number is then a gap for
+        readers."""
         report = Events(
             self.epoch,
             self.started_s,

@@ -173,8 +173,8 @@ class Reporter:
             self._queue.wake()
 
     def withhold(self, scope: Scope, reason: str) -> None:
-        """Stops reporting what the scope covers, for good, and takes it from readers at once; heartbeats go on and say
-        why. From any thread."""
+        """Stop reporting the blocks that the scope covers, for good, and withdraw them from readers at once. Heartbeats
+        continue and give the reason. May be called from any thread."""
         if not self._closing and os.getpid() == self._pid:
             self._withholding.append((scope, reason))
             self._queue.wake()
@@ -242,7 +242,7 @@ class Reporter:
 
     def _turn(self, requested: bool) -> float:
         """Does a bounded share of all work. Returns for how many seconds there is none unless woken."""
-        # Before what is queued, which is void as far as it is covered.
+        # Send withdrawals before the queued events, which are void as far as the scope covers them.
         while self._withholding:
             frames = self._stream.withhold(*self._withholding.popleft())
             self._send(frames)

@@ -52,11 +52,16 @@ class Feature:
 
     @property
     def problem(self) -> str:
-        """Why it is off, for readers."""
+        """Return why the feature is off, as readers are shown it."""
         return f"{self.name}: {self.state}"
 
     def when_off(self, then: Callable[[str], None], *, if_failed: bool = False) -> None:
-        """Call `then` with `problem` when the feature turns off, or now. if_failed: only if our code failed there."""
+        """Call `then` with `problem` when the feature turns off, or now if it is off.
+
+        Args:
+            then: Receives the problem.
+            if_failed: Whether to call it only if code of this patch failed.
+        """
         if self.on:
             self._then.append((then, if_failed))
         elif self._has_failed or not if_failed:

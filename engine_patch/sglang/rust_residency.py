@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang's Rust radix core holds, component by component, as changes since the last look.
+"""The blocks that SGLang's Rust radix core holds, component by component, as changes since the last look.
 
-The core keeps its nodes to itself, but answers for each by its number: where it stands, the tokens and digests of its
-pages, and each component's slots. So what has to be known is which nodes may have changed. Insertions and matches
-(which split nodes) name a node, and the change is on its path from the root. What is given up comes as slots: of each
-value its first slot is kept here, so a slot leads back to its node. At the end of a step, and before anything is evicted
-within it, these nodes are looked at, and what they hold is compared with what was read of them before. What leaves the
-host tier leads back to no node, so a cache with one is not followed.
+The core does not list its nodes, but describes each one by its number: its position, the tokens and digests of its
+pages, and the slots of each component. So this module has to know which nodes may have changed. Insertions and matches
+(which split nodes) name a node, and the change is on its path from the root. An eviction names slots: the first slot of
+each value is kept here, so that a slot leads back to its node. At the end of a step, and before anything is evicted
+within it, these nodes are read, and their blocks are compared with the last reading. Blocks that leave the host tier
+lead back to no node, so a cache with a host tier is not followed.
+
 Source: SGLang 0.5.23 srt/mem_cache/rust_tree_core/adapter.py, unified_cache/unified_tree_core_interface.py.
 """
 
@@ -58,8 +59,8 @@ FREEING = (
     "dec_swa_lock_only",
     "dec_window_lock_only",
 )
-# Methods that may take whole nodes away. What was named before them is read before them: a node that an insertion cut
-# off another one is found by the leaf below it, which may be gone behind them.
+# Methods that may remove whole nodes. The nodes named before such a call are read before it: a node that an insertion
+# split off another one is found only through the leaf below it, and the call may remove that leaf.
 EVICTING = ("evict_device_start", "drop_subtree_no_host", "dec_swa_lock_only", "dec_window_lock_only")
 # Methods that describe a node.
 DESCRIBING = (
@@ -95,7 +96,7 @@ DigestsAfter: TypeAlias = Callable[[Any, str | None], list[str]]
 
 
 class RustResidency:
-    """The nodes of one radix cache as they were last read, and which may have changed since."""
+    """The nodes of one radix cache as they were last read, and the numbers of those that may have changed since."""
 
     def __init__(
         self,
@@ -105,7 +106,15 @@ class RustResidency:
         seed_of: SeedOf,
         digests_after: DigestsAfter,
     ) -> None:
-        """components: SGLang's, by number. groups: the components that are reported."""
+        """Follow an empty cache.
+
+        Args:
+            core: SGLang's Rust core.
+            components: SGLang's components, by number.
+            groups: The components that are reported.
+            seed_of: Returns the namespace of an `extra_key`.
+            digests_after: Returns the digests of a key's pages behind a page with a given digest.
+        """
         self._core = core
         self._components = components
         self._groups = tuple(groups)
@@ -114,15 +123,15 @@ class RustResidency:
         self._nodes: dict[int, Node] = {}
         self._by_slot: dict[tuple[int, int], int] = {}
         self._heads: dict[Head, int] = {}
-        # Nodes to look at, with all above them, in the order in which they were named.
+        # Nodes to read together with all nodes above them, in the order in which they were named.
         self._named: dict[int, None] = {}
         self._tally: Tally = {}
         self._ended = False
 
-    # What may have changed
+    # Nodes that may have changed
 
     def named(self, node_id: Any) -> None:
-        """Note that the path to a node may have changed; None: no node."""
+        """Note that the nodes on the path to this one may have changed; ignore None."""
         if node_id is not None and not self._ended:
             self._named[int(node_id)] = None
 
@@ -130,15 +139,16 @@ class RustResidency:
         return node_id in self._nodes
 
     def freed(self, component: int, values: Iterable[Any]) -> None:
-        """Note that slots were given up. values: tensors of a component's slots; some were never in the tree."""
+        """Note that slots were given up. values: tensors of a component's slots, some of which were never in the
+        tree."""
         for value in values:
             for slot in value.tolist():
-                # The slots of full attention stand for those of a window that is given up.
+                # A window that is given up is named by its slots of full attention.
                 for owner in {component, FULL}:
                     self.named(self._by_slot.get((owner, slot)))
 
     def clear(self) -> None:
-        """Forget what an emptied tree held; nothing of it is reported."""
+        """Forget all blocks of a tree that was emptied, and report nothing of it."""
         for known in (self._nodes, self._by_slot, self._heads, self._named, self._tally):
             known.clear()
 
@@ -147,16 +157,16 @@ class RustResidency:
         self._ended = True
         self.clear()
 
-    # What has changed
+    # Changes
 
     def take(self) -> Changes | None:
-        """Return what changed since the last call; None: nothing."""
+        """Return the changes since the last call, or None if there are none."""
         self.settle()
         tally, self._tally = self._tally, {}
         return net_changes(tally)
 
     def settle(self) -> None:
-        """Look at what was named so far."""
+        """Read the nodes that were named so far."""
         named, self._named = self._named, {}
         seen: set[int] = set()
         for node_id in named:
@@ -197,14 +207,16 @@ class RustResidency:
             self._look_along(cut, seen)
 
     def _digests(self, info: Any, before: Node | None, namespace: tuple[str | None, str | None]) -> list[str]:
-        """Return the digests of a node's pages, as events have them. Empty: the core does not show its tokens, as it has
-        nothing on the device, or not those of a node above it."""
+        """Return the digests of a node's pages, as events have them.
+
+        The list is empty if the core does not show the tokens: the node has nothing on the device, or the tokens of a
+        node above it are not shown."""
         if before is not None:
-            # What was cut off it went to a new node above it.
+            # A split moves the first pages to a new node above this one, so the last digests remain.
             return before.digests[-((info.path_end - info.path_start) // self._page) :]
         if namespace == (None, None):
             return list(self._core.get_hash_values(info.node_id))
-        # In a namespace, the digests of the core are not those of its events.
+        # In a namespace, the core's digests differ from those of its events.
         parent = self._nodes.get(info.parent_id)
         shown = self._core.snapshot_buffer_backup(info.node_id, False)
         if shown is None or (parent is None and info.path_start):
@@ -233,7 +245,7 @@ class RustResidency:
             count_changes(self._tally, before.held, {})
 
     def _forget(self, node_id: int, before: Node) -> None:
-        """Take away what leads to a node by its last reading."""
+        """Remove the entries that lead to a node by its last reading."""
         if self._heads.get(before.head) == node_id:
             del self._heads[before.head]
         for slot in before.slots:

@@ -123,7 +123,8 @@ def digests_of(core: Any) -> Callable[[Any], tuple[list[str], bytes | None]]:
 
 
 def digests_after(core: Any) -> Callable[[Any, str | None], list[str]]:
-    """Of the pages of a key, as events hash them, behind a page with this digest; None: they begin the prompt."""
+    """Return a function that hashes the pages of a key as events do, behind a page with a given digest, or from the
+    beginning of the prompt if that is None."""
     page = int(core.page_size)
     hash_pages = importlib.import_module("sglang.srt.mem_cache.utils").get_hash_str
 

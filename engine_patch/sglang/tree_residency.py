@@ -48,10 +48,10 @@ class TreePlace(NamedTuple):
     namespace: bytes | None
 
 
-# Of one node: the whole digests of its pages, in hexadecimal, by place.
+# The whole digests of one node's pages, in hexadecimal, by place.
 Held: TypeAlias = dict[TreePlace, list[str]]
 
-# By place and digest: how many nodes more hold it than before. A page is on one node at a time.
+# How many more nodes hold each digest than before, by place. A page is on one node at a time.
 Tally: TypeAlias = dict[TreePlace, dict[str, int]]
 
 
@@ -135,7 +135,7 @@ class TreeResidency:
 
 
 def count_changes(tally: Tally, before: Held, held: Held) -> None:
-    """Add what one node held before and holds now."""
+    """Add the difference between the blocks that one node held before and those that it holds now."""
     for was, now, change in ((before, held, -1), (held, before, 1)):
         for place, digests in was.items():
             if now.get(place) != digests:
@@ -145,7 +145,8 @@ def count_changes(tally: Tally, before: Held, held: Held) -> None:
 
 
 def net_changes(tally: Tally) -> Changes | None:
-    """Return what came and went, without what went from one node to another; None: nothing."""
+    """Return the digests that came and went, leaving out those that moved from one node to another; None if there are
+    none."""
     removed, stored = (
         {
             place: digests

@@ -48,7 +48,7 @@ class TreeTap:
         self._feature = features["components"]
         self._page_tokens = 0
         self._declare: Callable[[], None] = lambda: None
-        # Of what a catalog says, what changes: the host tier, and how many adapters there were.
+        # The parts of a catalog that change: the host tier, and how many adapters there were.
         self._shown = (False, 0)
         self._residency: TreeResidency | RustResidency | None = None
         self._cache = cache
@@ -120,7 +120,8 @@ class TreeTap:
             self._reporter.publish(lambda: cleared, None)
 
     def _withdraw(self, problem: str) -> None:
-        """Take from readers what is no longer kept up: heartbeats would go on vouching for it."""
+        """Withdraw from readers the blocks that are no longer kept up to date: heartbeats would continue to vouch for
+        them."""
         if self._residency is not None:
             self._residency.end()
         self._reporter.withhold(Scope.EVERYTHING, problem)

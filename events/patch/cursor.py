@@ -40,7 +40,8 @@ from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.transport.settings import DEFAULT_MAX_HELD_BYTES
 from kvrouter.events.vllm.stream_items import Connected, Disconnected, Flooded, Malformed
 
-# What arrives during a snapshot: a minute of 1,000 messages a second, a batch of a long prefill some 10 KB.
+# Room for the messages that arrive during a snapshot: a minute of 1,000 messages a second; a batch of a long prefill
+# has some 10 KB.
 DEFAULT_MAX_HELD = 65_536
 
 # Past lives whose last messages may still arrive.
@@ -90,11 +91,11 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._overflowed_seq = -1
         self._declared = -1
         self._catalog_asked = 0
-        # As the last heartbeat said.
+        # The reasons of the last heartbeat for withholding everything, and for withholding the tiers.
         self._withheld = ("", "")
         self._connected = False
         self._silent = False
-        # A snapshot was loaded, and `CaughtUp` was not announced since.
+        # Whether a snapshot was loaded whose `CaughtUp` was not announced yet.
         self._loaded = False
         if resume is None:
             self._want_snapshot()
@@ -131,7 +132,8 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self.items.append(Malformed(reason))
 
     def flooded(self, reason: str, *, is_live: bool) -> None:
-        """Report that a connection was closed because of what it brought. is_live: the one of the stream itself."""
+        """Report that a connection was closed because of what it brought. is_live: whether it is the connection of the
+        stream itself."""
         self.items.append(Flooded(reason, is_live))
 
     def hello(self, hello: Hello) -> None:
@@ -159,7 +161,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             return
         if message.withheld or message.tiers_withheld:
             withheld = (message.withheld, message.tiers_withheld)
-            # What of its features failed, it says to who greets it.
+            # Greet it again: the answer names the features that failed.
             self.greeting_wanted |= withheld != self._withheld
             self._withheld = withheld
         if message.catalog_version > max(self._declared, self._catalog_asked):
@@ -304,7 +306,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._want_snapshot()
 
     def _catch_up(self) -> None:
-        """Announce that what came during the snapshot was handed out, and that nothing is unread, if that is so."""
+        """Announce `CaughtUp` if everything that came during the snapshot was handed out and nothing is unread."""
         if self._loaded and not self._unread:
             self._loaded = False
             self.items.append(CaughtUp())

@@ -73,11 +73,18 @@ async def greet(
     waits: bool = True,
     watch: FloodWatch | None = None,
 ) -> Hello | None:
-    """The answer at this endpoint; None when there is none in time. Raises zmq.ZMQError when it is no address, and
-    ClientRefused.
+    """Return the engine's answer at this endpoint, None if none comes in time.
 
-    curve, watch: as Link has them. waits: False: not for somebody to listen there, which a ZMQ socket costs ten times as
-    much to find out as a connection that is refused."""
+    Args:
+        curve: As `Link` has it.
+        watch: As `Link` has it.
+        waits: False to give up at once if nobody listens there. A ZMQ socket needs ten times as much to find that out
+            as a refused connection does.
+
+    Raises:
+        zmq.ZMQError: The endpoint is no address.
+        ClientRefused: The engine does not admit this client's key.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             if not waits and await _refuses(requests_endpoint):

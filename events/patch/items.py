@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report subscriber yields: residency in order, facts about the publisher, and what is missing. Values only.
+"""The items that a report subscriber yields: residency in order, facts about the publisher, and announcements of what
+is missing. Values only.
 
-The consumer knows the publisher's ledger from `Loaded` (or its resume point) on, as long as it applies every
-`ReportBatch`. `ReportGap` ends that, `NewEpoch` voids all it knew; after either, no batch follows before a `Loaded`.
-What came during the snapshot follows `Loaded`, and then `CaughtUp`.
+A consumer knows the publisher's ledger from `Loaded` (or its resume point) on, as long as it applies every
+`ReportBatch`. `ReportGap` ends that, and `NewEpoch` voids all it knew; after either, no batch follows before a
+`Loaded`. After `Loaded` come the batches that arrived during the snapshot, and then `CaughtUp`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class SnapshotPlace(msgspec.Struct, frozen=True, eq=False):
     ownership: str | None
     # (n,) native uint64, distinct.
     hashes: HashArray
-    # Of these, those with two copies or more, and how many.
+    # The hashes among them that have two copies or more, and the number of copies.
     copied: list[tuple[int, int]]
     locality: str | None = None
 
@@ -96,7 +97,7 @@ class Expired(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Exactly this was resident before its `next_seq`; the messages held meanwhile follow, and then `CaughtUp`."""
+    """The exact residency before `next_seq`. The batches held meanwhile follow, and then `CaughtUp`."""
 
     snapshot: Snapshot
 

@@ -120,7 +120,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", omit_defaults=True
     dropped: int = 0
     # Media that hold more blocks than the ledger may: they are no longer reported.
     untracked: list[str] = []
-    # Why nothing is reported from now on, and why nothing of media beside the GPU; empty: it is.
+    # Why nothing is reported from now on, and why no medium except the GPU is; empty while it is reported.
     withheld: str = ""
     tiers_withheld: str = ""
 
@@ -184,7 +184,7 @@ class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
     connectors: list[str] = []
     # Whether hits of a SimpleCPUOffloadConnector may end wherever those of the GPU may; None without one.
     offload_partial_hits: bool | None = None
-    # Whose hash scheme and hit rule hold: "vllm", "sglang", or another name that readers may not know.
+    # The engine whose hash scheme and hit rule hold: "vllm", "sglang", or another name that readers may not know.
     engine: str = "vllm"
 
 
@@ -249,7 +249,7 @@ class SnapshotPart(msgspec.Struct, frozen=True, tag="snapshot", omit_defaults=Tr
     medium: str = ""
     ownership: str | None = None
     locality: str | None = None
-    # Of these hashes, those with two copies or more, and how many.
+    # The hashes among them that have two copies or more, and the number of copies.
     copied: list[tuple[int, int]] = []
     last: bool = False
     # Only in the last part, which has no hashes: what the parts must add up to.

@@ -65,10 +65,15 @@ class ReportSubscriber(Subscription[ReportItem]):
         permits: Permits | None = None,
         watch: FloodWatch | None = None,
     ) -> None:
-        """Opens nothing yet. resume: go on from there without a snapshot, unless something was missed.
+        """Open nothing yet.
 
-        refusal: why the endpoint that a `Hello` names must not be connected to, or None. curve: as Link has it.
-        permits: shared with others, to have few snapshots under way at once. watch: shared, and as Link has it."""
+        Args:
+            resume: Continue from this point without a snapshot, unless something was missed.
+            refusal: Returns why the endpoint that a `Hello` names must not be connected to, or None.
+            curve: As `Link` has it.
+            permits: Shared with other subscribers, so that few snapshots are under way at once.
+            watch: Shared with other subscribers; as `Link` has it.
+        """
         settings = settings or ReportSettings()
         cursor = ReportCursor(
             resume=resume,
@@ -121,7 +126,7 @@ class ReportSubscriber(Subscription[ReportItem]):
     def _read(self) -> bool:
         assert self._greeter is not None
         live = self._live
-        # A snapshot is not the last word while messages wait in the live socket.
+        # Messages in the live socket are newer than a snapshot.
         self._cursor.set_unread(live is not None and live.readable())
         more = self._snapshots.read(self._now_s)
         more = self._greeter.read() or more

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which connections bring more than they may while nothing of it can be read.
+"""Detection of connections that bring more than they may while no message of theirs can be read.
 
-ZMQ hands over a message when its last frame is there, and counts whole messages alone: its limit of a message
-(ZMQ_MAXMSGSIZE) is one of a frame, and its high-water mark does not see a message that never ends. The kernel counts
-what a connection received, encrypted or not, and the process sees its own memory; both together show what waits inside
-ZMQ. The counting is pure, `FloodWatch` is its shell.
+ZMQ hands over a message only when its last frame has arrived, and its limits do not see a message that never ends:
+ZMQ_MAXMSGSIZE bounds one frame, and the high-water mark counts whole messages. So two measurements from outside are
+combined to show what waits inside ZMQ: the kernel counts the bytes that a connection received, encrypted or not, and
+the process sees its own memory. The counting is pure; `FloodWatch` is its shell.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from typing import Protocol
 
 import msgspec
 
-# A look at the process's memory; a flood brings some 50 MB meanwhile over a loopback, 60 over 10 Gbit/s.
+# Time between two looks at the process's memory; a flood brings some 50 MB meanwhile over a loopback, 60 over 10
+# Gbit/s.
 LOOK_S = 0.05
 # All connections are looked at after this time, or as soon as the memory rose by this much since they were.
 FULL_LOOK_S = 1.0
 RISE_BYTES = 16 << 20
-# Below this, what a connection brought is no flood: pings of four days, or 32 MiB of memory where all frames are empty
-# (two bytes on the wire, 64 in ZMQ).
+# Fewer unread bytes are no flood: they are pings of four days, or 32 MiB of memory where all frames are empty (two
+# bytes on the wire, 64 in ZMQ).
 SMALL_BYTES = 1 << 20
-# By so much the memory of the process may grow while a connection brings a message that does not end. A message of few
-# frames takes what `max_message_bytes` allows; this bounds one of small frames.
+# How much the memory of the process may grow while a connection brings a message that does not end. For a message of a
+# few large frames `max_message_bytes` is the bound; this one bounds a message of small frames.
 MAX_GROWTH_BYTES = 128 << 20
-# What the kernel has received and ZMQ has not read, and the beginning of a message that came before the last look.
+# Room for bytes that the kernel has received and ZMQ has not read, and for the beginning of a message that came before
+# the last look.
 SLACK_BYTES = 8 << 20
 
 MIB = 1 << 20
@@ -42,40 +44,40 @@ STATM = Path("/proc/self/statm")
 
 
 class InflowLimits(msgspec.Struct, frozen=True):
-    """What one connection may bring before it is read."""
+    """How many bytes one connection may bring before they are read."""
 
-    # Of one message, all frames together.
+    # The size of one message, all frames together.
     max_message_bytes: int
-    # Of whole messages that wait.
+    # The size of all whole messages that wait to be read.
     max_unread_bytes: int
 
 
 class Inflow:
-    """What one connection brought that was not read. Pure.
+    """The bytes that one connection brought and that were not read. Pure.
 
-    Messages do not mix, so all that came after the last one that was read is of one unfinished message, wherever nothing
-    can be read."""
+    ZMQ does not interleave the messages of a connection. So if nothing can be read, all bytes since the last message
+    that was read belong to one unfinished message."""
 
     __slots__ = ("_base_bytes", "_delivered_bytes", "_limits", "_resident_bytes", "unread_bytes")
 
     def __init__(self, limits: InflowLimits, delivered_bytes: int = 0) -> None:
-        """delivered_bytes: read from the socket before this connection."""
+        """Begin with a new connection. delivered_bytes: bytes that were read from the socket before this connection."""
         self._limits = limits
-        # Bytes that are not payload (framing, handshake, pings), as of the last time that all was read.
+        # Bytes that are not payload (framing, handshake, pings), up to the last time that everything was read.
         self._base_bytes = -delivered_bytes
         self._delivered_bytes = delivered_bytes
-        # The process's memory when this connection had last brought next to nothing, or was looked at first.
+        # The process's memory when this connection last had next to nothing unread, or was first looked at.
         self._resident_bytes: int | None = None
         self.unread_bytes = 0
 
     def count(self, received_bytes: int, delivered_bytes: int, resident_bytes: int, *, is_read: bool) -> bool:
-        """Count what came, and return whether it is enough to be judged.
+        """Count the bytes that came, and return whether they are enough to be judged.
 
         Args:
-            received_bytes: by the kernel, since the connection began.
-            delivered_bytes: frames that were read from the socket, ever.
-            resident_bytes: memory of the process.
-            is_read: whether the last reading left nothing.
+            received_bytes: Bytes that the kernel received since the connection began.
+            delivered_bytes: Bytes of all frames that were ever read from the socket.
+            resident_bytes: The memory of the process.
+            is_read: Whether the last reading left nothing.
         """
         if is_read and delivered_bytes != self._delivered_bytes:
             self._base_bytes = received_bytes - delivered_bytes
@@ -86,7 +88,7 @@ class Inflow:
         return self.unread_bytes > SMALL_BYTES
 
     def problem(self, resident_bytes: int, *, has_message: bool) -> str:
-        """Return why the connection must end, or "". has_message: whether a whole message waits."""
+        """Return why the connection must end, or "" if it may stay. has_message: whether a whole message waits."""
         unread = self.unread_bytes
         limits = self._limits
         if has_message:
@@ -102,21 +104,21 @@ class Inflow:
 
 
 class Watched(Protocol):
-    """A connection that is looked at."""
+    """A connection that `FloodWatch` looks at."""
 
     def look(self, resident_bytes: int) -> None:
-        """Judge what came, and end the connection where that is too much."""
+        """Judge the bytes that came, and end the connection if they are too many."""
 
 
 class FloodWatch:
-    """Looks at all connections of one event loop, again and again while there are any."""
+    """A periodic look at all connections of one event loop, which runs while there are any."""
 
     def __init__(self, resident: Callable[[], int] | None = None) -> None:
-        """resident: the memory of the process; None: as the kernel says."""
+        """Watch no connection yet. resident: returns the memory of the process; None: read it from the kernel."""
         self._resident = resident or resident_bytes
         self._links: set[Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
-        # When all were looked at last, and the least memory since.
+        # When all connections were last looked at, and the least memory since then.
         self._looked_s = -math.inf
         self._least_bytes = 0
 
@@ -128,7 +130,7 @@ class FloodWatch:
             self._timer = loop.call_later(LOOK_S, self._look, loop)
 
     def discard(self, link: Watched) -> None:
-        """Look at it no longer. Repeating it changes nothing."""
+        """Stop looking at the connection. Repeating it changes nothing."""
         self._links.discard(link)
         if not self._links and self._timer is not None:
             self._timer.cancel()
@@ -151,7 +153,7 @@ def resident_bytes() -> int:
 
 
 def received_bytes(connection: socket.socket) -> int | None:
-    """Return the bytes that a TCP connection received in its life; None for another kind of connection."""
+    """Return how many bytes a TCP connection has received since it began, None for another kind of connection."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
         (received,) = _BYTES_RECEIVED.unpack(info)

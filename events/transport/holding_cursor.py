@@ -18,7 +18,7 @@ class HoldingCursor(ABC, Generic[Item, Queue]):
     def __init__(self, held: Queue) -> None:
         self.items: list[Item] = []
         self._held = held
-        # The live socket may have messages that were not read yet.
+        # Whether the live socket may have messages that were not read yet.
         self._unread = False
 
     @property
@@ -32,17 +32,18 @@ class HoldingCursor(ABC, Generic[Item, Queue]):
         return self._held.size_bytes
 
     def set_unread(self, unread: bool) -> None:
-        """Take whether the live socket has messages that were not read yet: nothing is caught up before they are."""
+        """Note whether the live socket has messages that were not read yet; while it has, nothing is caught up."""
         self._unread = unread
         self._catch_up()
 
     @abstractmethod
     def _catch_up(self) -> None:
-        """Announce `CaughtUp` where it is due."""
+        """Announce `CaughtUp` if it is due."""
 
     @abstractmethod
     def flooded(self, reason: str, *, is_live: bool) -> None:
-        """Report that a connection was closed because of what it brought. is_live: the one of the stream itself."""
+        """Report that a connection was closed because of what it brought. is_live: whether it is the connection of the
+        stream itself."""
 
     def take(self) -> list[Item]:
         """The items since the last call, in order."""

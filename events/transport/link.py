@@ -51,19 +51,20 @@ class Link:
         """Connect without waiting for the peer. Raises zmq.ZMQError when the endpoint is no address.
 
         Args:
-            receive_hwm: messages that ZMQ holds unread.
-            topic: SUB with this prefix; None: DEALER.
-            curve: keys with which both sides prove themselves and all is encrypted; None: plain.
+            receive_hwm: How many messages ZMQ holds unread.
+            topic: Prefix to subscribe to with a SUB socket; None for a DEALER socket.
+            curve: Keys with which both sides prove themselves and encrypt everything; None for a plain connection.
             lasting: False for one request whose answer has a deadline, which needs neither news nor pings.
-            watch: looks at what the connection brings; None: one of its own.
-            on_flood: called with the reason when the connection is closed because of what it brought. One that lasts
-                is opened again after a pause.
-            max_unread_bytes: of whole messages that wait; None: as the settings say.
+            watch: Looks at the bytes that the connection brings; None for a watch of its own.
+            on_flood: Called with the reason when the connection is closed because of what it brought. A lasting
+                connection is opened again after a pause.
+            max_unread_bytes: Bound on all whole messages that wait; None for the bound of the settings.
         """
         self.endpoint = endpoint
         # Whether the peer has said that it does not admit this side's key, as of the last news. ZMQ then connects no more.
         self.is_refused = False
-        # Why the connection was closed because of what it brought; empty: it was not. One that lasts may be there again.
+        # Why the connection was closed because of what it brought, else empty. A lasting one may have been opened again
+        # since.
         self.flood = ""
         self._context = context
         self._settings = settings
@@ -81,7 +82,8 @@ class Link:
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._reopening: asyncio.TimerHandle | None = None
-        # The TCP connection, by a descriptor of our own: ZMQ's may be another file's by the time that it is looked at.
+        # A duplicate of the TCP connection's descriptor: ZMQ may close its own, and another file may have that number
+        # by the time it is looked at.
         self._connection: socket.socket | None = None
         self._inflow = Inflow(self._limits)
         self._delivered_bytes = 0
@@ -90,7 +92,7 @@ class Link:
         self._open()
 
     def receive(self) -> list[bytes] | None:
-        """Return the next message's frames; None when there is none."""
+        """Return the next message's frames, None if no message waits."""
         socket = self._socket
         if socket is None:
             return None
@@ -151,9 +153,9 @@ class Link:
         return any(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN for socket, _ in self._sockets)
 
     def look(self, resident_bytes: int) -> None:
-        """End the connection where it brought more than it may. resident_bytes: memory of the process."""
+        """End the connection if it brought more than it may. resident_bytes: the memory of the process."""
         with contextlib.suppress(zmq.ZMQError):
-            # Without a context there is nothing to bring; whoever reads will hear of it.
+            # After the context has ended nothing can arrive; the next reader gets the error.
             self._judge(resident_bytes)
 
     def _judge(self, resident_bytes: int) -> None:
@@ -169,7 +171,7 @@ class Link:
         if problem := self._inflow.problem(resident_bytes, has_message=has_message):
             self._end_flood(problem)
         elif has_message:
-            # The look may have consumed the edge.
+            # Reading EVENTS may have consumed the edge-triggered notice, so read now.
             self._on_readable()
 
     def close(self) -> None:
@@ -180,7 +182,7 @@ class Link:
         self._shut()
 
     def _open(self) -> None:
-        """Make the socket and connect. Raises zmq.ZMQError."""
+        """Make the socket and connect it. Raises zmq.ZMQError."""
         settings = self._settings
         self._socket = self._context.socket(zmq.DEALER if self._topic is None else zmq.SUB)
         try:
@@ -197,12 +199,12 @@ class Link:
             self._shut()
             raise
         if self.endpoint.startswith("inproc:"):
-            # ZMQ reports no connections within a process.
+            # ZMQ's monitor reports no connection within one process, so report it here.
             self._news.append(True)
         self._watch.add(self)
 
     def _shut(self) -> None:
-        """Close the socket and all that belongs to it. Repeating it changes nothing."""
+        """Close the socket and everything that belongs to it. Repeating it changes nothing."""
         self._watch.discard(self)
         self._forget_connection()
         for _, fd in self._sockets:
@@ -220,7 +222,7 @@ class Link:
             self._socket = None
 
     def _end_flood(self, reason: str) -> None:
-        """Close the socket, which frees what it holds; open one that lasts again after a pause."""
+        """Close the socket, which frees the memory that it holds; open a lasting connection again after a pause."""
         self._read_monitor()
         self._shut()
         self._news.append(False)
@@ -237,7 +239,7 @@ class Link:
         try:
             self._open()
         except zmq.ZMQError:
-            # No socket or descriptor is free.
+            # No socket or descriptor is free: try again after a pause.
             self._reopening = self._loop.call_later(self._settings.reconnect_max_s, self._reopen)
 
     def _read_monitor(self) -> None:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items between sockets and one consumer. Drops nothing; the reader stops reading while it is full.
+"""A bounded queue of items between sockets and one consumer. It drops nothing; the reader stops reading while it is
+full.
 
-`CaughtUp` is given out only when nothing else waits, by itself: a consumer that needs seconds for a replay is not caught up
-while what came meanwhile waits behind it."""
+`CaughtUp` is given out by itself and only when nothing else waits. So a consumer that needs seconds for a replay is not
+called caught up while newer items wait behind it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class Outbox(Generic[Item]):
         self._size_bytes = size_bytes
         self._on_room = on_room
         self._items: deque[Item] = deque()
-        # `CaughtUp` is due once nothing waits.
+        # The `CaughtUp` that is due once nothing waits.
         self._caught_up: Item | None = None
         self._bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -60,7 +62,7 @@ class Outbox(Generic[Item]):
         self._wake()
 
     def clear(self) -> None:
-        """Drop what is in it."""
+        """Drop all items that wait."""
         self._items.clear()
         self._caught_up = None
         self._bytes = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The items of a stream that say whether more was sent than its consumer has been given. Values only."""
+"""The items of a stream that say whether its consumer has been given everything that was sent. Values only."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import msgspec
 
 
 class FellBehind(msgspec.Struct, frozen=True):
-    """A replay or a snapshot is under way, or messages are held behind one: more was sent than was yielded."""
+    """The consumer is behind: a replay or a snapshot is under way, or messages are held until one ends."""
 
-    # Batches that follow those yielded are known to exist; else the stream may just as well have ended there.
+    # Whether batches are known to follow those that were yielded. If not, the stream may have ended with them.
     missing: bool = False
 
 
 class CaughtUp(msgspec.Struct, frozen=True):
-    """Nothing is under way, held or waiting, and everything that was is yielded.
-
-    A lost connection may come in between."""
+    """Nothing is under way, held or waiting, and everything that arrived was yielded. A connection may be lost between
+    `FellBehind` and this item."""

@@ -78,7 +78,7 @@ class RequestClient(ABC):
 
     @abstractmethod
     def _fail(self, reason: str) -> None:
-        """The answer that is wanted cannot be had."""
+        """End the request without an answer."""
 
     def _send(self, now_s: float, *frames: bytes) -> bool:
         """Sends the request that is wanted once it has a permit; whether that was now."""

@@ -12,10 +12,11 @@ DEFAULT_MAX_HELD_BYTES = 256 << 20
 class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds and times of one connection."""
 
-    # A larger message is damage: the connection is dropped, by ZMQ where one frame is larger. 7 million hashes of one
-    # step, or token ids of a prompt of 12 M tokens.
+    # A larger message counts as damaged: the connection is dropped, by ZMQ itself where one frame is larger. It has
+    # room for 7 million hashes of one step, or token ids of a prompt of 12 M tokens.
     max_message_bytes: int = 64 << 20
-    # Whole messages that wait unread; with more, the connection is dropped. `receive_hwm` batches of a long prefill.
+    # All whole messages that wait unread; with more, the connection is dropped. `receive_hwm` batches of a long prefill
+    # fit.
     max_unread_bytes: int = 256 << 20
     # Seconds between ZMQ's own pings, and until the answer to one, without which ZMQ closes the connection and opens
     # another: later than an engine stands still. A thousand engines are pinged a hundred times a second.
@@ -50,7 +51,7 @@ class StreamSettings(LinkSettings, frozen=True, kw_only=True):
     # Messages that ZMQ holds unread. Beyond, TCP holds the publisher back, and its own queue (vLLM's: 100,000) is the
     # buffer.
     receive_hwm: int = 2_048
-    # The same, of the answer to a request, and how many bytes of it may wait. A ring of 10,000 batches of a long prefill
-    # comes faster than it is decoded.
+    # Messages and bytes of an answer to a request that wait unread. A ring of 10,000 batches of a long prefill arrives
+    # faster than it is decoded.
     answer_hwm: int
     answer_max_unread_bytes: int = 1 << 30

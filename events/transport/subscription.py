@@ -47,7 +47,13 @@ class Subscription(ABC, Generic[Item]):
         curve: CurveClient | None = None,
         watch: FloodWatch | None = None,
     ) -> None:
-        """Opens nothing yet. size_bytes: of one item. curve, watch: as Link has them, for every link."""
+        """Open nothing yet.
+
+        Args:
+            size_bytes: Returns the size of one item.
+            curve: As `Link` has it, for every link.
+            watch: As `Link` has it, for every link.
+        """
         self._context = context
         self._settings = settings
         self._cursor = cursor

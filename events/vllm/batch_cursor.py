@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides the order of a publisher's batches: what is next, missing, duplicate, or of another life. Pure.
+"""The order of a publisher's batches: decides which one is next, missing, duplicate, or of another life. Pure.
 
 The wire has a seq and no epoch. A life of the publisher is recognised by a batch that we know: same seq, same
-fingerprint. So each replay request starts at the last batch that was passed on; at 0 when nothing is known.
+fingerprint. So each replay request starts at the last batch that was passed on, or at 0 when nothing is known.
 
 The shell feeds in messages and connection changes, takes `items` out, and keeps exactly the replay request that
 `request` names in flight. Meanwhile live batches are held (bounded; an overflow is a gap again). The shell decides when
 an answer is overdue.
 
-Invariant: between `FellBehind` and `CaughtUp` the publisher is known, or must be assumed, to have sent more than was
-handed out: a replay is under way, or batches are held behind it. `FellBehind` comes before the first item of a replay,
+Invariant: between `FellBehind` and `CaughtUp`, the publisher has sent more than was handed out, or must be assumed to
+have: a replay is under way, or batches are held until one ends. `FellBehind` comes before the first item of a replay,
 and `CaughtUp` after the last held batch.
 """
 
@@ -68,7 +68,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._seen = SeenBatches()
         self._gap: tuple[int, int] | None = None
         self._requests = 0
-        # `FellBehind` was announced, and `CaughtUp` was not.
+        # Whether `FellBehind` was announced and `CaughtUp` was not.
         self._behind = False
         self._debt = ReplayDebt(owed=replay and resume is not None and resume.incomplete)
         if resume is not None:
@@ -210,7 +210,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         # Without a peer, the next connection begins the replay.
         self._restart(self._expected or 0, reason, ask=self._connected)
         if self.request is None:
-            # No replay follows that would judge them.
+            # No replay will follow that could judge the held batches.
             self._held.clear()
         self._to_prove = not self._connected
         self._catch_up()
@@ -220,7 +220,8 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self.items.append(Malformed(reason))
 
     def flooded(self, reason: str, *, is_live: bool) -> None:
-        """Report that a connection was closed because of what it brought. is_live: the one of the stream itself."""
+        """Report that a connection was closed because of what it brought. is_live: whether it is the connection of the
+        stream itself."""
         self.items.append(Flooded(reason, is_live))
 
     def _holding(self) -> bool:
@@ -228,13 +229,13 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         return request is not None and not (request.silent and request.purpose is Purpose.PROVE)
 
     def _fall_behind(self, *, missing: bool = False) -> None:
-        """Announce, once, that more was sent than was handed out."""
+        """Announce, once, that the publisher has sent more than was handed out."""
         if not self._behind:
             self._behind = True
             self.items.append(FellBehind(missing))
 
     def _catch_up(self) -> None:
-        """Announce that no replay is under way and that nothing is held or unread, if that is so."""
+        """Announce `CaughtUp` if no replay is under way and nothing is held or unread."""
         if self._behind and self.request is None and not self._held and not self._unread:
             self._behind = False
             self.items.append(CaughtUp())
@@ -334,7 +335,8 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self.items.append(GapClosed(gap[0], gap[1]))
 
     def _hand_replayed(self, request: Request, batch: Batch) -> None:
-        # Only a check is not announced before: it found batches that the live socket did not bring.
+        # Every other replay was announced when it began. A silent check gets here only if it found batches that the
+        # live socket did not bring.
         self._fall_behind(missing=self._expected is not None)
         self._hand(batch)
         request.batches += 1
@@ -372,8 +374,8 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._lose(self._expected, following, reason)
 
     def _lose_cut_answer(self, request: Request, reason: str) -> None:
-        """Give up the position that an answer without its end left: the publisher may have sent more, and nothing held
-        shows where it stands."""
+        """Give up the position after an answer that ended early: the publisher may have sent more, and no held batch
+        shows its seq."""
         shown = request.batches or (request.judged and request.purpose is Purpose.PROVE and not request.silent)
         if shown and not self._held and self._expected is not None:
             self._lose(self._expected, self._expected, f"the replay stopped before its end: {reason}")

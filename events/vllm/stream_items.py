@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The items that a subscriber yields: batches in order, and every fact about what is missing or proven. Values only.
 
-For the consumer: `GapLost`, `ReadAnew` and `Restarted` void what it knows; whatever is missing is announced by one of
+`GapLost`, `ReadAnew` and `Restarted` void everything that the consumer knows; anything missing is announced by one of
 them before the next `Batch`. From `FellBehind` to `CaughtUp` the publisher has sent more than the batches yielded so
-far. All seqs are of the life that the surrounding items speak of.
+far. All seqs are of the life that the surrounding items describe.
 """
 
 from __future__ import annotations
@@ -95,12 +95,10 @@ class Restarted(msgspec.Struct, frozen=True):
 
 
 class Proven(msgspec.Struct, frozen=True):
-    """After a resume or a reconnect: the life is the same as that of batch `seq`, the last one known.
-
-    how: `next_seq`, only where there is no replay endpoint: the next seq came, which another life can reach by
-    chance."""
+    """After a resume or a reconnect, proof that the publisher's life is the one of batch `seq`, the last one known."""
 
     seq: int
+    # `next_seq` exists only without a replay endpoint: the next seq came, which another life can reach accidentally.
     how: Literal["replay", "next_seq"]
 
 
@@ -117,10 +115,11 @@ class Malformed(msgspec.Struct, frozen=True):
 
 
 class Flooded(msgspec.Struct, frozen=True):
-    """A connection brought more than it may and was closed. reason: with the endpoint. is_live: it was the one of the
-    stream itself, and `Disconnected` follows; else an answer's."""
+    """A connection brought more than it may and was closed."""
 
+    # A sentence with the endpoint.
     reason: str
+    # Whether it was the stream's own connection, so that `Disconnected` follows, or an answer's.
     is_live: bool
 
 

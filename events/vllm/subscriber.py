@@ -42,8 +42,14 @@ class Subscriber(Subscription[StreamItem]):
         permits: Permits | None = None,
         watch: FloodWatch | None = None,
     ) -> None:
-        """Opens nothing yet. topic: prefix, as ZMQ matches it. resume: go on from there, if it can be proven. permits:
-        shared with others, to have few replays under way at once. watch: shared, and as Link has it."""
+        """Open nothing yet.
+
+        Args:
+            topic: Prefix, as ZMQ matches it.
+            resume: Continue from this point, if it can be proven.
+            permits: Shared with other subscribers, so that few replays are under way at once.
+            watch: Shared with other subscribers; as `Link` has it.
+        """
         settings = settings or SubscriberSettings()
         cursor = Cursor(
             replay=replay_endpoint is not None,
@@ -86,7 +92,7 @@ class Subscriber(Subscription[StreamItem]):
 
     def _read(self) -> bool:
         assert self._live is not None
-        # The end of a replay is not the end of what was sent while messages wait in the live socket.
+        # Messages in the live socket are newer than the end of a replay.
         self._cursor.set_unread(self._live.readable())
         more = self._replay.read(self._now_s)
         if self._live.read(self._handle_live, self._settings.turn_messages, self._settings.turn_bytes):

@@ -79,7 +79,7 @@ class Access:
         self._wall_clock = wall_clock
         self._rate_per_s = config.registrations_per_s
         self._burst = BURST_SHARE * config.max_workers
-        # By the name of a key, or of none.
+        # The bucket of each key by its name; requests without a key share one.
         self._buckets: dict[str, TokenBucket] = {}
         self._setting = None if config.api_key is None else setting_key(config.api_key)
         files = certificate_files(config)
@@ -105,7 +105,8 @@ class Access:
 
     @property
     def gateway_pems(self) -> GatewayPems | None:
-        """For a new connection to the gateway's port, which any thread may ask; None: it is plain."""
+        """Return the certificate for a new connection to the gateway's port, None if that port is plain. Any thread may
+        call it."""
         return None if self._gateway is None else self._gateway.value
 
     @property
@@ -153,11 +154,11 @@ class Access:
         self.metrics.key_requests.labels(key, outcome).inc()
 
     async def watch(self) -> None:
-        """Look at the files for ever; one that hangs does not delay the others."""
+        """Look at the files for ever; a file that hangs does not delay the others."""
         async with asyncio.TaskGroup() as group:
             for file in self._files:
                 group.create_task(self._follow(file))
-        # Without files there is nothing to look at, and whoever supervises this takes an end for a failure.
+        # Wait for ever if there are no files: the supervisor takes a task that ends for a failure.
         await asyncio.Event().wait()
 
     async def _follow(self, file: Reloaded[Any]) -> None:

@@ -6,14 +6,14 @@ from __future__ import annotations
 from kvrouter.router.common.tally import Counter
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
-# What is read from files, and what came of a change.
+# The files that are read again, and the outcomes of a change.
 FILES = ("certificate", "api_keys", "gateway_certificate")
 OUTCOMES = ("taken", "refused")
-# Of a request with a key: it was admitted, its scope did not suffice, or it registered too often. One without a known
-# key is unauthorized.
+# Outcomes of a request with a key: it was admitted, its key's scope did not suffice, or it registered too often. A
+# request without a known key is unauthorized.
 ADMITTED, FORBIDDEN, LIMITED, UNAUTHORIZED = "admitted", "forbidden", "limited", "unauthorized"
 KEY_OUTCOMES = (ADMITTED, FORBIDDEN, LIMITED)
-# Of a request that a web page may have had sent (`browser_policy.py`): by the header that gave it away.
+# The header that showed that a web page may have had the request sent (`browser_policy.py`).
 FOREIGN_HOST, FOREIGN_ORIGIN = "host", "origin"
 
 

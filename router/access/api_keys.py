@@ -44,15 +44,17 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ApiKey(msgspec.Struct, frozen=True):
-    """digest: the SHA-256 of the key. bounds: None where it may name any model and any salt."""
+    """One API key with its rights; the key itself is not kept."""
 
     name: str
     scopes: frozenset[Scope]
+    # The SHA-256 of the key.
     digest: bytes
+    # The models and salts that it may name; None where it may name any.
     bounds: KeyBounds | None = None
 
     def may(self, wanted: frozenset[Scope]) -> bool:
-        """Return whether it has one of the scopes."""
+        """Return whether the key has one of these scopes."""
         if Scope.ADMIN in self.scopes or not self.scopes.isdisjoint(wanted):
             return True
         return Scope.ASK in self.scopes and not ASK_PARTS.isdisjoint(wanted)

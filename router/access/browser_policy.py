@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests are refused because any page in somebody's browser could have made the browser send them. Pure.
+"""Rules against requests that any page in somebody's browser could have made the browser send. Pure.
 
-Two attacks need no key and no access to the network but the browser's:
+Two attacks need no key and no access to the network except through the browser:
 
-- DNS rebinding: a page's own name is pointed at this router's address, so the browser takes the router for the page's
-  site and lets its scripts read the answers. The request's Host then names that site.
+- DNS rebinding: the name of the attacker's page is pointed at this router's address, so the browser takes the router
+  for the page's site and lets the page's scripts read the answers. The request's Host then names that site.
 - Cross-site request forgery: a page sends a request that changes something here, without reading the answer. The
   browser says so in Origin and Sec-Fetch-Site, which no script can set.
 
-Clients that are no browsers send the Host that they were given, and neither of the other two."""
+A client that is not a browser sends as Host the name that it was given, and neither of the other two headers.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +19,28 @@ from urllib.parse import urlsplit
 from kvrouter.router.common.host_list import address_of, allowed_hosts, plain_name
 from kvrouter.router.config.settings import Config
 
-# uri-host [":" port]; empty where the target has no authority.
+# `uri-host [":" port]`; empty where the target has no authority.
 HOST = re.compile(rb"(\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?\Z")
 
-# They change nothing, and a page of another origin cannot read their answers (`api/http/cors.py`).
+# Requests with these methods change nothing, and a page of another origin cannot read their answers
+# (`api/http/cors.py`).
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# What browsers say of requests by their user (`none`) and by pages of this router.
+# Values of Sec-Fetch-Site with which browsers mark requests of their user (`none`) and of this router's own pages.
 OWN_SITES = frozenset({b"same-origin", b"none"})
 ANY_ORIGIN = "*"
 
-# Host headers that were admitted and are remembered for the short way past the general parser: one for each name and
-# address of the router that clients use. A page that tries many names has none of them admitted.
+# How many admitted Host headers are remembered for the short way past the general parser: one for each name and address
+# of the router that clients use. A page that tries many names gets none of them admitted.
 MAX_KNOWN_HOSTS = 256
-# Names as they stand in an error.
+# How much of a name an error shows.
 SHOWN_CHARS = 80
 
 
 class BrowserPolicy:
     """The hosts that requests may name and the origins that they may come from.
 
-    Without an API key and without certificates of clients, the Host must be a name of this router: what reaches the
-    router is then all that protects it. With either, a page that was rebound has nothing to show."""
+    Without an API key and without client certificates, nothing but the network protects the router, so the Host must be
+    one of its names. With either, any Host is admitted: a rebound page has no key or certificate to show."""
 
     known_hosts: set[bytes] | None
     """Host headers that were admitted already; None where any is."""
@@ -54,9 +56,9 @@ class BrowserPolicy:
         self.known_hosts = None if guarded else set()
 
     def host_problem(self, host: bytes) -> str | None:
-        """Return why a request with this Host header, which HOST matches, is refused; None where it is admitted.
+        """Return why a request with this Host header, which HOST matches, is refused, or None if it is admitted.
 
-        An empty one is admitted, like none: browsers always name a host."""
+        An empty or absent Host is admitted, because browsers always send one."""
         if not host or self.known_hosts is None or host in self.known_hosts:
             return None
         matched = HOST.match(host)
@@ -72,10 +74,15 @@ class BrowserPolicy:
         return None
 
     def origin_problem(self, method: str, host: bytes, origin: bytes, fetch_site: bytes) -> str | None:
-        """Return why a request is refused for the page that had it sent; None where it is admitted.
+        """Return why a request is refused because of the page that had it sent, or None if it is admitted.
 
-        host, origin, fetch_site: the headers Host, Origin and Sec-Fetch-Site, empty where absent. The order of the
-        questions is that of Go's net/http.CrossOriginProtection (1.25)."""
+        The checks have the order of Go's net/http.CrossOriginProtection (1.25).
+
+        Args:
+            host: The Host header, empty where absent.
+            origin: The Origin header, empty where absent.
+            fetch_site: The Sec-Fetch-Site header, empty where absent.
+        """
         if method in SAFE_METHODS or (origin and (self._any_origin or origin in self._origins)):
             return None
         is_own = fetch_site in OWN_SITES if fetch_site else not origin or _authority_of(origin) == host.lower()
@@ -99,12 +106,12 @@ def _is_loopback(host: str) -> bool:
     if address is not None:
         return address.is_loopback
     name = plain_name(host)
-    # RFC 6761: names below localhost are this machine too.
+    # RFC 6761: names below localhost also mean this machine.
     return name == "localhost" or name.endswith(".localhost")
 
 
 def _authority_of(origin: bytes) -> bytes | None:
-    """Return host and port of an origin as its page's requests have them in Host; None where it has none (`null`)."""
+    """Return host and port of an origin as requests of its pages have them in Host, or None if it has none (`null`)."""
     try:
         authority = urlsplit(origin.decode("latin-1")).netloc
     except ValueError:

@@ -21,18 +21,19 @@ ALPN = ["http/1.1"]
 NEAR_S = 14 * 86_400.0
 NEAR_SHARE = 0.2
 DAY_S = 86_400.0
-# A bundle of all public authorities has 0.2 MB.
+# Bound on one file; a bundle of all public authorities has 0.2 MB.
 MAX_PEM_BYTES = 4 * 1024**2
 HOUR_S = 3_600.0
 
 
 class CertificateFiles(msgspec.Struct, frozen=True):
-    """PEM files. client_ca: clients must show a certificate of these authorities; None: they need none. port: how the
-    names of their settings begin, `tls` or `gateway`."""
+    """The PEM files of one port."""
 
     certificate: Path
     key: Path
+    # Clients must show a certificate of these authorities; None: they need none.
     client_ca: Path | None = None
+    # The beginning of the names of their settings, `tls` or `gateway`.
     port: str = "tls"
 
     @property
@@ -74,7 +75,7 @@ class Certificate(msgspec.Struct, frozen=True):
 
 
 class GatewayPems(msgspec.Struct, frozen=True):
-    """What the files of the gateway's port hold, in PEM."""
+    """The contents of the gateway port's files, in PEM."""
 
     key: bytes
     certificate: bytes
@@ -82,7 +83,8 @@ class GatewayPems(msgspec.Struct, frozen=True):
 
 
 def read_certificate(files: CertificateFiles) -> Certificate:
-    """Read the files. Raises OSError where one cannot be read, and SettingError where they do not fit together."""
+    """Read the files into a TLS context. Raises OSError where one cannot be read, and SettingError where they do not
+    fit together."""
     name = f"{files.port}_certificate {files.certificate}"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -94,7 +96,7 @@ def read_certificate(files: CertificateFiles) -> Certificate:
     except ValueError as error:
         raise SettingError(f"{name}: {error}; name a PEM file with the chain") from None
     try:
-        # OpenSSL takes paths alone, and would wait in a FIFO that stands there by now.
+        # OpenSSL accepts only paths, and would wait for ever if a FIFO had replaced the file in the meantime.
         with open_regular(files.certificate) as chain, open_regular(files.key) as key:
             context.load_cert_chain(_path(chain), _path(key), password=_refuse_password)
     except ssl.SSLError as error:
@@ -120,7 +122,7 @@ def read_certificate(files: CertificateFiles) -> Certificate:
 
 
 def read_pems(files: CertificateFiles) -> GatewayPems:
-    """Read the files as gRPC takes them, once they are known to fit together. Raises OSError and SettingError."""
+    """Read the files as gRPC takes them, after checking that they fit together. Raises OSError and SettingError."""
     read_certificate(files)
     key, certificate = (read_regular(file, MAX_PEM_BYTES) for file in (files.key, files.certificate))
     return GatewayPems(
@@ -129,7 +131,7 @@ def read_pems(files: CertificateFiles) -> GatewayPems:
 
 
 def _path(file: BinaryIO) -> str:
-    """Return a path of an open file, whatever stands at its own by now."""
+    """Return a path that leads to an open file, even if another file has replaced it at its own path."""
     return f"/proc/self/fd/{file.fileno()}"
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models and cache salts an API key may name. Pure.
+"""The models and cache salts that an API key may name. Pure.
 
-A hit, predicted or delivered, says that somebody sent this prefix to that model under that salt. A key that is bound to
-its own salts learns it of its own prompts alone."""
+A hit, predicted or delivered, shows that somebody has sent this prefix to that model under that salt. With a key that
+is bound to its own salts, a client learns this only about its own prompts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kvrouter.router.common.errors import Forbidden
 
 
 class KeyBounds(msgspec.Struct, frozen=True):
-    """The bounds of one key; None where it may name any."""
+    """The bounds of one key; a field is None where the key may name any."""
 
     key: str
     """Its name, for errors."""
@@ -21,7 +22,7 @@ class KeyBounds(msgspec.Struct, frozen=True):
     cache_salts: frozenset[str] | None
 
     def check_model(self, model: str, lora_name: str | None) -> None:
-        """Raise Forbidden unless the key may ask this model, or this adapter."""
+        """Raise Forbidden unless the key may name this model, or this adapter."""
         name = lora_name or model
         if self.models is not None and name not in self.models:
             raise Forbidden(
@@ -31,8 +32,8 @@ class KeyBounds(msgspec.Struct, frozen=True):
             )
 
     def check_salt(self, cache_salt: str | None, *, hashed: bool = False) -> None:
-        """Raise Forbidden unless the key may ask under this salt. hashed: the prompt came as block hashes, of which
-        nobody can tell the salt."""
+        """Raise Forbidden unless the key may use this salt. hashed: whether the prompt came as block hashes, from which
+        the salt cannot be seen."""
         if self.cache_salts is None or (cache_salt in self.cache_salts and not hashed):
             return
         what = "send token ids in place of block hashes" if hashed else "send one of these as `cache_salt`"

@@ -31,10 +31,13 @@ class Reloaded(Generic[T]):
         *,
         hang_s: float = HANG_S,
     ) -> None:
-        """Read for the first time. Raises SettingError.
+        """Read the value for the first time. Raises SettingError.
 
-        name: as metrics have it. read: raises OSError and SettingError; it runs in a thread and may hang. hang_s: how
-        long it may take before that is a problem."""
+        Args:
+            name: The value's name in metrics.
+            read: Reads the files; raises OSError and SettingError. It runs in a thread and may hang.
+            hang_s: How long reading may take before that is a problem.
+        """
         self._name = name
         self._paths = paths
         self._read = read
@@ -54,7 +57,7 @@ class Reloaded(Generic[T]):
             raise SettingError(f"{self._hang()}; name a readable file") from None
 
     async def look(self) -> bool:
-        """Whether there is another value since."""
+        """Return whether the value has changed since the last look."""
         try:
             values = await self._changed.result(self._hang_s)
         except CallHangs:
@@ -80,7 +83,7 @@ class Reloaded(Generic[T]):
         try:
             return [self._read_now()] if self._watch.due() else []
         except OSError:
-            # Read again as soon as it can be, whether or not it changed.
+            # Read again at the next look, whether or not the file changes.
             self._watch.forget()
             raise
 

@@ -7,17 +7,21 @@ from enum import StrEnum
 
 
 class Scope(StrEnum):
-    """ask: both of the next two. proxy: proxied requests, models. hits: whatever answers with predicted hits: questions,
-    choices, reservations; models. register: workers come, change, drain and go.
-    watch: whatever can be read of fleet and router, metrics included. admin: everything."""
+    """The part of the API that a key opens."""
 
+    # Both PROXY and HITS.
     ASK = "ask"
+    # Proxied requests, and models.
     PROXY = "proxy"
+    # Every answer that shows predicted hits (questions, choices, reservations), and models.
     HITS = "hits"
+    # Registering, changing, draining and removing workers.
     REGISTER = "register"
+    # Everything that can be read about the fleet and the router, metrics included.
     WATCH = "watch"
+    # Everything.
     ADMIN = "admin"
 
 
-# What a key with `ask` has.
+# The scopes that `ask` includes.
 ASK_PARTS = frozenset({Scope.PROXY, Scope.HITS})

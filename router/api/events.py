@@ -55,20 +55,20 @@ class EventStream:
 
 
 class _Subscriber:
-    """One client, as the feed sees it. Its connection holds a piece or two; all else waits in the backlog, which
-    counts against it."""
+    """One client, as the feed sees it. Its connection holds a piece or two; all other bytes wait in the backlog and are
+    counted against the client."""
 
     def __init__(self, client: Client, held: HeldChunks) -> None:
         self._client = client
         self._backlog = Backlog(held)
         self._is_paused = False
-        # The last that the client is sent; None: its answer breaks off.
+        # The last text that the client is sent; None: its answer breaks off.
         self._comment: bytes | None = None
         self.ended = asyncio.Event()
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes that the client has not taken, here and in its connection."""
+        """Return how many bytes the client has not taken, here and in its connection."""
         return self._backlog.size_bytes + self._client.unread_bytes
 
     def send(self, chunk: Chunk) -> None:
@@ -78,9 +78,10 @@ class _Subscriber:
             self._pass_on()
 
     def end(self, comment: bytes) -> None:
-        """Have the answer ended, and drop what the client has not read."""
+        """End the answer, and drop the bytes that the client has not read."""
         if not self.ended.is_set():
-            # A client drops half an event where its answer breaks off; a comment would be taken for the other half.
+            # Break off within an event: a client drops half an event at the end of an answer, but would take a comment
+            # for the other half.
             self._comment = None if self._backlog.is_within_chunk else comment
             self.drop()
 
@@ -93,22 +94,22 @@ class _Subscriber:
             self._client.finish()
 
     def drop(self) -> None:
-        """Send nothing more, and hold nothing."""
+        """Send nothing more, and release the backlog."""
         self.ended.set()
         self._backlog.clear()
 
     def pause(self) -> None:
-        """The connection is full."""
+        """Stop sending, because the connection is full."""
         self._is_paused = True
 
     def resume(self) -> None:
-        """The client reads again."""
+        """Send the backlog on, because the client reads again."""
         self._is_paused = False
         self._pass_on()
 
     def _pass_on(self) -> None:
         while self._backlog.size_bytes and not self._is_paused and not self.ended.is_set():
-            # It may pause, or end, within.
+            # Sending may call `pause` or `end`.
             self._client.send(self._backlog.take())
 
 
@@ -129,7 +130,7 @@ def filter_of(url: bytes) -> EventFilter:
     return EventFilter(
         frozenset(given["model"]) if "model" in given else None,
         frozenset(given["worker"]) if "worker" in given else None,
-        # What is lost is always said.
+        # Lost events are always announced.
         frozenset(map(EventType, types)) | {EventType.LOST} if types else None,
         FLAGS[flag],
     )

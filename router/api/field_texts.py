@@ -204,7 +204,7 @@ FIELD_TEXTS = {
     "worker_id": "the worker's id",
     "workers": "only these workers",
 }
-# By struct and field, where a name means something else there.
+# Texts by struct and field, for names that mean something else there.
 OWN_TEXTS = {
     "InstanceReply.held": "where the blocks of the prompt lie, place by place",
     "StoreReply.routers": "the router processes that live",

@@ -98,8 +98,8 @@ class TokensPort(Protocol):
     async def prompt(
         self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, counts: bool = True
     ) -> Prompt:
-        """Return the tokens of a body that was sent to `path`. counts: it is a request, not a dry run. Raises BadQuestion
-        where its prompt cannot be read."""
+        """Return the tokens of a body that was sent to `path`. counts: whether it is a request, not a dry run. Raises
+        BadQuestion where its prompt cannot be read."""
         ...
 
     def status(self, model: str, url: str | None) -> TokensStatus: ...

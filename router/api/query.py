@@ -42,7 +42,7 @@ from kvrouter.router.workers.registration_bodies import (
 # Models whose templates are kept; a worker's text takes some 200 bytes.
 MAX_TEMPLATES = 1_000
 
-# What stands in a reply for number `cell` of the table while its template is made: longer than any prompt.
+# The placeholder of number `cell` of the table while a reply's template is made: longer than any prompt.
 PLACEHOLDER = 8 * 10**18
 PLACEHOLDERS = re.compile(rb"(?<=:)(8[0-9]{18})(?=[,}])")
 # Of each worker: longest_matched, gpu, cpu, disk, and twice that of its rank.
@@ -63,7 +63,7 @@ class QueryRoutes:
         self._clock = clock
         self._query_reader = BodyReader(QueryBody, arrays=False)
         self._by_hash_reader = BodyReader(QueryByHashBody, arrays=False)
-        # By model and whether hashes are given, with the plan that it was made of.
+        # The template for each model, with and without hashes, and the plan that it was made from.
         self._templates: dict[tuple[str, bool], tuple[HashPlan, QueryTemplate | None]] = {}
 
     def query(self, asked: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:

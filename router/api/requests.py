@@ -39,7 +39,7 @@ BlockHashes = Annotated[
         description="block hashes from block 0, at the hash block size: u64, i64 or hex (16, 32 or 64 digits)"
     ),
 ]
-# What a client calls its own reservation; it stands in a path.
+# A client's own name for its reservation; it stands in a path.
 SelectionId = Annotated[
     str,
     msgspec.Meta(
@@ -106,7 +106,7 @@ class SelectBody(_Asked, kw_only=True):
     token_ids: TokenIds | None = None
     block_hashes: BlockHashes | None = None
     num_tokens: NumTokens | None = None
-    # By a factory, as a schema cannot show a Raw as a default.
+    # The default comes from a factory, because a schema cannot show a Raw as a default.
     prompt: msgspec.Raw = msgspec.field(default_factory=lambda: ABSENT)
     messages: msgspec.Raw = msgspec.field(default_factory=lambda: ABSENT)
     session_id: str | None = None
@@ -154,12 +154,12 @@ def _with_raw_arrays(kind: type[Any]) -> type[Any]:
     return msgspec.defstruct(kind.__name__, fields, kw_only=True)
 
 
-# Where a request of the cold paths has them, in its ASGI scope.
+# The key of a request's bounds in the ASGI scope of the cold paths.
 BOUNDS = "kvrouter.bounds"
 
 
 def within_bounds(question: Question, bounds: KeyBounds | None) -> Question:
-    """Return the question if the key may ask it. Raises Forbidden."""
+    """Return the question if the request's key may ask it. Raises Forbidden."""
     if bounds is not None:
         bounds.check_model(question.model, question.lora_name)
         hashed = question.block_hashes is not None and len(question.block_hashes) > 0
@@ -168,13 +168,15 @@ def within_bounds(question: Question, bounds: KeyBounds | None) -> Question:
 
 
 class HotRequest(msgspec.Struct, frozen=True):
-    """What a handler of a hot path needs. start: where the body begins in data. takes_json: whether the reply may be
-    bytes of JSON. bounds: what the request's key may name."""
+    """The parts of a request that a handler of a hot path needs."""
 
     data: bytes
+    # Where the body begins in `data`.
     start: int
     content_type: str
+    # Whether the reply may be bytes of JSON.
     takes_json: bool
+    # The models and salts that the request's key may name; None: any.
     bounds: KeyBounds | None = None
 
     @property

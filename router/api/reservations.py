@@ -24,7 +24,7 @@ from kvrouter.router.api.select import SelectRoutes, decode_blocks
 from kvrouter.router.load.load_messages import PREFILL_COMPLETE, RELEASE
 from kvrouter.router.placement.placer import Placer, WorkerLoadView
 
-# What ends a reservation, or a part of it, and how.
+# The routes that end a reservation, or a part of it, and how they end it.
 RELEASE_ROUTE = "/reservations/{selection_id}"
 PREFILL_ROUTE = RELEASE_ROUTE + "/prefill_complete"
 BLOCK_ROUTE = RELEASE_ROUTE + "/output_block"

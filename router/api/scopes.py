@@ -39,7 +39,8 @@ SCOPES: dict[Route, Scopes] = {
     ("POST", "/workers"): REGISTER,
     ("PATCH", "/workers/{worker_id}"): REGISTER,
     ("DELETE", "/workers/{worker_id}"): REGISTER,
-    # Who drains a worker looks what is in flight there; clients that choose by themselves look at all loads.
+    # A client that drains a worker looks at what is in flight there; clients that choose by themselves look at all
+    # loads.
     ("GET", "/workers"): REGISTER | WATCH,
     ("GET", "/workers/{worker_id}"): REGISTER | WATCH,
     ("GET", "/loads"): ANY,

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checksum of stored values: Redis checks its snapshots, but not the file of commands after them. Pure."""
+"""A checksum of stored values, because Redis checks its snapshots but not the file of commands that follows them.
+Pure."""
 
 from __future__ import annotations
 
 import zlib
 
-# Characters of a checksum as text.
+# The length of a checksum as text.
 CHECKSUM_BYTES = 8
 
 
 def checksum(*parts: bytes) -> bytes:
-    """Return the CRC-32 of `parts` as 8 hexadecimal digits; where one part ends and the next begins counts too.
+    """Return the CRC-32 of `parts` as 8 hexadecimal digits; the boundaries between the parts count too.
 
-    It recognises damage, not forgery: whoever can write to Redis can write a checksum. CRC-32 finds every change of up
-    to 32 bits in a row."""
+    It recognises damage, not forgery: a program that can write to Redis can also write a checksum. CRC-32 finds every
+    change of up to 32 bits in a row."""
     crc = 0
     for part in parts:
         crc = zlib.crc32(part, zlib.crc32(b"%d:" % len(part), crc))
@@ -21,12 +22,13 @@ def checksum(*parts: bytes) -> bytes:
 
 
 def seal(name: str, value: bytes) -> bytes:
-    """Return `value` with its checksum behind it. name: of the field that it is stored in, which the checksum covers."""
+    """Return `value` with its checksum behind it. name: the field that it is stored in, which the checksum covers
+    too."""
     return value + checksum(name.encode(), value)
 
 
 def unseal(name: str, sealed: bytes) -> bytes:
-    """Return the value that `seal` was given. Raises ValueError where it was changed."""
+    """Return the value that `seal` was given. Raises ValueError if it was changed since."""
     value, found = sealed[:-CHECKSUM_BYTES], sealed[-CHECKSUM_BYTES:]
     if found != checksum(name.encode(), value):
         raise ValueError(f"the checksum of {name} is wrong: it was changed where it is stored")

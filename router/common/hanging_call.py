@@ -11,29 +11,34 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# How long a file may take to be read before that is a reason for operators to look. A local one takes microseconds, one
-# of a mount over the network milliseconds.
+# How long reading a file may take before operators have a reason to look. A local file takes microseconds, one on a
+# mount over the network milliseconds.
 HANG_S = 5.0
 
 
 class CallHangs(Exception):
-    """The call has not ended in time, and goes on."""
+    """The call has not ended in time; it continues in its thread."""
 
 
 class HangingCall(Generic[T]):
-    """A call that is repeated and may hang. It never runs twice at once, so one that hangs costs one thread.
+    """A call that is repeated and may hang. It never runs twice at once, so a call that hangs costs one thread.
 
-    The thread is a daemon: neither the end of the event loop nor that of the process waits for it, as they would for one
-    of an executor."""
+    The thread is a daemon: unlike with an executor's thread, neither the end of the event loop nor the end of the
+    process waits for it."""
 
     def __init__(self, name: str, call: Callable[[], T]) -> None:
-        """Run nothing yet. name: of the thread. call: must not change what other threads read."""
+        """Run nothing yet.
+
+        Args:
+            name: The thread's name.
+            call: The function to run. It must not change anything that other threads read.
+        """
         self._name = name
         self._call = call
         self._under_way: Future[T] | None = None
 
     async def result(self, timeout_s: float = HANG_S) -> T:
-        """Return what the run under way returns, or a new one where there is none; raise what it raises.
+        """Wait for the run under way, or for a new one if there is none; return its result or raise its error.
 
         Raises CallHangs after `timeout_s`; the next `result` waits for the same run."""
         run = self._begin()
@@ -46,7 +51,7 @@ class HangingCall(Generic[T]):
         return await waiting
 
     def wait(self, timeout_s: float = HANG_S) -> T:
-        """Do as `result` does, without an event loop: before the router serves."""
+        """Do the same as `result` without an event loop, before the router serves."""
         run = self._begin()
         try:
             run.exception(timeout_s)
@@ -59,7 +64,7 @@ class HangingCall(Generic[T]):
         run = self._under_way
         if run is None:
             run = self._under_way = Future()
-            # Whoever stops waiting must not cancel it.
+            # Mark it as running, so that a caller that stops waiting does not cancel it.
             run.set_running_or_notify_cancel()
             threading.Thread(target=self._run, args=(run,), name=self._name, daemon=True).start()
         return run

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts as a setting lists them: names, domains, addresses and networks. Pure: nothing is resolved.
+"""Lists of hosts in settings: names, domains, addresses and networks. Pure: nothing is resolved.
 
-A name is matched as a name and an address as an address: a network in the list holds no name, because the addresses
-behind a name may change at any time."""
+A name is matched as a name and an address as an address. A network in the list does not admit a name, because the
+addresses behind a name may change at any time.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from kvrouter.router.common.errors import SettingError
 HOST_FORM = "a host name, *.domain, an IP address, a network like 10.0.0.0/8"
 
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
-# The C library reads these as IPv4 addresses (127.1, 0x7f000001): in a list they are a typing error, not a name.
+# The C library reads these as IPv4 addresses (127.1, 0x7f000001); in a list they are typing errors, not names.
 _NUMBER = re.compile(r"(0[xX][0-9A-Fa-f]+|[0-9.]+)\.?")
 # One to four numbers, each decimal, octal or hexadecimal (inet_aton).
 _NUMBER_PARTS = re.compile(r"(0[xX][0-9A-Fa-f]+|[0-9]+)(\.(0[xX][0-9A-Fa-f]+|[0-9]+)){0,3}\.?")
@@ -26,7 +27,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class HostList:
-    """Names, domains and networks that were added to it."""
+    """The names, domains and networks that were added."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()
@@ -57,7 +58,7 @@ class HostList:
 
 
 def allowed_hosts(entries: Iterable[str]) -> HostList:
-    """Return the hosts of the setting `allowed_hosts`. Raises SettingError for an entry that is none."""
+    """Return the hosts of the setting `allowed_hosts`. Raises SettingError for an invalid entry."""
     hosts = HostList()
     for entry in entries:
         try:
@@ -68,12 +69,12 @@ def allowed_hosts(entries: Iterable[str]) -> HostList:
 
 
 def plain_name(host: str) -> str:
-    """Return the name in lower case, without the dot that may end it."""
+    """Return the name in lower case, without a final dot."""
     return host.lower().removesuffix(".")
 
 
 def number_address(host: str) -> Address | None:
-    """Return the address that the C library takes the host for, which has more forms than `address_of` knows."""
+    """Return the address that the C library reads the host as, which knows more forms than `address_of`."""
     address = address_of(host.partition("%")[0])
     if address is None and _NUMBER_PARTS.fullmatch(host):
         try:
@@ -84,7 +85,7 @@ def number_address(host: str) -> Address | None:
 
 
 def address_of(host: str) -> Address | None:
-    """Return the address that the host is, an IPv4 address for one that IPv6 maps; None for a name."""
+    """Return the host as an address, an IPv4-mapped one as IPv4; None if the host is a name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of this process's own in a folder that others may be able to write to, opened without following a link."""
+"""This process's own files in a folder that others may be able to write to, opened without following a link."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ FILE_MODE = 0o600
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of this user and return its descriptor; with O_CREAT, make it. Raises OSError if it is anything else.
+    """Open a file of this user and return its descriptor; with O_CREAT, make it. Raises OSError for anything else.
 
-    A link, or somebody else's file, would have this process write elsewhere; a FIFO would hold it."""
+    A link, or somebody else's file, would make this process write elsewhere; a FIFO would block it."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
     try:
         found = os.fstat(descriptor)
@@ -28,13 +28,13 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def read_own(path: Path) -> bytes:
-    """Return what such a file holds. Raises OSError."""
+    """Return the contents of such a file. Raises OSError."""
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
 
 def write_own(path: Path, content: bytes) -> None:
-    """Write such a file in place of what it held. Raises OSError."""
+    """Replace the contents of such a file. Raises OSError."""
     with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
         file.truncate()
         file.write(content)

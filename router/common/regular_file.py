@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that others may replace while the router runs: regular ones only, and opened without waiting."""
+"""Reading of files that others may replace while the router runs: only regular files, opened without waiting."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading. Raises OSError, also for what is no regular file."""
-    # Without O_NONBLOCK, opening a FIFO waits for a writer, and a file under a lease for its holder.
+    """Open a file for reading. Raises OSError, also for anything that is not a regular file."""
+    # Without O_NONBLOCK, opening a FIFO waits for a writer, and opening a file under a lease waits for its holder.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -25,7 +25,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Return what a file holds. Raises OSError, also where it is not a regular file or holds more than `max_bytes`."""
+    """Return the contents of a file. Raises OSError, also if it is not a regular file or has more than `max_bytes`."""
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
         if len(content) > max_bytes:

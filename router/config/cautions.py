@@ -23,7 +23,7 @@ def open_to_all(config: Config) -> str | None:
 
 
 def open_to_pages(config: Config) -> str | None:
-    """Return why any web page may use the router from a browser that reaches it; None where it may not."""
+    """Return why any web page can use the router from a browser that reaches it, or None if none can."""
     if "*" not in config.cors_origins or config.api_key or config.api_keys_file:
         return None
     return (

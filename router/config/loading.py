@@ -60,7 +60,7 @@ TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "worker_api_key", "none
 PAIRS = {"tokenizers": parse_tokenizers, "model_aliases": parse_aliases}
 
 
-# Lists of hosts, and what reads them.
+# The settings that are lists of hosts, and the function that reads each.
 HOST_LISTS: dict[str, Callable[[tuple[str, ...]], object]] = {"allow_hosts": AllowList, "allowed_hosts": allowed_hosts}
 
 

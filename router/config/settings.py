@@ -167,8 +167,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description=f"a list of where workers may be: {FORM}; without it, anywhere but at link-local addresses",
         ),
     ] = ()
-    # Without a key, the network alone protects the router, and a page in a browser that is inside of it must not pass
-    # for a page of the router (DNS rebinding).
+    # Without a key, only the network protects the router. A web page in a browser inside that network must not pass for
+    # a page of the router (DNS rebinding).
     allowed_hosts: Annotated[
         tuple[str, ...],
         msgspec.Meta(
@@ -202,7 +202,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="a YAML or JSON file that lists further API keys with their scopes, read again when it changes",
         ),
     ] = None
-    # A client learns from it how much of a prompt others have sent before.
+    # A client learns from this header how much of its prompt others have sent before.
     predicted_hit_header: Annotated[
         Literal["off", "on"],
         msgspec.Meta(
@@ -210,8 +210,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="on or off: whether answers to proxied requests have x-kvrouter-predicted-hit",
         ),
     ] = "on"
-    # A fleet of a thousand engines that each register again every ten seconds. What comes up at once is the burst
-    # (`access.BURST_SHARE`).
+    # Enough for a fleet of a thousand engines that each register again every ten seconds. `access.BURST_SHARE` is the
+    # burst for workers that come up at once.
     registrations_per_s: Annotated[
         float,
         msgspec.Meta(
@@ -306,8 +306,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ge=0.0, le=3600.0, description="seconds, 0 to 3600: interval of engine health checks; 0 turns them off"
         ),
     ] = 1.0
-    # What OpenAI's own client waits. The first byte of an answer that is not streamed comes with its last token; an
-    # engine that hangs is noticed by its health checks in seconds.
+    # The time that OpenAI's own client waits. The first byte of an answer that is not streamed comes with its last
+    # token; an engine that hangs is noticed by its health checks in seconds.
     answer_timeout_s: Annotated[
         float,
         msgspec.Meta(

@@ -21,7 +21,7 @@ from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.matching.routing_history import RoutingHistory, approximate_hit, pieces_of
 
-# Of hashing one long prompt, before others have their turn: as much as ingest takes at once (`commit_loop.py`).
+# How long one long prompt is hashed before others have their turn: as much as ingest takes at once (`commit_loop.py`).
 TURN_S = 0.002
 
 WHOLE_PROMPT = "log-probabilities of the prompt are wanted, for which the engine computes all of it"
@@ -47,7 +47,8 @@ class HitFinder:
         self._history = history
         self._adapters = adapters
         self._clock = clock
-        # By model, with the version of the mirror that they were made from; any change of a worker empties it.
+        # The plans of each model, with the version of the mirror that they were made from; any change of a worker
+        # empties it.
         self._plans: dict[str, tuple[int, HashPlans]] = {}
         registry.subscribe(members=lambda worker: self.forget_plans(), view=self._on_view)
 

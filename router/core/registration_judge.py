@@ -15,8 +15,8 @@ from kvrouter.router.workers.engine_answers import refusal_problem
 from kvrouter.router.workers.model_names import unserved_problem
 from kvrouter.router.workers.provenance import origin_problems
 
-# Of many workers that come at once, not each is judged: a pause lasts at least this, and so long that judging takes at
-# most this share of the time. A thousand workers take tens of milliseconds.
+# Many workers that come at once are judged together: a pause lasts at least this, and so long that judging takes at
+# most this share of the time. Judging a thousand workers takes tens of milliseconds.
 JUDGE_PAUSE_S = 0.05
 JUDGE_SHARE = 0.03
 

@@ -65,7 +65,7 @@ from kvrouter.router.workers.worker_status import WorkerStatus
 
 log = logging.getLogger(__name__)
 
-# What happened to workers is forgotten, and publishers are compared.
+# How often incidents of workers are forgotten and publishers are compared.
 TEND_INTERVAL_S = 1.0
 # Somebody may change how the store evicts while it runs.
 STORE_SETTINGS_S = 30.0
@@ -92,11 +92,17 @@ class Core:
         patch_secret: bytes | None = None,
         store_folder: Path | None = None,
     ) -> None:
-        """http: asks engines for their lists; None: nobody asks them. engine_client: polls them for liveness and load;
-        None: they are not polled. engine_key: which engines get a key with what `http` asks; None: none does. token:
-        names this process in leases; one that outlives the process lets its successor take over at once. feed: receives
-        the fleet's events; None: nobody watches them. patch_secret: the CURVE key that engines' patches see; None:
-        another for each connection. store_folder: of a private store."""
+        """Open nothing yet.
+
+        Args:
+            http: Session that queries engines for their lists; None: nobody queries them.
+            engine_client: Polls engines for liveness and load; None: they are not polled.
+            engine_key: Decides which engines get a key with the queries of `http`; None: none does.
+            token: Names this process in leases; one that outlives the process lets its successor take over at once.
+            feed: Receives the fleet's events; None: nobody watches them.
+            patch_secret: The CURVE key that engines' patches see; None: another for each connection.
+            store_folder: The folder of a private store.
+        """
         self._store = store
         self._config = config
         self._metrics = metrics
@@ -217,7 +223,7 @@ class Core:
         self._segments_counted = (0, 0)
         # Workers of which a reason is shown that may be over.
         self._unsettled: set[WorkerKey] = set()
-        # Of each server of the store that evicts.
+        # A sentence for each server of the store that evicts.
         self._evicting: list[str] = []
 
     async def start(self) -> None:
@@ -342,7 +348,7 @@ class Core:
         return self.finder.hash_block_size(model)
 
     def now(self) -> float:
-        """Seconds, on the clock of the streams."""
+        """Return the seconds on the clock of the streams."""
         return self._clock()
 
     def ask(self, question: Question) -> Sequence[Hit]:

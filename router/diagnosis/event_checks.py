@@ -19,9 +19,9 @@ from kvrouter.router.workers.stream_state import StreamState
 UNHEARD_PROMPTS = 3
 # In these states the events are on no way to be known, and no other check says why.
 UNFOLLOWED = frozenset({StreamState.CONNECTING, StreamState.SUSPECT, StreamState.RESYNCING})
-# What a ZMQ socket that says nothing of itself may be.
+# The kind of a ZMQ socket that does not name it.
 UNKNOWN_SOCKET = ""
-# Endpoints that an engine names itself.
+# The endpoints that an engine names by itself.
 STREAM_ROLES = ("events", "replay")
 
 
@@ -44,7 +44,8 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
         yield found("KV201", worker.name, "; ".join(filter(None, known)), _publishing(worker))
         return
     if worker.cache.problem:
-        # It stores no block, so no event can come; whatever else is wrong with its events changes nothing.
+        # An engine without prefix caching stores no block, so no event can come; nothing else that is wrong with its
+        # events matters.
         yield found("KV202", worker.name, worker.cache.problem, f"{flags.serve} {flags.prefix_cache} {flags.events}")
         return
     if worker.state is StreamState.MISMATCHED:
@@ -79,7 +80,7 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
 
 
 def _publishing(worker: WorkerFacts) -> str:
-    """Return what gives a worker without an event endpoint one."""
+    """Return the steps that give a worker without an event endpoint one."""
     given = worker.registration
     flags = engine_named(given.engine).flags
     if worker.published:
@@ -87,13 +88,13 @@ def _publishing(worker: WorkerFacts) -> str:
     caching = f"{flags.prefix_cache} " if worker.cache.problem else ""
     start = f"{flags.serve} {caching}{flags.events}"
     if not worker.names_streams:
-        # vLLM before 0.31, or an engine that is not reached.
+        # The engine is a vLLM before 0.31, or cannot be reached.
         return f"{start}; and register events=tcp://HOST:5557,replay=tcp://HOST:5558"
     return f"{start}; then register it again" if given.source == REGISTER else start
 
 
 def _endpoints_text(stream: Stream) -> str:
-    """Return a stream as it is written into a registration."""
+    """Return a stream's endpoints as they are written into a registration."""
     replay = "" if stream.replay is None else f",replay={argument(stream.replay)}"
     return f"events={argument(stream.events)}{replay}"
 
@@ -124,7 +125,7 @@ def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
     for role, answer in answers.items():
         at = endpoints_of(given)[role]
         if answer.problem and elsewhere and role in STREAM_ROLES:
-            # Named already, with where its engine has it.
+            # The finding about the endpoints that the engine names has named this one already.
             continue
         if answer.problem:
             yield found(
@@ -144,7 +145,7 @@ def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _published_elsewhere(worker: WorkerFacts, answers: Mapping[str, EndpointAnswer]) -> list[Finding]:
-    """Return the one finding for closed endpoints that the engine names otherwise; empty where it does not."""
+    """Return the one finding for closed endpoints that the engine itself names differently; empty if it does not."""
     given = worker.registration
     closed = {role: answers[role].problem for role in STREAM_ROLES if role in answers and answers[role].problem}
     if not closed or not worker.published:

@@ -29,8 +29,8 @@ class Severity(StrEnum):
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 
-# What is wrong, by code. KV0: the router itself; KV1: engines; KV2: their events; KV3: their caches; KV4: predictions;
-# KV5: Redis; KV6: other routers.
+# Severity and title of each code. KV0 is the router itself, KV1 engines, KV2 their events, KV3 their caches, KV4
+# predictions, KV5 Redis, and KV6 other routers.
 CODES: dict[str, tuple[Severity, str]] = {
     "KV001": (ERROR, "no router answers"),
     "KV002": (ERROR, "the router refuses this client"),

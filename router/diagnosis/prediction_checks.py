@@ -33,7 +33,7 @@ DOUBTS = {
 }
 
 WITH_RENDERING = "start the engines with --enable-scale-out (vLLM), or kvrouter serve --tokenizer MODEL=FOLDER"
-# By the reason for which tokens are not found.
+# The fix for each reason for which tokens are missing.
 TOKEN_FIXES: dict[Reason, str] = {
     "timeout": "kvrouter serve --tokenizer MODEL=FOLDER, or --tokenize-timeout-s S with more",
     "busy": "kvrouter serve --processes N with more, or --tokenizer MODEL=FOLDER",

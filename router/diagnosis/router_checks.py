@@ -9,7 +9,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.diagnosis.finding import Finding, Severity, found
 from kvrouter.router.diagnosis.snapshot import Snapshot
 
-# Of values that differ: enough to see how. A heartbeat in Redis may be anybody's.
+# How much of values that differ is shown: enough to see how. A heartbeat in Redis may be anybody's.
 SHOWN_CHARS = 60
 MAX_SHOWN = 8
 
@@ -43,7 +43,7 @@ def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
             yield found(
                 "KV011", "router", expiry, "openssl x509 -enddate -noout -in FILE shows when one ends", severity
             )
-    # The load is shared through the store: where that is away, KV501 says it.
+    # The load is shared through the store; while that is away, KV501 says so.
     for problem in () if snapshot.store.problem else snapshot.load_problems:
         yield found("KV604", "router", problem, "see what KV501 says of Redis; the load is shared through it")
     for source, problem in snapshot.source_problems:
@@ -68,7 +68,7 @@ def _of_peers(snapshot: Snapshot) -> Iterator[Finding]:
             "install the same version on all, and restart them in turn",
         )
     own = snapshot.routers.get(snapshot.token)
-    # What else a heartbeat in Redis may name is another version's.
+    # Other settings that a heartbeat in Redis names are another version's.
     for name in sorted(own.settings if own is not None else ()):
         values = {token: word.settings[name] for token, word in snapshot.routers.items() if name in word.settings}
         if len(set(values.values())) > 1:

@@ -31,40 +31,46 @@ class PromptCount(msgspec.Struct, frozen=True):
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. The texts are sentences of those who judge; empty: nothing is wrong.
-
-    reason: why the state is what it is. refusal: why the router may not connect there. unserved: why requests for the
-    model would get 404. refused_key: why its engine refuses what the router asks it.
-    breaker: why no requests are sent there. refused: why blocks found no room in memory. withheld:
-    why what lies beside the GPU earns no credit. is_heard: a batch of its events came, ever. blocks: that it holds.
-    engine_model: what the engine loaded its model from, empty where it does not say. cache: its KV cache, by its own
-    word. published: where its engine says that its events are; names_streams: it says that, also that there are none.
-    drains_s: for how long it has taken no new requests, as far as is known."""
+    """One worker. A text is a sentence of the part that judges it; empty: nothing is wrong."""
 
     registration: Registration
     state: StreamState
     catalog: Catalog
     scheme: SchemeState
     hash_label: str = ""
+    # Why the state is what it is.
     reason: str = ""
+    # Why the router may not connect there.
     refusal: str = ""
+    # Why requests for the model would get 404.
     unserved: str = ""
+    # Why its engine refuses this router's queries.
     refused_key: str = ""
+    # Why no requests are sent there.
     breaker: str = ""
     disk: str = ""
     cpu_tier: str = ""
+    # Why blocks found no room in memory.
     refused: str = ""
+    # Why blocks beside the GPU earn no credit.
     withheld: str = ""
+    # Whether a batch of its events ever came.
     is_heard: bool = False
     is_silent: bool = False
     is_patched: bool = False
+    # How many blocks it holds.
     blocks: int = 0
+    # The path or name that the engine loaded its model from; empty: it does not say.
     engine_model: str = ""
     prompts: PromptCount = PromptCount()
     doubt: Doubt | None = None
+    # The KV cache as the engine describes it.
     cache: EngineCache = EngineCache()
+    # The event endpoints that its engine names.
     published: Sequence[Stream] = ()
+    # Whether its engine says where its events are, or that there are none.
     names_streams: bool = False
+    # For how many seconds it has taken no new requests, as far as this process knows.
     drains_s: float | None = None
 
     @property
@@ -84,12 +90,13 @@ class RouterWord(msgspec.Struct, frozen=True):
 
 
 class Unregistered(msgspec.Struct, frozen=True):
-    """A worker that a source lists and that is not registered. fix: what to do about the reason."""
+    """A worker that a source lists and that is not registered."""
 
     worker_id: str
     dp_rank: int
     source: str
     reason: str
+    # How to remove the reason.
     fix: str
 
 
@@ -103,39 +110,44 @@ class Contested(msgspec.Struct, frozen=True):
 
 
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """problem: why Redis is not heard. unwritten: why it takes no commits. unreadable: what it holds that no router
-    writes. schemas: which other schemas it holds, and what of the former one is not taken over. servers: by address; empty
-    where they do not answer. is_private: it is this router's own server. lost: why no worker is registered although some
-    were."""
+    """The state of Redis; an empty text: nothing is wrong."""
 
+    # Why Redis does not answer.
     problem: str = ""
+    # Why it takes no commits.
     unwritten: tuple[str, ...] = ()
+    # Values in it that no router writes.
     unreadable: tuple[str, ...] = ()
+    # The other schemas in it, and the parts of the former one that are not taken over.
     schemas: tuple[str, ...] = ()
+    # The settings of each server by address; empty where they do not answer.
     servers: Mapping[str, ServerSettings] = {}
+    # Whether it is this router's own server.
     is_private: bool = False
+    # Why no worker is registered although some were.
     lost: str = ""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """token: names this process among `routers`. endpoints: what listens at each endpoint that workers are registered
-    with. left_out: registered workers that are not followed here, and why. engine_clocks, by URL: seconds by which the
-    engine's clock is ahead of this process's. time_s: its clock, since 1970, when Redis answered. tokens: model, URL
-    and problem wherever tokens of texts are not known to be the engine's. missing_tokens: models whose texts mostly have
-    none. unready: why no request would be placed.
-    unused_files: why what a certificate's or keys' file holds now is not used. expiry_problem, expiry_caution: that the
-    certificate has ended, or does soon."""
+    """Everything that the checks of the doctor look at, at one moment."""
 
     version: str = ""
+    # Names this process among `routers`.
     token: str = ""
+    # This process's clock, since 1970, when Redis answered.
     time_s: float = 0.0
     workers: Sequence[WorkerFacts] = ()
     unregistered: Sequence[Unregistered] = ()
+    # Registered workers that are not followed here, and why.
     left_out: Mapping[WorkerKey, str] = {}
     contested: Sequence[Contested] = ()
+    # The answer of each endpoint that workers are registered with.
     endpoints: Mapping[str, EndpointAnswer] = {}
+    # Seconds by which each engine's clock is ahead of this process's, by URL.
     engine_clocks: Mapping[str, float] = {}
+    # Model, URL and problem wherever tokens of texts are not known to be the engine's.
     tokens: Sequence[tuple[str, str, str]] = ()
+    # Models whose texts mostly have no tokens.
     missing_tokens: Sequence[MissingTokens] = ()
     store: StoreFacts = StoreFacts()
     routers: Mapping[str, RouterWord] = {}
@@ -144,7 +156,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     task_problems: Sequence[str] = ()
     is_open: str | None = None
     uncompiled: str | None = None
+    # Why no request would be placed.
     unready: str = ""
+    # Why the present contents of a file with a certificate or keys are not used.
     unused_files: Sequence[str] = ()
+    # A sentence if the certificate has expired.
     expiry_problem: str | None = None
+    # A sentence if the certificate expires soon.
     expiry_caution: str | None = None

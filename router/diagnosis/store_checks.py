@@ -11,14 +11,15 @@ from kvrouter.router.diagnosis.finding import Finding, argument, found
 from kvrouter.router.diagnosis.snapshot import Snapshot, StoreFacts
 from kvrouter.router.index.server_settings import ServerSettings
 
-# Of the limit: a fleet's index grows by what its engines hold, and a server at its limit refuses commits.
+# The share of the limit from which memory is short: a fleet's index grows with the blocks of its engines, and a server
+# at its limit refuses commits.
 NEAR_SHARE = 0.9
 MIB = 1024**2
 
 
 def store_findings(snapshot: Snapshot) -> Iterator[Finding]:
     store = snapshot.store
-    # Where no look is answered, no commit is taken either.
+    # If no look is answered, no commit is taken either.
     for problem in (store.problem,) if store.problem else store.unwritten:
         yield found(
             "KV501",

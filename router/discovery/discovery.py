@@ -45,7 +45,7 @@ CLAIM_S = 5.0
 NAMED = 3
 
 ALLOW = "kvrouter serve --allow-host HOST (all routers of this Redis), or name an address that is listed"
-# The code of the error with which `Fleet.register` refuses one worker more.
+# The code of the error with which `Fleet.register` refuses another worker.
 TOO_MANY_WORKERS = "too_many_workers"
 MORE_WORKERS = "kvrouter serve --max-workers N, with more than now"
 
@@ -58,7 +58,7 @@ class _Kept:
     """State of one source beside the workers that it lists."""
 
     def __init__(self) -> None:
-        # What of it this process last registered, or saw registered.
+        # The registrations of its workers that this process last made, or saw.
         self.asserted: dict[Name, Registration] = {}
         self.contested: dict[Name, str] = {}
         # Workers whose model is unknown, or that the fleet refuses.

@@ -48,7 +48,7 @@ ENGINES_AT_ONCE = 16
 NOT_AN_ENGINE = "write http://HOST:PORT of the engine itself"
 START = "start the engine"
 USE_HTTP = "write http:// in its url, or start the engine with TLS"
-# OpenSSL's name for an answer that is no TLS.
+# OpenSSL's name for an answer that is not TLS.
 NO_TLS = "WRONG_VERSION_NUMBER"
 
 
@@ -60,7 +60,7 @@ class ProbeRequest(msgspec.Struct, frozen=True):
 
 
 class ProbeFailed(Exception):
-    """Why there is no usable answer. fix: what makes the engine give one."""
+    """The reason why there is no usable answer. fix: the change that makes the engine give one."""
 
     def __init__(self, problem: str, fix: str = START) -> None:
         super().__init__(problem)
@@ -68,7 +68,7 @@ class ProbeFailed(Exception):
 
 
 class NoSuchPath(ProbeFailed):
-    """What listens there does not have this path."""
+    """The server does not have this path."""
 
 
 class EngineProber:
@@ -156,7 +156,8 @@ class EngineProber:
             self._changed()
 
     async def _asked(self, url: str, what: ProbeRequest, before: EngineAnswers) -> EngineAnswers:
-        """Return its current answer; while no engine answers, the last one stays. Raises nothing."""
+        """Query the engine and return its current answer; while no engine answers, keep the last one. Raises
+        nothing."""
         model, problems, fix, failure = before.model, [], "", ""
         if what.model:
             try:
@@ -176,7 +177,7 @@ class EngineProber:
                 if streams is not None:
                     problems.append(before.problem)
                 elif not (problems and str(error) == failure):
-                    # Else it is the reason why the model is not known, which is said already.
+                    # Otherwise the same error was already given as the reason why the model is unknown.
                     problems.append(_problem("where its KV events are is", error, WRITE_THEM))
         return EngineAnswers(model, streams, silent, "; ".join(dict.fromkeys(filter(None, problems))), engine, fix)
 
@@ -189,7 +190,7 @@ class EngineProber:
             raise ProbeFailed(str(error), NOT_AN_ENGINE) from None
 
     async def _streams(self, url: str) -> EngineAnswers:
-        """Return what the first engine says whose path is there. Raises ProbeFailed."""
+        """Return the streams that the first kind of engine names whose path exists. Raises ProbeFailed."""
         for engine in ENGINES.values():
             try:
                 answer = await self._get(url, engine.info_path)
@@ -201,10 +202,10 @@ class EngineProber:
         try:
             await self._get(url, MODELS_PATH)
         except NoSuchPath:
-            # A gateway answers while its engine is away, or another program listens there.
+            # The server may be a gateway whose engine is away, or another program.
             raise
         except ProbeFailed:
-            # An engine, which wants a key for this path, for example.
+            # The server is an engine, which may want a key for this path.
             pass
         problem = (
             f"its engine does not report where its KV events are (no {PATHS}: vLLM before 0.31, or another engine): "
@@ -213,9 +214,9 @@ class EngineProber:
         return EngineAnswers(streams={}, silent=True, problem=problem)
 
     async def _get(self, url: str, path: str) -> bytes:
-        """Return the answer's body. Raises ProbeFailed, which is NoSuchPath where there is no such path."""
+        """Return the answer's body. Raises ProbeFailed, or NoSuchPath if there is no such path."""
         whole = url.rstrip("/") + path
-        # Wanted engines are those of the operator's sources; a client's are queried once.
+        # Engines in `_wanted` were named by the operator's sources; a client's engines are queried once.
         key = self._key.header_for_url(url, named=url in self._wanted)
         headers = {} if key is None else {"authorization": key}
         try:
@@ -243,12 +244,12 @@ class EngineProber:
 
 
 def _problem(unknown: str, error: ProbeFailed, other_way: str) -> str:
-    """Return what is not known, why, and both ways out."""
+    """Return a sentence that names the unknown fact, the reason, and both ways out."""
     if isinstance(error, NoSuchPath):
         return f"no engine answers there ({error}): {error.fix}"
     return f"{unknown} not known ({error}): {_ways_out(error, other_way)}"
 
 
 def _ways_out(error: ProbeFailed, other_way: str) -> str:
-    """Return what to do about it; where no engine answers, there is no other way."""
+    """Return the ways out; if no engine answers, there is only one."""
     return error.fix if isinstance(error, NoSuchPath) else f"{error.fix}, or {other_way}"

@@ -58,34 +58,36 @@ class OperatorFlags(msgspec.Struct, frozen=True):
 class Engine(msgspec.Struct, frozen=True, eq=False):
     """One kind of engine.
 
-    schemes: what may explain a worker's hashes, likeliest first, from what is stated and the configured seed.
-    completed: what is stated of a catalog, with what is the same in every one of these engines. media: its events'
-    names of media, where the index has others. tiers_shown: the shape of tier events shows which connector keeps them.
-    stock_problem: why the engine's own events alone prove no hit of a worker with this stated catalog; empty where they
-    do. info_path: an HTTP path that this engine alone has; streams_in: what its answer says, from the engine at this
-    URL; raises NotThisEngine where it is another's, and ValueError where it cannot be read. health_path: answers at once,
-    without work for the model. cache_in: what a metrics page says of the KV cache of the core with this rank; None where it
-    says nothing. skips_cache: fields of a request for which the engine reuses nothing, as it wants the
-    whole prompt computed.
-
-    The wire has no field: both publish in one form, which `events/vllm/` reads (ADR 38). Nor has the patch: both send the
-    same reports, in which an engine names itself.
+    The wire has no field: both publish in one form, which `events/vllm/` reads (ADR 38). The patch has none either:
+    both send the same reports, in which an engine names itself.
     """
 
     name: str
     title: str
+    # Returns the hash schemes that may explain a worker's hashes, likeliest first, for the stated catalog and the
+    # configured seed.
     schemes: Callable[[CatalogSpec, str | None], tuple[HashScheme, ...]]
+    # Returns the stated catalog with everything that is the same in all of these engines.
     completed: Callable[[CatalogSpec], CatalogSpec]
+    # Returns why the engine's own events alone prove no hit of a worker with this stated catalog; empty where they do.
     stock_problem: Callable[[CatalogSpec], str]
+    # The names of media in its events, where the index has others.
     media: Mapping[str, str]
+    # Whether the shape of tier events shows which connector keeps them.
     tiers_shown: bool
+    # An HTTP path that this engine alone has.
     info_path: str
+    # Returns the streams that the answer of `info_path` names, for the engine at this URL. Raises NotThisEngine where
+    # the answer is another engine's, and ValueError where it cannot be read.
     streams_in: Callable[[bytes, str], EngineAnswers]
+    # A path that answers at once, without work for the model.
     health_path: str
     gauges: EngineGauges
+    # Returns the KV cache of the core with this rank as a metrics page describes it; None where it does not.
     cache_in: Callable[[bytes, int], EngineCache | None]
     tokens: TokenEndpoints
     flags: OperatorFlags
+    # Returns whether the fields of a request make the engine reuse nothing, as it wants the whole prompt computed.
     skips_cache: Callable[[Mapping[str, object]], bool]
 
 

@@ -69,10 +69,15 @@ def served_in(answer: bytes) -> ServedModels | None:
 
 
 class EngineLists:
-    """urls: of the engines. key: which of them get one. changed: called whenever one says something else than before.
-    `run` until it is cancelled, not without a session.
+    """The lists of models and event sources that engines serve. `run` until it is cancelled, not without a session.
 
-    What an engine that does not answer said last stays."""
+    If an engine does not answer, its last answer stays.
+
+    Args:
+        key: Decides which engines get a key.
+        urls: Returns the URLs of the engines.
+        changed: Called whenever an engine's answer differs from its last one.
+    """
 
     def __init__(
         self,
@@ -90,14 +95,14 @@ class EngineLists:
         # Engines that came since, which are queried before the next look at all.
         self._new: set[str] = set()
         self._came = asyncio.Event()
-        # By URL, the round in which an engine without event sources is queried for them again.
+        # The round in which an engine without event sources is queried for them again, by URL.
         self._sources_due: dict[str, int] = {}
-        # All by URL.
+        # The last answer of each engine, by URL.
         self.served: dict[str, ServedModels] = {}
         self.sources: dict[str, Mapping[int, Stream]] = {}
-        # Of those that showed it: what kind they are.
+        # The kind of each engine that showed it, by URL.
         self.kinds: dict[str, Engine] = {}
-        # Of those that refuse their list of models: the status that they answer.
+        # The status with which an engine refuses its list of models, by URL.
         self.refusing: dict[str, int] = {}
 
     @property
@@ -161,7 +166,7 @@ class EngineLists:
                 self.served[url] = served
             if self._sources_due.get(url, 0) > self._looks:
                 return
-            # What it was before, first.
+            # Try the kind that it was before first.
             known = self.kinds.get(url)
             for engine in sorted(ENGINES.values(), key=lambda one: one is not known):
                 status, answer = await self._get(url, engine.info_path)
@@ -173,7 +178,7 @@ class EngineLists:
                     except NotThisEngine:
                         continue
                     except ValueError:
-                        # Whoever asks for its streams names what is wrong with the answer.
+                        # A caller that needs its streams names the fault in the answer.
                         return
                     self.kinds[url] = engine
                     return

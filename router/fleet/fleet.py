@@ -35,9 +35,10 @@ log = logging.getLogger("kvrouter.fleet")
 # all the same, for a process that died between its change and telling of it.
 REGISTRY_LOOK_S = 0.25
 REGISTRY_READ_S = 10.0
-# How soon a key that all routers need is replaced where another program has put something else there.
+# How often a key that all routers need is checked, and replaced where another program has put something else in its
+# place.
 FOREIGN_LOOK_S = 1.0
-# Of a registration: what a stream does not depend on.
+# The fields of a registration that a stream does not depend on.
 STREAMLESS_FIELDS = ("url", "lora_name", "draining", "retiring", "role", "handover", "source", "note")
 
 REPLACED = "it is registered again, and begins with nothing in a moment"
@@ -141,7 +142,7 @@ class Fleet:
             # Changed, or lost, while it was read: who is missing may have been lost with it.
             return False
         self._missing = set()
-        # Of another model, and registered for this one now: replaced below.
+        # These workers were of another model and are registered for this one now; they are replaced below.
         moved = {worker for worker in missing if worker[1:] in {one[1:] for one in stored}}
         await self._end_all(missing - moved)
         for worker, registration in stored.items():
@@ -210,7 +211,7 @@ class Fleet:
             known = self._streams.get(worker)
             same_url = known is not None and known.registration.url == registration.url is not None
             if known is not None and same_url and registration.engine is None:
-                # What was found out of an engine stays where the same engine is registered without it.
+                # The kind that was found out about an engine stays when the same engine is registered without a kind.
                 registration = msgspec.structs.replace(registration, engine=known.registration.engine)
             is_known = known is not None and _says_the_same(known.registration, registration)
             if is_known and worker not in self._illegible and not await self._may_have_changed():

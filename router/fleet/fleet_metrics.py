@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
-# Where a value in Redis was met that no router writes: in what is stored of a worker, the registry, the claims of
-# routers, or in place of a key that all routers need.
+# The places in Redis where a value can be that no router writes: what is stored of a worker, the registry, the claims
+# of routers, or a key that all routers need.
 UNREADABLE = ("worker", "registry", "claims", "common")
 
 OTHER_SCHEMAS = ("newer", "former")

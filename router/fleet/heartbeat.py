@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The heartbeat that each router process writes to Redis several times a second. Pure.
 
-It carries no time: a reader judges by its own clock when it last saw the count change. It carries all that its router
-follows, so that one alone is enough to judge by; its cost grows with the workers, not with what changed. Whatever is
-not a heartbeat in full, by whoever it was written, is none.
+It carries no time: a reader judges by its own clock when it last saw the count change. It carries everything that its
+router follows, so that one heartbeat is enough to judge by; its cost grows with the workers, not with the changes. A
+value that is not a complete heartbeat, whichever program wrote it, counts as none.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ VERSION = 2
 MAX_TOKEN_BYTES = 128
 MAX_HEARTBEAT_BYTES = 4 * 1024**2
 
-# A change that waits for the store for longer than this is late: a commit takes some milliseconds.
+# A change that waits for the store for longer than this is late; a commit takes some milliseconds.
 LATE_MS = 1_000
 
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Hold(msgspec.Struct, frozen=True, array_like=True):
-    """One worker that a router follows, and how far the store has what the router knows of it."""
+    """One worker that a router follows, and how much of the router's knowledge of it is in the store."""
 
     # The number of the lease.
     lease: Number
@@ -36,9 +36,9 @@ class Hold(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """One router's word. Workers are named as by `keys.worker_tag`."""
+    """One router's report of itself. Workers are named as by `keys.worker_tag`."""
 
-    # Another number each time.
+    # A number that differs in each heartbeat.
     count: Number
     version: Number
     # The workers that the router follows.

@@ -20,14 +20,14 @@ from kvrouter.router.streams.stream_view import Position
 
 # One heartbeat and one look at all others.
 INTERVAL_S = 0.25
-# How long a heartbeat vouches for what is shown of its router's workers, counted from the last look that did not show it
-# yet. With the time until the next judgement (INTERVAL_S), no answer shows a worker of another router as `live` with
-# content older than 2 s: reference/states.md says so.
+# How long a heartbeat vouches for the state that is shown of its router's workers, counted from the last look that did
+# not show the heartbeat yet. With the time until the next judgement (INTERVAL_S), no answer shows a worker of another
+# router as `live` with content older than 2 s, as reference/states.md promises.
 HEARD_S = 1.5
-# Heartbeats of one router that are remembered: those that can vouch for anything, and one to spare.
+# How many heartbeats of one router are remembered: those that can vouch for anything, and one to spare.
 REMEMBERED_BEATS = round(HEARD_S / INTERVAL_S) + 2
-# Looks for which what the first look showed counts without having been seen to beat: it may live, or be what a dead
-# router left. What comes later counts from its second heartbeat on.
+# For how many looks a router of the first look counts without having been seen to beat: it may live, or be the remains
+# of a dead one. A router that appears later counts from its second heartbeat on.
 UNPROVEN_LOOKS = 3
 # Answered looks without its heartbeat until a router counts no longer: after the store was emptied, all write theirs
 # again.
@@ -45,28 +45,28 @@ class _Router(msgspec.Struct):
 
     token: str
     heartbeat: Heartbeat
-    # It stood there at the first look.
+    # Whether its heartbeat was there at the first look.
     was_first: bool
-    # It was seen to beat, not only to have beaten.
+    # Whether this process saw its count change.
     beats: bool = False
     unchanged_looks: int = 0
     missing_looks: int = 0
-    # When it beat at the earliest, and what it held then; the newest last.
+    # The earliest time at which it can have beaten, and its workers in that heartbeat; the newest last.
     heard: deque[tuple[float, dict[str, Hold]]] = msgspec.field(default_factory=lambda: deque(maxlen=REMEMBERED_BEATS))
 
     @property
     def heard_s(self) -> float:
-        """When it beat last, at the earliest."""
+        """Return the earliest time at which its last heartbeat can have been written."""
         return self.heard[-1][0] if self.heard else -math.inf
 
     @property
     def holds(self) -> dict[str, Hold]:
-        """What it held when it beat last."""
+        """Return the workers that it followed at its last heartbeat."""
         return self.heard[-1][1] if self.heard else {}
 
 
 class _Follower(msgspec.Struct, frozen=True):
-    """The router that was the last to say that it follows a worker, and under which lease."""
+    """The last router to say that it follows a worker, and its lease."""
 
     router: _Router
     lease: int
@@ -93,10 +93,11 @@ class Membership:
         self.ignored = 0
 
     def look(self, fields: Mapping[bytes, bytes], asked_s: float, now_s: float) -> bool:
-        """Take what one look at the store showed; return whether who counts, or what they refuse, changed.
+        """Take the heartbeats that one look at the store showed. Return whether the routers that count, or their
+        refusals, changed.
 
-        asked_s: when it was requested. A heartbeat that is new in this look was written after the look before was
-        requested: a store that was away brings back heartbeats that nobody saw and that are as old as its absence."""
+        asked_s: when the look was requested. A heartbeat that is new in this look counts as written when the look
+        before was requested, not later: a store that was away brings back heartbeats that are as old as its absence."""
         beaten_s, self._asked_s = self._asked_s, asked_s
         seen = self._decode(fields)
         for token, router in list(self._known.items()):
@@ -150,9 +151,10 @@ class Membership:
                 self._take_hold(worker, hold, router, now_s)
 
     def _take_hold(self, worker: str, hold: Hold, router: _Router, now_s: float) -> None:
-        """Note who follows the worker: the router with the highest lease, unless it says so no longer.
+        """Note which router follows the worker: the one with the highest lease, or another one if that one no longer
+        says so.
 
-        A store that lost its data begins again with low numbers."""
+        The second rule is for a store that lost its data, which begins again with low numbers."""
         known = self._followers.get(worker)
         if known is not None and known.router is router:
             if known.lease == hold.lease:
@@ -162,7 +164,7 @@ class Membership:
         self._followers[worker] = _Follower(router, hold.lease)
 
     def _claims(self, router: _Router, worker: str, now_s: float) -> bool:
-        """Whether a router is heard, and says that it follows the worker."""
+        """Return whether a router is heard and says that it follows the worker."""
         is_known = self._known.get(router.token) is router
         return is_known and worker in router.holds and now_s - router.heard_s <= HEARD_S
 
@@ -187,13 +189,14 @@ class Membership:
         return router is not None and token not in self.routers and router.unchanged_looks >= UNPROVEN_LOOKS
 
     def follower_problem(self, worker: str, now_s: float, shown: Position) -> str | None:
-        """Return why what is shown of a worker that another process follows may be old; None: its follower vouches for it.
+        """Return why the state that is shown of another process's worker may be old, or None if its follower vouches
+        for it.
 
-        shown: how far this process has read what the follower writes."""
+        shown: how far this process has read the entries that the follower writes."""
         follower = self._followers.get(worker)
         is_newest = follower is None or follower.lease <= shown.lease
         if is_newest and now_s - shown.since_s <= HEARD_S:
-            # The heartbeat with this lease may still be on its way.
+            # The follower's entries just arrived; its first heartbeat with this lease may still be on its way.
             return None
         if follower is not None:
             if now_s - _vouched_s(follower.router, worker, shown) <= HEARD_S:
@@ -208,7 +211,7 @@ class Membership:
 
 
 def _vouched_s(router: _Router, worker: str, shown: Position) -> float:
-    """Return the moment up to which what is shown has everything that the router knew, by its heartbeats."""
+    """Return the moment up to which the shown state contains everything that the router knew, by its heartbeats."""
     vouched_s = -math.inf
     for heard_s, holds in router.heard:
         hold = holds.get(worker)
@@ -218,7 +221,7 @@ def _vouched_s(router: _Router, worker: str, shown: Position) -> float:
 
 
 def _problem_of(follower: _Follower, worker: str, now_s: float, shown: Position) -> str:
-    """Return why a follower that says that it follows the worker does not vouch for what is shown of it."""
+    """Return why a router that says it follows the worker does not vouch for the state that is shown of it."""
     name = f"router {printable(follower.router.token)}, which follows this worker,"
     silent_s = now_s - follower.router.heard_s
     if silent_s > HEARD_S:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes beside a private store that workers are registered in it, so that a store that lost its data is noticed.
+"""A file beside a private store that says that workers are registered in it, so that a loss of the store's data is
+noticed.
 
-An append-only file without its manifest, or with a FLUSHDB in it, is loaded as an empty store without any error.
+Valkey loads an append-only file without its manifest, or with a FLUSHDB in it, as an empty store without any error.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ FILE = "workers-registered"
 
 
 class RegistrationMark:
-    """`problem` is not empty while the fleet is empty that was not at the end of the last router.
+    """The mark of one store. `problem` is not empty while the fleet is empty although it was not when the last router
+    ended.
 
-    Invariant: the file is there while any worker is registered, and after its store lost them."""
+    Invariant: the file exists while any worker is registered, and also after the store lost them."""
 
     def __init__(self, registry: WorkerRegistry, folder: Path | None) -> None:
-        """folder: of the private store; None: the store is shared, and other routers write back what it loses."""
+        """Read nothing yet. folder: the private store's; None: the store is shared, and other routers write back what
+        it loses."""
         self._registry = registry
         self._path = None if folder is None else folder / FILE
         self._is_set = False
@@ -52,7 +55,7 @@ class RegistrationMark:
             else:
                 self._path.touch()
         except OSError as error:
-            # Without it, a loss is not noticed: nothing else depends on it. Tried again with the next change.
+            # Continue without the mark: nothing depends on it but noticing a loss. The next change tries again.
             log.warning("registrations not noted", extra={"file": self._path, "reason": str(error)})
             return
         self._is_set = not is_empty

@@ -29,8 +29,8 @@ from kvrouter.router.streams.held_workers import HeldWorkers
 log = logging.getLogger("kvrouter.fleet")
 
 
-# Who follows which worker is worked out for all at once, some ten milliseconds for a thousand: of many that come
-# together not for each.
+# Pause between two assignments of workers to routers. An assignment covers all workers, in some ten milliseconds for a
+# thousand, and all that come within a pause share one.
 ASSIGNMENT_PAUSE_S = 0.25
 
 
@@ -77,7 +77,7 @@ class RouterPeers:
         self._mine: frozenset[WorkerKey] = frozenset()
         self._mine_s = -math.inf
         self._mine_holds = False
-        # Those that it will not follow, with the reason; None when that is to be found again.
+        # The workers that it will not follow, with the reasons; None when they have to be found again.
         self._refuses: dict[str, str] | None = None
         registry.subscribe(members=self._on_members)
 

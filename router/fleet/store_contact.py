@@ -29,7 +29,7 @@ class StoreContact:
         self._unread: dict[WorkerKey, str] = {}
         self._unread_since_s = 0.0
         self._is_lost = False
-        # With what the server refused the last look; empty: it took it, or said nothing.
+        # The error with which the server refused the last look; empty if it answered, or was silent.
         self._refusal = ""
 
     def answered(self) -> None:
@@ -37,7 +37,7 @@ class StoreContact:
         self._answered_s, self._refusal = self._clock(), ""
 
     def failed(self, error: StoreError) -> None:
-        """A look was not answered, or refused."""
+        """Note that a look was not answered, or was refused."""
         self._refusal = refusal_text(error) if isinstance(error, ReplyError) else ""
 
     def lose_logs(self, workers: Iterable[WorkerKey], reason: str) -> None:
@@ -64,7 +64,7 @@ class StoreContact:
 
     @property
     def silence(self) -> str | None:
-        """That no look is answered, or that all are refused; None while one is answered."""
+        """Return that no look is answered, or that all are refused; None while one is answered."""
         if not (silent_s := self._silent_s):
             return None
         if self._refusal:

@@ -26,15 +26,15 @@ class WorkerRegistry:
         self.streams: Mapping[WorkerKey, WorkerStream] = MappingProxyType(self._streams)
         # Registered workers that have no stream here, and why.
         self.left_out: Mapping[WorkerKey, str] = {}
-        # What of the registry in Redis cannot be read.
+        # Entries of the registry in Redis that cannot be read.
         self.problems: list[str] = []
-        # By id and rank, which are usually one model's.
+        # Workers by id and rank, usually one for each, as models rarely share ids.
         self._by_id: dict[tuple[str, int], dict[WorkerKey, None]] = {}
         self._members: list[Callable[[WorkerKey | None], None]] = []
         self._views: list[Callable[[WorkerKey, WorkerView | None], None]] = []
         self._loads: list[Callable[[WorkerKey, EngineLoad], None]] = []
         self._lives: list[Callable[[WorkerKey], None]] = []
-        # The life of each worker's last view.
+        # The engine life in each worker's last view.
         self._life: dict[WorkerKey, int] = {}
         self._registrations: tuple[Registration, ...] | None = None
         self._prefill_workers: dict[str, frozenset[WorkerKey]] | None = None
@@ -49,11 +49,16 @@ class WorkerRegistry:
         load: Callable[[WorkerKey, EngineLoad], None] | None = None,
         life: Callable[[WorkerKey], None] | None = None,
     ) -> None:
-        """members: called when a worker came, went, or its registration changed, with that worker, and with None when
-        others are left out than before. view: called with each new view of a
-        worker, None when it went. load: called with what engines that are followed here report of their load. life:
-        called before `view` when another process of a worker's engine may have begun, so that what was judged of the one
-        before ends."""
+        """Call these functions from now on.
+
+        Args:
+            members: Called when a worker came, went, or its registration changed, with that worker, and with None when
+                others are left out than before.
+            view: Called with each new view of a worker, None when it went.
+            load: Called with the load that engines followed here report.
+            life: Called before `view` when another process of a worker's engine may have begun, so that judgements of
+                the one before end.
+        """
         self._members += [] if members is None else [members]
         self._views += [] if view is None else [view]
         self._loads += [] if load is None else [load]

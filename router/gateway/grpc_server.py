@@ -31,10 +31,11 @@ from kvrouter.router.proxy.headers import Headers
 
 log = logging.getLogger("kvrouter.gateway")
 
-# What a message has besides its piece of a body.
+# The bytes of a message besides its piece of a body.
 FRAME_BYTES = 64 * 1024
-# A BUFFERED body is one message, and as large as the gateway's own buffer lets it be. gRPC ends the stream of a message
-# over its limit, and the client gets an empty 500; below it, the router answers 413 to what is over max_body_bytes.
+# Largest message, in bodies of the largest size. A BUFFERED body is one message, and as large as the gateway's own
+# buffer allows. gRPC ends the stream of a message over its limit, and the client gets an empty 500; below it, the
+# router answers 413 to a body over max_body_bytes.
 RECEIVED_BODIES = 4
 # As many as the HTTP port has connections. Each may hold a body; above it a gateway is refused, and does as its failure
 # mode says.
@@ -42,7 +43,8 @@ MAX_STREAMS = 4_096
 # Before the end of a shutdown: answers under way then go on without this picker, from their next piece on. Events of a
 # stream are tens of milliseconds apart.
 LEAVE_S = 2.0
-# What a health check may ask for: by the extension's words, liveness is the process, the others are readiness.
+# The services that a health check may name. In the extension's specification, liveness is the process, the others are
+# readiness.
 LIVENESS = "liveness"
 READINESS = ("", "readiness", EXTERNAL_PROCESSOR)
 JSON: Headers = [(b"content-type", b"application/json")]
@@ -53,21 +55,22 @@ Pick = Callable[[GatewayRequest], Awaitable[Route]]
 
 
 class Certificate:
-    """The certificate that new connections get, which may be replaced at any time."""
+    """The certificate that new connections get; it may be replaced at any time."""
 
     def __init__(self, current: Callable[[], GatewayPems]) -> None:
-        """current: what is to be shown now; it is called from gRPC's threads and must not wait."""
+        """Show no certificate yet. current: returns the one to show now; gRPC's threads call it, and it must not
+        wait."""
         self._current = current
         self._shown = current()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return what a port of gRPC takes."""
+        """Return the credentials for a port of gRPC."""
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self._shown), self._renewed, self._shown.client_ca is not None
         )
 
     def _renewed(self) -> Any:
-        """Return another certificate for the next connections; None: as before."""
+        """Return another certificate for the next connections, None if it is unchanged."""
         current = self._current()
         if current is self._shown:
             return None
@@ -158,7 +161,7 @@ class GatewayServer:
                 for reply in await self._replies(stream, raw):
                     await context.write(encode(reply))
                 if stream.is_refused:
-                    # What is on its way of the request gets no second answer.
+                    # The rest of the request gets no second answer.
                     return
                 if self._leaves and stream.is_answering:
                     # A gateway goes on without a picker that ends the stream in order.

@@ -85,7 +85,7 @@ class GatewayRequest:
         self.headers = [(name, value) for name, value in headers if not name.startswith(b":")]
         self.body = body
         self.subset = subset
-        # A gateway admits by itself; its protocol has no key.
+        # The gateway decides which clients it admits; its protocol has no key.
         self.bounds: KeyBounds | None = None
 
 
@@ -138,7 +138,8 @@ class ProcessStream:
         trailers: list[Reply] = [TrailersReply(Part.REQUEST_TRAILERS)] if self._has_trailers else []
         if not self._has_body:
             if trailers and self._modes.request == BodyMode.BUFFERED:
-                # Its headers went on before it was known that no body follows: the gateway places it.
+                # The gateway sent the headers on before it knew that no body follows, so it has placed the request
+                # itself.
                 return trailers
             return [HeadersReply(Part.REQUEST_HEADERS, route.given, route.removed, route.endpoint), *trailers]
         if self._modes.request == BodyMode.BUFFERED:
@@ -162,7 +163,7 @@ class ProcessStream:
         return replies + trailers
 
     def refuse(self, status: int, headers: Headers, body: bytes) -> list[Reply]:
-        """No engine gets the request: the client gets this answer. Nothing that follows on the stream has a meaning."""
+        """Answer the client without any engine. Later messages on the stream have no effect."""
         self.request, self._pieces, self.is_refused = None, [], True
         return [Refusal(status, headers, body)]
 
@@ -197,7 +198,8 @@ class ProcessStream:
             return []
         length = next((value for name, value in message.headers if name == CONTENT_LENGTH), b"")
         if length.isdigit():
-            # Before it comes: a BUFFERED body is one message, which gRPC refuses without a word to the client.
+            # Check the length before the body comes: a BUFFERED body is one message, and gRPC refuses a message that is
+            # too large without an error for the client.
             self._check_size(int(length))
         mode = self._modes.request
         self._expects = Part.REQUEST_BODY
@@ -216,7 +218,7 @@ class ProcessStream:
         self._size_bytes += len(message.data)
         self._check_size(self._size_bytes)
         self._pieces.append(message.data)
-        # A BUFFERED body is one message, which does not end the request where trailers follow.
+        # A BUFFERED body is one message; it is not marked as the request's end if trailers follow.
         if message.ends or self._modes.request == BodyMode.BUFFERED:
             self._whole()
         return []
@@ -266,7 +268,7 @@ class ProcessStream:
         self._expect(Part.RESPONSE_BODY, message.part)
         if self._observer is not None and message.data:
             self._observer.takes(message.data)
-        # A BUFFERED body is one message; trailers may follow, and the gateway need not show them.
+        # A BUFFERED body is one message; trailers may follow it, and the gateway need not show them.
         if message.ends or self._modes.answer == BodyMode.BUFFERED:
             self._end_answer()
         if self._modes.answer == BodyMode.FULL_DUPLEX_STREAMED:

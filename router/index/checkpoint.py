@@ -23,7 +23,7 @@ from kvrouter.router.redis_client.resp import Hashes, command, hashes_from_bytes
 # Bytes of a hash in the STRING.
 HASH_BYTES = 8
 
-# What an entry costs a log, and whoever loads it, in hashes: some 130 bytes.
+# The cost of a log entry, for the log and for a router that loads it, in hashes: some 130 bytes.
 ENTRY_BLOCKS = 16
 # A tail up to this size, 128 KiB, is never too long.
 TAIL_BLOCKS = 16_384
@@ -77,7 +77,10 @@ def checkpoint_commands(
 ) -> Iterable[bytes]:
     """Yield the commands that write a checkpoint.
 
-    packed: its places as `pack_places` returned them. stored: the texts of the places of the checkpoint it replaces."""
+    Args:
+        packed: Its places, as `pack_places` returned them.
+        stored: The texts of the places of the checkpoint that it replaces.
+    """
     worker, epoch = checkpoint.worker, checkpoint.epoch
     full = {place: value for place, value in packed.items() if value}
     for place, value in full.items():
@@ -88,7 +91,7 @@ def checkpoint_commands(
 
 
 class StoredPlace(msgspec.Struct, frozen=True):
-    """The size of one place of a checkpoint, in blocks, and the checksum of its hashes as they are stored."""
+    """One place of a checkpoint: its number of blocks, and the checksum of its hashes as they are stored."""
 
     blocks: int
     checksum: bytes
@@ -103,7 +106,7 @@ def places_text(packed: Mapping[Place, bytes]) -> bytes:
 
 
 def parse_places(text: bytes) -> dict[str, StoredPlace]:
-    """Return the stored places by the text of each. Raises ValueError for what `places_text` never writes."""
+    """Return the stored places by their texts. Raises ValueError for a value that `places_text` never writes."""
     places = {}
     for part in text.decode("ascii").split(" ") if text else ():
         place, blocks, found = part.rsplit("=", 2)
@@ -113,7 +116,7 @@ def parse_places(text: bytes) -> dict[str, StoredPlace]:
 
 
 def parse_residents(key: str, value: Any, place: StoredPlace) -> Hashes:
-    """Return the hashes stored at `key`, of which `place` says how they must be. Raises StoredValueError."""
+    """Return the hashes stored at `key`. place: their expected number and checksum. Raises StoredValueError."""
     blocks = place.blocks
     if value is None and not blocks:
         return np.empty(0, np.uint64)

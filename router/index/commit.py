@@ -116,13 +116,14 @@ class Head(msgspec.Struct, frozen=True):
     epoch: str | None
     seq: int | None
     commits: int
-    # The places of the checkpoint by their texts, and the number of the last entry that it has.
+    # The places of the checkpoint by their texts.
     places: dict[str, StoredPlace]
     lease: int
+    # The number of the last log entry that the checkpoint contains.
     checkpoint: int
     # `places` as it is stored.
     places_text: bytes
-    # The first field that cannot be read, here as if it were absent; None: all can. Nothing but a new epoch may be
+    # The first field that cannot be read and counts as absent; None: all can be read. Nothing but a new epoch may be
     # written over it.
     problem: StoredValueError | None = None
 
@@ -179,12 +180,12 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def head_sum(epoch: bytes, seq: bytes, commits: bytes, places: bytes, checkpoint: bytes) -> bytes:
-    """Return the checksum of these fields of `meta`, as they are stored; absent ones are empty."""
+    """Return the checksum of these fields of `meta` as they are stored; an absent field counts as empty."""
     return checksum(epoch, seq, commits, places, checkpoint)
 
 
 def head_fields(epoch: str, seq: int | None, commits: int, checkpoint: int, places_text: bytes) -> dict[str, bytes]:
-    """Return the fields of `meta` that say where a worker's index stands, with their checksum."""
+    """Return the fields of `meta` that describe the state of a worker's index, with their checksum."""
     fields = {
         keys.META_EPOCH: encode_text(epoch),
         keys.META_SEQ: b"" if seq is None else b"%d" % seq,
@@ -199,7 +200,7 @@ def head_fields(epoch: str, seq: int | None, commits: int, checkpoint: int, plac
 
 
 def next_fields(head: Head, seq: int | None) -> dict[str, bytes]:
-    """Return the fields that one more log entry changes in `head`, whose last committed seq is `seq` from then on."""
+    """Return the fields of `head` that one more log entry changes. seq: the last committed seq from then on."""
     fields = head_fields(head.epoch or "", seq, head.commits + 1, head.checkpoint, head.places_text)
     return {name: value for name, value in fields.items() if name not in _SET_BY_CHECKPOINTS}
 
@@ -248,13 +249,13 @@ def copies_commands(commit: Commit) -> Iterable[bytes]:
 
 
 def copies_value(field: bytes, count: int) -> bytes:
-    """Return what is stored of a block with several copies: their number, with a checksum of field and number."""
+    """Return the stored value for a block with several copies: their number, with a checksum of field and number."""
     number = b"%d" % count
     return number + b" " + checksum(field, number)
 
 
 def parse_copies_value(field: bytes, value: bytes) -> int:
-    """Return the number of copies. Raises ValueError for what `copies_value` never writes."""
+    """Return the number of copies. Raises ValueError for a value that `copies_value` never writes."""
     number, _, found = value.partition(b" ")
     if found != checksum(field, number):
         raise ValueError(f"the checksum of {value!r} is wrong")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces keys common to all routers and workers that are of another type than routers write.
+"""Replacement of keys common to all routers and workers that have another type than routers write.
 
-Such a key holds nothing of ours and refuses every command: a router could neither start nor be heard. Who is registered
-survives: each model's registrations have a key of their own.
+Such a key holds nothing of ours and refuses every command, so a router could neither start nor be heard. The registered
+workers survive, because each model's registrations have a key of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvrouter.router.redis_client.resp import command
 
 log = logging.getLogger(__name__)
 
-# A short read of each key, which only its own type answers.
+# A short read of each key, which only a key of its own type answers.
 PROBES = {
     keys.REGISTRATIONS: command("GET", keys.REGISTRATIONS),
     keys.MODELS: command("SMEMBERS", keys.MODELS),
@@ -32,7 +32,7 @@ NO_PERMISSION = "NOPERM"
 
 
 class CommonKeys:
-    """Raises StoreUnavailable and StoreError."""
+    """The common keys of one store. The methods raise StoreUnavailable and StoreError."""
 
     def __init__(self, transactions: Transactions) -> None:
         self._servers = transactions.servers
@@ -40,14 +40,14 @@ class CommonKeys:
     async def replace_foreign(self, known_models: Iterable[str]) -> list[str]:
         """Drop the keys of another type, and return their names.
 
-        known_models: written again, beside those whose registrations are found."""
+        known_models: names that are written again, beside the models whose registrations are found."""
         if not await self._is_foreign(*PROBES):
             return []
         foreign = [key for key in PROBES if await self._is_foreign(key)]
         return [key for key in foreign if await self._replace(key, known_models)]
 
     async def _is_foreign(self, *wanted: str) -> bool:
-        """Whether any of these keys is of another type."""
+        """Return whether any of these keys is of another type."""
         try:
             await self._servers.run_each(*((key, PROBES[key]) for key in wanted))
         except ReplyError as error:
@@ -62,7 +62,7 @@ class CommonKeys:
             members = await self._stored_models() | {keys.model_member(model).encode() for model in known_models}
 
         async def attempt(connection: Connection) -> bool:
-            # Watched, as another router may be replacing it at this moment.
+            # Watch the key, because another router may be replacing it at this moment.
             try:
                 await connection.run(command("WATCH", key) + PROBES[key], 2)
             except ReplyError as error:
@@ -81,7 +81,7 @@ class CommonKeys:
         return replaced
 
     async def _stored_models(self) -> set[bytes]:
-        """The members of the models' key, by the names of all keys of the servers."""
+        """Return the members of the models' key, as the names of all keys of the servers show them."""
         before, after = keys.registry_key_parts()
         try:
             names = await self._servers.scan(f"{before}*{after}")

@@ -38,7 +38,7 @@ from kvrouter.router.workers.worker_spec import MAX_DP_RANK
 # form, another meaning, or a field that says how a worker is judged. tests/golden/schema.json has the forms.
 SCHEMA = 3
 PREFIX = f"kvr:{SCHEMA}:"
-# The schema before, of which registrations are taken over.
+# The schema before this one; its registrations are taken over.
 FORMER_SCHEMA = 2
 FORMER_PREFIX = f"kvr:{FORMER_SCHEMA}:"
 FORMER_REGISTRATIONS = f"{FORMER_PREFIX}registrations"
@@ -132,13 +132,13 @@ def registry(model: str, prefix: str = PREFIX) -> str:
 
 
 def registry_key_parts() -> tuple[str, str]:
-    """Return what stands before and after the quoted model in `registry`."""
+    """Return the parts of a `registry` key before and after the quoted model."""
     before, _, after = registry("*").partition(_quoted("*"))
     return before, after
 
 
 def is_model_member(member: bytes) -> bool:
-    """Return whether `model_member` writes this."""
+    """Return whether `model_member` can have written this."""
     try:
         parse_model_member(member)
     except ValueError:

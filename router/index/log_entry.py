@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One entry of a worker's log: what one commit changed, so that a mirror can do the same. Pure.
+"""One entry of a worker's log: the changes of one commit, so that a mirror can repeat them. Pure.
 
 Fields of the stream entry: `kind` (commit, epoch, note), `commit` (its number, rising by one with each entry of the
 worker), `epoch`, `first`, `last` (seq range; of a commit only), `changes` and `meta` (msgpack; absent when empty).
 `changes` is a list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian each. The last
-field, `sum`, is the checksum of the log's key and of all fields before it: an entry that was damaged where it is stored
-is none of ours.
+field, `sum`, is the checksum of the log's key and of all fields before it, so an entry that was damaged in the store is
+rejected.
 """
 
 from __future__ import annotations

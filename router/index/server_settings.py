@@ -17,22 +17,27 @@ TIMEOUT_S = 2.0
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One server's. Empty or None: it does not say, or does not let this router know.
+    """The settings of one server. Empty or None: the server does not show the value, or does not let this router read
+    it."""
 
-    policy: its maxmemory-policy. used_bytes, limit_bytes: of memory; limit_bytes is maxmemory, or without one the
-    machine's memory. appends: whether it keeps an append-only file. save: when it writes snapshots; empty: never.
-    failing: what of its persistence failed last. directory: where its data is. time_s: its clock, since 1970. refused:
-    commands that the router's user may not use."""
-
+    # Its maxmemory-policy.
     policy: str = ""
+    # Memory in use.
     used_bytes: int | None = None
+    # Its maxmemory, or without one the machine's memory.
     limit_bytes: int | None = None
     has_maxmemory: bool = False
+    # Whether it keeps an append-only file.
     appends: bool | None = None
+    # When it writes snapshots; empty: never.
     save: str | None = None
+    # The last failure of its persistence.
     failing: str = ""
+    # The folder of its data.
     directory: str = ""
+    # Its clock, since 1970.
     time_s: float | None = None
+    # Commands that the router's user may not use.
     refused: tuple[str, ...] = ()
 
 
@@ -42,7 +47,7 @@ async def server_settings(servers: Servers) -> dict[str, ServerSettings]:
     replies: dict[str, dict[str, Any]] = {}
     for name, orders in (
         ("INFO", (command("INFO"),)),
-        # One name each: servers before Redis 7 take no more.
+        # One name in each command, because servers before Redis 7 accept no more.
         ("CONFIG", (command("CONFIG", "GET", "save"), command("CONFIG", "GET", "dir"))),
         ("TIME", (command("TIME"),)),
     ):

@@ -197,9 +197,10 @@ class IndexStore:
         *,
         entries: int = 1,
     ) -> CommitOutcome:
-        """Execute what `write` makes of the head of `meta`, if `lease` counts; keep `last_entries`.
+        """Execute the commands that `write` returns for the head of `meta`, if `lease` counts, and update
+        `last_entries`.
 
-        entries: how many log entries its commands add."""
+        entries: how many log entries the commands add."""
         before = 0
 
         def write_fenced(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:

@@ -38,7 +38,7 @@ async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerIma
     meta_key, log_key = keys.meta(worker), keys.log(worker)
 
     async def read(connection: Connection) -> WorkerImage:
-        # Of a new worker that is all; of another it says what to read.
+        # A new worker has only this; for another one it says what to read.
         head = Head.of(meta_key, *[None] * len(_FIELDS))
         for _ in range(LOAD_ATTEMPTS):
             stored = [keys.residents(worker, head.epoch or "", keys.parse_place(text)) for text in head.places]

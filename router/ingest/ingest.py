@@ -32,7 +32,7 @@ from kvrouter.router.ingest.worker_profile import SILENT, WorkerProfile
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
 
-# What only the patch's reports bring; the news of a connection come of both streams.
+# Items that only the patch's reports have; the items about connections come from both streams.
 _REPORT_ITEMS = tuple(set(get_args(ReportItem)) - set(get_args(StreamItem)))
 
 Copies: TypeAlias = dict[tuple[Place, int], int]
@@ -121,7 +121,7 @@ class Ingest:
             contact.behind = True
             contact.missing |= item.missing
         elif isinstance(item, CaughtUp):
-            # One from before the engine's process changed says nothing of the stream that follows.
+            # A connection from before the engine's process changed says nothing about the stream that follows.
             if not contact.expired:
                 self.profile.catch_up()
         elif isinstance(item, _REPORT_ITEMS) or (self._follows_reports and isinstance(item, Connected | Disconnected)):

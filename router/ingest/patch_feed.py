@@ -93,7 +93,7 @@ class PatchFeed:
         if self._contact.expired and isinstance(item, ReportBatch | HeartbeatSeen | Loaded):
             return
         if isinstance(item, ReportBatch | HeartbeatSeen):
-            # A message may come before the news of its connection.
+            # A message may arrive before the item about its connection.
             self._contact.linked = True
         if isinstance(item, ReportBatch):
             self._report(item.seq, item.message, now)
@@ -153,12 +153,13 @@ class PatchFeed:
             self._doubt(f"connected; {PROVING}")
 
     def _doubt(self, incident: str) -> None:
-        """Mark what is held as unproven: nothing is known to be wrong, and nothing proves that it is right."""
+        """Mark the blocks held as unproven: nothing shows that they are wrong, and nothing proves that they are
+        right."""
         self._contact.unproven = True
         self._profile.wait_for(incident)
 
     def _distrust(self, incident: str) -> None:
-        """Mark what is held as known not to be what the engine holds."""
+        """Mark the blocks held as known to differ from the engine's."""
         self._contact.unproven = self._contact.missing = True
         self._profile.wait_for(incident)
 
@@ -229,7 +230,7 @@ class PatchFeed:
         if last >= 0:
             epoch.jump(last)
         self._contact.unproven = self._contact.missing = False
-        # What came during the snapshot is still to be applied.
+        # The messages that came during the snapshot are still to be applied.
         self._contact.behind = True
         self.wants_snapshot = None
         profile.wait_for("the snapshot is loaded; applying what came meanwhile")

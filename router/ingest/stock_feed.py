@@ -211,7 +211,7 @@ class StockFeed:
                 self._take(batch)
             else:
                 self._skip()
-        # The batch may come before the news of its connection.
+        # The batch may arrive before the item about its connection.
         contact.linked = True
         profile.settle()
         contact.fingerprint = item.fingerprint
@@ -223,7 +223,7 @@ class StockFeed:
         if learner is not self._learner:
             self._learner = learner
             self.known_shapes.clear()
-        # Of a whole life, which seq 0 begins, the first stores say more.
+        # The first stores of a life, which begins with seq 0, teach more than later ones.
         teaches = item.seq == 0 or profile.identity.wants_tokens or learner.in_doubt or learner.wants_parents
         if teaches:
             return None

@@ -22,7 +22,7 @@ class WorkerEpoch:
         self.epoch = new_epoch()
         self._opens_epoch = True
         self.seq: int | None = None
-        # Of the batches that no flush has taken yet, None when there are none.
+        # The first seq of the batches that no flush has taken yet, None when there are none.
         self._first_seq: int | None = None
         self.blocks = Residency()
 

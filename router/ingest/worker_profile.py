@@ -59,37 +59,41 @@ class StoredScheme(msgspec.Struct, frozen=True):
 
 
 class Contact(msgspec.Struct):
-    """The connection to an engine, and the proof that nothing of its stream was missed. Times: seconds, monotonic."""
+    """The connection to an engine, and the proof that nothing of its stream was missed. Times are seconds,
+    monotonic."""
 
-    # The stream's socket has a peer.
+    # Whether the stream's socket has a peer.
     linked: bool = False
-    # More was sent than was applied: a replay or a snapshot is under way, or messages are held behind one.
+    # Whether more was sent than was applied: a replay or a snapshot is under way, or messages are held behind one.
     behind: bool = False
-    # Nothing proves that what is held is still what the engine holds: it was restored, or the connection was lost.
+    # Whether nothing proves that the blocks held are still the engine's: they were restored, or the connection was
+    # lost.
     unproven: bool = False
-    # The replay under way has shown that the engine is the one that was known; what it sent since is still to come.
+    # Whether the replay under way has shown that the engine is the one that was known; the batches that it sent since
+    # are still to come.
     same_life: bool = False
-    # Batches are known to be missing from what is held, until the stream has caught up.
+    # Whether batches are known to be missing from the blocks held; it stays until the stream has caught up.
     missing: bool = False
-    # The engine's process is another, and the stream has not started again yet: its batches may be the old one's.
+    # Whether the engine's process has been replaced and the stream has not started again yet: its batches may be the
+    # old process's.
     expired: bool = False
-    # Why the engine is down, by its HTTP; empty: it is not.
+    # Why the engine is down, as its HTTP shows; empty: it is not.
     down: str = ""
     # Why the engine's URL has never answered; empty: it has. A connected stream counts for more.
     absent: str = ""
-    # A gap was counted, and is neither filled nor lost yet.
+    # Whether a gap was counted that is neither filled nor lost yet.
     gap_open: bool = False
-    # The replay endpoint may have more than is known.
+    # Whether the replay endpoint may have more batches than are known.
     incomplete: bool = False
     # The fingerprint of the last batch.
     fingerprint: int = 0
-    # When the process started that sent what is held, by its HTTP.
+    # When the process that sent the blocks held started, as its HTTP said.
     process_start_s: float | None = None
-    # The same, as its HTTP answered since the last batch.
+    # When the engine's process started, as its HTTP has said since the last batch.
     told_start_s: float | None = None
     # When the next seq came after a new connection, while only the engine's HTTP can prove that it is the same life.
     next_seq_s: float | None = None
-    # Why the connection was closed because of what it brought, until there is another.
+    # Why the connection was closed because of what it brought; empty once there is another.
     flood: str = ""
     last_event_s: float | None = None
 
@@ -106,19 +110,20 @@ class Ranks(msgspec.Struct):
 
 
 class PatchContact(msgspec.Struct):
-    """What the engine's patch said. epoch: the engine's life whose reports the residency is from; None: it is from the
-    engine's own topic. withheld: why it no longer reports anything; tiers_withheld: why it reports nothing of what lies
-    beside the GPU; empty: it does."""
+    """The engine's patch, as its reports and heartbeats show it."""
 
+    # The engine's life whose reports the residency is from; None: it is from the engine's own topic.
     epoch: str | None = None
     greeting: Greeted | None = None
     last_heartbeat_s: float | None = None
+    # Why it no longer reports anything; empty: it does.
     withheld: str = ""
+    # Why it no longer reports the media beside the GPU; empty: it does.
     tiers_withheld: str = ""
 
     @property
     def problem(self) -> str:
-        """What a failure of the patch costs, as a sentence; empty: nothing."""
+        """Return the effect of a failure of the patch, as a sentence; empty if there is none."""
         withheld = self.withheld or self.tiers_withheld
         if not withheld:
             return ""
@@ -128,7 +133,7 @@ class PatchContact(msgspec.Struct):
 
 
 class WorkerProfile:
-    """Everything known of one worker but its blocks. Its state is derived from `contact` and never assigned.
+    """Everything known of one worker except its blocks. Its state is derived from `contact` and never assigned.
 
     Invariant: while the stream is behind, unproven, incomplete or not connected, the state is not `live`."""
 
@@ -137,7 +142,7 @@ class WorkerProfile:
         self.registration = registration
         self.engine = engine_named(registration.engine)
         self._seed = seed
-        # What is stated of the catalog: by the user, or by the engine.
+        # The catalog as the user or the engine stated it.
         self.spec = self._stated
         self.declared: DeclaredCatalog | None = None
         self._note = ""
@@ -147,14 +152,14 @@ class WorkerProfile:
         self.contact = Contact()
         self.ranks = Ranks(ranks_allowed(registration.worker.dp_rank, True, ()))
         self.patch = PatchContact()
-        # How often what was learned was void, as another life of the engine may have begun.
+        # How often everything learned was discarded because another life of the engine may have begun.
         self.lives_ended = 0
         # The sentence that explains the state, or says what happened last.
         self.incident = SILENT if self.is_silent else f"no connection to {registration.events} yet"
-        # Whether the incident describes something under way, so that it ends when the worker is live.
+        # Whether the incident describes something under way, which ends when the worker is live.
         self._is_passing = not self.is_silent
         self._catalog: tuple[tuple[int, int | None], Catalog] | None = None
-        # What of it Redis has.
+        # The versions of catalog and scheme that are in Redis.
         self._written: tuple[int, SchemeState] | None = None
         self._counts_written: tuple[int, int, int] | None = None
 
@@ -184,9 +189,10 @@ class WorkerProfile:
 
     @property
     def stage(self) -> StreamState:
-        """Where the stream stands, whatever the engine's HTTP and its ranks say.
+        """Return the state of the stream, whatever the engine's HTTP and its ranks show.
 
-        The order decides about credit: batches known to be missing end it, whatever else is the case."""
+        The order of the tests decides about credit: batches known to be missing end it before anything else is looked
+        at."""
         contact = self.contact
         if contact.missing:
             return StreamState.RESYNCING
@@ -213,8 +219,8 @@ class WorkerProfile:
         return bool(self.contact.absent) and self.stage is StreamState.CONNECTING
 
     def reason(self, blocks: Residency) -> str:
-        """Why the state is what it is, what happened last, and what of the patch failed; empty when there is nothing to
-        say. blocks: its own."""
+        """Return why the state is what it is, the last incident, and the failure of the patch; empty if there is
+        nothing to say. blocks: the worker's own."""
         return "; ".join(filter(None, (self._reason(blocks), self.patch.problem)))
 
     def _reason(self, blocks: Residency) -> str:
@@ -252,15 +258,15 @@ class WorkerProfile:
         )
 
     def wait_for(self, incident: str) -> None:
-        """Explain the state by something under way, which is forgotten once the worker is live."""
+        """Explain the state by something under way; the explanation is forgotten once the worker is live."""
         self.incident, self._is_passing = incident, True
 
     def report(self, incident: str) -> None:
-        """Say what happened; a live worker shows it too, until `forget_incident`."""
+        """Set the incident; a live worker shows it too, until `forget_incident`."""
         self.incident, self._is_passing = incident, False
 
     def catch_up(self) -> None:
-        """Take that nothing is under way, and that everything sent so far was applied."""
+        """Note that nothing is under way, and that everything sent so far was applied."""
         contact = self.contact
         if contact.same_life:
             contact.unproven = contact.same_life = False
@@ -270,24 +276,24 @@ class WorkerProfile:
         self.settle()
 
     def prove(self) -> None:
-        """Take that what is held is what the engine held when it sent the last item."""
+        """Note that the blocks held are the ones that the engine held when it sent the last item."""
         self.contact.unproven = False
         self.settle()
 
     def settle(self) -> None:
-        """Forget an incident that ended with the worker being live."""
+        """Forget an incident that ended when the worker became live."""
         if self._is_passing:
             self.forget_incident()
 
     def flooded(self, item: Flooded) -> None:
-        """Count and show that a connection was closed because of what it brought."""
+        """Count and show a connection that was closed because of what it brought."""
         self.tally.floods += 1
         self.report(item.reason)
         if item.is_live:
             self.contact.flood = item.reason
 
     def forget_incident(self) -> None:
-        """Forget what happened to a live worker."""
+        """Forget the incident of a live worker."""
         if self.stage is StreamState.LIVE:
             self.incident = ""
 
@@ -300,7 +306,8 @@ class WorkerProfile:
         return not ranks.problem
 
     def forget_learned(self) -> None:
-        """Begin another life of the engine: nothing of it was heard or learned yet. What is stated stays."""
+        """Begin another life of the engine with nothing heard or learned yet. Statements of the user and the engine
+        stay."""
         self.lives_ended += 1
         self.contact.last_event_s = None
         self.engine = engine_named(self.registration.engine)

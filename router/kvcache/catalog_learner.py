@@ -78,7 +78,7 @@ class _Seen:
         self.kind: str | None = None
         self.window: int | None = None
         self.block_sizes: set[int] = set()
-        # Those that came since the group is in doubt.
+        # Block sizes that came since the group is in doubt.
         self.recent_sizes: set[int] = set()
         # Those of them that the GPU's events said.
         self.gpu_block_sizes: set[int] = set()
@@ -284,9 +284,9 @@ class CatalogLearner:
         return seen
 
     def _learn_chunk(self, event: BlockStored, seen: _Seen) -> None:
-        # A self-describing store names all blocks of its chunk; a partial tail has a smaller block size and no say
-        # here. What a SimpleCPUOffloadConnector announces looks like chunks of one block, which its rule does not ask
-        # for.
+        # A self-describing store names all blocks of its chunk; a partial tail has a smaller block size and is ignored
+        # here. Announcements of a SimpleCPUOffloadConnector look like chunks of one block, which its rule does not
+        # need.
         count = len(event.block_hashes)
         if seen.block_sizes and event.block_size == max(seen.block_sizes) and count > (self._blocks_per_chunk or 0):
             self._blocks_per_chunk = count
@@ -357,8 +357,8 @@ class CatalogLearner:
     def _stated_as_announced(self) -> dict[int | None, Group]:
         """Return the stated groups by the numbers that events give them.
 
-        An engine's only group has no number in the events of SGLang and of vLLM up to 0.19, and 0 in later ones; so one
-        that is stated alone is the one that is announced alone, where one of the two names no number.
+        The only group of an engine has no number in the events of SGLang and of vLLM up to 0.19, and 0 in later ones.
+        So a group that is stated alone is taken for the one that is announced alone, if one of the two has no number.
         """
         if len(self._stated) == len(self._seen) == 1:
             (number, group), (announced,) = *self._stated.items(), self._seen
@@ -367,7 +367,7 @@ class CatalogLearner:
         return self._stated
 
     def _contradiction(self, stated: dict[int | None, Group]) -> str | None:
-        """Return where events differ from the stated groups, so that nothing they announce would be found."""
+        """Return how events differ from the stated groups, so that no block that they announce would be found."""
         if stated and self._seen and not stated.keys() & self._seen.keys():
             return (
                 f"its catalog states {_numbers(stated)}, its events announce {_numbers(self._seen)}: register the groups that "

@@ -40,7 +40,7 @@ class PromptLengths:
         return sum(self._counts.get(worker, ())[tokens.bit_length() + 1 :])
 
     def forget(self, worker: WorkerKey) -> None:
-        """Count from zero again: another process of its engine has computed none."""
+        """Count from zero again, because another process of the engine has computed no prompts."""
         self._counts.pop(worker, None)
 
     def keep(self, workers: Collection[WorkerKey]) -> None:

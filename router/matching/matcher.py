@@ -41,7 +41,7 @@ class WorkerView(msgspec.Struct, frozen=True, eq=False):
     lora_paths: dict[str, str]
     # It has no usable events: only what was sent there is known.
     approximate: bool = False
-    # The number of its engine's process, as far as `EngineLives` distinguishes them.
+    # The number of its engine's life, as far as `EngineLives` distinguishes them.
     life: int = 0
 
 
@@ -140,7 +140,7 @@ class HashPlans(msgspec.Struct, frozen=True, eq=False):
             else:
                 spaces.setdefault((view.scheme, view.catalog.hash_block_size), []).append(view)
         by_scheme = {space: HashPlan.build(mirror, members) for space, members in spaces.items()}
-        # Of the usual model all workers have one hash space.
+        # All workers of the usual model have one hash space.
         common = [plan for plan in by_scheme.values() if len(plan.views) == len(judged)]
         return cls(
             by_scheme,
@@ -262,7 +262,7 @@ class Matcher:
         """Whether a worker can reach beyond this segment of the prompt; an empty one is behind its end."""
         if not len(segment):
             return False
-        # Who wants to see every block sees also those that nobody can reach.
+        # A question for every block also wants blocks that no worker can reach.
         return not plan.stops_early or question.held or plan.judge.any_resident(self._mirror.table, segment)
 
     def _judge(self, plan: HashPlan, hashes: NDArray[np.uint64], question: Question) -> list[Hit]:

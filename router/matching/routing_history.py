@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines without events may hold: the prompts that this router recently sent them. An estimate, marked as such.
+"""The prompts that this router recently sent to engines without events: an estimate of what they hold, marked as such.
 
-Evictions, groups, tiers and the requests of others are unknown, so entries expire. Pieces of whole blocks of
-the engine are named by a hash chained from the prompt's start. Pure: the clock's value is passed in.
+Evictions, groups, tiers and the requests of others are unknown, so entries expire. Pieces of whole blocks of the engine
+are named by a hash chained from the prompt's start. Pure: the clock's value is passed in.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.piece_names import piece_names
 from kvrouter.router.matching.question import Hit, Question
 
-# A few blocks of most engines: fewer pieces to remember, and a guess is not worth more precision. Also what stands for
-# the block of an engine that does not say how large its blocks are.
+# The length of a piece: a few blocks of most engines, so that there are fewer pieces to remember; a guess is not worth
+# more precision. It also stands for the block of an engine that does not say how large its blocks are.
 PIECE_TOKENS = 64
 # Some 150 bytes each.
 MAX_PIECES = 500_000
@@ -86,7 +86,7 @@ def piece_tokens(block_size: int | None) -> int:
 
 
 def pieces_of(question: Question, block_size: int | None) -> list[int]:
-    """Return the names of a prompt's whole pieces; none where only its hashes are known."""
+    """Return the names of a prompt's whole pieces, none if only its hashes are known."""
     return piece_names(question, piece_tokens(block_size))
 
 

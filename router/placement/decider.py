@@ -79,7 +79,7 @@ class Decider:
         self._policy = policy(config.policy, config.temperature)
         self._rules = SplitRules(config.remote_prefill_min_tokens, config.handover_token_cost)
         self._sessions = SessionMemory()
-        # What is just being computed where; and what is on its way to a worker by a hand-over, and not there yet.
+        # Prefixes that a worker is just computing, and prefixes on their way to a worker by a hand-over.
         self._pending = PendingPrefixes()
         self._arriving = PendingPrefixes()
         self._pending_seed = rng.getrandbits(64)

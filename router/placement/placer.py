@@ -158,7 +158,7 @@ class Placer:
         says is to be computed."""
         now = self._clock()
         if ask.dry_run:
-            # What is reserved is sent.
+            # A reservation is a request, never a dry run.
             ask = msgspec.structs.replace(ask, dry_run=False)
         choice, names = self._decide(ask, now, anyway=anyway)
         if choice.all_saturated and not anyway:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which workers take new requests: those that are not draining and whose breaker is not open.
+"""The workers that take new requests: those that are not draining and whose breaker is not open.
 
-Each request to a worker is an `Exchange`, which reports to the breaker how it went, and is judged at its end. Requests that
-wait for a worker's first byte are known here too: they stop waiting when its health check fails.
+Each request to a worker is an `Exchange`, which reports its outcome to the breaker. Requests that wait for a worker's
+first byte are known here too: they stop waiting when its health check fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvrouter.router.workers.stream_state import StreamState
 
 DRAINING = "it is draining and takes no new requests until its state is set to active"
 
-# Statuses from here on are the client's error, and from there on the worker's.
+# The first status that is the client's error, and the first that is the worker's.
 FIRST_ERROR = 400
 FIRST_SERVER_ERROR = 500
 
@@ -34,7 +34,7 @@ class Exchange:
     __slots__ = ("_admission", "_breaker", "_is_over", "_status", "_tried", "_worker")
 
     def __init__(self, admission: Admission, worker: WorkerKey, breaker: Breaker, tried: bool) -> None:
-        """tried: whether it decides if a worker that failed takes requests again."""
+        """Begin. tried: whether this request decides if a worker that failed takes requests again."""
         self._admission = admission
         self._worker = worker
         self._breaker = breaker
@@ -43,7 +43,7 @@ class Exchange:
         self._is_over = False
 
     def answered(self, status: int) -> None:
-        """Note the first byte of an answer. A 5xx is a failure at once, whatever follows."""
+        """Note the first byte of an answer. A 5xx is a failure at once, whatever follows it."""
         self._status = status
         if status >= FIRST_SERVER_ERROR:
             self.failed(f"it answers {status}")
@@ -64,13 +64,13 @@ class Exchange:
             self._show()
 
     def spoiled(self, problem: str) -> None:
-        """Note that the answer began well and is of no use, by the worker's fault: it broke off, for example."""
+        """Note an answer that began well but is useless by the worker's fault, for example because it broke off."""
         if self._ends():
             self._breaker.spoiled(problem, self._admission.clock(), tried=self._tried)
             self._show()
 
     def unknown(self) -> None:
-        """Note an end that is not the worker's doing."""
+        """Note an end that the worker did not cause."""
         if self._ends():
             self._breaker.unknown(tried=self._tried)
 
@@ -118,7 +118,7 @@ class Admission:
         return None if breaker is None or worker in self._down else breaker.problem(self.clock())
 
     def begun(self, worker: WorkerKey) -> Exchange:
-        """A request goes there; the caller says how it goes."""
+        """Note a request to a worker. The caller reports on the returned exchange how it goes."""
         breaker = self._known.get(worker)
         if breaker is None:
             breaker = self._known[worker] = Breaker()
@@ -160,7 +160,7 @@ class Admission:
     def show(self, worker: WorkerKey, breaker: Breaker) -> None:
         """Count and log the breaker's state, if it is another than before."""
         if self._known.get(worker) is not breaker:
-            # Its worker was dropped meanwhile.
+            # The worker was dropped meanwhile.
             return
         now = self.clock()
         state = breaker.state(now)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request to one worker, as far as the first byte of its answer."""
+"""One request to one worker, up to the first byte of its answer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from kvrouter.router.upstream.pool import Pool
 
 
 class Sent(msgspec.Struct, frozen=True, eq=False):
-    """An answer that has begun. exchange: gets one report more, of how it ends."""
+    """An answer that has begun."""
 
     target: Target
     connection: Connection
     head: AnswerHead
+    # Wants one more report, of how the answer ends.
     exchange: Exchange
 
 
@@ -57,7 +58,8 @@ class Attempt:
         headers: h.Headers,
         added: h.Headers = h.NOTHING,
     ) -> Sent:
-        """headers: the client's. added: the router's own. Raises Failure."""
+        """Send the request to the worker and return the beginning of its answer. headers: the client's. added: the
+        router's own. Raises Failure."""
         client = request.client
         addresses = self._addresses()
         target = addresses.targets[worker]

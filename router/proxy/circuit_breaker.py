@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether one worker is sent requests now, judged by how the last ones went. Pure: the time is passed in.
+"""The circuit breaker: whether one worker is sent requests now, judged by its last ones. Pure: the time is passed in.
 
 Only failures that the worker causes count: failed connections, silence, answers of 5xx, answers that break off. A
 client's error (4xx) is an ordinary answer, and a client that hangs up proves nothing about the worker.
@@ -19,7 +19,7 @@ FAILURES_TO_OPEN = 5
 # enough for one request in half a minute to find it again where no health check does.
 PAUSE_FIRST_S = 1.0
 PAUSE_LAST_S = 30.0
-# How long the request that tries keeps all others away. It is judged at its end, and a long answer takes minutes, in
+# How long a trial request keeps all other requests away. It is judged at its end, but a long answer takes minutes, in
 # which an engine that came back would compute nothing else. As long as the longest pause.
 TRIAL_S = PAUSE_LAST_S
 
@@ -39,7 +39,7 @@ class Breaker:
     until_s: when it may be tried again, None while it is closed."""
 
     def __init__(self) -> None:
-        # Requests in a row that got no answer, and answers in a row that began well and were of no use.
+        # Requests in a row without an answer, and answers in a row that began well and were useless.
         self._unanswered = 0
         self._spoiled = 0
         self._pause_s = PAUSE_FIRST_S
@@ -47,7 +47,7 @@ class Breaker:
         self.until_s: float | None = None
         # The health check says so: not tried before it says otherwise.
         self._lost = False
-        # While a request tries: when the next one may.
+        # During a trial request: when the next one may be sent.
         self._trial_until_s: float | None = None
 
     def state(self, now: float) -> BreakerState:
@@ -70,19 +70,23 @@ class Breaker:
                 return f"not tried for {left_s:.1f} s more, after {self._problem}"
 
     def begun(self, now: float) -> bool:
-        """Note a request that goes there, and return whether it is the one that tries."""
+        """Note a request to the worker, and return whether it is the trial request."""
         tries = self.state(now) is BreakerState.HALF_OPEN
         if tries:
             self._trial_until_s = now + TRIAL_S
         return tries
 
     def answered(self) -> None:
-        """Note an answer that began, with a status below 500."""
+        """Note an answer that began with a status below 500."""
         self._unanswered = 0
 
     def ended(self, *, tried: bool = False, is_client_error: bool = False) -> None:
-        """Note that such an answer is whole. tried: as `begun` said. is_client_error: a 4xx, for which the engine
-        computed nothing."""
+        """Note that such an answer is whole.
+
+        Args:
+            tried: As `begun` returned.
+            is_client_error: A 4xx, for which the engine computed nothing.
+        """
         if not is_client_error:
             self._spoiled = 0
         if tried:
@@ -98,13 +102,13 @@ class Breaker:
         self._judge(f"{self._unanswered} {many} in a row, the last: {problem}", self._unanswered, now, tried)
 
     def spoiled(self, problem: str, now: float, *, tried: bool = False) -> None:
-        """Note an answer that began well, and broke off or lacks what it was wanted for."""
+        """Note an answer that began well, but broke off or lacks the part that it was wanted for."""
         self._spoiled += 1
         many = "answer" if self._spoiled == 1 else "answers"
         self._judge(f"{self._spoiled} useless {many} in a row, the last: {problem}", self._spoiled, now, tried)
 
     def unknown(self, *, tried: bool = False) -> None:
-        """Note a request that ended for reasons that are not the worker's."""
+        """Note a request that ended for reasons outside the worker."""
         if tried:
             self._trial_until_s = None
 
@@ -128,7 +132,7 @@ class Breaker:
         elif state is BreakerState.HALF_OPEN and tried:
             self._pause_s = min(2 * self._pause_s, PAUSE_LAST_S)
         else:
-            # Requests that were under way when it opened fail too, and say nothing new.
+            # Requests that were under way when it opened fail too, and show nothing new.
             return
         self._problem = problem
         self.until_s = now + self._pause_s

@@ -27,7 +27,7 @@ class ClientRequest(Protocol):
     # As it came, with the query.
     url: bytes
     headers: Headers
-    # What its key may name; None: anything.
+    # The models and salts that its key may name; None: any.
     bounds: KeyBounds | None
     body: bytes
 

@@ -66,8 +66,8 @@ _REQUEST_HEADERS = CONNECTION_HEADERS | {
 # The length is sent with the body, if the engine sent one.
 _ANSWER_HEADERS = CONNECTION_HEADERS | {b"content-length"}
 
-# A name in a header is ASCII without spaces and commas, which part names in RETRIED.
-# Of workers, as headers have them: those of a large fleet.
+# A name in a header is ASCII without spaces and without commas, which separate the names in RETRIED. The cache has room
+# for the workers of a large fleet.
 MAX_NAMES = 4_096
 _SAFE_IN_NAME = "!#$&'*+-.^_`|~/@:()[]{}<>=?;"
 
@@ -87,10 +87,11 @@ def header(headers: Headers, wanted: bytes) -> bytes | None:
 
 
 def as_json(headers: Headers) -> Headers:
-    """Return the headers for a body that is JSON. Clients leave the type out or let a default stand, like curl, and an
-    engine refuses what is not called JSON, whatever it is.
+    """Return the headers for a body that is JSON.
 
-    Source: vLLM 0.32.0 entrypoints/serve/utils/api_utils.py (validate_json_request), which compares as it is done here.
+    Clients leave the type out or keep a default, like curl, and an engine refuses any body that is not labelled as
+    JSON. Source: vLLM 0.32.0 entrypoints/serve/utils/api_utils.py (validate_json_request); the comparison here is the
+    same.
     """
     given = header(headers, CONTENT_TYPE)
     if given is not None and given.lower().partition(b";")[0] == JSON:

@@ -39,7 +39,7 @@ from kvrouter.router.workers.worker_status import ReuseStatus
 log = logging.getLogger("kvrouter.proxy")
 
 EVENT_STREAM = b"text/event-stream"
-# Why a stream that is whole as HTTP is no answer.
+# The problem of a stream that is complete as HTTP but ends with an engine's error.
 ERROR_IN_STREAM = "its stream ends with an error of the engine"
 
 
@@ -54,10 +54,10 @@ class _Answer:
 
 
 class Proxy:
-    """Belongs to one loop. `close` when no request is in progress.
+    """The proxy of one event loop. `close` it when no request is in progress.
 
-    engine_key: sent to engines in place of the client's Authorization, which goes on where the router has no key of its
-    own."""
+    engine_key: the key that engines get in place of the client's Authorization; without one, the client's is passed on
+    if the router has no key of its own."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Proxy:
         self._pool.close()
 
     def authorization(self, headers: h.Headers, target: Target) -> bytes | None:
-        """Return the Authorization that an engine is sent: the engines' key, else the client's word."""
+        """Return the Authorization that an engine is sent: the engines' key, else the client's header."""
         key = self._engine_key.header_for(target.origin)
         return self.client_authorization(headers) if key is None else key.encode("ascii")
 
@@ -176,7 +176,7 @@ class Proxy:
                         answer, spare = spare, None
                         return answer
                     if error is not None:
-                        # What the last one said is more than that no other is left.
+                        # The last engine's error says more than that no other one is left.
                         raise error from None
                     raise
                 request.watch.placed(placement)
@@ -303,7 +303,7 @@ def computed_at(placement: Placement) -> WorkerKey | None:
 
 
 def outcome_of(status: int, *, failed: bool) -> str:
-    """How a whole answer with this status ended. failed: by what its stream says."""
+    """Return how a whole answer with this status ended. failed: whether its stream reports an engine's failure."""
     if failed or status >= FIRST_SERVER_ERROR:
         return "server_error"
     return "client_error" if status >= FIRST_ERROR else "ok"

@@ -9,7 +9,7 @@ from kvrouter.router.proxy.circuit_breaker import BreakerState
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.upstream.failure import Kind
 
-# What of a request's outcomes says something of a worker.
+# The outcomes of a request that say something about a worker.
 ANSWER_OUTCOMES = ("ok", "client_error", "server_error")
 # Handed over, named to the decode worker's sidecar, no answer of the prefill worker, an error of it, an answer without
 # a hand-over.

@@ -67,7 +67,7 @@ class RequestReader:
         self._authorization = authorization
 
     async def read(self, request: Request) -> PlacementRequest:
-        """What is to be placed; `request.body` and `request.headers` are settled by it. Raises BadQuestion,
+        """Return the question to place, and settle `request.body` and `request.headers` by it. Raises BadQuestion and
         UnknownModel."""
         client = request.client
         if client.path in AUDIO:

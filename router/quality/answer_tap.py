@@ -73,7 +73,7 @@ class AnswerTap:
 
     @property
     def failed(self) -> bool:
-        """Whether a stream has said that the engine failed."""
+        """Return whether a stream has reported that the engine failed."""
         return self._reader is not None and self._reader.failed
 
     def usage(self) -> Usage | None:

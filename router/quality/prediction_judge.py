@@ -75,13 +75,13 @@ class PredictionJudge:
         self._lengths: deque[tuple[int, int]] = deque(maxlen=COUNTED_WINDOW)
         self._tells = False
         self._silent = 0
-        # Counts the engine's processes; an answer is judged only in the life in which its worker was chosen.
+        # The number of the engine's process. An answer is judged only in the life in which its worker was chosen.
         self.life = 0
         # Of all answers with both numbers: how many, and their tokens.
         self._answers = self._predicted_tokens = self._delivered_tokens = 0
 
     def begin_life(self) -> None:
-        """Forget the evidence: it is another process's. The sums stay, as they are this router's own."""
+        """Forget the evidence, which is about another process. The sums stay, because they are this router's own."""
         self.life += 1
         self._alone.clear()
         self._all.clear()

@@ -94,7 +94,8 @@ class Quality:
         return [f"worker {printable(worker.route_name)}: {problem}" for worker, problem in problems if problem]
 
     def begin_life(self, worker: WorkerKey) -> None:
-        """Another process of its engine may have begun: nothing is known against its predictions (ADR 22)."""
+        """Forget the evidence against a worker's predictions, because another process of its engine may have begun (ADR
+        22)."""
         predictions = self._predictions.get(worker)
         if predictions is not None:
             predictions.begin_life()
@@ -136,12 +137,12 @@ class RequestWatch:
         self._trace = trace
         self._path = path
         self._measured = path in INFERENCE_PATHS
-        # What the access log says of the prompt.
+        # The prompt as the access log names it.
         self._question: Question | None = None
         # Whether the hit of a choice is a prediction of what is reused.
         self._predicted = False
         self._placement: Placement | None = None
-        # The engine's process that was chosen, as the judge counts them.
+        # The engine's life in which the worker was chosen, as the judge counts them.
         self._life = 0
         self._flight: Flight | None = None
         self._tap: AnswerTap | None = None
@@ -288,7 +289,7 @@ class RequestWatch:
             children.ttft.observe(told.ttft_s)
         # Clients that have read `[DONE]` hang up, some before the end of the body has come to them.
         if outcome != OK and not (outcome == CLIENT_GONE and tap.done):
-            # What of an answer was cut off may have been its usage.
+            # The part of an answer that was cut off may have contained its usage.
             return
         children.e2e.observe(told.e2e_s)
         completion_tokens = told.usage.completion_tokens if told.usage is not None else None
@@ -305,7 +306,7 @@ class RequestWatch:
     def _judge(self, told: ReuseReport, tap: AnswerTap, placement: Placement, children: WorkerQualityMetrics) -> None:
         quality, measures = self._quality, self._quality.measures
         predictions = quality.of(placement.worker)
-        # Other evidence is of a process that has ended, or of none alone.
+        # Evidence from another life is about a process that has ended, or about none alone.
         same = predictions.life == self._life
         if self._predicted and told.usage is not None:
             if same:

@@ -27,10 +27,10 @@ MAX_CANDIDATES = 4
 # streams, `data: {"type":"message_stop"}` of Anthropic's.
 TAIL_BYTES = 16
 DONE = (b"[DONE]", b'message_stop"}')
-# An engine that fails within a stream says so in an event, and ends the stream as if it were whole. Source: vLLM 0.32.0
-# entrypoints/generate/base/serving.py (create_streaming_error_response); SGLang has the same form.
+# An engine that fails within a stream reports it in an event, and ends the stream as if it were complete. Source: vLLM
+# 0.32.0 entrypoints/generate/base/serving.py (create_streaming_error_response); SGLang has the same form.
 ERROR_EVENT = b'\ndata: {"error"'
-# Of such an event; an engine's error may name a request's whole field.
+# The part of an error event that is kept; an engine's error may contain a whole field of a request.
 MAX_ERROR_BYTES = 4_096
 # Quotes within the message are escaped.
 _SERVER_ERROR = re.compile(rb'(?<!\\)"code": ?5\d\d\b')
@@ -60,10 +60,10 @@ class UsageReader:
         # A stream's first line has no line end before it.
         self._tail = b"\n"
         self._begun = 0
-        # What follows the last key, up to MAX_USAGE_BYTES, and that of the ones before.
+        # The bytes after the last key, up to MAX_USAGE_BYTES, and those after the keys before it.
         self._value: bytearray | None = None
         self._candidates: deque[bytearray] = deque(maxlen=MAX_CANDIDATES)
-        # What follows the last event of an error.
+        # The bytes after the last error event.
         self._error: bytearray | None = None
 
     def feed(self, parts: list[bytes]) -> int:
@@ -83,7 +83,7 @@ class UsageReader:
             return 0
         events = window.count(EVENT, max(0, len(tail) - len(EVENT) + 1))
         self._begun += events
-        # From the end: half the time in an event of some hundred bytes.
+        # Search from the end: it takes half the time in an event of some hundred bytes.
         error = window.rfind(ERROR_EVENT, max(0, len(tail) - len(ERROR_EVENT) + 1))
         if error >= 0:
             self._error = bytearray(window[error + len(ERROR_EVENT) :][:MAX_ERROR_BYTES])
@@ -115,7 +115,7 @@ class UsageReader:
 
     @property
     def failed(self) -> bool:
-        """Whether the last error in a stream is the engine's, by its code."""
+        """Return whether the last error in a stream is the engine's, by its code."""
         return self._error is not None and _SERVER_ERROR.search(self._error) is not None
 
     def usage(self) -> Usage | None:

@@ -273,7 +273,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _not_opened(path: Path, error: OSError) -> EmbeddedStoreError:
-    # A FIFO that nobody reads cannot be opened to write (ENXIO).
+    # Opening a FIFO that nobody reads for writing fails with ENXIO.
     why = "it is no file of its own; remove it" if error.errno in (errno.ELOOP, errno.ENXIO) else error.strerror
     return EmbeddedStoreError(f"{path} cannot be opened ({why}), or choose another --data-dir")
 

@@ -38,13 +38,13 @@ class ReplyError(StoreError):
         self.code = text.partition(" ")[0]
 
 
-# What a server says when it could not write its data to disk, and what to do.
+# The code with which a server refuses writes after it could not write to disk, and its fix.
 DISK_REFUSAL = "MISCONF"
 FREE_DISK = "free space on its disk, or mend what its log says of the disk"
 
 
 def refusal_text(error: ReplyError) -> str:
-    """Return a refusal as a sentence for people, with its fix where the server does not say it."""
+    """Return a refusal as a sentence for people, with its fix if the server does not name it."""
     return f"{error}: {FREE_DISK}" if error.code == DISK_REFUSAL else str(error)
 
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 CONNECTIONS_PER_SERVER = 16
 # A key's slot can move again while we follow it; more rounds than this mean the cluster does not know itself.
 REDIRECTS_MAX = 16
-# Names of keys looked at in one command: some hundred microseconds of the server's one thread.
+# How many names of keys one command looks at: some hundred microseconds of the server's one thread.
 SCAN_KEYS = 1_000
 # Error codes of a server that is there but cannot serve now: it loads its data, or it is a replica, or slots are
 # uncovered.
@@ -148,8 +148,8 @@ class Servers:
             raise
 
     async def scan(self, pattern: str) -> set[bytes]:
-        """Return the names of the keys that match, of every server. It looks at all keys, so only for repairs. Raises
-        StoreError."""
+        """Return the names of the matching keys of every server. It reads all names of keys, so use it only for
+        repairs. Raises StoreError."""
         found: set[bytes] = set()
         for address in self._topology.addresses:
             async with self._pool(address).lend() as connection:

@@ -72,11 +72,11 @@ from kvrouter.router.workers.engine_key import EngineKey
 # each. ZMQ's own limit of 1,023 would refuse some of a hundred workers.
 SOCKETS_PER_WORKER = 12
 SPARE_SOCKETS = 64
-# ZMQ_ZERO_COPY_RECV, which pyzmq does not name. With it, each small frame of an unfinished message would hold the whole
-# buffer of 8 KiB that it was read into.
+# ZMQ_ZERO_COPY_RECV, which pyzmq does not define. With that option, each small frame of an unfinished message would
+# hold the whole 8 KiB buffer that it was read into.
 ZERO_COPY_RECV = 10
 
-# aiohttp's own default.
+# How long aiohttp keeps idle connections by default.
 AIOHTTP_KEEP_S = 15.0
 
 

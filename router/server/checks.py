@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of the extra `gateway`.
+# The modules of the extra `gateway`.
 GATEWAY_MODULES = ("grpc", "google.protobuf")
 
 

@@ -9,7 +9,7 @@ import resource
 
 log = logging.getLogger(__name__)
 
-# Open files are split in halves: one for clients, one for Redis, engines (seven a worker) and libraries.
+# Half of the open files are for clients, half for Redis, engines (seven a worker) and libraries.
 FILES_PER_CONNECTION = 2
 
 

@@ -41,8 +41,8 @@ BACKPRESSURE_S = 1.0
 # How long one worker's items are taken in before everything else gets its turn.
 TURN_S = 0.002
 
-# What the store lacks when a worker is given up is one commit: some milliseconds. A store that hangs is waited for no
-# longer, as whoever stops a router waits too.
+# How long to wait for the last commit when a worker is given up; it takes some milliseconds. A store that hangs is not
+# waited for longer, because the operator who stops the router waits too.
 LAST_COMMIT_S = 1.0
 
 # A worker that changes nothing for about this time gets its checkpoint, so that whoever looks into Redis finds it whole.
@@ -58,11 +58,11 @@ class CommitLoop:
         self._lease = lease
         self._services = services
         self._tag = keys.worker_tag(record.registration.worker)
-        # What the store was sent last, None once it has said what became of it.
+        # The last commit that the store was sent, None once its outcome is known.
         self.sending: PendingCommit | None = None
         # Spread by half: a thousand workers may fall quiet at once.
         self._quiet_s = QUIET_S * services.rng.uniform(0.5, 1.5)
-        # What the store's log has after the checkpoint.
+        # The entries of the store's log after the checkpoint.
         self.tail = LogTail()
         # The state as last written for the other processes.
         self._written_state: dict[str, bytes] = {}
@@ -104,7 +104,7 @@ class CommitLoop:
             self._record.dirty.set()
 
     def _state_fields(self) -> dict[str, bytes]:
-        """Return the state as the other processes are to know it, with the number of the lease that it is true of."""
+        """Return the state as other processes are to show it, with the number of the lease that it belongs to."""
         return self._record.state_fields() | {META_STATE_LEASE: b"%d" % self._lease.number}
 
     async def take_in(self, items: Sequence[T], apply: Callable[[T, float], None]) -> None:

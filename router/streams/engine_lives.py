@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distinguishes the processes that a worker's engine had, for everything that must end with one (ADR 22). Pure.
+"""Distinguishes the successive processes of a worker's engine, for everything that must end with one (ADR 22). Pure.
 
-Where this router follows the worker, its own streams and polls show another life. Where another router does, what that
-one writes shows it: when the engine's process started, or the epoch if the engine does not say.
+If this router follows the worker, its own streams and polls show another life. If another router does, the state that
+it writes shows it: the start time of the engine's process, or the epoch if the engine gives no start time.
 """
 
 from __future__ import annotations
 
 
 class EngineLives:
-    """Invariant: `number` grows whenever another process may have begun. Growth alone proves no restart."""
+    """A count of lives. Invariant: `number` grows whenever another process may have begun; growth alone proves no
+    restart."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -19,10 +20,10 @@ class EngineLives:
         self._is_down = False
 
     def observe(self, *, start_s: float | None, epoch: str | None, voids: int, is_down: bool) -> None:
-        """Take what is known now.
+        """Take the present signs of a restart.
 
         Args:
-            start_s: When the engine's process started, None where nobody knows.
+            start_s: When the engine's process started, None if it is unknown.
             epoch: The epoch that another router writes, None while this one follows the worker.
             voids: How often this router's own ingest forgot what it had learned.
             is_down: Whether the engine is gone.

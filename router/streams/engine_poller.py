@@ -38,7 +38,8 @@ STALL_S = 0.1
 # Engines of one router that are polled at the same moment: of a thousand at once, each would wait for all. 128 answers
 # take this process less than STALL_S; with a lower limit, engines that hang would hold up the others.
 POLLS_AT_ONCE = 128
-# Of the interval, to either side: many engines registered at once are not polled at once for ever.
+# The share of the interval by which polls vary to either side, so that many engines registered at once are not polled
+# at once for ever.
 JITTER = 0.2
 # Some hundred series for each of some hundred LoRA adapters.
 MAX_METRICS_BYTES = 8 * 1024**2
@@ -47,8 +48,8 @@ FIRST_ERROR_STATUS = 500
 
 
 class EnginePoller:
-    """Polls one worker's engine while its stream is followed. Its answers go to the worker's record; where another life
-    may have begun, the stream is read again."""
+    """The polls of one worker's engine while its stream is followed. The answers go to the worker's record; if another
+    life may have begun, the stream is read again."""
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class EnginePoller:
         engine = self._record.profile.engine
         gauges, life = engine.gauges, engine_life(page, engine.gauges)
         if life is not None and facts.vitals.start_s not in (None, life):
-            # The page is another process's than the last one.
+            # The page is of another process than the last one.
             facts.forget_process()
         if (said := parse_engine_load(page, dp_rank, gauges)) is not None:
             self._engine_load(said)

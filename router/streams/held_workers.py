@@ -7,22 +7,22 @@ import msgspec
 
 
 class Holding(msgspec.Struct):
-    """A lease that this process has, and the number of the last log entry that it knows to be in the store."""
+    """A lease of this process, and the number of the last log entry of its worker that is known to be in the store."""
 
     lease: int
     commits: int
 
 
 class HeldWorkers:
-    """The leases of one process and its changes that wait for the store. Workers are named by `keys.worker_tag`.
+    """The leases of one process, and its changes that wait for the store. Workers are named by `keys.worker_tag`.
 
-    `LeaseHolder` and `CommitLoop` of each worker keep it."""
+    `LeaseHolder` and `CommitLoop` of each worker keep it up to date."""
 
     def __init__(self) -> None:
         self.holdings: dict[str, Holding] = {}
-        # Workers of which the store took nothing at the last try.
+        # Workers for which the last attempt to write to the store failed.
         self.refused: set[str] = set()
-        # Since when the store lacks something of a worker, by this process's clock.
+        # For each worker with changes that the store lacks, the time of the oldest, by this process's clock.
         self.unwritten_since_s: dict[str, float] = {}
 
     def waits_s(self, tag: str, now_s: float) -> float:

@@ -130,22 +130,22 @@ class LeaseHolder:
 
     @property
     def number(self) -> int:
-        """The number of the lease that this process has, or had last; 0: it had none."""
+        """Return the number of this process's lease, or of the last one that it had; 0: it never had one."""
         return self._number
 
     def _have(self, lease: Lease, head: Head) -> None:
-        """Have `lease`. head: of `meta` before it."""
+        """Note that this process has `lease` now. head: the head of `meta` before it."""
         self._lease, self._number = lease, lease.number
         self._held.holdings[self._tag] = Holding(lease.number, head.commits)
 
     def _end(self) -> None:
-        """Have no lease."""
+        """Note that this process has no lease."""
         self._lease = None
         self._held.holdings.pop(self._tag, None)
         self._held.refused.discard(self._tag)
 
     def _count_entry(self) -> None:
-        """Take that the store has the log entry that was written last."""
+        """Note that the last log entry written is in the store."""
         holding = self._held.holdings.get(self._tag)
         if holding is not None:
             holding.commits = self._store.last_entries[self._worker]
@@ -284,7 +284,7 @@ class LeaseHolder:
         if not self._is_ours(await self._stored(head)):
             self._lose("data_lost", "Redis lost commits of this worker")
         log.warning("lease regained", extra={"worker": self._worker})
-        # The state is to be written again, under the new number.
+        # Have the state written again, under the new number.
         self._changed(self.problem)
 
     def _lose(self, how: str, reason: str) -> None:
@@ -343,7 +343,8 @@ class LeaseHolder:
         assert self._lease is not None
         if flush.opens_epoch:
             self._unsure = (flush.epoch, None)
-            # State and catalog come with the blocks: a reader of the empty epoch alone must not show it as live.
+            # State and catalog are written with the blocks: otherwise a reader of the still empty epoch would show it
+            # as live.
             meta = flush.meta if flush.seqs is None else {}
             outcome = await self._store.open_epoch(self._worker, flush.epoch, self._lease, meta)
             if not await self._judge(outcome, done=outcome is CommitOutcome.STALE):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker that another router process follows, as Redis describes it: catalog, hash scheme, state, block counts. Pure.
 
-The follower of a worker writes its state into `meta` with its commits; here it is read back, so that all routers answer
-alike.
+The follower of a worker writes its state into `meta` with its commits; this module reads it back, so that all routers
+answer alike.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ META_REASON = "reason"
 META_CREDITED = "credited"
 # When the engine's process started, by its HTTP: a router that takes the worker over sees that it is another one.
 META_ENGINE_START = "engine_start"
-# What is wrong with the disk below its offload tier.
+# The problem of the disk below its offload tier.
 META_DISK = "disk"
-# How its metrics page describes its KV cache.
+# The KV cache as its metrics page describes it.
 META_ENGINE_CACHE = "engine_cache"
-# The number of the lease under which the state was written: the former follower's state is not the present one's.
+# The number of the lease under which the state was written, to distinguish the former follower's state from the present
+# one's.
 META_STATE_LEASE = "state_lease"
 
-# What `restore` raises for meta that another version or another program wrote.
+# The errors that `restore` raises for meta of another version or another program.
 RESTORE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, KeyError, RecursionError)
 
 # Fields of meta that say what the catalog and the hash scheme are; they come with few commits.
@@ -65,7 +66,8 @@ def engine_start_s(meta: dict[str, bytes]) -> float | None:
 
 
 def engine_cache(meta: dict[str, bytes]) -> EngineCache:
-    """Return what META_ENGINE_CACHE says; another version's words say nothing."""
+    """Return the cache that META_ENGINE_CACHE describes, an empty description if another version wrote it
+    differently."""
     try:
         return msgspec.json.decode(meta.get(META_ENGINE_CACHE, b"{}"), type=EngineCache)
     except RESTORE_ERRORS:
@@ -80,8 +82,13 @@ def state_fields(
     disk: str = "",
     cache: EngineCache = NOTHING_SAID,
 ) -> dict[str, bytes]:
-    """Return the state as it is written into meta. start_s: when the engine's process started. disk: what is wrong with
-    its disk. cache: what its page says of its KV cache."""
+    """Return the state as it is written into meta.
+
+    Args:
+        start_s: When the engine's process started.
+        disk: The problem of its disk.
+        cache: The KV cache as its metrics page describes it.
+    """
     return {
         META_ENGINE_START: b"" if start_s is None else repr(start_s).encode(),
         META_STATE: state.value.encode(),
@@ -111,7 +118,7 @@ class PeerView:
         try:
             self.profile.load(self._meta)
         except RESTORE_ERRORS as error:
-            # What it means is not known, so it is not used.
+            # Use nothing of a value whose meaning is unknown.
             log.warning("stored state not readable", extra={"worker": self._registration.worker, "error": str(error)})
             self._shape_problem = (
                 f"Redis holds a catalog or hash scheme of it that no router writes ({printable(str(error))})"
@@ -119,14 +126,14 @@ class PeerView:
             self.profile = WorkerProfile(self._registration, self._seed)
 
     def take_image(self, image: WorkerImage) -> None:
-        """Take what Redis held when it was loaded. That its writer lives is shown by nothing yet."""
+        """Take the image that was loaded from Redis. Nothing shows yet that its writer lives."""
         self._meta = dict(image.meta)
         self.position = Position(self._number(META_STATE_LEASE), image.commits)
         self._counts = {place: len(hashes) for place, hashes in image.places.items()}
         self._explain(image.epoch or "")
 
     def take_entry(self, entry: LogEntry, now_s: float) -> bool:
-        """Take what one log entry says; return whether anything but counts may have changed."""
+        """Take one log entry; return whether anything except counts may have changed."""
         if entry.opened_epoch:
             self._meta, self._counts = {}, {}
         self._meta |= entry.meta
@@ -166,12 +173,12 @@ class PeerView:
 
     @property
     def engine_start_s(self) -> float | None:
-        """When the engine's process started, by its follower."""
+        """Return when the engine's process started, as its follower wrote it."""
         return engine_start_s(self._meta)
 
     @property
     def cache(self) -> EngineCache:
-        """What the engine says of its KV cache, by its follower."""
+        """Return the engine's description of its KV cache, as its follower wrote it."""
         return engine_cache(self._meta)
 
     @property

@@ -32,7 +32,7 @@ class Phase(StrEnum):
     REPORTS = "reports"
     # This process leads a worker that has no stream.
     UNFED = "unfed"
-    # The hold ended. What this process saw is whole, and continued if nobody committed meanwhile.
+    # The hold ended. The blocks in memory are whole, and are continued if no other router committed meanwhile.
     PAUSED = "paused"
 
 
@@ -106,7 +106,8 @@ class Endpoints(msgspec.Struct, frozen=True):
 
     @property
     def has_stock(self) -> bool:
-        """Whether the engine's own topic may be followed in place of the patch: not without the proof of its key."""
+        """Return whether the engine's own topic may be followed in place of the patch; it may not if a key must be
+        proven."""
         return self.events is not None and self.key is None
 
     @property
@@ -146,7 +147,7 @@ def step(phase: Phase, event: Event, endpoints: Endpoints) -> Step:
 
 
 def _step_idle(phase: Phase, event: Event, endpoints: Endpoints) -> Step | None:
-    # What is in memory is not continued after this; what others say is shown until the lead is taken.
+    # The blocks in memory are not continued after this; until the lead is taken, the state that others wrote is shown.
     spent = Phase.WAITING if phase is Phase.PAUSED else phase
     match event:
         case Event.LEASE_ELSEWHERE:

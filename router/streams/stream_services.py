@@ -27,29 +27,36 @@ from kvrouter.router.workers.allow_list import AllowList
 
 @dataclasses.dataclass(frozen=True)
 class StreamServices:
-    """token: names the process in leases. leases: renews them. held: the workers that are followed. turns: of all
-    streams that take items in. mirror: led while the process follows a worker. http: polls engines for liveness; None:
-    no polls. polls: bounds how many at once. feed: where what happens is published. watch: looks at what event sources
-    bring. patch_secret: the CURVE key that engines' patches see; None: another for each connection."""
+    """The services that all streams of one process share."""
 
     store: IndexStore
+    # Renews the leases.
     leases: LeaseRounds
+    # The workers that are followed.
     held: HeldWorkers
+    # The turns in which the streams take items in.
     turns: IngestTurns
+    # Names the process in leases.
     token: str
     config: Config
     metrics: StreamMetrics
     context: zmq.Context[zmq.Socket[bytes]]
     clock: Callable[[], float]
     rng: random.Random
+    # Polls engines for liveness; None: no polls.
     http: EngineClient | None
+    # Bounds how many polls run at once.
     polls: asyncio.Semaphore
     allowed: AllowList
     permits: Permits
     supervisor: TaskSupervisor
+    # Led while the process follows a worker.
     mirror: MirrorSource
+    # Where events of the fleet are published.
     feed: EventFeed
+    # Looks at the bytes that event sources bring.
     watch: FloodWatch = dataclasses.field(default_factory=FloodWatch)
+    # The CURVE key that engines' patches see; None: another for each connection.
     patch_secret: bytes | None = dataclasses.field(default=None, repr=False)
 
     def new_epoch(self) -> str:

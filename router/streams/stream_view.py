@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of one worker as the matcher may know it, whether it is credited, and why. Pure.
 
-Nothing is credited whose proof is missing here: a registration that may not be followed or is contradicted, an image
-that is not whole, a log or a follower that is not heard, and doubt that lasts too long.
+A worker earns no credit while proof is missing here: its registration may not be followed or is contradicted, its image
+is not whole, its log or its follower is not heard, or doubt lasts too long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_FOLLOWER_YET = "no other router has been heard yet that follows this worker"
 
 
 class Facts(msgspec.Struct):
-    """Everything known of a worker beside its events. A problem is a sentence; empty or None: there is none."""
+    """Everything known of a worker except its events. A problem is a sentence; empty or None: there is none."""
 
     # Why the worker may not be followed.
     refusal: str | None = None
@@ -31,25 +31,25 @@ class Facts(msgspec.Struct):
     contradiction: str = ""
     # Why the mirror lacks what Redis holds of the worker.
     image_problem: str = ""
-    # The image in Redis was read, and the log from there on.
+    # Whether the image in Redis was read, and the log from there on.
     log_loaded: bool = False
-    # The store shows what comes after.
+    # Whether the store shows the entries that come after.
     log_heard: bool = True
-    # Why the router that follows the worker does not vouch for what is shown of it.
+    # Why the router that follows the worker does not vouch for the state that is shown of it.
     follower_problem: str | None = NO_FOLLOWER_YET
     # Why the last hold of the lease ended.
     hold_problem: str | None = None
-    # The proof that its engine patch owes; it stays while the patch is greeted again.
+    # The missing proof of its engine patch's key; it stays while the patch is greeted again.
     key_problem: str | None = None
     # Why the store takes no commits.
     store_problem: str | None = None
-    # Doubt has lasted for longer than it is credited.
+    # Whether doubt has lasted for longer than it is credited.
     overdue: bool = False
-    # No other rank is registered beside it.
+    # Whether no other rank is registered beside it.
     alone: bool = True
     # The ranks of its engine's cores.
     engine_ranks: tuple[int, ...] = ()
-    # It is no longer to be followed.
+    # Whether it is no longer to be followed.
     stopping: bool = False
     # The three are read from the metrics page of the engine's present process.
     disk: DiskWatch = msgspec.field(default_factory=DiskWatch)
@@ -58,21 +58,21 @@ class Facts(msgspec.Struct):
     vitals: EngineLiveness = msgspec.field(default_factory=EngineLiveness)
 
     def forget_process(self) -> None:
-        """Drop what the metrics page of a process said that has ended."""
+        """Drop the facts from the metrics page of a process that has ended."""
         self.disk, self.cpu_tier, self.cache = DiskWatch(), CpuTierWatch(), EngineCache()
 
 
 class Position(msgspec.Struct, frozen=True):
-    """How far this process has read what a worker's follower writes.
+    """How far this process has read the entries that a worker's follower writes.
 
-    A follower is heard only at a position: its heartbeat says nothing of a state that another router wrote, or of
-    entries that were not read."""
+    A heartbeat of the follower vouches only for a position: it says nothing about a state that another router wrote, or
+    about entries that were not read."""
 
-    # The number of the lease under which the state that is shown was written; 0: none was.
+    # The number of the lease under which the shown state was written; 0: none was.
     lease: int = 0
     # The number of the last log entry that was applied.
     commits: int = 0
-    # When an entry of the log was the first of this lease, by this process's clock: it shows that its writer lived.
+    # When the first log entry of this lease was read, by this process's clock: it shows that its writer lived.
     since_s: float = -math.inf
 
 
@@ -82,7 +82,7 @@ class Word(msgspec.Struct, frozen=True):
     state: StreamState
     reason: str
     credited: bool = True
-    # Which part of it cannot be read; empty: all can.
+    # The part of it that cannot be read; empty: all can.
     problem: str = ""
 
 
@@ -95,7 +95,7 @@ class Credit(msgspec.Struct, frozen=True):
 
 
 def shown_state(phase: Phase, facts: Facts, word: Word) -> StreamState:
-    """Return the state that the word means here."""
+    """Return the published state as it is shown here, which facts of this process may lower."""
     state = word.state
     if facts.refusal:
         return StreamState.DOWN
@@ -109,7 +109,8 @@ def shown_state(phase: Phase, facts: Facts, word: Word) -> StreamState:
 
 
 def credit(phase: Phase, facts: Facts, word: Word, state: StreamState, suspect_credit_s: float) -> Credit:
-    """Return whether a worker in `shown_state` is credited, and why. suspect_credit_s: for how long doubt is."""
+    """Return whether a worker in `shown_state` is credited, and why. suspect_credit_s: for how long a doubtful worker
+    keeps its credit."""
     is_credited = credited(state, facts.overdue) and word.credited
     reason = _reason(phase, facts, word, state)
     if state is StreamState.SUSPECT and not is_credited:
@@ -135,7 +136,7 @@ def _reason(phase: Phase, facts: Facts, word: Word, state: StreamState) -> str:
 
 
 def _hearing_problem(facts: Facts) -> str | None:
-    """Return why what others wrote of the worker cannot be shown unchanged, None when it can."""
+    """Return why the state that others wrote of the worker cannot be shown unchanged, or None if it can."""
     if not facts.log_loaded:
         return "what other router processes learned of this worker is being loaded from Redis"
     if not facts.log_heard:

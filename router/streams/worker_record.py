@@ -36,25 +36,26 @@ INCIDENT_SHOWN_S = 60.0
 
 
 class Shown(msgspec.Struct):
-    """Up to where the mirror shows the worker."""
+    """How far the mirror shows the worker."""
 
     # When the items in hand were received.
     received_s: float
     epoch: str | None = None
     seq: int | None = None
-    # How long the last items took until they were shown.
+    # How long it took from receiving the last items until they were shown.
     lag_s: float | None = None
 
     def advance(self, epoch: str, seq: int | None) -> None:
-        """Take what is shown now. seq: None where it did not change."""
+        """Note the epoch and seq that are shown now. seq: None if it did not change."""
         self.seq = seq if seq is not None or epoch != self.epoch else self.seq
         self.epoch = epoch
 
 
 class WorkerRecord:
-    """`view` is what the matcher may know of the worker now. Call `refresh` after whatever changes what is known.
+    """The state that all parts of one worker's stream share. `view` is the part that the matcher may know; call
+    `refresh` after each change.
 
-    18 attributes: all that the parts of one stream share is here, so that none of them keeps a copy."""
+    It has 18 attributes, because everything that several parts need is here and none of them keeps a copy."""
 
     def __init__(self, registration: Registration, services: StreamServices, changed: Callable[[], None]) -> None:
         """changed: called when `view` did."""
@@ -77,7 +78,7 @@ class WorkerRecord:
         self.since_s = self._reason_s = services.clock()
         self._credit_end: asyncio.TimerHandle | None = None
         self.lives = EngineLives()
-        # Since when nothing proves that what is shown is right; None: something does.
+        # Since when nothing proves that the shown blocks are right; None: something does.
         self._doubted_since_s: float | None = None
         self.ingest = self._ingest()
         word = self._word()
@@ -109,7 +110,7 @@ class WorkerRecord:
 
     @property
     def cache(self) -> EngineCache:
-        """What the engine says of its KV cache."""
+        """Return the engine's description of its KV cache."""
         return self.peer.cache if self.is_elsewhere else self.facts.cache
 
     def state_fields(self) -> dict[str, bytes]:
@@ -234,13 +235,15 @@ class WorkerRecord:
         )
 
     def _is_guessed(self, state: StreamState) -> bool:
-        """Whether what was sent there is all that is known of it; an engine that reuses nothing earns nothing."""
+        """Return whether the prompts sent there are all that is known of it. An engine that reuses nothing earns
+        nothing."""
         usable = not self.endpoints.are_none and state is not StreamState.UNHASHABLE
         wanted = bool(self._services.config.approximate_ttl_s)
         return wanted and not usable and state is not StreamState.DOWN and not self.cache.problem
 
     def _time_credit(self, state: StreamState) -> None:
-        """Credit doubt for a while from its beginning. Doubt that is interrupted without proof has not begun again."""
+        """Credit doubt for a while from its beginning. A doubt that stops and returns without a proof in between keeps
+        its first beginning."""
         if state in PROVEN:
             self._doubted_since_s = None
         self.facts.overdue = False

@@ -62,11 +62,11 @@ class WorkerStream:
         self.worker = worker = registration.worker
         # Names the worker in heartbeats.
         self.tag = keys.worker_tag(worker)
-        # What is wrong with its registration, and takes no credit.
+        # A problem of its registration that takes no credit.
         self.note = ""
-        # Since when it takes no new requests, as far as this process knows.
+        # Since when it has taken no new requests, as far as this process knows.
         self.drains_since_s = services.clock() if registration.drains else None
-        # Why its engine refuses what this router asks it.
+        # Why its engine refuses this router's queries.
         self.refused = ""
         self._services = services
         self._record = WorkerRecord(registration, services, changed)
@@ -84,7 +84,7 @@ class WorkerStream:
         self.commits = CommitLoop(self._record, self._lease, services)
         self._engine = EnginePoller(self._record, self.commits, services, engine_load)
         self._sources = SourceSwitch(self._record, self._lease, self.commits, self._engine, services)
-        # What of its counts is in the metrics already.
+        # The counts that are in the metrics already.
         self.counted = IngestCounters()
         # (epoch, seq) in Redis that the ingest was prepared from, None once it goes on from there.
         self._prepared: tuple[str | None, int | None] | None = None
@@ -125,17 +125,17 @@ class WorkerStream:
 
     @property
     def life(self) -> tuple[WorkerKey, int]:
-        """Names the engine's process, as far as `EngineLives` distinguishes them."""
+        """Return the number of the engine's life, as far as `EngineLives` distinguishes them."""
         return self.worker, self._record.lives.number
 
     @property
     def cache(self) -> EngineCache:
-        """What the engine says of its KV cache."""
+        """Return the engine's description of its KV cache."""
         return self._record.cache
 
     @property
     def block_size(self) -> int | None:
-        """Tokens of one block by the engine's own word, else as registered; None where neither says it."""
+        """Return the tokens of one block as the engine describes it, else as registered; None if neither names it."""
         return self.cache.block_size or self.registration.block_size
 
     @property
@@ -181,9 +181,14 @@ class WorkerStream:
         return self._record.peer.counts() if self._record.is_elsewhere else self.ingest.held.blocks.counts()
 
     def judge(self, *, alone: bool, contradiction: str, note: str, refused: str = "") -> None:
-        """What the whole fleet shows of this worker. alone: no other rank is registered beside it. contradiction: what
-        says that its events are another engine's. note: what else is wrong with its registration. refused: why its
-        engine refuses what this router asks it."""
+        """Take the judgement of this worker beside the rest of the fleet.
+
+        Args:
+            alone: Whether no other rank is registered beside it.
+            contradiction: Why its events must be another engine's.
+            note: Another problem of its registration.
+            refused: Why its engine refuses this router's queries.
+        """
         facts = self._record.facts
         if contradiction != facts.contradiction and contradiction:
             log.warning("registration contradicted", extra={"worker": self.worker, "reason": contradiction})
@@ -222,7 +227,7 @@ class WorkerStream:
             try:
                 record.ingest.restore(image.epoch, image.seq, image.places, copies, image.meta)
             except RESTORE_ERRORS as error:
-                # What it means is not known, so it is not used.
+                # Use nothing of a value whose meaning is unknown.
                 log.warning("stored state not readable", extra={"worker": self.worker, "error": str(error)})
                 record.forget_ingest()
                 record.ingest.begin_unreadable(str(error))
@@ -260,11 +265,11 @@ class WorkerStream:
 
     @property
     def position(self) -> Position:
-        """How far this process has read what the worker's follower writes."""
+        """Return how far this process has read the entries of the worker's follower."""
         return self._record.peer.position
 
     def follower_heard(self, problem: str | None) -> None:
-        """Take whether the router that follows the worker, another one, is heard; problem: why it is not."""
+        """Note whether the other router that follows the worker is heard. problem: why it is not."""
         if problem != self._record.facts.follower_problem:
             self._record.facts.follower_problem = problem
             if self._record.is_elsewhere:

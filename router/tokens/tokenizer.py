@@ -52,21 +52,28 @@ MAX_WAITING = 1_024
 ENGINES_TRIED = 2
 # Numbers in this much JSON are read in below a millisecond.
 PARSE_BYTES = 1024**2
-# What a picture or a sound comes to, for load alone; engines take from some hundred to some thousand tokens.
+# Tokens of a picture or a sound, for load alone; engines take from some hundred to some thousand tokens.
 TOKENS_OF_MEDIA = 1_024
 # Two texts that have no token in common, in place of a message with media.
 STAND_INS = ("A", "7")
 
-# Of the deadline, for an engine's render of a prompt with media: it may fetch a picture first. The rest is for the text
-# before it.
+# The share of the deadline for an engine's render of a prompt with media, which may fetch a picture first. The rest is
+# for the text before it.
 MEDIA_SHARE = 0.6
 
 T = TypeVar("T")
 
 
 class TextTokenizer:
-    """engines: those of a model that may be queried now. session, engine_key: for those. local: tokenizers here, by model. clock:
-    in seconds."""
+    """Tokens of texts, from engines or from tokenizers here.
+
+    Args:
+        engines: Returns the engines of a model that may be queried now.
+        session: Used for queries to those engines.
+        engine_key: Decides which engines get a key.
+        local: Tokenizers in this process, by model.
+        clock: Returns seconds.
+    """
 
     def __init__(
         self,
@@ -104,14 +111,14 @@ class TextTokenizer:
         self.missing = self._texts.found
         self.status = self._engines.status
         self.differences = self._engines.differences
-        # By request and key; callers that wait for the same one share it.
+        # Requests for tokens under way, by request and key; callers that wait for the same one share it.
         self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[FoundTokens]] = {}
         self._waiting = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
         self._watching: asyncio.Task[None] | None = None
 
     def health(self) -> list[str]:
-        """Return what is wrong with the tokens of texts, for `/health`."""
+        """Return the problems of finding tokens of texts, for `/health`."""
         return self._engines.health() + self._texts.health()
 
     def start(self) -> None:
@@ -137,10 +144,13 @@ class TextTokenizer:
     async def prompt(
         self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, counts: bool = True
     ) -> Prompt:
-        """Return the tokens of a body that a client sent to `path`, for `model` as its workers are registered.
+        """Return the tokens of a body that a client sent to `path`. Raises BadQuestion where the body cannot be read.
 
-        authorization: the header that the client sent for the engine. counts: it is a request, not a dry run. Raises
-        BadQuestion where the body cannot be read."""
+        Args:
+            model: The model as its workers are registered.
+            authorization: The header that the client sent for the engine.
+            counts: Whether it is a request, not a dry run.
+        """
         start_s = self._clock()
         request: TokenRequest | NDArray[np.int64] | TokensUnknown | None = None
         if body.ids is not None or len(body.raw) <= READ_BYTES:
@@ -261,7 +271,8 @@ class TextTokenizer:
                         return FoundTokens(local.ids(request, habits), "local")
                     return FoundTokens(await self._in_thread(lambda: local.ids(request, habits)), "local")
                 except TokensUnknown as unknown:
-                    # What it does not read, or its template refuses, the engine decides; where there is one.
+                    # If the tokenizer does not read the request, or its template refuses it, the engine decides, if
+                    # there is one.
                     if not self._engines.of(model):
                         raise
                     log.debug("left to the engine", extra={"reason": unknown.problem})

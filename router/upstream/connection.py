@@ -36,7 +36,7 @@ VERSIONS = frozenset({"1.0", "1.1"})
 # What the general parser has to know of an answer whose first chunks were read without it.
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
-# Control characters, which no reason phrase has (RFC 9112, 4): a terminal would act on them.
+# Control characters, which no reason phrase may contain (RFC 9112, 4): a terminal would act on them.
 UNPRINTABLE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 Headers = list[tuple[bytes, bytes]]
@@ -333,7 +333,8 @@ class Connection(asyncio.Protocol):
             self.pause()
         if not head.is_set:
             if self._head_whole and (self._parts or self._whole):
-                # The parser takes any byte there but a line's end; without a phrase, the client gets the usual one.
+                # The parser accepts any byte there except a line's end; without a phrase, the client gets the usual
+                # one.
                 reason = b"" if UNPRINTABLE.search(self._reason) else self._reason
                 head.set(AnswerHead(self._status, reason, self._headers, self._length))
         elif self._whole and self._end is not None:

@@ -14,7 +14,7 @@ from kvrouter.router.workers.engine_key import EngineKey
 
 
 class EngineClient:
-    """Belongs to one loop. key: which engines get one. `close` at the end."""
+    """HTTP requests to engines, from one event loop. key: decides which engines get a key. `close` it at the end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, key: EngineKey) -> None:
         self._pool = Pool(loop, key.allowed)

@@ -61,7 +61,7 @@ class Pool:
             raise Failure(Kind.REFUSED, f"no connection to {where}: {what}") from error
         address = transport.get_extra_info("peername")[0]
         if not self._allowed.admits_address(target.host, address):
-            # Nothing was sent yet.
+            # No request was sent yet, so nothing is lost.
             connection.close()
             raise Failure(Kind.REFUSED, LINK_LOCAL.format(host=target.host))
         return connection

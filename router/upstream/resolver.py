@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses of engines' names for aiohttp, without those that the router must not connect to."""
+"""Name resolution for aiohttp that leaves out the addresses to which the router must not connect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrouter.router.workers.allow_list import LINK_LOCAL, AllowList
 
 
 class CheckedResolver(ThreadedResolver):
-    """Resolves as the system does. A name whose addresses are all refused is one that cannot be resolved."""
+    """The system's resolver. A name whose addresses are all refused counts as one that cannot be resolved."""
 
     def __init__(self, allowed: AllowList) -> None:
         super().__init__()

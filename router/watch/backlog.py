@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of the event feed have not taken yet. Clients that want the same hold the same bytes, which count once.
-Pure."""
+"""The bytes that clients of the event feed have not taken yet. Clients with the same filter share them, and shared
+bytes count once. Pure.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 
-# Bytes handed to a connection at once, which copies them: a large chunk is not copied for every client that reads
-# slowly. Asyncio's own mark, above which a connection counts as full.
+# The most bytes handed to a connection at once. A connection copies them, so a small piece saves copying a large chunk
+# for every client that reads slowly. It is asyncio's own mark above which a connection counts as full.
 PIECE_BYTES = 64 * 1024
 
 
 class Chunk:
-    """Encoded events for one or more clients: whole events, so a client may end behind each chunk."""
+    """Encoded events for one or more clients. They are whole events, so a client's answer may end behind each chunk."""
 
     __slots__ = ("data", "readers")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        # Backlogs that hold it.
+        # How many backlogs hold it.
         self.readers = 0
 
 
@@ -29,20 +30,20 @@ class HeldChunks:
         self.size_bytes = 0
 
     def hold(self, chunk: Chunk) -> None:
-        """Count the chunk for one more backlog."""
+        """Count one more backlog that holds the chunk."""
         chunk.readers += 1
         if chunk.readers == 1:
             self.size_bytes += len(chunk.data)
 
     def release(self, chunk: Chunk) -> None:
-        """Count the chunk for one backlog less."""
+        """Count one backlog less that holds the chunk."""
         chunk.readers -= 1
         if not chunk.readers:
             self.size_bytes -= len(chunk.data)
 
 
 class Backlog:
-    """The chunks that one client has not been handed, in their order."""
+    """The chunks that one client has not been handed yet, in their order."""
 
     def __init__(self, held: HeldChunks) -> None:
         self._held = held
@@ -53,7 +54,7 @@ class Backlog:
 
     @property
     def is_within_chunk(self) -> bool:
-        """Whether the bytes handed out end in the middle of a chunk."""
+        """Return whether the bytes handed out end in the middle of a chunk."""
         return self._taken_bytes > 0
 
     def append(self, chunk: Chunk) -> None:
@@ -63,7 +64,7 @@ class Backlog:
         self.size_bytes += len(chunk.data)
 
     def take(self) -> list[bytes]:
-        """Return the next bytes, at most PIECE_BYTES; nothing where there are none."""
+        """Return the next bytes, at most PIECE_BYTES, or none if the backlog is empty."""
         parts: list[bytes] = []
         room = PIECE_BYTES
         while self._chunks and room:
@@ -80,7 +81,7 @@ class Backlog:
         return parts
 
     def clear(self) -> None:
-        """Drop all that is left."""
+        """Drop all chunks that are left."""
         self.size_bytes = 0
         while self._chunks:
             self._drop_first()

@@ -28,13 +28,13 @@ from kvrouter.router.watch.watch_metrics import WatchMetrics
 
 # How long events gather: nobody sees the difference, and a hundred clients cost two thousand writes a second.
 FLUSH_S = 0.05
-# Of one client that reads too slowly. Twice what all kept events take in JSON, so that a client that comes back is not
-# cut for what it missed.
+# The most unread bytes of one client. Twice the size of all kept events in JSON, so that a client that comes back is
+# not cut because of the events it missed.
 MAX_UNREAD_BYTES = 16 * 1024**2
-# Of all clients together, each byte once: clients that want the same share it, so only those that want different events
-# or came back come near this. Sixteen of them at MAX_UNREAD_BYTES.
+# The most unread bytes of all clients together, each byte counted once. Clients with the same filter share bytes, so
+# only clients with different filters, or ones that came back, come near this: sixteen of them at MAX_UNREAD_BYTES.
 MAX_HELD_BYTES = 256 * 1024**2
-# Each has a descriptor, and up to 128 KiB in its connection.
+# Each subscriber takes a descriptor, and up to 128 KiB in its connection.
 MAX_SUBSCRIBERS = 256
 # Without events a comment is sent, so that proxies and clients know that the connection lives.
 PING_S = 15.0
@@ -53,26 +53,27 @@ class Subscriber(Protocol):
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes that were sent and the client has not taken."""
+        """Return how many bytes were sent that the client has not taken."""
         ...
 
     def send(self, chunk: Chunk) -> None:
         """Send whole events. Never waits."""
 
     def end(self, comment: bytes) -> None:
-        """End with this comment, without what is still unread. Repeating it changes nothing."""
+        """End with this comment, and drop the bytes that are still unread. Repeating it changes nothing."""
 
 
 class EventFeed:
-    """The events of one process, and who watches them."""
+    """The events of one process, and its subscribers."""
 
     def __init__(self, *, life: str, wall_clock: Callable[[], float], metrics: WatchMetrics) -> None:
-        """life: names this process's numbering, another one after each start. wall_clock: seconds since 1970."""
+        """Begin without events. life: names this process's numbering, which differs after each start. wall_clock:
+        returns seconds since 1970."""
         self._life = life
         self._wall_clock = wall_clock
         self._metrics = metrics
         self._ring = EventRing()
-        # What subscribers have not taken.
+        # The bytes that subscribers have not taken.
         self.held = HeldChunks()
         self._subscribers: dict[EventFilter, list[Subscriber]] = {}
         # Published since the last flush; kept only for subscribers.
@@ -190,7 +191,7 @@ class EventFeed:
         if not data:
             return
         chunk = Chunk(data)
-        # The budget may have cut off the last one that wanted these.
+        # The budget may have cut off the last subscriber with this filter.
         for subscriber in list(self._subscribers.get(wanted, ())):
             if subscriber.unread_bytes > MAX_UNREAD_BYTES:
                 self._metrics.subscribers_cut.inc()
@@ -200,7 +201,7 @@ class EventFeed:
         self._keep_within_budget()
 
     def _keep_within_budget(self) -> None:
-        """Cut those off who have the most unread, until all together hold no more than they may."""
+        """Cut off the subscribers with the most unread bytes until all together hold no more than they may."""
         while self.held.size_bytes > MAX_HELD_BYTES:
             wanted, slowest = max(
                 ((wanted, subscriber) for wanted, alike in self._subscribers.items() for subscriber in alike),

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the router may connect to on the word of a registration or of an engine. Pure: nothing is resolved.
+"""The addresses that the router may connect to because a registration or an engine names them. Pure: nothing is
+resolved.
 
-A name that is listed is trusted wherever its owner's DNS points; how entries match is `common/host_list.py`."""
+A listed name is trusted wherever its owner's DNS points; `common/host_list.py` has the rules for matching entries.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from kvrouter.router.workers.registration import NO_PATCH, Registration
 SETTING = "allow_hosts"
 FORM = f"{HOST_FORM}, or ipc:///path (with a last slash: a folder)"
 
-# What errors say of a name with such an address.
+# The error for a name with such an address.
 LINK_LOCAL = f"{{host}} has a link-local address, which the router's setting {SETTING} does not list"
 
 # Every form of `ipc://` is longer; the rest is the path, or @name in Linux' abstract namespace.
@@ -50,7 +52,7 @@ class AllowList:
             raise SettingError(f"{SETTING} has {entry!r}: write {FORM}, without host bits or port") from None
 
     def problem(self, endpoint: str) -> str | None:
-        """Return why the router must not connect to `endpoint`, a URL or a ZMQ endpoint; None when it may."""
+        """Return why the router must not connect to `endpoint`, a URL or a ZMQ endpoint, or None if it may."""
         if endpoint.startswith(_IPC):
             if self._open:
                 return None
@@ -74,14 +76,14 @@ class AllowList:
         return _refusal(host, "it" if address_of(host) is None else "it or its network")
 
     def lists(self, host: str) -> bool:
-        """Return whether the host is in the list, rather than allowed because there is none."""
+        """Return whether the host is in the list, not only allowed because the list is empty."""
         return self._hosts.holds(host)
 
     def admits_address(self, host: str, address: str) -> bool:
-        """Return whether to connect to an address that a host has.
+        """Return whether to connect to an address of a host.
 
-        Link-local ones, where clouds tell a machine its credentials, are taken only if the host or the address is
-        listed."""
+        Link-local addresses, where clouds give a machine its credentials, are admitted only if the host or the address
+        is listed."""
         numeric = number_address(address)
         return numeric is None or not numeric.is_link_local or self._hosts.holds(host) or self._hosts.holds(address)
 

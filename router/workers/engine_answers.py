@@ -17,9 +17,9 @@ from kvrouter.router.workers.worker_spec import MAX_DP_RANK, endpoint_problem, n
 
 MODELS_PATH = "/v1/models"
 WRITE_THEM = "write events=tcp://HOST:PORT (and replay=) for this worker"
-# What an engine, or what stands before it, answers without the right key.
+# Statuses with which an engine, or a proxy before it, answers without the right key.
 REFUSALS = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
-# What an engine that answers 401 or 403 lacks, with the fix.
+# The fix for an engine that answers 401 or 403.
 GIVE_KEY = "start the router with --worker-api-key KEY, the one of the engine's --api-key"
 KEY_WANTED = f"it wants an API key: {GIVE_KEY}"
 
@@ -28,7 +28,7 @@ MAX_RANKS = 1_024
 
 
 def refusal_problem(url: str, status: int | None) -> str:
-    """Return why an engine that refuses its list of models is of no use; empty where it does not."""
+    """Return why an engine that refuses its list of models is of no use; empty if it does not refuse it."""
     if status is None:
         return ""
     return f"{url.rstrip('/')}{MODELS_PATH} answers {status}, so no text can be tokenized there and requests fail: {KEY_WANTED}"
@@ -43,16 +43,19 @@ class Stream(msgspec.Struct, frozen=True):
 
 
 class EngineAnswers(msgspec.Struct, frozen=True):
-    """model: None while it is not known. streams: by rank; None while that is not known, empty where there are none.
+    """The answers of one engine about itself."""
 
-    silent: it has no way to tell. problem: why anything of this is not known or not there. engine: what kind it showed
-    to be (`engine_name.py`). fix: what makes its model known, empty where it is."""
-
+    # The model that it serves; None: not known yet.
     model: str | None = None
+    # Its event streams by rank; None: not known yet; empty: it has none.
     streams: dict[int, Stream] | None = None
+    # Whether it has no way to describe its streams.
     silent: bool = False
+    # Why any of this is unknown or missing.
     problem: str = ""
+    # The kind of engine that it showed to be (`engine_name.py`).
     engine: str | None = None
+    # How to make its model known; empty while it is.
     fix: str = ""
 
 

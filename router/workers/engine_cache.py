@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's own words about its KV cache, as its metrics page has them."""
+"""An engine's description of its KV cache, from its metrics page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-# Far beyond any engine: a page may say anything, and sizes are multiplied and shown.
+# Far beyond any engine. A page may contain any number, and sizes are multiplied and shown.
 MAX_COUNT = 1 << 48
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
@@ -28,14 +28,14 @@ class EngineCache(msgspec.Struct, frozen=True):
 
     @property
     def problem(self) -> str:
-        """Why the engine reuses nothing, by its own word; empty while it does, or does not say."""
+        """Return why the engine reuses nothing, by its own description; empty if it does, or does not say."""
         return CACHING_OFF if self.prefix_caching is False else ""
 
 
 def positive_count(text: bytes) -> int | None:
-    """Return the count that a label or a sample says, None where it says none.
+    """Return the count in a label or a sample, None if there is none.
 
-    Engines print `None` for what they do not know, and samples are floats (`128.0`)."""
+    Engines print `None` for unknown values, and samples are floats (`128.0`)."""
     try:
         count = int(float(text))
     except (ValueError, OverflowError):

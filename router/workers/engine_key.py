@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines get the key of the setting `worker_api_key`. Pure.
+"""The rule for which engines get the key of the setting `worker_api_key`. Pure.
 
-Whoever may register a worker names an address, and would read the key there. So it goes to the hosts that `allow_hosts`
-lists, and to engines that the operator named: by a flag, a file, or a label in Kubernetes."""
+A client that may register a worker names the address that the key would be sent to, so it could read the key there.
+Therefore only hosts that `allow_hosts` lists get it, and engines that the operator named: by a flag, a file, or a label
+in Kubernetes.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ OPERATORS_SOURCES = frozenset(PRECEDENCE) - {REGISTER}
 # Host, port and whether over TLS: as in `upstream/origin.py`.
 Origin = tuple[str, int, bool]
 
-# Workers as they are named in a sentence.
+# How many workers a sentence names.
 SHOWN_WORKERS = 5
 
 
 class EngineKey:
-    """The key, and the origins that may have it, as the registrations are now."""
+    """The key, and the origins that may have it according to the present registrations."""
 
     def __init__(
         self, key: str | None, allowed: AllowList, registrations: Callable[[], Sequence[Registration]] = tuple
     ) -> None:
-        """registrations: the same sequence until one changes."""
+        """Ask for no registrations yet. registrations: returns the same sequence until a registration changes."""
         self._header = None if key is None else f"Bearer {key}"
         self.allowed = allowed
         self.registrations = registrations
@@ -40,9 +42,9 @@ class EngineKey:
         return self._header is not None
 
     def header_for_url(self, url: str, *, named: bool = False) -> str | None:
-        """Return the `Authorization` of a request to the engine at a sound URL; None where it gets no key.
+        """Return the `Authorization` of a request to the engine at a valid URL, None if it gets no key.
 
-        named: whether the operator named the engine, as far as the caller knows."""
+        named: whether the caller knows that the operator named the engine."""
         return None if self._header is None else self.header_for(_origin_of(url), named=named)
 
     def header_for(self, origin: Origin, *, named: bool = False) -> str | None:
@@ -86,7 +88,7 @@ class EngineKey:
         if registrations is self._seen:
             return
         self._seen = registrations
-        # Of registrations that are gone, nothing is remembered.
+        # Forget the hosts of registrations that are gone.
         self._known.clear()
         self._named = frozenset(
             _origin_of(registration.url)

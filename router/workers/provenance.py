@@ -65,7 +65,7 @@ def origin_problems(
             f"its patch endpoint {endpoint} is that of {others} too: register the endpoint of its own engine"
         )
     own = {one.worker: {_plain(stream.events) for stream in own_streams(one, sources)} for one in known}
-    # By endpoint, the worker whose engine names it as its own.
+    # The worker whose engine names an endpoint as its own, by endpoint.
     owners = {endpoint: worker for worker, endpoints in own.items() for endpoint in endpoints}
     right = {one.worker for one in known if one.events is not None and _plain(one.events) in own[one.worker]}
     for worker, endpoint, others in _shared(known, lambda one: _plain(one.events) if one.events else None, right):
@@ -113,7 +113,7 @@ def _engine(registration: Registration) -> Hashable:
 
 
 def own_streams(registration: Registration, sources: Mapping[str, Mapping[int, Stream]]) -> list[Stream]:
-    """Return where the worker's own engine says that its events are; empty where it does not say."""
+    """Return the event endpoints that the worker's own engine names; empty if it names none."""
     streams = sources.get(registration.url or "")
     if not streams:
         return []
@@ -124,7 +124,7 @@ def own_streams(registration: Registration, sources: Mapping[str, Mapping[int, S
 
 
 def same_endpoint(one: str | None, other: str | None) -> bool:
-    """Return whether two addresses are one, as far as their texts say."""
+    """Return whether two addresses are the same, as far as their texts show."""
     return one == other or (one is not None and other is not None and _plain(one) == _plain(other))
 
 

@@ -63,8 +63,8 @@ UNKNOWN_MODEL = ""
 NO_PATCH = "off"
 
 
-# An OpenAI client's base URL ends with it, and with it begin the paths that are sent to an engine. Not a host of that
-# name.
+# The end of an OpenAI client's base URL. The paths that are sent to an engine begin with it, so it is taken off. A host
+# of that name is not meant.
 _BASE_PATH = re.compile(r"(?<=[^/:])/v1/*\Z")
 
 
@@ -100,7 +100,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     numbered: bool = False
 
     def __post_init__(self) -> None:
-        """Take a trailing /v1 off the URL, wherever the registration comes from."""
+        """Remove a trailing /v1 from the URL, wherever the registration comes from."""
         if self.url is not None and _BASE_PATH.search(self.url):
             msgspec.structs.force_setattr(self, "url", _BASE_PATH.sub("", self.url))
 

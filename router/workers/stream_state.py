@@ -26,7 +26,7 @@ CREDITED = frozenset({StreamState.CATCHING_UP, StreamState.LIVE, StreamState.SUS
 
 # The same, and the one in which questions by block hash are answered: what doubt turns into `suspect`.
 SHOWN = CREDITED | {StreamState.UNHASHABLE}
-# In these, what is known of it was proven, or began from nothing.
+# In these states, the blocks of the worker were proven, or began from nothing.
 PROVEN = frozenset({StreamState.LIVE, StreamState.CATCHING_UP, StreamState.UNHASHABLE})
 # In these its events are heard now.
 HEARD = frozenset({StreamState.CATCHING_UP, StreamState.LIVE, StreamState.RESYNCING, StreamState.UNHASHABLE})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that a source shows and that is not registered yet."""
+"""A worker that a source lists and that is not registered yet."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvrouter.router.workers.registration import Registration
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """Why a worker is not registered yet."""
+    """The reason why a worker is not registered yet."""
 
     reason: str
-    # What to do about it.
+    # The remedy.
     fix: str
 
 

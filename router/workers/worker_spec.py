@@ -143,9 +143,8 @@ def url_problem(url: str) -> str | None:
         return wanted
     try:
         parts = urlsplit(url)
-        # The address is shown in /workers and given to clients, so it holds no password; and readers of URLs disagree
-        # about `@` and backslashes.
-        # A query would swallow the paths that the router asks for.
+        # The address is shown in /workers and given to clients, so it must not contain a password; and readers of URLs
+        # disagree about `@` and backslashes. A query would swallow the paths that the router requests.
         plain = bool(parts.hostname) and "@" not in parts.netloc and not any(c in url for c in "\\?#")
         good = parts.scheme in ("http", "https") and plain and (parts.port is None or parts.port > 0)
     except ValueError:

@@ -136,7 +136,7 @@ class Api:
 
     async def _decoded(self, request: web.Request, kind: type[Body]) -> Body:
         try:
-            # As pydantic does: "5" is a number where one is wanted.
+            # Like pydantic, accept "5" where a number is wanted.
             body = msgspec.json.decode(await request.read(), type=kind, strict=False)
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
             raise Unreadable(400, str(problem)) from None
@@ -222,7 +222,7 @@ class Api:
         if max_tokens > limit:
             raise Refused(400, f"max_tokens={max_tokens} cannot be greater than max_model_len={limit}")
         if len(ids) < limit:
-            # As vLLM does, instead of refusing what does not fit: an answer ends with the context.
+            # Like vLLM, shorten the answer to the context instead of refusing the request.
             max_tokens = min(max_tokens, limit - len(ids))
         text = engine.replica.text(ids, body.cache_salt)
         with self.failures(request):
@@ -321,7 +321,7 @@ class Api:
         return web.Response(body=page, content_type="text/plain", charset="utf-8")
 
     async def _set_faults(self, request: web.Request) -> web.Response:
-        # Not of vLLM: a curl without a content type will do.
+        # This path is not vLLM's: accept a curl without a content type.
         faults = await self._decoded(request, Faults)
         await self.apply(faults)
         return json_response(faults)

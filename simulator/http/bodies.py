@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The request bodies that a replica reads and refuses as vLLM 0.32.0 does. Most fields change nothing here.
 
-`tests/engine/test_request_checks.py` compares the answers with vLLM's; docs/reference/simulator.md lists what is taken here
-all the same."""
+`tests/engine/test_request_checks.py` compares the answers with vLLM's; docs/reference/simulator.md lists the requests
+that only this simulator accepts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-# vLLM refuses ids outside its model's vocabulary; prompts here may be of any, none of which is as large as this.
+# vLLM refuses ids outside its model's vocabulary. Prompts here may be of any model, and no vocabulary is as large as
+# this.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 OnlyOne = Annotated[int, msgspec.Meta(ge=1, le=1)]
@@ -34,7 +36,8 @@ DEFAULT_ANSWER_TOKENS = 128
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream carries besides the text. Not set: as not wanted, and without a stream only that is taken."""
+    """Options of a stream. An unset field counts as not wanted; as with vLLM, a request without a stream must not set
+    any."""
 
     include_usage: bool | msgspec.UnsetType | None = msgspec.UNSET
     continuous_usage_stats: bool | msgspec.UnsetType | None = msgspec.UNSET
@@ -51,7 +54,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     cache_salt: Salt | None = None
     return_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
-    # Checked as vLLM does, and without an effect here.
+    # Checked as vLLM checks them, without any effect here.
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Logprobs | None = None
@@ -71,7 +74,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     user: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for fields that vLLM does not take together."""
+        """Raise ValueError for fields that vLLM does not accept together."""
         if not self.stream and self.stream_options not in (None, StreamOptions()):
             raise ValueError("Stream options can only be defined when `stream=True`.")
         if self.stream and self.prompt_logprobs:
@@ -81,7 +84,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """The answer's limit, None where the request has none."""
+        """Return the limit of the answer, None where the request has none."""
         return self.max_tokens
 
 
@@ -99,7 +102,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct):
-    """What is checked of a format."""
+    """A response format, as far as it is checked."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
@@ -178,7 +181,7 @@ def check_chat(
     add_generation_prompt: bool,
     continue_final_message: bool,
 ) -> None:
-    """Raises ValueError for a chat that vLLM refuses."""
+    """Raise ValueError for a chat that vLLM refuses."""
     for message in messages:
         role = message.get("role")
         if not isinstance(role, str):
@@ -196,7 +199,7 @@ def check_chat(
 
 
 def _check_choice(tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None) -> None:
-    """Raises ValueError for a `tool_choice` that does not fit to the tools."""
+    """Raise ValueError for a `tool_choice` that does not match the tools."""
     if choice is None or choice == "none":
         return
     if tools is None:

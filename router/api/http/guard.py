@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a request is admitted, by its host and origin, its key, its route's scopes and the rate of registrations: before
-its body is read."""
+"""The decision whether a request is admitted, before its body is read: by its host and origin, its key, the scopes of
+its route, and the rate of registrations.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ from kvrouter.router.common.errors import (
 )
 from kvrouter.router.common.escaping import printable
 
-# What routes that register begin with: without keys only these are looked up.
+# How routes that register begin: without keys only these are looked up.
 REGISTERING = ("/register", "/unregister", "/workers")
-# Paths as they stand in an error.
+# How much of a path an error shows.
 SHOWN_CHARS = 80
 
 
@@ -49,17 +50,17 @@ class Guard:
 
     @property
     def known_hosts(self) -> set[bytes] | None:
-        """Host headers that were admitted already; None where any is."""
+        """Return the Host headers that were admitted already, or None if any is admitted."""
         return self._access.browsers.known_hosts
 
     def refusal(self, request: HttpRequest) -> RouterError | None:
-        """Return why a request is refused; None: it is admitted, which counts."""
+        """Return why a request is refused, or None if it is admitted; an admitted one is counted."""
         return self._foreign(request) or self._unpermitted(request)
 
     def _foreign(self, request: HttpRequest) -> RouterError | None:
-        """Return why a request is refused for the page that may have had it sent."""
+        """Return why a request is refused because a page may have had it sent, or None."""
         if not (request.host or request.origin or request.fetch_site):
-            # It was judged on the short way, or names none.
+            # The short way has judged it, or it names no host.
             return None
         browsers, counts = self._access.browsers, self._access.metrics.foreign
         problem = browsers.host_problem(request.host)
@@ -73,7 +74,7 @@ class Guard:
         return None
 
     def _unpermitted(self, request: HttpRequest) -> RouterError | None:
-        """Return why a request is refused for its key, its scopes or its rate."""
+        """Return why a request is refused because of its key, its scopes or its rate, or None."""
         method, path = request.method, request.path
         keys = self._access.keys
         if keys is None:

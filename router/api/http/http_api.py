@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HTML = "text/html"
-# Besides forms, of which curl says that everything is one: what a page may send to other sites without their consent
-# (the Fetch standard's CORS-safelisted types). No client sends JSON as either of them.
+# Besides form data, which curl calls everything by default: the types that a page may send to another site without that
+# site's consent (the Fetch standard's CORS-safelisted types). No client sends JSON as either of them.
 PAGE_TYPES = frozenset({"text/plain", "multipart/form-data"})
-# Paths as they stand in an error.
+# How much of a path an error shows.
 SHOWN_CHARS = 80
 
 # Each reservation comes back here twice, so these go past the application of the cold paths where nothing is waited for.
@@ -60,7 +60,7 @@ ENDED_JSON = encode(ENDED, "")[0]
 # The label of all paths that are not served here: a client must not be able to make series.
 OTHER_PATH = "other"
 
-# Of the hot paths, those that choose; a question changes nothing and comes by the thousand.
+# The hot paths that choose a worker; a question changes nothing and comes by the thousand.
 TRACED_PATHS = frozenset({"/select", "/select_and_reserve"})
 
 # The reply, a coroutine that returns it, or its JSON.

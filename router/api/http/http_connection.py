@@ -28,8 +28,8 @@ from kvrouter.router.common.direct_task import DirectTask
 from kvrouter.router.common.errors import HeadTooLarge, RouterError, TooManyConnections, TooSlow
 from kvrouter.router.common.sockets import poller
 
-# Of a client that sends no more: how often it is looked whether it still reads. A request of its that runs for nobody
-# takes an engine's time; a look is one system call.
+# How often to check that a client that sends no more still reads. A request that nobody waits for takes an engine's
+# time; a check is one system call.
 READER_LOOK_S = 0.1
 
 # When the server stops: how long an idle connection is kept at least, for a request that is on its way.
@@ -60,7 +60,7 @@ class HttpConnection(asyncio.Protocol):
         self._stops = False
         # Within `_answer_next`.
         self._is_answering = False
-        # Of a client that closed its half: when it is looked next whether it still reads.
+        # The next check whether a client that closed its half of the connection still reads.
         self._reader_look: asyncio.TimerHandle | None = None
 
     # The transport's side.
@@ -234,7 +234,7 @@ class HttpConnection(asyncio.Protocol):
         """Answers requests in their order, as long as one can be answered now. Who does not read answers waits."""
         queue = self._queue
         if self._is_answering:
-            # What ended is gone from the queue: the loop below goes on.
+            # The answer that ended has left the queue; the loop below continues.
             return
         self._is_answering = True
         try:

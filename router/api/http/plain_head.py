@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short way past the general parser: a request that lies whole in one read, with a head that leaves nothing to judge.
+"""The short way past the general parser, for a request that lies whole in one read and whose head leaves nothing to
+judge.
 
-All else is not taken, and goes through `request_parser.py`, which decides alone what is a request and what is refused:
-any other method, version, repeated header, folded line, bare line feed, transfer coding, or byte behind the body; a Host
-that was not admitted before, and a content type that is no `application/...`. Where
-the headers go on to an engine, any name is taken that means nothing here; elsewhere those alone that clients nearly
-always send. What is taken the general parser would understand in the same way;
-`tests/property/test_plain_head.py` holds the two together. Compiled, see `setup.py`."""
+Every other request is left to `request_parser.py`, which alone decides what is a request and what is refused: one with
+any other method or version, a repeated header, a folded line, a bare line feed, a transfer coding, a byte behind the
+body, a Host that was not admitted before, or a content type that is no `application/...`. If the headers go on to an
+engine, any header name without a meaning here is accepted, else only names that clients nearly always send. The general
+parser understands every accepted request in the same way, which `tests/property/test_plain_head.py` checks. Compiled,
+see `setup.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ NAMES = (
     *(b"x-session-id", b"x-kvrouter-worker", b"x-data-parallel-rank", b"content-encoding"),
 )
 KNOWN = {name: kind for kind, name in enumerate(NAMES)}
-# What may decide how a request is read is not taken, wherever its headers go.
+# Requests with a header that may decide how they are read are not taken, wherever their headers go.
 JUDGED_NAMES = frozenset(
     {
         b"transfer-encoding",
@@ -36,17 +38,17 @@ JUDGED_NAMES = frozenset(
         b"te",
         b"trailer",
         b"keep-alive",
-        # Browsers send these (`access/browser_policy.py`).
+        # Headers that browsers send (`access/browser_policy.py`).
         b"origin",
         b"sec-fetch-site",
     }
 )
 AUTHORIZATION = b"authorization"
 _COLON = ord(":")
-# With this bit a letter of ASCII is in lower case.
+# This bit makes an ASCII letter lower case.
 _LOWER = 0x20
 _A = ord("a")
-# By byte: whether it may stand in a host's name.
+# Whether each byte may stand in a host's name.
 _IN_HOST = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-") for c in range(256))
 # The same in a target that is its own path: without escapes and without a query.
 _IN_PATH = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-_~/") for c in range(256))
@@ -102,9 +104,14 @@ def plain_head(
     max_head_bytes: int,
     max_headers: int,
 ) -> PlainHead | None:
-    """The head of the one request that `data` is, or None where it is not that plain. paths: targets of POST that are
-    taken; forwarded: those whose headers go on; below: with what others of POST and DELETE begin; hosts: values of Host
-    that are taken, None where all are."""
+    """Return the head of the one request that `data` is, or None if it is not that plain.
+
+    Args:
+        paths: Targets of POST that are taken.
+        forwarded: Targets whose headers go on to an engine.
+        below: Beginnings of other targets of POST and DELETE that are taken.
+        hosts: Values of Host that are taken; None: all.
+    """
     is_post = data.startswith(POST)
     if not (is_post or (below and data.startswith(DELETE))):
         return None
@@ -167,7 +174,7 @@ def plain_head(
             if length < 0:
                 return None
         elif kind == CONTENT_TYPE:
-            # Forms and plain text, which a page of any origin may send, are none of these.
+            # Leave forms and plain text, which a page of any origin may send, to the general parser.
             if data[value] | _LOWER != _A:
                 return None
             content_type = data[value:end].decode("latin-1")

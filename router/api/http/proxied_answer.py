@@ -60,7 +60,7 @@ class ProxiedAnswer:
         request.body = b""
         self._task = asyncio.current_task()
         self._source: Source | None = None
-        # What was not sent yet of the head, which goes with the first bytes of the body.
+        # The part of the head that was not sent yet; it goes with the first bytes of the body.
         self._unsent: list[bytes] = []
         self._is_chunked = False
         self._is_probed = False

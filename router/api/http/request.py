@@ -17,8 +17,9 @@ from kvrouter.router.proxy import headers as h
 from kvrouter.router.proxy.headers import Headers
 
 VERSIONS = frozenset({"1.0", "1.1"})
-# Each decides who may do what here, what a body is, or where a request goes, so two of them leave that to whoever reads
-# first or last. Host has its own error; the parser refuses two lengths and two transfer codings.
+# Headers that may come only once. Each one decides who may do what here, what a body is, or where a request goes, so
+# with two of them the meaning would depend on whether a reader takes the first or the last. Host has an error of its
+# own; the parser refuses two lengths and two transfer codings.
 SINGLE = frozenset(
     {
         b"authorization",
@@ -42,9 +43,10 @@ NO_UPGRADE = "this server speaks HTTP/1.1 only; send no Upgrade header (in Java:
 class HttpRequest:
     """A request and how far its answer is.
 
-    url: the target in origin form, with its query, as bytes; path: the target without its query, escapes resolved.
-    host, origin, fetch_site: the headers Host, Origin and Sec-Fetch-Site, empty where absent or judged already.
-    bounds: what its key may name; None: anything. refusal: why it is answered with an error whatever its body says."""
+    url: the target in origin form, with its query, as bytes. path: the target without its query, escapes resolved.
+    host, origin, fetch_site: the headers Host, Origin and Sec-Fetch-Site, empty where absent or judged already. bounds:
+    the models and salts that its key may name; None: any. refusal: why it is answered with an error whatever its body
+    contains."""
 
     __slots__ = (
         "accept",
@@ -131,7 +133,7 @@ class HttpRequest:
         self.method = method.decode("ascii")
         self.headers = headers
         self.url, authority = split_target(target)
-        # RFC 9112, 3.2.2: what the target names counts, not the header.
+        # RFC 9112, 3.2.2: the host that the target names counts, not the header's.
         self.host = host or b"" if authority is None else authority
         self.path = _path_of(self.url)
         self.keep_alive = keep_alive and self.speaks_1_1 and not upgrades
@@ -157,8 +159,10 @@ class HttpRequest:
 
 
 def split_target(target: bytes) -> tuple[bytes, bytes | None]:
-    """Return a request's target as path and query, and the host that it names: `http://router/v1/models?x` is
-    `/v1/models?x` and `router`; None where it names none. A target without a path stays as it is. Raises BadQuestion."""
+    """Return a request's target as path and query, and the host that it names, None where it names none.
+
+    `http://router/v1/models?x` is `/v1/models?x` and `router`. A target without a path is returned unchanged. Raises
+    BadQuestion."""
     if target.startswith(b"/") or target == b"*":
         return target, None
     try:

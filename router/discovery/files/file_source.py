@@ -55,7 +55,7 @@ class FileSource:
                 changed()
 
     async def look(self) -> None:
-        """Take over what the file holds now, if that changed."""
+        """Take over the file's contents if they changed."""
         try:
             contents = await self._changed.result(self._hang_s)
         except CallHangs:
@@ -66,7 +66,7 @@ class FileSource:
             self.problem = f"cannot read {self._path}: {error.strerror or error}; put it back"
         else:
             for content in contents:
-                # A settings file that no longer names workers names none.
+                # A settings file that no longer has a list of workers counts as an empty list.
                 self.shown = () if content is None and self.shown is not None else content
                 self.problem = ""
 

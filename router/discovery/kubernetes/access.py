@@ -14,7 +14,7 @@ from kvrouter.router.workers.engine_answers import bracketed
 
 # Where a pod finds what its service account has.
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# A name has 63 characters at most.
+# Bound on the file; the name of a namespace has 63 characters at most.
 MAX_NAMESPACE_BYTES = 4_096
 
 

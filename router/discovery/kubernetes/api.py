@@ -36,7 +36,7 @@ MAX_EVENT_BYTES = 8 * 1024**2
 MAX_PAGE_BYTES = 256 * 1024**2
 MAX_PAGES = 400
 MAX_REASON_CHARS = 300
-# A token has some kB, a bundle of all public authorities 0.2 MB.
+# Bound on one file; a token has some kB, a bundle of all public authorities 0.2 MB.
 MAX_CREDENTIAL_BYTES = 4 * 1024**2
 
 
@@ -82,7 +82,7 @@ _statuses = msgspec.json.Decoder(_Status)
 
 
 class Credentials(NamedTuple):
-    """What the files of an `Access` hold. tls: as aiohttp takes it."""
+    """The contents of the files of an `Access`. tls: as aiohttp takes it."""
 
     tls: ssl.SSLContext | bool = True
     token: str | None = None

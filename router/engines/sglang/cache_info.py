@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of SGLang's metrics page that describe its KV cache. Pure.
+"""The KV cache as the samples of SGLang's metrics page describe it. Pure.
 
 The page does not say whether the radix cache is on. Source: SGLang 0.5.23 srt/observability/metrics_collector.py:1289.
 """
@@ -18,7 +18,7 @@ _RANK = re.compile(rb'(?:^|,) *dp_rank="(\d{1,9})"')
 
 
 def cache_in(page: bytes, dp_rank: int) -> EngineCache | None:
-    """Return the cache of the core with this rank, None where the page does not describe it."""
+    """Return the cache of the core with this rank, None if the page does not describe it."""
     cores: dict[int | None, dict[bytes, bytes]] = {}
     for name, labels, value in _LINE.findall(page):
         rank = _RANK.search(labels)

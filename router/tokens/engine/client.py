@@ -23,7 +23,7 @@ from kvrouter.router.workers.engine_key import EngineKey
 ASKS_PER_ENGINE = 8
 # Tokens are some seven digits a token of JSON and a token some four bytes of text, or one byte at the worst.
 ANSWER_BYTES_PER_BYTE = 16
-# What an answer has beside that: a template's own text, fields without use here.
+# Bytes of an answer beside the tokens: a template's own text, fields without use here.
 ANSWER_BYTES = 4 * 1024**2
 
 # The endpoint is not there, is switched off (vLLM's render without --enable-scale-out), or takes no such model.
@@ -49,8 +49,8 @@ class Absent(Exception):
 
 
 class EngineClient:
-    """session: has the limits on connections; the deadline is the caller's. key: the engines', for requests that bring
-    none."""
+    """Token requests to engines. session: has the limits on connections; the caller sets the deadline. key: the
+    engines' key, for requests that bring none."""
 
     def __init__(self, session: aiohttp.ClientSession, key: EngineKey) -> None:
         self._session = session

@@ -116,7 +116,7 @@ class VerifiedEngines:
                 judged.problem, judged.reason = error.problem, error.reason
             else:
                 judged.problem, judged.reason = f"no answers within {JUDGE_TIMEOUT_S:g} s", "unreachable"
-            # Whatever it was before, it is another life now.
+            # The engine's verdict was about another life.
             judged.verdict = None
             judged.next_s = self._clock() + RETRY_S
             log.debug("engine not judged", extra={"url": engine.url, "reason": judged.problem})
@@ -170,7 +170,7 @@ class VerifiedEngines:
                 return TokensUnknown(
                     "no_engine", "no worker of the model has a url, so no engine can tokenize; register one with a url"
                 )
-            # A verification that an engine refused is no refusal of this request.
+            # An engine that refused a verification has not refused this request.
             reason = failed[0].reason if failed[0].reason == "unauthorized" else "unreachable"
             return TokensUnknown(reason, failed[0].problem)
         verdict = next(iter(verdicts.values()))
@@ -223,7 +223,7 @@ class VerifiedEngines:
         found = []
         for name, judged in (("the tokenizer here", verdict.local), ("its /tokenize", verdict.tokenizes)):
             for feature, why in judged.items():
-                # What the engine refuses itself is no difference.
+                # A request that the engine refuses too is no difference.
                 if why != EQUAL and not isinstance(verdict.truths.get(feature), str):
                     found.append(f"{name} makes other tokens of a {PROBE_NAMES[feature]} than the engine: {why}")
         others = (of.verdict for (of_model, of_url), of in self._judged.items() if of_model == model and of_url != url)

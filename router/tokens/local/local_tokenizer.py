@@ -32,10 +32,10 @@ from kvrouter.router.tokens.token_request import TRUNCATION, TokenRequest
 # Names of special tokens that templates may write. Source: transformers 5, SPECIAL_TOKENS_ATTRIBUTES.
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
-# The largest tokenizers have some 35 MB.
+# Bound on one file; the largest tokenizers have some 35 MB.
 MAX_FILE_BYTES = 256 * 1024**2
 
-# What only the engine can read: a template of the client's is refused or not by a flag of the engine.
+# Fields that only the engine can read: whether a client's template is refused depends on a flag of the engine.
 LEFT_TO_THE_ENGINE = (TRUNCATION, "suffix", "chat_template", "mm_processor_kwargs", "media_io_kwargs")
 
 

@@ -18,7 +18,7 @@ class FileOps:
     """The real ones."""
 
     def open(self, path: Path) -> int:
-        """Return a descriptor for reading and writing; the file is created when it is not there, and a link refused."""
+        """Return a descriptor for reading and writing. Create the file if it does not exist, and refuse a link."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
 
     def open_to_read(self, path: Path) -> int:

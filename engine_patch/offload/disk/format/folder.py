@@ -161,7 +161,7 @@ def _set_aside(file: Path) -> None:
 def _write_whole(file: Path, data: bytes) -> None:
     """Whole or not at all, also where the machine loses its power. Raises OSError."""
     fresh = file.with_name(f"{file.name}.new")
-    # What a crash left, or a link.
+    # A file that a crash left, or a link.
     fresh.unlink(missing_ok=True)
     with fresh.open("xb") as stream:
         stream.write(data)
