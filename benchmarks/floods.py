@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one event source or many idle clients of GET /events cost a router: its memory, its descriptors and the latency
-of questions, before, during and after each flood."""
+"""The cost of one flooding event source, or of many idle clients of GET /events, to a router: its memory, its
+descriptors and the latency of questions, before, during and after each flood.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from zmtp_flooder import MODES  # noqa: E402
 MODEL = "flooded"
 CLIENTS = 256
 BATCH_BLOCKS = 5_000
-# A client that reads nothing is cut after 30 s, and memory is given back 2 s later.
+# How long to wait after a flood: a client that reads nothing is cut after 30 s, and memory is given back 2 s later.
 AFTER_S = 36.0
 CALM_S = 8.0
 
 
 class Look:
-    """What a router process has and how long it takes to answer, over some seconds."""
+    """A router process's memory and descriptors, and the latency of its answers, over some seconds."""
 
     def __init__(self, router: RouterProcess, seconds: float) -> None:
         taken: list[float] = []
@@ -57,7 +58,7 @@ def rss_mb(pid: int) -> float:
 
 
 def idle_clients(router: RouterProcess, count: int) -> list[socket.socket]:
-    """Clients of /events that read nothing."""
+    """Open clients of /events that read nothing."""
     clients = []
     for _ in range(count):
         client = socket.socket()

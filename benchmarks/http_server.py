@@ -48,7 +48,7 @@ OWN, ASGI, TLS = WAYS = ("own connection", "ASGI under uvicorn", "own connection
 HOT, COLD = "/query_by_hash", "/workers"
 # 16 and 512 block hashes as JSON.
 BODY_BYTES = (340, 10_600)
-# Of the requests, as many are sent over connections of their own.
+# How many of the requests are sent over connections of their own.
 NEW_SHARE = 10
 REPLY = {"instances": {f"w{number}": {"gpu": 8_192, "cpu": 8_192, "disk": 8_192} for number in range(8)}}
 

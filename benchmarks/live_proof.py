@@ -44,11 +44,11 @@ from store_server import StoreServer
 
 ENGINES = 6
 RATE = 6_000.0
-# docs/reference/states.md: how old an answer about another router's worker may be while it says live.
+# The greatest age of an answer about another router's worker that says live (docs/reference/states.md).
 BOUND_S = 2.0
-# The recorded seqs are as exact as this; a batch that was just published is on its way.
+# The precision of the recorded seqs: a batch that was just published is still on its way.
 RECORD_S = 0.1
-# A cycle that takes longer is broken, and says so.
+# A longer cycle counts as broken, and is reported.
 PATIENCE_S = 40.0
 OUTAGE_S = 4.0
 OPTIONS = ("--appendonly", "yes")
@@ -65,10 +65,10 @@ class Tally:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.answers: Counter[str] = Counter()
-        # Answers that say live, and those of them that have everything, or too much.
+        # Answers that say live, the ones among them with full credit, and the ones with too much.
         self.live = self.full = self.over = 0
         self.wrong: list[str] = []
-        # From the last batch that a worker lacked, or from the store's return, until it was live.
+        # Seconds from the last batch that a worker lacked, or from the store's return, until it was live.
         self.until_live_s: list[float] = []
 
     def add(self, state: str, *, is_full: bool, problem: str = "") -> None:
@@ -106,7 +106,7 @@ class Asker:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10.0)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the decoded answer, None where nobody answers."""
+        """Return the decoded answer, None if no router answers."""
         try:
             payload = None if body is None else json.dumps(body)
             method = "GET" if body is None else "POST"
@@ -120,7 +120,7 @@ class Asker:
 
 
 class PowerFailures:
-    """Routers and store killed together, again and again."""
+    """The world in which routers and store are killed together, again and again."""
 
     def __init__(self, folder: Path, stack: ExitStack, seed: int, replay_pause_s: float) -> None:
         self._folder, self._rng = folder, random.Random(seed)
@@ -196,7 +196,7 @@ class PowerFailures:
 
 
 class Published:
-    """When each engine had published which batch."""
+    """A record of the batches that each engine had published at each moment."""
 
     def __init__(self, churn: Churn) -> None:
         self._churn = churn
@@ -208,7 +208,7 @@ class Published:
         self._thread.start()
 
     def ask(self, word: str) -> Any:
-        """Ask the engines, between two records."""
+        """Query the engines, between two records."""
         with self._lock:
             return self._churn.ask(word)
 
@@ -220,7 +220,7 @@ class Published:
             time.sleep(RECORD_S / 4)
 
     def at(self, moment_s: float) -> list[int] | None:
-        """Return what each had published by a moment; None: it is before the first record."""
+        """Return the last batch of each engine at a moment, None if it is before the first record."""
         number = bisect.bisect_right(self._times, moment_s) - 1
         return None if number < 0 else self._seqs[number]
 
@@ -230,11 +230,11 @@ class Published:
 
 
 class Watcher:
-    """Judges one router's `/workers` under traffic until it is ended."""
+    """A judge of one router's `/workers` under traffic, until it is ended."""
 
     def __init__(self, port: int, published: Published, workers: list[str], tally: Tally) -> None:
         self._asker, self._published, self._workers, self._tally = Asker(port), published, workers, tally
-        # The workers that are live, as of the last answer.
+        # The workers that were live in the last answer.
         self.live: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -327,7 +327,7 @@ class Traffic:
 
 
 class StoreLosses(Traffic):
-    """The store is away for some seconds, again and again."""
+    """The world in which the store is away for some seconds, again and again."""
 
     def cycle(self) -> None:
         self.store.kill()
@@ -341,7 +341,8 @@ class StoreLosses(Traffic):
 
 
 class RollingRestarts(Traffic):
-    """Routers are replaced one after the other; the store is emptied, or stands still, at any moment."""
+    """The world in which routers are replaced one after the other; the store may be emptied, or stand still, at any
+    moment."""
 
     FLAGS = ((), ("--processes", "2"), ())
 

@@ -232,7 +232,7 @@ class CommitLaws:
                             break
                         assert following not in landed
                         landed[following] = token
-                    # Whoever lost the lease lets the other have it once.
+                    # The router that lost the lease lets the other one have it once.
                     while landed and landed[max(landed)] == token and len(landed) < 200:
                         await asyncio.sleep(0)
 

@@ -50,7 +50,7 @@ WELL = {
     'kvrouter_prompts_total{instance="a",source="given"}': "0+1000x90",
     'kvrouter_prompts_total{instance="a",source="render"}': "0+60x90",
     'kvrouter_prompts_total{instance="a",source="none"}': "0+60x90",
-    # What the client's request decides is no fault.
+    # A reason that lies in the client's request is not a fault.
     'kvrouter_prompts_unknown_total{instance="a",reason="refused"}': "0+60x90",
     'kvrouter_prompts_unknown_total{instance="a",reason="timeout"}': "0+5x90",
     'kvrouter_achievable_hit_tokens_total{instance="a",model="m"}': "0+1000x90",
@@ -79,7 +79,7 @@ WELL = {
     'kvrouter_trace_spans_total{instance="a",outcome="exported"}': "0+9x90",
     'kvrouter_trace_spans_total{instance="a",outcome="dropped"}': "2x90",
 }
-# What is different from WELL where an alert is to fire; None: the series is not there.
+# The samples that differ from WELL where an alert is to fire; None: the series is not there.
 FAULTS: dict[str, dict[str, str | None]] = {
     "KvrouterAbsent": {'kvrouter_build_info{instance="a",version="1",compiled="yes"}': None},
     "KvrouterModelDown": {f'kvrouter_stream_state{{{one},state="down"}}': "1x90" for one in (ONE, TWO)},

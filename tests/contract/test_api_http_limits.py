@@ -295,7 +295,7 @@ def test_connections_are_bounded_and_their_places_free_again(patient: Server) ->
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert code_of(answer) == "too_many_connections"
     assert patient.cuts() == {"connections": 1.0}
-    # Those that are in are served on.
+    # Connections that were admitted are served on.
     held[0].sendall(request("/query_by_hash", ASKED, close=False))
     assert held[0].recv(65_536).startswith(b"HTTP/1.1 200 ")
     for client in held:

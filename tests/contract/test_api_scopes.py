@@ -88,7 +88,7 @@ def test_each_scope_admits_its_routes_alone(core: TinyCore, file: Path, route: R
     for scope, key in KEYS.items():
         wanted = SCOPES[route]
         admitted = scope is Scope.ADMIN or scope in wanted or path in OPEN
-        # It is two in one, and what keys had before these were there.
+        # `ask` includes the two, and keys had it before they existed.
         admitted = admitted or (scope is Scope.ASK and not {Scope.PROXY, Scope.HITS}.isdisjoint(wanted))
         if (method, path) == ("GET", EVENTS) and admitted:
             # It has no end.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One flipped bit anywhere in Valkey's file of commands: what is loaded is what was committed up to some commit, or is
+"""One flipped bit anywhere in Valkey's file of commands: the loaded state is the one after some commit, or the value is
 refused by name. Real files of a real Valkey, which reads them again after each flip.
 
-python tests/contract/test_bit_rot.py --flips 500 --seed 1
+    python tests/contract/test_bit_rot.py --flips 500 --seed 1
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHECKPOINT_AFTER = 4
 FLIPS = 60
 
 Copies = dict[tuple[Place, int], int]
-# What is held, and how many copies there are, after each commit.
+# Blocks held and their numbers of copies, after each commit.
 History = dict[int, tuple[Residency, Copies]]
 
 
@@ -67,11 +67,11 @@ async def write_history(url: str) -> History:
 
 
 async def judge(url: str, history: History) -> str:
-    """Return what became of a flip: refused, or which commit is loaded. Raises AssertionError for anything else."""
+    """Return the outcome of a flip: refused, or the commit that is loaded. Raises AssertionError for anything else."""
     try:
         store = await IndexStore.open(url)
     except StoreUnavailable:
-        # It answered while it still read its file.
+        # The server answered while it still read its file.
         return "the server refuses its file"
     try:
         image = await store.load(WORKER)
@@ -86,7 +86,7 @@ async def judge(url: str, history: History) -> str:
     assert image.epoch == "e"
     blocks, counts = history[-1 if image.seq is None else image.seq]
     assert held(image.places) == {place: there for place, there in blocks.items() if there}, "other blocks"
-    # A copy less is credit less; one more would outlive its block.
+    # One copy too few only loses credit; one too many would outlive its block.
     assert all(counts.get(name, 1) >= count for name, count in copies.items()), "more copies"
     return "as committed" if image.seq == COMMITS - 1 else "as of an earlier commit"
 
@@ -99,7 +99,7 @@ def flips(data: bytes, count: int, rng: random.Random) -> Iterator[bytes]:
 
 
 def run(folder: Path, count: int, seed: int) -> Counter[str]:
-    """Flip `count` bits, each in the undamaged file; return what became of them."""
+    """Flip `count` bits, each in the undamaged file, and return the outcomes."""
     with StoreServer(folder / "first", *OPTIONS) as server:
         history = asyncio.run(write_history(server.url))
     (commands,) = (folder / "first" / "appendonlydir").glob("*.incr.aof")

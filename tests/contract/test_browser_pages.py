@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that a web page has a browser send: to a router without a key none reads or changes anything, and what other
-clients send is taken as before."""
+"""Requests that a web page makes a browser send. At a router without a key none of them reads or changes anything, and
+requests of other clients are accepted as before.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 def routes() -> list[tuple[str, str]]:
-    """Every method and path that the API has, the proxied ones too."""
+    """Return every method and path of the API, the proxied ones included."""
     app, _ = build(TinyCore())
     cold = [route for route in app.cold.state.routes if isinstance(route, APIRoute)]  # type: ignore[attr-defined]
     served = [(method, route.path_format) for route in cold for method in route.methods or ()]
@@ -50,7 +51,7 @@ def refused(registry: MetricRegistry, reason: str) -> float | None:
     return registry.get_sample_value("kvrouter_foreign_requests_total", {"reason": reason})
 
 
-# The host that the browser takes the router for.
+# The host for which the browser takes the router.
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES, ids=map(" ".join, ROUTES))
@@ -103,11 +104,11 @@ def test_which_hosts_are_taken(
     app, _ = build(core, **settings)
     key = {"authorization": f"Bearer {KEY}"} if "api_key" in settings else {}
     for host in admitted:
-        # Twice, since the second goes the short way; and the paths that go past the general parser.
+        # Send it twice, since the second request takes the short way, and on the paths that bypass the general parser.
         for _ in range(2):
             assert call(app, "GET", "/workers", host=host, headers=key).status == 200, host
             assert call(app, "POST", "/query_by_hash", HASHES, host=host, headers=key).status == 200, host
-    # After others were remembered.
+    # Send the foreign ones after others were remembered.
     for host in foreign:
         assert call(app, "GET", "/workers", host=host).status == 403, host
         assert call(app, "POST", "/query_by_hash", HASHES, host=host).status == 403, host
@@ -184,7 +185,7 @@ def test_which_pages_are_foreign(core: TinyCore) -> None:
 
 
 def test_a_key_does_not_make_a_page_less_foreign_and_a_listed_origin_does(core: TinyCore) -> None:
-    # A gateway may add the key to whatever it gets.
+    # A gateway may add the key to every request that it gets.
     key = {"authorization": f"Bearer {KEY}"}
     for settings in ({"api_key": KEY}, {"api_key": KEY, "cors_origins": ("https://app.example",)}):
         app, _ = build(core, **settings)
@@ -196,7 +197,7 @@ def test_a_key_does_not_make_a_page_less_foreign_and_a_listed_origin_does(core: 
     assert call(app, "POST", "/register", WORKER, headers=FOREIGN[0]).status == 200
 
 
-# Bodies of types that a page may send without a question first.
+# Bodies of types that a page may send without a preflight.
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "Text/Plain;charset=UTF-8", "multipart/form-data; boundary=x"])
@@ -205,7 +206,7 @@ def test_plain_text_and_forms_are_no_json(core: TinyCore, kind: str, method: str
     app, _ = build(core)
     answer = call(app, method, path, WORKER, headers={"content-type": kind})
     if path in AUDIO:
-        # There they are forms.
+        # These paths take forms.
         assert answer.status != 415
     else:
         assert answer.status == 415 and answer.error["code"] == "unsupported_media_type"

@@ -172,7 +172,7 @@ def test_a_router_of_the_chart_answers_to_all_that_its_objects_call_it() -> None
         service = one(objects, "Service")["metadata"]
         domain = values.get("service", {}).get("clusterDomain", "cluster.local")
         above = f"{service['name']}.{service['namespace']}"
-        # Clients in the cluster, probes and Prometheus (a pod's address), and who forwards a port to here.
+        # Clients in the cluster, probes and Prometheus (a pod's address), and a user who forwards a port.
         for host in (service["name"], above, f"{above}.svc", f"{above}.svc.{domain}", "10.0.0.5", "localhost", *names):
             assert policy.host_problem(f"{host}:80".encode()) is None, host
         for host in ("evil.example", f"evil.example.{domain}", f"{above}.evil.example"):

@@ -98,7 +98,7 @@ def test_without_quiet_a_long_tail_brings_a_checkpoint_and_a_short_one_does_not(
                     break
                 assert turn < 20, "no checkpoint"
             assert turn > 3
-            # Whoever takes over goes on from both.
+            # The router that takes over continues from both.
             engine.publish(*removed(CHAIN[3:]))
             await until(lambda: is_well(core, 3), "not taken in")
         async with router(server, SECOND) as other:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which answers a browser shows to a page of another origin: those of the origins that are set, on every path, and none
-without the setting. What a page of another origin may have done is in test_browser_pages.py."""
+"""The answers that a browser shows to a page of another origin: only to listed origins, on every path, and none without
+the setting. Requests that such a page may make are in test_browser_pages.py.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +146,7 @@ def test_a_star_allows_all_and_varies_by_nothing() -> None:
         assert cors_of(headers) == expected
         _, headers = sent(router, "POST", "/query", QUERY, origin=OTHER)
         assert cors_of(headers) == expected
-        # Whoever names no origin is no browser's script.
+        # A client that names no origin is no browser's script.
         assert cors_of(sent(router, "POST", CHAT, RAW)[1]) == {}
 
 

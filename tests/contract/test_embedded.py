@@ -207,7 +207,7 @@ def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(t
         assert [type(item) for item in lost] == [StoreLost]
         with pytest.raises(StoreUnavailable):
             await store.load(WORKER)
-        # What a crash of the whole machine can do to the last second, at its worst.
+        # The worst that a crash of the whole machine can do to the last second.
         shutil.rmtree(tmp_path / "appendonlydir")
         assert await server.ensure_running()
         items = []

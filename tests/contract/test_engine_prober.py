@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever answers at a worker's URL: the prober says why it learns nothing, and lets no exception out."""
+"""The prober at any server that answers at a worker's URL: it says why it learns nothing, and lets no exception out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def models(name: str) -> bytes:
 
 
 def probed(answers: dict[str, bytes], what: ProbeRequest = WHOLE, rest: bytes | None = None) -> EngineAnswers:
-    """What is learned of a server that answers these bytes by path, and the rest, or 404, to all others."""
+    """Return the prober's findings at a server that answers these bytes by path, and the rest, or 404, to all
+    others."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
@@ -71,7 +72,7 @@ def test_where_no_engine_answers_its_own_address_is_to_be_written(code: int, wha
     answers = probed({}, what, status(code))
     assert f"/v1/models answers {code}): write http://HOST:PORT of the engine itself" in answers.problem
     assert answers.problem.count("no engine answers there") == 1
-    # It may be a gateway whose engine is away: what is known of its events stays.
+    # The server may be a gateway whose engine is away, so the known event sources stay.
     assert answers == EngineAnswers(problem=answers.problem)
 
 

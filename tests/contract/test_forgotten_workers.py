@@ -86,7 +86,7 @@ def test_nothing_is_left_of_a_worker(
             left: list[weakref.ref[Any]] = [weakref.ref(stream), weakref.ref(stream.ingest)]
             del stream
             await core.unregister("gone")
-            # What waits in the loop refers to it a moment longer.
+            # Callbacks that wait in the loop refer to it a moment longer.
             async with asyncio.timeout(TIMEOUT_S):
                 while any(one() for one in left):
                     await asyncio.sleep(0.01)

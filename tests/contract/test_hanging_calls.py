@@ -26,7 +26,7 @@ from kvrouter.router.config.settings import Config
 from kvrouter.router.discovery.files.file_source import FileSource
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
-# Any time will do: what hangs does so until it is fed.
+# Any time will do, because a read hangs until the pipe is fed.
 HANG_S = 0.01
 
 
@@ -47,7 +47,7 @@ class Pipe(NamedTuple):
 def pipe() -> Iterator[Pipe]:
     ends = Pipe(*os.pipe())
     yield ends
-    # Lets the thread that still reads go.
+    # Let the thread that still reads go.
     os.close(ends.write_fd)
 
 
@@ -69,7 +69,7 @@ def test_a_call_that_hangs_runs_once_and_is_taken_when_it_ends(pipe: Pipe) -> No
         assert threading.active_count() == threads + 1
         pipe.write(b"a")
         assert await until_ended(call) == b"a"
-        # The next one is another run.
+        # The next call is another run.
         pipe.write(b"b")
         assert await until_ended(call) == b"b"
 

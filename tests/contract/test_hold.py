@@ -80,7 +80,7 @@ def test_writes_that_the_store_lost_are_noticed_while_nothing_is_written(embedde
     async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         saved = raw.dump(keys.meta(WORKER))
         await one.write(flush("e", 1))
-        # What a promoted replica may look like: the lease is there, the last commit is not.
+        # A promoted replica may have the lease and lack the last commit.
         raw.restore(keys.meta(WORKER), 0, saved, replace=True)
         with pytest.raises(LeaseLost, match="lost commits"):
             await one.keep(lambda: True)

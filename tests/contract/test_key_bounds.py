@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that learn hits, keys that do not, and keys that name their own models and salts alone."""
+"""Keys that learn hits, keys that do not, and keys that may name only their own models and salts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrouter.router.api.http.http_api import HttpApi
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.tokens.proxied_paths import AUDIO, PATHS, WITHOUT_PROMPT
 
-# Of the keys in the file, by their names.
+# The keys in the file, by name.
 KEYS = {
     "old": "{scopes: [ask]",
     "hits": "{scopes: [hits]",
@@ -139,7 +139,7 @@ def test_a_proxied_prompt_is_bound_as_a_question_is(file: Path, path: str) -> No
         asked = len(engine.asked)
         assert sent("other", "m", cache_salt="mine") == 403
         for salt in ({}, {"cache_salt": "theirs"}, {"cache_salt": ""}):
-            # Nothing of these is cached.
+            # Prompts on these paths are not cached.
             expected = 200 if path in WITHOUT_PROMPT else 403
             assert sent("bound", "m", **salt) == expected
         assert len(engine.asked) == asked + (3 if path in WITHOUT_PROMPT else 0)

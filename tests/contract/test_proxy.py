@@ -247,7 +247,7 @@ LISTED: dict[str, Any] = {"allow_hosts": ("127.0.0.1",)}
         ({"worker_api_key": "engine", **LISTED}, None, ["Bearer engine"]),
         ({"worker_api_key": "engine", **LISTED}, "Bearer mine", ["Bearer engine"]),
         ({"api_key": "router", "worker_api_key": "engine", **LISTED}, "Bearer router", ["Bearer engine"]),
-        # A client registered it, at an address that nobody listed: it learns neither key.
+        # A client registered the engine at an address that is not listed, so it gets neither key.
         ({"worker_api_key": "engine"}, "Bearer mine", []),
         ({"worker_api_key": "engine", "allow_hosts": ("localhost", "127.0.0.0/8")}, None, ["Bearer engine"]),
     ],

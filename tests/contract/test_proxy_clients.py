@@ -69,7 +69,7 @@ def test_a_client_that_does_not_read_holds_the_engine_back() -> None:
         while before != sent[0]:
             before = sent[0]
             time.sleep(PAUSE_S)
-        # What the kernel takes on both ways, and some hundred kB of ours; not the 131 MB.
+        # The bytes that the kernel buffers on both sides, and some hundred kB of ours; not the 131 MB.
         assert sent[0] < 40 * 1024**2
         assert len(received(client)) > (2_000 - 1) * len(piece)
         assert not engine.given_up

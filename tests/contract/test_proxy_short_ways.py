@@ -163,7 +163,7 @@ def exchanged(router: Any, step: Step, draw: random.Random) -> list[Any]:
             while piece := client.recv(65_536):
                 whole += piece
         except ConnectionResetError:
-            # What it sent behind its last request was not read.
+            # The bytes behind its last request were not read.
             pass
         return Answers(whole).found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floods on each socket of a patched engine: the reports, the greetings before and after it is followed."""
+"""Floods on each socket of a patched engine: the reports, and the greetings before and after it is followed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 async def until(subscriber: ReportSubscriber, *kinds: type) -> list[Any]:
-    """The items up to where one of each kind came."""
+    """Return the items up to the one with which each of these kinds has come."""
     items: list[Any] = []
     async with asyncio.timeout(TIMEOUT_S):
         while not all(any(isinstance(item, kind) for item in items) for kind in kinds):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router shows of a worker that it does not follow: only what the current follower vouches for. Real store,
-sockets and streams."""
+"""The state that a router shows of a worker it does not follow: only a state that the current follower vouches for.
+Real store, sockets and streams.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from kvrouter.router.streams.peer_view import META_STATE_LEASE, state_fields
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
 
-# Times that the follower gives the worker up and takes it again.
+# How often the follower gives the worker up and takes it again.
 GIVE_UPS = 3
 
 
@@ -50,7 +51,7 @@ def apart(one: Core, two: Core) -> tuple[Core, Core]:
 
 
 async def leave_dead(server: StoreServer) -> None:
-    """Leave what a router wrote that died: twelve blocks, live and credited, under a lease that nobody renews."""
+    """Write the state that a dead router left: twelve blocks, live and credited, under a lease that nobody renews."""
     ingest = live()
     ingest.apply(batch(0, stored(TOKENS, 0, 12)), 1.0)
     flush = ingest.held.take()
@@ -59,7 +60,7 @@ async def leave_dead(server: StoreServer) -> None:
     taken = await store.leases.take(WORKER, "dead-router")
     assert taken is not None
     lease, _ = taken
-    # Reports of a patch were followed, so the next router waits for it.
+    # The dead router followed reports of a patch, so the next one waits for the patch.
     state = {META_REPORT_EPOCH: b"a" * 16}
     state |= state_fields(StreamState.LIVE, "", True, None) | {META_STATE_LEASE: b"%d" % lease.number}
     await store.open_epoch(WORKER, flush.epoch, lease, flush.meta | state)
@@ -71,7 +72,7 @@ def test_a_follower_that_finds_no_engine_does_not_keep_the_dead_routers_word_ali
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The router and its patched engine die together. The next router takes the lease, greets, gives up, and again."""
-    # Four heartbeats say meanwhile that it follows the worker.
+    # In this time four heartbeats say that it follows the worker.
     monkeypatch.setattr(source_switch, "GREET_KNOWN_S", 1.0)
     seen: list[tuple[StreamState, bool]] = []
 
@@ -120,7 +121,7 @@ def test_a_router_that_hears_the_follower_and_not_its_log_is_in_doubt_until_it_h
             await until(lambda: is_well(one, 12) and is_well(two, 12), "not both are well")
             follower, third = apart(one, two)
             assert follower.registry.streams[WORKER].held and not third.registry.streams[WORKER].held
-            # As when a connection to the store is slow: heartbeats come over another one.
+            # Hold the log back as a slow connection to the store would; heartbeats come over another one.
             gate, sync = asyncio.Event(), third.mirror_sync
 
             async def wait_and_read() -> Any:

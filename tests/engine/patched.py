@@ -116,7 +116,7 @@ class WatchedOracle(Oracle):
         self.reporter = reporter_of(self)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.peer = Peer(self._context, self.reporter)
-        # Whoever hears a heartbeat is subscribed.
+        # A client that hears a heartbeat is subscribed.
         self._next_seq, _ = self.peer.next_heartbeat()
 
     def __enter__(self) -> Self:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router reads from vLLM's own code how an engine describes its KV cache."""
+"""The router reads an engine's description of its KV cache as vLLM's own code writes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 
 def page_of(config: CacheConfig, engines: list[int]) -> bytes:
-    """The lines that vLLM's logger writes for these cores."""
+    """Return the lines that vLLM's logger writes for these cores."""
     registry = CollectorRegistry()
 
     def gauge(**given: Any) -> Gauge:
@@ -35,7 +35,7 @@ def page_of(config: CacheConfig, engines: list[int]) -> bytes:
 @pytest.mark.parametrize("is_on", [True, False])
 def test_the_cache_of_each_core_is_read(is_on: bool) -> None:
     config = CacheConfig(block_size=128, enable_prefix_caching=is_on)
-    # As the client of the engines sets them: blocks of all cores, tokens of one.
+    # vLLM's engine client sets them so: the blocks of all cores, the tokens of one.
     config.num_gpu_blocks, config.kv_cache_size_tokens = 480, 30_720
     known = EngineCache(prefix_caching=is_on, block_size=128, blocks=240, tokens=30_720)
     assert VLLM.cache_in(page_of(config, [0, 1]), 1) == known

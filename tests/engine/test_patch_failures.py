@@ -170,7 +170,7 @@ def fail(*_: Any, **__: Any) -> Any:
     raise RuntimeError("made up")
 
 
-# Name -> where our code fails, which feature that costs, and what is no longer reported then.
+# For each name: where our code fails, which feature turns off, and which scope is withheld then.
 FAILURES: dict[str, tuple[Any, str, str, Scope]] = {
     "queue": (publisher, "unblock", "queue", Scope.NOTHING),
     "catalog": (tap, "read_catalog", "catalog", Scope.NOTHING),
@@ -209,7 +209,7 @@ def test_a_failure_costs_its_feature_and_no_request(
         assert not beat.withheld or oracle.peer.hello().withheld == problem
 
 
-# Fails only once it has reported. Name -> where, which feature that costs, what is no longer reported.
+# Failures after something was reported. For each name: where, which feature turns off, which scope is withheld.
 LATE_FAILURES: dict[str, tuple[Any, str, str, Scope]] = {
     "reports": (tap.EventTap, "published", "reports", Scope.EVERYTHING),
     "a block announced again": (positions, "note", "reuse", Scope.EVERYTHING),
@@ -250,19 +250,19 @@ def test_what_a_failed_feature_has_reported_is_taken_back(
 def test_a_host_pool_whose_resets_are_not_seen_is_withheld(
     model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own clear, which comes with the next step, names no medium and is taken for the GPU's."""
+    """vLLM's own clear, which comes with the next step, names no medium and is taken for the GPU's."""
     rng = Random(seed)
     tree = PromptTree(rng, 512)
 
     def work_on() -> set[str]:
-        """The media that readers know of after some more requests."""
+        """Send some more requests, and return the media that readers know of after them."""
         for _ in range(60):
             if oracle.unfinished < 4:
                 oracle.submit(tree.request())
             oracle.step(tree)
         while oracle.unfinished:
             oracle.step(tree)
-        # The connector's last transfers end.
+        # Let the connector's last transfers end.
         for _ in range(6):
             oracle.step(tree)
         last_reported(oracle)

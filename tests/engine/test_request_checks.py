@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's HTTP server accepts and refuses before it computes anything, as tests/golden/request_checks.json has it: the
-simulator answers alike (`tests/unit/test_simulator_requests.py`)."""
+"""Check tests/golden/request_checks.json, the requests that vLLM's HTTP server accepts and refuses before it computes
+anything. The simulator answers alike (`tests/unit/test_simulator_requests.py`).
+"""
 
 from __future__ import annotations
 
@@ -25,5 +26,5 @@ def test_the_recorded_answers_are_vllms(tmp_path: Path) -> None:
     assert MAX_MODEL_LEN == CONTEXT_TOKENS
     with ChatServer(tmp_path, write_chat_model(tmp_path / "model")) as engine:
         statuses = statuses_of(engine.url, engine.name)
-    # After a change of the requests: write `statuses` there.
+    # After a change of the requests, write `statuses` there.
     assert statuses == json.loads(GOLDEN.read_text())

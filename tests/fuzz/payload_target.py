@@ -155,7 +155,7 @@ def _type_of(payload: bytes) -> Any:
 def _entry(name: bytes, value: bytes) -> None:
     """What the follower does with an entry of the log, whatever another program wrote there."""
     fields = [b"kind", b"commit", b"commit", b"1", b"epoch", b"e", b"first", b"0", b"last", b"1", name, value]
-    # The checksum is right, so that what is behind it is tried too.
+    # Give it a correct checksum, so that the fields behind it are tried too.
     fields += [b"sum", checksum(keys.log(WORKER).encode(), *fields)]
     try:
         entry = parse_entry(WORKER, b"1-1", fields)

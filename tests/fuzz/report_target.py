@@ -168,7 +168,7 @@ def _judge(beat: Heartbeat, ingest: Ingest, recount: Recount) -> bool:
     agrees = all(said.get(place, nothing) == held.get(place, nothing) for place in {*said, *held} - mixed)
     agreed_states = {StreamState.LIVE, StreamState.UNHASHABLE}
     if ingest.profile.contact.behind:
-        # It was held behind a snapshot, and something may still follow.
+        # The batch was held behind a snapshot, and more may still follow.
         agreed_states = {StreamState.CATCHING_UP}
     assert agrees == (ingest.state in agreed_states), (agrees, ingest.state, ingest.reason)
     return agrees

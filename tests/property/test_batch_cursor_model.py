@@ -158,7 +158,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: not self.connection_due)
     @rule(restarts=st.booleans(), drained=st.booleans())
     def disconnect(self, restarts: bool, drained: bool) -> None:
-        # What was under way is read or lost, but never comes after the news; without replay a life's first batch is
+        # A batch under way is read or lost, but never comes after the news; without replay a life's first batch is
         # never lost.
         if drained or (not self.replay and any(seq == 0 for seq, _ in self.live)):
             self.deliver(len(self.live))

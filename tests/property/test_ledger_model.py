@@ -80,7 +80,7 @@ def test_a_bounded_ledger_equals_what_its_readers_were_told(script: list[list[Re
 def test_what_is_withheld_is_taken_from_readers_and_stays_away(
     script: list[list[ReportEvent]], withheld: list[tuple[int, Scope]], max_blocks: int
 ) -> None:
-    """Law: from the moment on at which something is withheld, readers hold nothing of it."""
+    """Law: readers hold no block of a scope from the moment on at which it is withheld."""
     ledger = Ledger(max_blocks)
     reader: Copies = Counter()
     scope = Scope.NOTHING

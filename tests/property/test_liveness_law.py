@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from stream_world import World
 
-# Of one world: long enough for some ten lives and as many changes of the router.
+# The steps of one world: enough for some ten lives and as many changes of the router.
 WORLD_STEPS = 220
 SHORT_WORLDS = 120
 FIRST_SEED = 1

@@ -28,7 +28,7 @@ FORWARDED = {b"/v1/completions": "/v1/completions"}
 BODY = b'{"model": "m", "block_hashes": [1, 2, 3]}'
 PLAIN = b"POST /query HTTP/1.1\r\nHost: router:30000\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
 
-# What is put together to heads: good parts often, so that many heads are taken, and all that parsers stumble over.
+# The parts of heads: good parts often, so that many heads are accepted, and everything that parsers stumble over.
 METHODS = [b"POST"] * 30 + [b"DELETE"] * 10 + [b"GET", b"post", b"POST ", b" POST", b"PUT", b"POS"]
 TARGETS = (
     [b"/query"] * 15
@@ -175,7 +175,7 @@ def test_whatever_is_not_plain_goes_the_general_way(part: bytes, instead: bytes)
         (b"Accept: */*", True),
         (b"x-session-id: a", True),
         (b"Content-Type: application/json", True),
-        # What the browser's page decides, and what is there twice, is judged in one place.
+        # Headers that depend on the browser's page, and repeated ones, are judged in one place.
         (b"Origin: http://router:30000", False),
         (b"Sec-Fetch-Site: same-origin", False),
         (b"Content-Type: text/plain", False),

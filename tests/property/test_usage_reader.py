@@ -165,7 +165,7 @@ def test_an_engines_error_within_a_stream_is_found_however_it_is_cut(data: st.Da
     if data.draw(st.booleans()):
         told.append(error)
     else:
-        # As a text that an answer quotes.
+        # An answer may quote an error event as text.
         told.append({"choices": [{"delta": {"content": "\ndata: " + json.dumps(error)}}]})
         code = None
     raw = "".join(f"data: {json.dumps(event)}\n\n" for event in told) + "data: [DONE]\n\n"

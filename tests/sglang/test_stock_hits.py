@@ -30,7 +30,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def followed(oracle: TreeOracle, form: str, group_idx: int | None = None) -> StockPredictor:
-    """A predictor that is given the oracle's events, as SGLang's publisher writes them. group_idx: as registered."""
+    """Return a predictor that is given the oracle's events, as SGLang's publisher writes them. group_idx: as
+    registered."""
     is_stated = oracle.layout.components == ("FULL",)
     catalog = None
     if is_stated:
@@ -57,7 +58,7 @@ def test_nothing_is_promised_that_is_not_there(layout: TreeLayout, form: str, se
 @pytest.mark.parametrize("group_idx", [0, 3])
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.components == ("FULL",)], ids=lambda one: one.name)
 def test_the_registered_group_may_have_any_number(layout: TreeLayout, group_idx: int, seed: int) -> None:
-    """SGLang's events give their one group none."""
+    """SGLang's events give the only group no number."""
     oracle = TreeOracle(layout, Random(f"{layout.name} {seed}"))
     ask(oracle, followed(oracle, "maps", group_idx))
 

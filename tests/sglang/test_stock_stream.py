@@ -50,7 +50,7 @@ class Engine:
         self.publisher = ZmqEventPublisher(rank, f"tcp://*:{port}", replay, topic=TOPIC)
         self.oracle.publish = self.publish
         self.batches = 0
-        # What SGLang's cache said when it was made, which its scheduler publishes after the first step.
+        # The event of SGLang's cache when it was made, which its scheduler publishes after the first step.
         self.oracle.end_step()
 
     def publish(self, events: list[Any]) -> None:

@@ -20,10 +20,10 @@ from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
 # Questions of each layout; 700 make over 20,000 in all.
 PROBES = int(os.environ.get("KVROUTER_TEST_SGLANG_PROBES", "150"))
 STEPS_PER_PROBE = 2
-# Of SGLang's radix cache; Rust is its default.
+# The cores of SGLang's radix cache; Rust is its default.
 CORES = ("python", "rust")
-# Insertions, matches and evictions of one step, at most: a node that is known may be cut several times in one, and what
-# was inserted may be gone again at its end.
+# The most insertions, matches and evictions in one step: a known node may be split several times in one step, and an
+# inserted one may be gone again at its end.
 MOST_ACTIONS = 8
 LEAST_NON_ZERO = 0.3
 # Of each hybrid layout, and the share of them that full attention alone gets wrong at least.

@@ -62,7 +62,7 @@ def test_sglangs_own_events_are_the_same_with_the_patch(layout: TreeLayout, core
 def test_a_failure_of_ours_ends_the_reports_and_not_the_engine(
     core: str, where: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: nothing stays credited of what is no longer kept up."""
+    """Law: no block stays credited that is no longer kept up to date."""
     oracle = TreeOracle(LAYOUT, Random(seed), core=core)
     predictor, tap = tapped(oracle)
     assert tap.attach(0, "test", "m")
@@ -77,7 +77,7 @@ def test_a_failure_of_ours_ends_the_reports_and_not_the_engine(
     for _ in range(60):
         oracle.step()
     assert predictor.withheld == f"components: {FAILED}" and not predictor.held
-    # Its heartbeats say so.
+    # The heartbeats say so, and the reporter stays open.
     assert not predictor.closed
     collected = ("_changed", "_alive", "_reported") if core == "python" else ("_nodes", "_by_slot", "_heads", "_named")
     assert not any(getattr(tap._residency, name) for name in collected), "it grows no more"
@@ -186,7 +186,7 @@ RANKS = ("attn_dp_size", "attn_dp_rank", "dp_rank")
 def test_a_node_may_be_cut_several_times_in_one_step(
     eagle: bool, salt: str | None, lora: str | None, core: str, seed: int
 ) -> None:
-    """A page of each cut is on a node that no insertion names."""
+    """After each split, a page is on a node that no insertion names."""
     layout = TreeLayout("cut", ("FULL",), 16, eagle=eagle, salts=(salt,), loras=(lora,))
     oracle = TreeOracle(layout, Random(seed), core=core)
     predictor, tap = tapped(oracle)
@@ -208,7 +208,7 @@ def test_a_node_may_be_cut_several_times_in_one_step(
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize("salt", [None, "a"])
 def test_a_leaf_may_come_and_go_in_one_step_with_a_cut_that_stays(salt: str | None, core: str, seed: int) -> None:
-    """The upper part of what it cut is found by nothing but that leaf."""
+    """The upper part of the node that the leaf split can be found only through that leaf."""
     layout = TreeLayout("cut", ("FULL",), 16, salts=(salt,))
     oracle = TreeOracle(layout, Random(seed), core=core)
     predictor, tap = tapped(oracle)
@@ -218,7 +218,7 @@ def test_a_leaf_may_come_and_go_in_one_step_with_a_cut_that_stays(salt: str | No
     oracle.insert(long)
     oracle.end_step()
     oracle.insert(TreePrompt(upper.tokens + [7] * 16, salt, None))
-    # Makes the leaf that was inserted the next to be evicted.
+    # Make the inserted leaf the next to be evicted.
     assert oracle.reused(long) == 96
     oracle.evict(16)
     oracle.end_step()

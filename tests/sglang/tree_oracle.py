@@ -52,10 +52,16 @@ def stand_in_for_inspector() -> None:
 
 
 class TreeOracle:
-    """One cache and its workload. tap: follows the cache; None: nobody does. publish: is given SGLang's own events after
-    each step that has any. core: "python" or "rust". has_host: its nodes may be on the host too, where they are put
-    without SGLang's controller, so no state is given up for the sake of one. most_actions: how many insertions, matches
-    and evictions one step of the scheduler may have."""
+    """One cache and its workload.
+
+    Args:
+        tap: Follows the cache; None: nobody does.
+        publish: Gets SGLang's own events after each step that has any.
+        core: "python" or "rust".
+        has_host: Whether its nodes may be on the host too. They are put there without SGLang's controller, so no state
+            is given up for one.
+        most_actions: The most insertions, matches and evictions in one step of the scheduler.
+    """
 
     def __init__(
         self,
@@ -143,7 +149,7 @@ class TreeOracle:
         return TreePrompt((beginning + own)[:longest], salt, lora)
 
     def step(self) -> None:
-        """Insert or evict, as often as one step of the scheduler may, and end that step."""
+        """Insert or evict at random, as often as one step of the scheduler may, and end the step."""
         for _ in range(1 if self._most_actions == 1 else self._rng.randint(1, self._most_actions)):
             self._act()
         self.end_step()
@@ -151,7 +157,7 @@ class TreeOracle:
     def _act(self) -> None:
         rng = self._rng
         if self._most_actions > 1 and rng.random() < 0.2:
-            # A match, too, cuts nodes.
+            # A match splits nodes too.
             self.reused(self.prompt())
         if rng.random() < 0.25:
             tokens, window_tokens = (rng.randrange(2 * self._unit) * (rng.random() < 0.5) for _ in range(2))

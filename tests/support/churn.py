@@ -54,10 +54,10 @@ HASHES = [[block_hash(chain, index) for index in range(CHAIN_BLOCKS)] for chain 
 
 
 class SlowReplayPublisher(EventPublisher):
-    """A publisher that waits before each batch of a replay, as one does whose machine or network is busy."""
+    """A publisher that waits before each batch of a replay, like one whose machine or network is busy."""
 
     replay_pause_s = 0.0
-    # The last batch that left: a replay holds up those behind it, which no router can know.
+    # The last batch that left. A replay holds up the batches behind it, which no router can know.
     sent_seq = -1
 
     def _send(self, seq: int, payload: bytes, sent: bool) -> None:
@@ -165,7 +165,7 @@ def publish(engines: list[Engine], rate: float, go: threading.Event, step: threa
         if ahead_s > 0:
             time.sleep(ahead_s)
         with step:
-            # Whoever cleared `go` and had the lock since relies on it.
+            # A command that cleared `go` and had the lock since then relies on it.
             if go.is_set():
                 sent += engines[turn % len(engines)].step()
                 turn += 1

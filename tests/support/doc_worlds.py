@@ -30,11 +30,11 @@ class World:
     # Made in the folder where the blocks run.
     files: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[Path], None] | None = None
-    # What stands for the page's placeholders.
+    # Values for the page's placeholders.
     fill: Mapping[str, str] = field(default_factory=dict)
     # Whether a block that sends a prompt to an engine ends when the router has heard of it, as a reader's pause does.
     settles: bool = False
-    # What the page says that its commands print; regular expressions.
+    # The output that the page promises for its commands; regular expressions.
     shown: tuple[str, ...] = ()
 
 

@@ -74,7 +74,7 @@ class Stream:
         return items
 
     async def until_kind(self, kind: type[ReportItem], count: int = 1) -> list[ReportItem]:
-        """The items up to the one of this kind that is `count`th; up to `CaughtUp` behind it where that is a snapshot."""
+        """Return the items up to the `count`th of this kind; if that is a snapshot, up to the `CaughtUp` behind it."""
 
         def enough(items: list[ReportItem]) -> bool:
             places = [at for at, item in enumerate(items) if isinstance(item, kind)]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that vLLM's HTTP server accepts or refuses before it computes anything, as one list for a real one and for
-the simulator. What a real one answered is in tests/golden/request_checks.json.
+"""Requests that vLLM's HTTP server accepts or refuses before it computes anything, as one list for a real server and
+for the simulator. The real server's answers are in tests/golden/request_checks.json.
 
-Only what clients get wrong and what the simulator has a use for; docs/reference/simulator.md lists the rest."""
+The list has only faults that clients make in fields that the simulator uses; docs/reference/simulator.md lists the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
 
 
 def each(field: str, *values: Any) -> list[dict[str, Any]]:
-    """The field with each of the values."""
+    """Return the field with each of the values."""
     return [{field: value} for value in values]
 
 
@@ -158,7 +160,7 @@ class Checked(NamedTuple):
 
 
 def checked_requests(model: str) -> Iterator[Checked]:
-    """All of them, for an engine that serves `model`."""
+    """Return all requests, for an engine that serves `model`."""
     for path, good in GOOD.items():
         whole = {"model": model} | good
         for content_type in TYPES:
@@ -178,7 +180,7 @@ def _short(change: dict[str, Any]) -> str:
 
 
 def answer_to(url: str, checked: Checked) -> tuple[int, bytes]:
-    """Status and body."""
+    """Return the status and the body of the answer."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
     try:
         headers = {} if checked.content_type is None else {"content-type": checked.content_type}
@@ -190,5 +192,5 @@ def answer_to(url: str, checked: Checked) -> tuple[int, bytes]:
 
 
 def statuses_of(url: str, model: str) -> dict[str, int]:
-    """By name, what the engine at `url` answers to all of them."""
+    """Return the statuses with which the engine at `url` answers all of them, by name."""
     return {checked.name: answer_to(url, checked)[0] for checked in checked_requests(model)}

@@ -36,7 +36,7 @@ class RouterEnd:
     """The router that follows one worker, and what has reached it. `life` is the current engine, None between two
     lives."""
 
-    # Count the items after which a worker is live too early, instead of raising.
+    # Whether to count the items after which a worker is live too early, instead of raising.
     counts_early = False
 
     def __init__(self, seed: int) -> None:
@@ -63,7 +63,7 @@ class RouterEnd:
         # Items of the cursor, and whether it was still reading behind each: see `_is_reading`.
         self.inbox: deque[tuple[object, bool]] = deque()
         self.was_reading = False
-        # Items after which the worker was live, and those of them with more to read.
+        # The number of items after which the worker was live, and of the ones among them with more to read.
         self.live_items = self.early_items = 0
         # For each lost connection that waits there, the lives that had ended by then.
         self.ends: deque[list[Life]] = deque()
@@ -96,7 +96,7 @@ class RouterEnd:
         self.ingest = self._new_ingest()
         self.vitals = EngineLiveness(store.start_s)
         if store.epoch is not None:
-            # What another process reads is loaded again.
+            # State that another process reads is loaded again.
             store.mirror.begin_epoch(WORKER, store.epoch)
             for place, held in store.arrays().items():
                 store.mirror.add(WORKER, place, held)
@@ -153,8 +153,8 @@ class RouterEnd:
         self._begin_router()
 
     def _is_reading(self) -> bool:
-        """Whether the engine is known to have sent more than the cursor has handed out, by the cursor's request and what
-        it holds; nothing that the cursor announces is used."""
+        """Return whether the engine is known to have sent more than the cursor has handed out. The cursor's request and
+        its held batches show it; nothing that the cursor announces is used."""
         cursor = self.cursor
         if cursor.held:
             return True
@@ -164,7 +164,8 @@ class RouterEnd:
         return request is not None and (not request.silent or request.batches > 0)
 
     def _take_items(self) -> None:
-        """Put what the cursor hands out into the inbox. Of one step's items, only the last can end the reading."""
+        """Put the items that the cursor hands out into the inbox. Only the last item of one step can end the
+        reading."""
         items, reading = self.cursor.take(), self._is_reading()
         inside = [self.was_reading or reading] * len(items)
         if inside:
@@ -200,7 +201,7 @@ class RouterEnd:
                 self._take_items()
 
     def _judge_live(self, *, is_early: bool) -> None:
-        """No worker is live between the items of an answer that is under way, or of what is held behind it."""
+        """Check that no worker is live between the items of an answer under way, or of batches held behind it."""
         if self.state is StreamState.LIVE:
             self.live_items += 1
             self.early_items += is_early
@@ -220,7 +221,7 @@ class RouterEnd:
         """The engine's HTTP is queried."""
         if not self.http:
             return
-        # What was received before the answer is taken before it.
+        # Messages received before the answer are taken before it.
         self.process()
         life = self.life
         sign = NoPulse("refused", gone=True) if life is None else Pulse(life.start_s)

@@ -103,8 +103,8 @@ async def reset(asked: Asked, wire: Wire) -> None:
 
 
 class ScriptedEngine:
-    """Listens in a thread of its own. `script` answers each POST; GET (/health, /metrics) is answered with 200 while
-    `healthy`, unless `pages` has a script for the path."""
+    """An engine that listens in a thread of its own. `script` answers each POST; GET (/health, /metrics) is answered
+    with 200 while `healthy`, unless `pages` has a script for the path."""
 
     def __init__(self, script: Script) -> None:
         self.script = script

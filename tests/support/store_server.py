@@ -76,7 +76,7 @@ class StoreServer:
             with contextlib.suppress(redis.RedisError):
                 # Another server may have the port.
                 if probe.info("server")["process_id"] == self._process.pid:
-                    # Refused while it reads its data.
+                    # The server refuses this while it reads its data.
                     probe.ping()
                     probe.close()
                     return

@@ -13,7 +13,7 @@ Entry = tuple[bytes, Mapping[bytes, bytes]]
 
 
 def place_keys(tag: str, meta: Mapping[bytes, bytes]) -> dict[str, str]:
-    """The key of each place of the checkpoint, by the text of the place. tag: `kvr:3:{model/worker}`."""
+    """Return the key of each place of the checkpoint, by the text of the place. tag: `kvr:3:{model/worker}`."""
     names = [part.partition("=")[0] for part in meta.get(b"places", b"").decode().split()]
     return {name: f"{tag}:{meta[b'epoch'].decode()}:{name}" for name in names}
 

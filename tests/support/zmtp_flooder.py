@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program: an event source that speaks ZMTP by itself, to send what libzmq never would. Prints its port, floods every
-connection, and ends by a signal.
+"""A program that is an event source with its own ZMTP, to send messages that libzmq never would. It prints its port,
+floods every connection, and ends by a signal.
 
-python zmtp_flooder.py MODE SOCKET_TYPE [BYTES]: see MODES; PUB or ROUTER; BYTES: of a large frame."""
+    python zmtp_flooder.py MODE SOCKET_TYPE [BYTES]
+
+MODE is one of MODES, SOCKET_TYPE is PUB or ROUTER, and BYTES is the size of a large frame.
+"""
 
 from __future__ import annotations
 
@@ -39,27 +42,27 @@ def ready(socket_type: bytes) -> bytes:
 
 
 def large_frames(large_bytes: int) -> Iterator[bytes]:
-    """One message of large frames without an end."""
+    """Yield one message of large frames without an end."""
     return itertools.repeat(frame(bytes(large_bytes), MORE))
 
 
 def empty_frames(_: int) -> Iterator[bytes]:
-    """One message of empty frames without an end: 64 bytes of libzmq's memory for two on the wire."""
+    """Yield one message of empty frames without an end, which take 64 bytes of libzmq's memory for two on the wire."""
     return itertools.repeat(frame(b"", MORE) * 32_768)
 
 
 def single_frames(_: int) -> Iterator[bytes]:
-    """One message without an end, whose frames come one by one: each pins a buffer of libzmq's reads."""
+    """Yield one message without an end, whose frames come one by one: each pins a buffer of libzmq's reads."""
     return itertools.repeat(frame(bytes(40), MORE))
 
 
 def many_frames(_: int) -> Iterator[bytes]:
-    """Messages of FRAMES frames each, which take seconds to read."""
+    """Yield messages of FRAMES frames each, which take seconds to read."""
     return itertools.repeat(frame(b"", MORE) * (FRAMES - 1) + frame(b""))
 
 
 def large_messages(large_bytes: int) -> Iterator[bytes]:
-    """Whole messages, each within the bound of one."""
+    """Yield whole messages, each within the bound of one."""
     payload = frame(bytes(large_bytes))
     for seq in itertools.count():
         yield frame(b"", MORE) + frame(seq.to_bytes(8, "big"), MORE)
@@ -80,7 +83,7 @@ def flood(connection: socket.socket, socket_type: bytes, pieces: Iterator[bytes]
     with connection, contextlib.suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(GREETING + ready(socket_type))
-        # Its greeting, its READY and its subscription or request.
+        # Read the client's greeting, its READY and its subscription or request.
         heard = connection.recv(65_536)
         while len(heard) < len(GREETING) + 30 and (more := connection.recv(65_536)):
             heard += more

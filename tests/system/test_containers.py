@@ -144,7 +144,7 @@ def running(command: list[str], env: Mapping[str, str], cwd: Path) -> Iterator[C
         try:
             yield ended
         finally:
-            # What `docker stop` sends.
+            # The signal that `docker stop` sends.
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(PATIENCE_S)
@@ -270,7 +270,7 @@ def test_the_composed_services_work_together(image: Image, tmp_path: Path, monke
 
 
 def answered_by_name(api: str) -> None:
-    """Check that a router answers to what the composed services call it, and to no other name."""
+    """Check that a router answers to its name among the composed services, and to no other name."""
     scraped = re.findall(r"router-\d:\d+", (ROOT / "deploy/prometheus/prometheus.yaml").read_text())
     asked = re.findall(r"HTTPConnection\('(router-\d)', 30000", (ROOT / "docker-compose.yml").read_text())
     assert scraped and asked

@@ -205,7 +205,7 @@ def test_blocks_that_could_not_be_fetched_are_computed(pools: Pools) -> None:
     pools.add("p0")
     d0 = pools.add("d0")
     pools.occupy("d0")
-    # What vLLM answers where kv_load_failure_policy is `fail`, its default.
+    # vLLM's answer where kv_load_failure_policy is `fail`, its default.
     fault(d0, fail=1, fail_status=500)
     status, headers, answer = pools.ask(tokens(1))
     assert (status, headers["x-kvrouter-worker"], headers["x-kvrouter-retried"]) == (200, "d0", "d0 gone")

@@ -185,7 +185,7 @@ def test_an_engine_that_does_not_tell_is_named(tmp_path: Path) -> None:
 
 
 class NotFound(BaseHTTPRequestHandler):
-    """What an ingress has behind a path that nobody serves."""
+    """The default backend of an ingress, for paths that nobody serves."""
 
     def do_GET(self) -> None:
         self.send_error(404)
@@ -211,7 +211,7 @@ def test_where_no_engine_answers_is_named_and_stops_nothing(tmp_path: Path, repl
     file = tmp_path / "workers.yaml"
     file.write_text("[]\n")
     with default_backend() as nothing:
-        # As an OpenAI client's base URL is written, once of an engine and once of no engine.
+        # Give the base URL of an OpenAI client, once for an engine and once for no engine.
         given = ["--worker", f"w0={replicas[0].endpoints['url']}/v1", "--worker", f"w1={nothing}/v1"]
         with RouterProcess(tmp_path / "r", [*given, "--workers-file", str(file)]) as router:
             until(live(router, "w0", "w1"), "listed")

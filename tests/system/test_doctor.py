@@ -194,7 +194,7 @@ def test_kv205_closed_ports(clinic: Clinic, engine: FakeEngine, http: EngineHttp
 def test_kv205_names_the_ports_that_the_engine_names(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
     closed = {"endpoint": f"tcp://127.0.0.1:{free_port()}", "replay_endpoint": f"tcp://127.0.0.1:{free_port()}"}
     with clinic.worker("wrong-port", **(of(replicas[0]) | closed)) as subject:
-        # With the engine's first answer; until then its own word is not known.
+        # The fix names the engine's own endpoints only once it has answered.
         right = f"register events={replicas[0]['events']},replay={replicas[0]['replay']}"
         until(lambda: clinic.find("KV205", subject).fix == right, "the right ports are not named")
         assert [one.code for one in clinic.report().findings if one.subject == subject].count("KV205") == 1
@@ -331,7 +331,7 @@ def test_kv307_a_cpu_tier_that_refuses(clinic: Clinic, http: EngineHttp) -> None
     http.metrics = b"vllm:kvrouter_offload_cpu_usage_perc 1.0\nvllm:kvrouter_offload_stores_refused_total 3.0\n"
     with clinic.worker("full", url=http.url) as subject:
         assert "100% of its slots" in clinic.find("KV307", subject).evidence
-        # Another process has refused nothing yet.
+        # The counter of another process begins at zero.
         http.metrics = http.metrics.replace(b" 3.0", b" 0.0")
         http.start_s = 2_000.5
         clinic.wait_gone("KV307", subject)

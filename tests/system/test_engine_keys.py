@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that want an API key which the router does not have: named at once, with the flag that gives it."""
+"""Engines that want an API key which the router does not have are named at once, with the flag that gives it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrouter.router.tokens.unknown_prompts import COUNTED_MIN
 
 KEY = "Bearer sesame"
 MODELS = plain(json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode())
-# As vLLM's AuthenticationMiddleware answers below /v1.
+# The answer of vLLM's AuthenticationMiddleware below /v1.
 REFUSAL = plain(b'{"error":"Unauthorized"}', "401 Unauthorized")
 FLAG = "--worker-api-key"
 

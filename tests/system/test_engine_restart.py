@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was judged of an engine ends with its process: at the router that follows its worker, and at another one on the
-same store, which learns of the restart from what the first one writes."""
+"""Judgements of an engine end with its process: at the router that follows its worker, and at another one on the same
+store, which learns of the restart from the state that the first one writes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ LONG_BLOCKS = 2_100 // BLOCK
 
 
 async def tell_nothing(asked: Asked, wire: Wire) -> None:
-    """An engine's answer without the tokens that it reused."""
+    """Answer like an engine that does not report the tokens it reused."""
     tokens = len(json.loads(asked.body)["prompt"])
     usage = {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1}
     body = {"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": "a"}], "usage": usage}
@@ -44,7 +45,7 @@ class Engine:
         self.start(1_000.5)
 
     def start(self, start_s: float, page: str = "") -> None:
-        """Let another process answer from now on. page: what else is on its metrics page."""
+        """Let another process answer from now on. page: further lines of its metrics page."""
         self.http.pages["/metrics"] = plain(f"process_start_time_seconds {start_s}\n{page}".encode())
 
 
@@ -68,7 +69,7 @@ def clinics(tmp_path: Path, server: StoreServer, engine: Engine) -> Iterator[lis
             for router in (one, two):
                 router.wait_seen("w", seq)
                 router.wait_row("w", lambda row: row["state"] == "live" and row["credited"], "live")
-            # The second may have been given the worker, which takes a moment.
+            # The second router may have been given the worker; wait until one of them has it.
             until(lambda: sorted((held(one), held(two))) == [0, 1], "not one of them follows the worker")
             yield [Clinic(router) for router in sorted((one, two), key=held, reverse=True)]
 
@@ -81,7 +82,7 @@ def test_what_was_judged_ends_with_the_engines_process_at_every_router(engine: E
         assert "cached_tokens" in str(clinic.router.request("GET", "/health"))
     engine.start(2_000.5)
     for clinic in clinics:
-        # Without any answer of the new process.
+        # No answer of the new process has come yet.
         clinic.wait_gone("KV401")
         assert "cached_tokens" not in str(clinic.router.request("GET", "/health"))
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event sources that speak ZMTP and send what no engine does: messages without an end, of any number of frames, or faster
-than they can be read. Each costs its own connection, has a name, and takes little memory from the others."""
+"""Event sources that speak ZMTP and send messages that no engine sends: without an end, of any number of frames, or
+faster than they can be read. Each one costs its own connection, is named, and takes little memory from the others.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ from flooding import flooding
 from router_process import RouterProcess
 
 MODEL = "m"
-# What one source may add, whatever it sends: a message of 64 MiB and what comes between two looks (large frames), or
-# 128 MiB of small frames, and what comes until ZMQ has freed them. Without a bound it is gigabytes within seconds.
+# The most memory that one source may add, whatever it sends: a message of 64 MiB and the bytes between two looks (large
+# frames), or 128 MiB of small frames and the bytes until ZMQ has freed them. Without a bound it is gigabytes within
+# seconds.
 MAX_ADDED_BYTES = 700 * 1024**2
 FLOODS = 2
 
 
 def peak_bytes(pid: int) -> int:
-    """The most that the process had resident. Source: proc(5), VmHWM."""
+    """Return the most memory that the process had resident. Source: proc(5), VmHWM."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
@@ -56,7 +58,7 @@ def test_a_source_that_sends_no_message_that_can_be_read_is_cut_off(
 
         def is_cut_again() -> bool:
             reasons.add(router.worker("noisy")["reason"])
-            # Fails before the machine has no memory left.
+            # This fails before the machine runs out of memory.
             assert peak_bytes(router.pid) - before < MAX_ADDED_BYTES
             return router.metric("kvrouter_ingest_floods_total", worker="noisy") >= FLOODS and any(
                 part in shown for shown in reasons for part in reason.split("|")

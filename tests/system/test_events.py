@@ -128,14 +128,14 @@ def test_a_stop_does_not_wait_for_those_who_watch(tmp_path: Path) -> None:
 
 
 IDLE_CLIENTS = 64
-# What they may add to the router's memory: what all share, and a piece in the connection of each. Each with its own
-# would be IDLE_CLIENTS times MAX_UNREAD_BYTES, which is a gigabyte.
+# The most memory that they may add to the router: the events that all share, and a piece in the connection of each.
+# With copies of its own for each client, it would be IDLE_CLIENTS times MAX_UNREAD_BYTES, which is a gigabyte.
 MAX_ADDED_BYTES = 200 * 1024**2
 FLOODED_BATCHES = 1_000
 
 
 def peak_bytes(pid: int) -> int:
-    """The most that the process had resident. Source: proc(5), VmHWM."""
+    """Return the most memory that the process had resident. Source: proc(5), VmHWM."""
     (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 

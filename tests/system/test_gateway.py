@@ -347,7 +347,7 @@ def test_http_2_clients(site: Site, tmp_path: Path) -> None:
 
 
 def with_trailers(port: int, body: bytes, method: str = "POST") -> bytes:
-    """The answer to a request whose chunked body is followed by trailers."""
+    """Return the answer to a request whose chunked body is followed by trailers."""
     head = f"{method} {COMPLETIONS} HTTP/1.1\r\nhost: e\r\nconnection: close\r\ncontent-type: application/json\r\n"
     chunk = b"%x\r\n%s\r\n" % (len(body), body) if body else b""
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as client:
@@ -358,7 +358,8 @@ def with_trailers(port: int, body: bytes, method: str = "POST") -> bytes:
     return bytes(answer)
 
 
-# With a BUFFERED body, Envoy has sent the headers on before it knows that there is none: 503 as nothing was picked.
+# With a BUFFERED body, Envoy has sent the headers on before it knows that there is no body: 503, as no endpoint was
+# picked.
 @pytest.mark.parametrize(
     ("processing", "empty_post", "empty_get"),
     [
@@ -377,10 +378,10 @@ def test_a_request_with_trailers_is_picked_at_once(
             picker_port=site.gateway_port,
             processing=processing,
             trailers=True,
-            # Far over the time that a pick takes, and below the client's patience: waiting for it fails the test.
+            # Far longer than a pick takes, and shorter than the client's patience: waiting for it fails the test.
             message_timeout="20s",
         ) as gateway,
-        # Turns trailers of HTTP/1 into HTTP/2's trailing HEADERS.
+        # This turns trailers of HTTP/1 into HTTP/2's trailing HEADERS.
         EnvoyProcess(
             tmp_path / "front",
             [f"http://127.0.0.1:{gateway.port}"],

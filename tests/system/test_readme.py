@@ -96,7 +96,7 @@ def test_the_readmes_commands_do_what_they_say(tmp_path: Path, replicas: list[Re
         curls = commands("README.md", "curl")
         assert len(curls) >= 4
         for words in curls:
-            # As curl sends them: with its own content type, where a command names none.
+            # Send them as curl does, with its own content type if a command names none.
             text = shlex.join([*words, "--fail-with-body"]).replace("localhost:30000", f"127.0.0.1:{router.port}")
             done = subprocess.run(shlex.split(text), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
             assert done.returncode == 0 and done.stdout, (words, done.stdout, done.stderr)

@@ -75,7 +75,7 @@ def replaced(key: Callable[[Any], str]) -> Spoil:
 
 # It holds nothing and refuses every command, so the router that meets it drops it, and names it for a moment at most.
 DROPPED = "meta of another type"
-# What `load` of the worker refuses, or a transaction.
+# Values that `load` of the worker refuses, or a transaction.
 HEADS: dict[str, Spoil] = {
     "seq": field("seq", b"abc"),
     "commits": field("commits", b"1_0"),
@@ -93,7 +93,7 @@ HEADS: dict[str, Spoil] = {
     DROPPED: replaced(lambda client: META),
     "log of another type": replaced(lambda client: LOG),
 }
-# What is only read where a router takes the worker over, or has a stand-in for; or belongs to the lease.
+# Values that are only read where a router takes the worker over, or has a stand-in for; or that belong to the lease.
 OTHERS: dict[str, Spoil] = {
     "copies": lambda client: client.hset(f"{TAG}:{client.hget(META, 'epoch').decode()}:copies", b"x", b"y"),
     "fingerprint": field("fingerprint", b"x"),
@@ -209,7 +209,7 @@ def test_a_bad_value_of_a_worker_that_nobody_follows_is_named_and_loaded_when_it
                 # Where the router loaded it meanwhile, it knows an empty worker, and a repair by hand writes no entry.
                 make_all_reload(client)
             until(lambda: not cannot_be_read(two), f"{kind} is not loaded when it is repaired")
-            # What is wrong with it is not said either while it is being loaded.
+            # The problem is not shown either while it is being loaded.
             until(lambda: rows(two)[SPOILED]["residency"] == residency, f"{kind} is not shown as it is stored")
         assert two.metric("kvrouter_unreadable_values_total", where="worker") >= len(HEADS) - 1
         # And it is followed again by whoever may.

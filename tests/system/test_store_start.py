@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router starts on whatever its store holds: keys of another type than routers write, a disk without room, and a
-private store that lost its data."""
+"""A router starts on any store: one with keys of another type than routers write, one on a disk without room, and a
+private one that lost its data.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from kvrouter.router.index import keys
 
 MODEL = "m"
 DISK_BYTES = 6 * 1024**2
-# Of all routers and workers together; those of one worker are in test_redis_garbage.py.
+# Keys of all routers and workers together; those of one worker are in test_redis_garbage.py.
 COMMON_KEYS = (keys.SCHEMAS, keys.ADOPTED, keys.MODELS, keys.REGISTRATIONS, keys.ROUTERS, keys.CLAIMS, keys.LOADS)
 
 
@@ -50,7 +51,7 @@ def test_a_key_of_another_type_is_replaced_at_a_start(
     with RouterProcess(tmp_path / "b", flags) as router:
         until(lambda: registered(router) == ["w0", "w1"], f"the workers are lost: {registered(router)}")
         until(lambda: server.client.type(key) != b"list", f"{key} is not replaced")
-        # What is registered from now on is known to the next router, too.
+        # The next router knows workers that are registered from now on, too.
         router.request("POST", "/register", engine.registration("w2", "m2"))
     with RouterProcess(tmp_path / "c", flags) as router:
         assert registered(router) == ["w0", "w1", "w2"]
@@ -103,7 +104,7 @@ def lose_manifest(data_dir: Path) -> None:
 
 
 def flush(data_dir: Path) -> None:
-    """As when somebody emptied the store while no router ran."""
+    """Empty the store as a user might while no router runs."""
     latest = max((data_dir / "appendonlydir").glob("*.incr.aof"))
     with latest.open("ab") as file:
         file.write(b"*2\r\n$6\r\nSELECT\r\n$1\r\n0\r\n*1\r\n$7\r\nFLUSHDB\r\n")
@@ -120,7 +121,7 @@ def test_a_fleet_that_its_store_lost_is_not_well(
         router.request("POST", "/register", engine.registration("w0", MODEL))
     with RouterProcess(tmp_path / "b", flags) as router:
         assert registered(router) == ["w0"] and "lost" not in told(router)
-    # It is noticed at every start until somebody does something.
+    # Every start notices it until somebody acts.
     for name in ("c", "d"):
         # Without a manifest Valkey goes on writing to the file that it did not read.
         lose(tmp_path / "data")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the version before left in Redis, and its routers beside those of this one: nothing is misread, nobody registers
-again, and all is known again when the old ones are gone.
+"""The former version's data in Redis, and its routers beside the present ones: nothing is misread, no worker has to
+register again, and everything is known again when the old routers are gone.
 
-`schema_2.json` was written by that version (`tests/golden/make_former_schema.py`); its routers run from the repository's
-history, where that is there."""
+`schema_2.json` was written by that version (`tests/golden/make_former_schema.py`); its routers run from the
+repository's history, if it is there.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ FIXTURE = Path(__file__).parents[1] / "golden" / "schema_2.json"
 RATE = 3_000.0
 FORMER_REGISTRY = keys.registry(MODEL, keys.FORMER_PREFIX)
 OWN = (keys.PREFIX.encode(), keys.SCHEMAS.encode())
-# Of the fixture; `w0` and `w1` are engines that stored blocks.
+# The workers of the fixture; `w0` and `w1` are engines that stored blocks.
 WORKERS = {"w0", "w1", "drained", "prefill", "a/b:{c}", "stated"}
 
 
@@ -84,7 +85,7 @@ def test_the_fixture_is_what_the_former_version_wrote() -> None:
     stored = former_release.read(FIXTURE)
     assert all(key.startswith(keys.FORMER_PREFIX) for key in stored.keys() - {keys.SCHEMAS})
     metas = [dict(entry["value"]) for key, entry in stored.items() if key.endswith("/w0}:meta")]
-    # It held something, and wrote no checksums yet.
+    # The old version held blocks, and wrote no checksums yet.
     assert [keys.META_SUM in meta for meta in metas] == [False] and int(metas[0]["seq"]) > 0
 
 
@@ -209,7 +210,7 @@ def test_two_routers_of_each_version_side_by_side(tmp_path: Path, server: StoreS
         churn.ask("go")
         wait_shared((one, two), len(churn.workers))
         wait_seqs(two, dict.fromkeys(churn.workers, 20))
-        # What is registered at an old one is known at the new one, which follows all by itself.
+        # A worker that is registered at an old router is known at the new one, which follows all by itself.
         until(lambda: set(rows(three)) == set(churn.workers), "a worker of the old routers is not known")
         until(lambda: three.metric("kvrouter_leases_held") == len(churn.workers), "the new router follows less")
         assert check((one, two, three), server.client, churn) > 20
@@ -275,7 +276,7 @@ def test_the_way_back_credits_nothing_that_is_gone(tmp_path: Path, server: Store
                 two.__exit__()
                 seqs = paused(churn)
                 truth = churn.ask("dump")
-                # Its index of before is old: nothing of it may be credited that is gone.
+                # The index that the old router left is old: no block may be credited that is gone.
                 until(lambda: not over_credited(again, churn, truth), "more is predicted than the engines hold")
                 wait_seqs(again, seqs)
                 until(lambda: not wrong_answers(again, churn, truth), "the old router's answers are wrong")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines' metrics pages say of their KV caches."""
+"""The descriptions of KV caches on engines' metrics pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrouter.router.streams.peer_view import engine_cache, state_fields
 from kvrouter.router.workers.engine_cache import CACHING_OFF, MAX_COUNT, EngineCache
 from kvrouter.router.workers.stream_state import StreamState
 
-# Fields of CacheConfig as vLLM 0.32.0 prints them, also such as hold quotes, braces and commas.
+# Fields of CacheConfig as vLLM 0.32.0 prints them, including ones with quotes, braces and commas.
 FIELDS = {
     "block_size": "128",
     "cache_dtype": "auto",
@@ -28,7 +28,7 @@ FIELDS = {
 
 
 def vllm_page(*cores: dict[str, str]) -> bytes:
-    """As vLLM makes it: a gauge of 1 whose labels are the fields."""
+    """Return a page as vLLM writes it: a gauge of 1 whose labels are the fields."""
     registry = CollectorRegistry()
     labels = sorted({*FIELDS, "engine"})
     gauge = Gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", labels, registry=registry)
@@ -41,7 +41,7 @@ def test_vllm_describes_its_cache() -> None:
     page = vllm_page({"engine": "0"})
     known = EngineCache(prefix_caching=True, block_size=128, blocks=240, tokens=30_720)
     assert VLLM.cache_in(page, 0) == known
-    # One core is the worker's, whatever it calls itself; as with the load.
+    # A single core is the worker's, whatever its number is; the load is read in the same way.
     assert VLLM.cache_in(page, 3) == known
     assert not known.problem
 
@@ -84,6 +84,6 @@ def test_other_routers_read_it_from_the_store() -> None:
     cache = EngineCache(prefix_caching=False, block_size=16, blocks=3, tokens=48)
     fields = state_fields(StreamState.LIVE, "", True, None, cache=cache)
     assert engine_cache(fields) == cache
-    # Written by a router of another version, or by nobody.
+    # Values of a router of another version, or of no router.
     for told in ({}, {"engine_cache": b"no JSON"}, {"engine_cache": b'{"block_size": 0}'}):
         assert engine_cache(told) == EngineCache()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines get the key of the setting worker_api_key, and what of a worker's address is refused without a list."""
+"""The engines that get the key of the setting worker_api_key, and the addresses of workers that are refused without a
+list.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_registrations_are_followed() -> None:
 @pytest.mark.parametrize("part", ["?x=", "?", "#a", "#", "/latest/meta-data/?x=", "/a#?"])
 def test_no_address_has_a_query_or_a_fragment(part: str) -> None:
     assert "query" in (url_problem(URL + part) or "")
-    # What another version wrote into the store.
+    # Addresses that another version wrote into the store.
     for allowed in (AllowList(), AllowList(["10.0.0.5"])):
         assert "query" in (allowed.registration_problem(registered(REGISTER, URL + part)) or "")
     assert url_problem(URL + "/engines/0/") is None
@@ -71,7 +73,7 @@ def test_no_address_has_a_query_or_a_fragment(part: str) -> None:
 
 LINK_LOCAL = (
     *("169.254.169.254", "169.254.0.1", "[fe80::1]", "[fe80::1%25eth0]", "[::ffff:169.254.169.254]"),
-    # The same for the C library.
+    # The C library reads these as the same address.
     *("2852039166", "0xa9fea9fe", "169.254.43518", "0251.0376.0251.0376", "0xA9.254.169.254."),
 )
 
@@ -88,7 +90,7 @@ def test_a_link_local_address_is_one_that_is_listed(host: str) -> None:
 
 
 class OneAddress(AllowList):
-    """Takes the loopback address for a link-local one, as no name here has another address."""
+    """A list that takes the loopback address for a link-local one, as no name here has another address."""
 
     def admits_address(self, host: str, address: str) -> bool:
         return super().admits_address(host, "169.254.0.1" if address in ("127.0.0.1", "::1") else address)
@@ -104,7 +106,7 @@ def test_a_name_with_a_link_local_address_gets_no_request() -> None:
                 await Pool(loop, OneAddress()).connect(target)
             connection, _ = server.accept()
             with connection:
-                # Nothing but the end.
+                # Only the end of the connection arrives.
                 assert await asyncio.to_thread(connection.recv, 1) == b""
             with pytest.raises(OSError, match="localhost has a link-local address"):
                 await CheckedResolver(OneAddress()).resolve("localhost", port, socket.AF_INET)

@@ -258,7 +258,7 @@ def test_a_query_that_cannot_be_meant_is_refused(query: bytes, problem: str) -> 
         filter_of(b"/events?" + query)
 
 
-# What clients do not read.
+# Bytes that clients do not read
 
 
 class Connection:
@@ -306,7 +306,7 @@ def test_clients_that_read_nothing_share_what_they_do_not_read() -> None:
             source._flush()
         unread = [client.unread_bytes for client, _ in clients]
         assert min(unread) == max(unread) > 10 * 1024**2
-        # Each connection has a piece or two of its own, all else is there once.
+        # Each connection has a piece or two of its own; all other bytes exist once.
         assert all(connection.unread_bytes <= 3 * PIECE_BYTES for _, connection in clients)
         assert source.held.size_bytes <= max(unread)
         source.close()
@@ -318,14 +318,14 @@ def test_clients_that_read_nothing_share_what_they_do_not_read() -> None:
 def test_the_slowest_are_cut_first_where_all_hold_too_much_and_their_memory_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Law: whatever clients want and read, they hold no more than the budget, and who has less unread is never cut
-    before who has more."""
+    """Law: whatever clients want and read, they hold no more than the budget, and no client is cut before one that has
+    more unread."""
     budget = 4 * 1024**2
     monkeypatch.setattr(event_feed, "MAX_HELD_BYTES", budget)
 
     async def main(seed: int) -> None:
         rng, source = random.Random(seed), feed()
-        # Each wants events of its own, so that none shares with another.
+        # Give each a filter of its own, so that none shares bytes with another.
         wanted = [EventFilter(workers=frozenset({f"w{number}"}), with_hashes=True) for number in range(8)]
         clients = [connected(source, wanted=one) for one in wanted]
         cut: list[int] = []
@@ -349,8 +349,8 @@ def test_the_slowest_are_cut_first_where_all_hold_too_much_and_their_memory_is_f
 
 
 def test_who_reads_again_gets_every_event_once_and_who_is_cut_never_half_of_one() -> None:
-    """Law: a client that takes any number of bytes at a time has the events in order; one that is cut in the middle of
-    an event sees an answer that breaks off."""
+    """Law: a client that takes any number of bytes at a time gets the events in order; for one that is cut in the
+    middle of an event, the answer breaks off."""
 
     async def main(seed: int) -> None:
         rng, source = random.Random(seed), feed()

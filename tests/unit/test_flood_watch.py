@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connection may bring before it is read, against a model of what is inside ZMQ."""
+"""The bytes that a connection may bring before they are read, against a model of ZMQ's buffers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ OVERHEAD = 42
 
 
 def test_what_an_honest_connection_brings_is_never_a_flood() -> None:
-    """Law: messages within the limit, unread ones within theirs, and any pings or growth of the process: no problem,
-    whenever it is looked at."""
+    """Law: messages within the limit, unread ones within theirs, and any pings or growth of the process are no problem,
+    whenever the connection is looked at."""
     rng = random.Random(1)
     for _ in range(200):
         inflow = Inflow(LIMITS, delivered_bytes := rng.randrange(10**10))
@@ -43,7 +43,7 @@ def test_what_an_honest_connection_brings_is_never_a_flood() -> None:
         for _ in range(50):
             size = rng.choice((20, 100_000, 60 * MIB))
             part = rng.randrange(size)
-            # A look in the middle of a message, at which nothing else is there.
+            # Look in the middle of a message while no other message waits.
             is_read = not waiting
             if inflow.count(received + part, delivered_bytes, resident, is_read=is_read):
                 assert inflow.problem(resident, has_message=bool(waiting)) == ""
@@ -77,7 +77,7 @@ def test_a_message_that_does_not_end_is_a_flood_whatever_came_before() -> None:
 def test_small_frames_show_by_what_the_process_takes() -> None:
     inflow = Inflow(LIMITS)
     for resident in (0, 10**9):
-        # Whatever the process takes while next to nothing comes is not this connection's.
+        # Memory that the process takes while next to nothing comes is not this connection's.
         assert not inflow.count(SMALL_BYTES, 0, resident, is_read=True)
     assert inflow.count(SMALL_BYTES + 1, 0, 10**9 + MAX_GROWTH_BYTES, is_read=True)
     assert inflow.problem(10**9 + MAX_GROWTH_BYTES, has_message=False) == ""
@@ -116,7 +116,7 @@ def test_connections_are_looked_at_as_soon_as_memory_rises(monkeypatch: pytest.M
                 while len(link.looks) < count:
                     await asyncio.sleep(0.001)
 
-        # The first look is one of all.
+        # The first look covers all connections.
         await until(1)
         memory[0] -= 2 * RISE_BYTES
         for _ in range(20):
@@ -172,7 +172,7 @@ class Followed:
         self.link.close()
 
     async def next(self) -> list[bytes]:
-        """The next message."""
+        """Return the next message."""
         while True:
             frames = self.link.receive()
             if frames is not None:

@@ -85,7 +85,7 @@ def test_what_is_stated_wins_over_what_is_learned() -> None:
 def test_a_group_that_is_stated_alone_is_the_one_that_is_announced_alone(
     stated: int | None, announced: int | None
 ) -> None:
-    """SGLang's events, and those of vLLM up to 0.19, give the only group no number."""
+    """The only group has no number in SGLang's events, and in those of vLLM up to 0.19."""
     spec = CatalogSpec(groups=(GroupSpec(stated, "full_attention", 16, eagle=True),))
     ingest = feed(live(catalog=spec), batch(0, stored([1, 2], announced)))
     catalog = ingest.profile.catalog

@@ -164,7 +164,7 @@ def test_a_follower_that_cannot_write_says_so_at_once(world: World) -> None:
     for waits_ms in (0, 0, 1_600):
         world.beat("you", ["w"], waits_ms=waits_ms)
         world.look()
-    # What it said before that still holds.
+    # Its former heartbeat still holds.
     assert world.problem() is None
     for _ in range(6):
         world.beat("you", ["w"], waits_ms=1_600)
@@ -190,7 +190,7 @@ def test_a_new_follower_does_not_vouch_for_the_state_of_the_one_before(world: Wo
         world.beat("two")
         world.look()
     assert world.problem() is None
-    # The first dies. The second has the lease, and loads what the store holds for as long as it likes.
+    # The first router dies. The second takes the lease, and loads the store's data for any time.
     for _ in range(100):
         world.beat("two", ["w"], lease=2)
         world.look()
@@ -216,7 +216,7 @@ def test_a_heartbeat_vouches_only_for_entries_that_were_read(world: World) -> No
     world.now_s += 4.0
     world.beat("you", ["w"], commits=9)
     world.look()
-    # What the store brings back may be as old as its absence.
+    # Heartbeats that the store brings back may be as old as its absence.
     assert world.problem() == "router you, which follows this worker, has not been heard for 4 s"
     world.beat("you", ["w"], commits=9)
     world.look()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items between sockets and a consumer: nothing is caught up while something waits."""
+"""Items between sockets and a consumer: the consumer is not called caught up while an item waits."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_dry_run_changes_no_metric(computes: str) -> None:
     before = page()
     dry = stage.placing.choose(ask(dry_run=True), "dry")
     assert dry.best_hit_tokens == placed.best_hit_tokens and page() == before
-    # What is reserved is sent, whatever the client calls it.
+    # A reservation is sent as a request, whatever the client calls it.
     stage.placing.reserve(ask(dry_run=True))
     assert page() != before
 

@@ -169,7 +169,7 @@ def test_a_full_queue_drops_messages_but_not_what_they_change(context: Context, 
                 return [stored([number], runs=[(16, 1)], kind="x", ownership="a"), removed([0], ownership="a")]
 
             reporter.publish(make, number)
-        # What is dropped was read at once, here; what is queued was not.
+        # The dropped messages were read at once, here; the queued ones were not.
         assert calls == [2, 3, 4]
         plug.pull()
         eventually(lambda: peer.hello().next_seq == seq + 5)
@@ -299,7 +299,7 @@ def test_a_medium_that_outgrows_the_ledger_is_cleared_for_readers(
 def test_what_is_withheld_is_taken_from_readers_at_once_and_for_good(
     context: Context, made: Callable[..., Reporter]
 ) -> None:
-    """Heartbeats say why, in later lives of the publisher, too."""
+    """Heartbeats give the reason, in later lives of the publisher too."""
     reporter = made()
     with Peer(context, reporter) as peer:
         seq = peer.joined(reporter)
@@ -319,7 +319,7 @@ def test_what_is_withheld_is_taken_from_readers_at_once_and_for_good(
         reporter.withhold(Scope.EVERYTHING, "all failed")
         reporter.withhold(Scope.TIERS, "said already")
         assert peer.next_events()[1].events == [ReportCleared("GPU", "all failed")]
-        # Another life, as what is published cannot be read.
+        # Publishing fails, which begins another life.
         reporter.publish(fails, None)
         eventually(lambda: peer.hello().epoch == f"{1:016x}")
         reporter.publish(said(stored([6]), stored([7], "CPU")), 9)

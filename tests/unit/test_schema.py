@@ -77,7 +77,7 @@ def test_no_key_of_one_schema_is_a_key_of_another() -> None:
     mine = [key for key in forms()["keys"] if key != keys.SCHEMAS]
     assert all(key.startswith(keys.PREFIX) for key in mine)
     assert keys.PREFIX != keys.FORMER_PREFIX
-    # Of the former schema only the registry is read.
+    # Only the registry of the former schema is read.
     assert keys.registry("m", keys.FORMER_PREFIX) not in mine and keys.FORMER_REGISTRATIONS not in mine
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator refuses what vLLM refuses: each request of `request_checks.py`, with what a real vLLM answered to it."""
+"""The simulator refuses the requests that vLLM refuses: each request of `request_checks.py` is compared with a real
+vLLM's answer.
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_a_store_that_refuses_says_why_and_names_the_disk(world: World) -> None:
     problem = world.contact.problem or ""
     assert problem.startswith(f"Redis has refused for {2 * HEARD_S:.0f} s what routers write (MISCONF ")
     assert "No space left on device" in problem and "free space on its disk" in problem
-    # It is silent now: the disk may have been repaired since.
+    # The server is silent now: the disk may have been repaired since.
     world.contact.failed(StoreUnavailable("refused"))
     assert "not answered" in (world.contact.problem or "")
     world.contact.answered()

@@ -18,7 +18,7 @@ from kvrouter.router.server.supervisor import CLOSE_TIMEOUT_S
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 PAGE = (FOLDER.parents[1] / "docs" / "how-to" / "systemd.md").read_text()
-# Of a worker (router/server/descriptors.py).
+# Descriptors of a worker (router/server/descriptors.py).
 FILES_PER_WORKER = 7
 
 

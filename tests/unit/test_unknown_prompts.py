@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When it is said that the texts of a model have no tokens."""
+"""The moment from which the texts of a model count as without tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_a_request_decides_alone_and_ids_of_clients_do_not_count() -> None:
     assert not list(texts.found())
     for _ in range(COUNTED_MIN):
         texts.add("m", unknown("timeout"))
-        # They hide nothing either.
+        # They do not hide a problem either.
         for _ in range(9):
             texts.add("m", Prompt(3, np.arange(3), "given"))
     assert [missing.counted for missing in texts.found()] == [COUNTED_MIN]
