@@ -374,10 +374,11 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._lose(self._expected, following, reason)
 
     def _lose_cut_answer(self, request: Request, reason: str) -> None:
-        """Give up the position after an answer that ended early: the publisher may have sent more, and no held batch
-        shows its seq."""
+        """Give up the position after an answer that ended early: the publisher may have sent more, and no batch that
+        was held over this connection shows its seq."""
         shown = request.batches or (request.judged and request.purpose is Purpose.PROVE and not request.silent)
-        if shown and not self._held and self._expected is not None:
+        if shown and len(self._held) == self._held.old and self._expected is not None:
+            self._held.drop_old()
             self._lose(self._expected, self._expected, f"the replay stopped before its end: {reason}")
 
     def _lose_unless_contradicted(self, reason: str) -> None:

@@ -15,6 +15,7 @@ from kvrouter.events.vllm.stream_items import (
     GapLost,
     GapOpened,
     Incomplete,
+    Proven,
     ReadAnew,
     ReplayFailed,
     Restarted,
@@ -100,6 +101,21 @@ class TestGap:
         cursor.replay_overdue()
         cursor.replay_overdue()
         assert cursor.take()[-3:] == [batch(3), batch(4), CaughtUp()]
+
+    def test_an_answer_that_is_cut_is_not_continued_by_what_was_held_before_the_connection(self) -> None:
+        cursor = following(0, 1)
+        cursor.disconnected()
+        cursor.connected()
+        live(cursor, 2)
+        cursor.disconnected()
+        cursor.connected()
+        # The engine is the same, and may have sent more than batch 2 while nothing was connected.
+        assert replay(cursor, 1, end=False)[-1] == Proven(1, "replay")
+        cursor.replay_overdue()
+        failed, lost, *rest = cursor.take()
+        assert isinstance(failed, ReplayFailed) and isinstance(lost, GapLost)
+        assert rest == [Incomplete(), CaughtUp()]
+        assert live(cursor, 5) == [batch(5)]
 
     def test_a_gap_without_an_answer_is_lost(self) -> None:
         cursor = following(0)
