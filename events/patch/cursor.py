@@ -36,7 +36,7 @@ from kvrouter.events.patch.messages import CatalogMessage, DeclaredCatalog, Even
 from kvrouter.events.patch.snapshot_assembly import DEFAULT_MAX_SNAPSHOT_BLOCKS, SnapshotAssembly, SnapshotError
 from kvrouter.events.transport.held_queue import HeldQueue
 from kvrouter.events.transport.holding_cursor import HoldingCursor
-from kvrouter.events.transport.progress import CaughtUp
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.transport.settings import DEFAULT_MAX_HELD_BYTES
 from kvrouter.events.vllm.stream_items import Connected, Disconnected, Flooded, Malformed
 
@@ -97,6 +97,8 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._silent = False
         # Whether a snapshot was loaded whose `CaughtUp` was not announced yet.
         self._loaded = False
+        # `CaughtUp` was announced, and may still wait for the consumer.
+        self._caught_up = False
         if resume is None:
             self._want_snapshot()
 
@@ -308,7 +310,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
     def _catch_up(self) -> None:
         """Announce `CaughtUp` if everything that came during the snapshot was handed out and nothing is unread."""
         if self._loaded and not self._unread:
-            self._loaded = False
+            self._loaded, self._caught_up = False, True
             self.items.append(CaughtUp())
 
     def _want_snapshot(self) -> None:
@@ -330,6 +332,10 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._assembly = None
         self.failures = 0
         self._expected = snapshot.next_seq
+        if self._caught_up:
+            # Else the consumer, slower than the snapshot, would take the last one's word for this one's.
+            self._caught_up = False
+            self.items.append(FellBehind())
         self.items.append(Loaded(snapshot))
         held = list(self._held)
         self._drop_held()

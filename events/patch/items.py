@@ -5,6 +5,7 @@ is missing. Values only.
 A consumer knows the publisher's ledger from `Loaded` (or its resume point) on, as long as it applies every
 `ReportBatch`. `ReportGap` ends that, and `NewEpoch` voids all it knew; after either, no batch follows before a
 `Loaded`. After `Loaded` come the batches that arrived during the snapshot, and then `CaughtUp`.
+`FellBehind` comes before each later `Loaded`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvrouter.events.patch.messages import DeclaredCatalog, Events, Heartbeat, Hello, PlaceSummary
-from kvrouter.events.transport.progress import CaughtUp
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.messages import HashArray
 from kvrouter.events.vllm.stream_items import Connected, Disconnected, Flooded, Malformed
 
@@ -135,6 +136,7 @@ class PatchHeard(msgspec.Struct, frozen=True):
 ReportItem: TypeAlias = (
     Connected
     | Disconnected
+    | FellBehind
     | CaughtUp
     | Greeted
     | Declared

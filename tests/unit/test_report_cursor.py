@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from fake_reporter import parts
 from report_cursor_steps import (
     CATALOG,
@@ -35,6 +38,7 @@ from kvrouter.events.patch.items import (
     ReportResume,
 )
 from kvrouter.events.patch.messages import CatalogMessage, PlaceSummary
+from kvrouter.events.transport.outbox import Outbox
 from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
 
 
@@ -62,6 +66,29 @@ class TestStart:
         assert cursor.held == cursor.held_bytes == 0
         live(cursor, 12)
         assert seqs(cursor.take()) == [12]
+
+    def test_a_second_snapshot_revokes_that_the_first_was_caught_up(self) -> None:
+        async def main() -> None:
+            box: Outbox[Any] = Outbox(10, 1_000, size_bytes=lambda item: 1, on_room=lambda: None)
+            cursor = greeted()
+            cursor.on_request_sent()
+            load(cursor, 10)
+            box.put(cursor.take())
+            # The consumer has not taken it yet; a gap comes, and the live socket has more when the snapshot ends.
+            live(cursor, 12)
+            cursor.on_request_sent()
+            cursor.set_unread(True)
+            load(cursor, 13)
+            box.put(cursor.take())
+            assert "CaughtUp" not in kinds(await box.take(10))
+            taking = asyncio.ensure_future(box.take(10))
+            await asyncio.sleep(0)
+            assert not taking.done()
+            cursor.set_unread(False)
+            box.put(cursor.take())
+            assert kinds(await taking) == ["CaughtUp"]
+
+        asyncio.run(main())
 
     def test_messages_before_the_request_are_in_the_snapshot(self) -> None:
         cursor = greeted()
@@ -196,7 +223,7 @@ class TestGap:
         load(cursor, 14)
         live(cursor, 14)
         items = cursor.take()
-        assert kinds(items) == ["Loaded", "CaughtUp", "ReportBatch"]
+        assert kinds(items) == ["FellBehind", "Loaded", "CaughtUp", "ReportBatch"]
         assert seqs(items) == [14]
 
     def test_of_dropped_messages_those_that_the_snapshot_contains_are_not_missing(self) -> None:
@@ -258,7 +285,7 @@ class TestGap:
         assert cursor.take() == []
         cursor.on_request_sent()
         load(cursor, 11)
-        assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
+        assert kinds(cursor.take()) == ["FellBehind", "Loaded", "CaughtUp"]
 
 
 class TestLives:
@@ -274,7 +301,7 @@ class TestLives:
         cursor.on_request_sent()
         load(cursor, 1, B)
         live(cursor, 1, epoch=B)
-        assert kinds(cursor.take()) == ["Greeted", "Loaded", "CaughtUp", "ReportBatch"]
+        assert kinds(cursor.take()) == ["Greeted", "FellBehind", "Loaded", "CaughtUp", "ReportBatch"]
 
     def test_no_snapshot_is_requested_before_the_life_says_what_it_declares(self) -> None:
         cursor = in_order()
@@ -325,7 +352,7 @@ class TestLives:
         live(cursor, 5, epoch=B)
         live(cursor, 2, epoch=C)
         items = cursor.take()
-        assert kinds(items) == ["Greeted", "Loaded", "CaughtUp", "ReportBatch"] and seqs(items) == [2]
+        assert kinds(items) == ["Greeted", "FellBehind", "Loaded", "CaughtUp", "ReportBatch"] and seqs(items) == [2]
 
     def test_a_past_epoch_can_come_back_by_an_answer(self) -> None:
         cursor = in_order()
@@ -334,7 +361,15 @@ class TestLives:
         cursor.on_request_sent()
         load(cursor, 11, A)
         live(cursor, 11)
-        assert kinds(cursor.take()) == ["NewEpoch", "NewEpoch", "Greeted", "Loaded", "CaughtUp", "ReportBatch"]
+        assert kinds(cursor.take()) == [
+            "NewEpoch",
+            "NewEpoch",
+            "Greeted",
+            "FellBehind",
+            "Loaded",
+            "CaughtUp",
+            "ReportBatch",
+        ]
 
     def test_remembered_epochs_are_bounded(self) -> None:
         cursor = in_order()

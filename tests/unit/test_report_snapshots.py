@@ -61,7 +61,7 @@ def test_a_consumer_that_doubts_gets_another_snapshot(context: Context, run: Any
         async with FakeReporter(context) as reporter, read(reporter, context) as stream:
             await stream.until_kind(Loaded)
             stream.subscriber.request_snapshot("digest differs")
-            assert kinds(await stream.until_kind(Loaded)) == ["Loaded", "CaughtUp"]
+            assert kinds(await stream.until_kind(Loaded)) == ["FellBehind", "Loaded", "CaughtUp"]
             await stream.until_proven(reporter)
             assert reporter.asked(SnapshotRequest) == 2
 

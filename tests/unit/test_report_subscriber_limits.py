@@ -69,7 +69,7 @@ def test_an_unreadable_events_message_is_a_gap(context: Context, run: Any) -> No
                 msgspec.msgpack.encode({"type": "events", "epoch": reporter.epoch}),
             )
             items = await stream.until_kind(Loaded)
-            assert kinds(items) == ["Malformed", "ReportGap", "Loaded", "CaughtUp"]
+            assert kinds(items) == ["Malformed", "ReportGap", "FellBehind", "Loaded", "CaughtUp"]
             await stream.until_proven(reporter)
 
     run(test())
