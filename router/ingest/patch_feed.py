@@ -50,7 +50,7 @@ class PatchFeed:
 
     def begin(self, epoch: str | None) -> None:
         """Its items come from now on. epoch: of the life that answers there."""
-        self._contact.expired = False
+        self._contact.expired = self._patch.silent = False
         self._patch.withheld = self._patch.tiers_withheld = ""
         if self._profile.declared is not None and self._patch.epoch is None:
             # Which life declared it is not known.
@@ -69,6 +69,9 @@ class PatchFeed:
             )
         elif self._profile.declared is not None:
             self._profile.forget_learned()
+        if self._epoch.seq is None:
+            # Nothing of it was loaded, so nothing is missing from what is held.
+            self._contact.unproven = self._contact.missing = False
         self._contact.expired = False
         self._patch.greeting = None
         self._patch.tiers_withheld = ""
@@ -122,8 +125,10 @@ class PatchFeed:
         elif isinstance(item, SnapshotFailed):
             profile.wait_for(f"no snapshot ({item.reason}); asking again; residency before it is not complete")
         elif isinstance(item, PatchSilent):
+            self._patch.silent = True
             self._doubt(f"not heard for {item.silent_s:.1f} s; the last known residency is shown")
         elif isinstance(item, PatchHeard):
+            self._patch.silent = False
             self._doubt(f"heard again; {PROVING}")
         elif isinstance(item, Greeted):
             self._patch.greeting = item
@@ -229,7 +234,7 @@ class PatchFeed:
         self._patch.epoch = snapshot.epoch
         if last >= 0:
             epoch.jump(last)
-        self._contact.unproven = self._contact.missing = False
+        self._contact.unproven, self._contact.missing = self._patch.silent, False
         # The messages that came during the snapshot are still to be applied.
         self._contact.behind = True
         self.wants_snapshot = None

@@ -114,6 +114,8 @@ class PatchContact(msgspec.Struct):
 
     # The engine's life whose reports the residency is from; None: it is from the engine's own topic.
     epoch: str | None = None
+    # Its reports do not come, whatever it answers to requests.
+    silent: bool = False
     greeting: Greeted | None = None
     last_heartbeat_s: float | None = None
     # Why it no longer reports anything; empty: it does.

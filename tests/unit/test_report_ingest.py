@@ -13,6 +13,7 @@ import pytest
 
 from kvrouter.events.patch.items import (
     Declared,
+    Expired,
     Greeted,
     HeartbeatSeen,
     Loaded,
@@ -43,6 +44,7 @@ from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, Proven, fingerprint
 from kvrouter.events.vllm.wire import WireStored
 from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
+from kvrouter.router.ingest.engine_liveness import EngineRestarted
 from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.residency import PlaceSum
 from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
@@ -247,6 +249,17 @@ def test_silence_is_suspect_until_a_heartbeat_proves_the_state() -> None:
     assert ingest.state is StreamState.LIVE
 
 
+def test_a_snapshot_of_a_patch_whose_reports_do_not_come_proves_nothing_of_what_follows() -> None:
+    ingest = live(snapshot(1, {Place(0, GPU): {1: 1}}))
+    feed(ingest, PatchSilent(3.0))
+    # The engine's HTTP says that it is another process, so a snapshot is requested: beside the reports.
+    ingest.on_liveness(EngineRestarted("another start"))
+    feed(ingest, Expired(), snapshot(2, {Place(0, GPU): {1: 1}}))
+    assert ingest.state is StreamState.SUSPECT
+    feed(ingest, PatchHeard(), beat(2, {Place(0, GPU): {1: 1}}))
+    assert ingest.state is StreamState.LIVE
+
+
 def test_a_gap_stays_a_gap_however_the_connection_comes_and_goes() -> None:
     ingest = live(
         snapshot(1, {Place(0, GPU): {1: 1}}), ReportGap(1, 2, 0, "x"), Disconnected(), Connected(), PatchSilent(3.0)
@@ -412,3 +425,21 @@ def test_residency_from_the_engines_topic_is_replaced_by_the_patchs_snapshot() -
     feed(ingest, hello(), Connected(), snapshot(3, {Place(0, GPU): {6: 1}}))
     again, seqs, changes = net(ingest)
     assert again != epoch and seqs == (2, 2) and changes == {"g0:GPU": ([6], [])}
+
+
+@pytest.mark.parametrize("follows", ["a restart", "another epoch"])
+def test_what_the_patch_never_loaded_is_not_missing_from_the_engines_own_topic(follows: str) -> None:
+    ingest = make()
+    ingest.follow_reports(EPOCH)
+    feed(ingest, Connected())
+    if follows == "a restart":
+        ingest.on_liveness(EngineRestarted("another start"))
+        feed(ingest, Expired())
+    else:
+        feed(ingest, NewEpoch(OTHER, 1.0, "another life answers"))
+    # It has neither a patch now nor a replay endpoint.
+    ingest.pause("")
+    ingest.follow_stock()
+    payload = encode_batch(1.0, [])
+    feed(ingest, Connected(), Batch(0, payload, fingerprint(payload), False))
+    assert ingest.state is StreamState.LIVE, ingest.reason
