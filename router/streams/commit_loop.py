@@ -101,7 +101,7 @@ class CommitLoop:
         lead = self._record.lead
         waits = lead is not None and not lead.backlog.is_empty
         if waits or self._state_fields() != self._written_state:
-            self._record.dirty.set()
+            self._record.have_written()
 
     def _state_fields(self) -> dict[str, bytes]:
         """Return the state as other processes are to show it, with the number of the lease that it belongs to."""

@@ -181,7 +181,7 @@ class SourceSwitch:
     async def hold(self, *work: Coroutine[None, None, None]) -> None:
         """Keep the lease and commit while `work` runs; what ends one ends all."""
         # A new worker has an empty epoch to announce before its stream says anything.
-        self._record.dirty.set()
+        self._record.have_written()
         try:
             async with asyncio.TaskGroup() as group:
                 for coroutine in (

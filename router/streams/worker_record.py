@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.router.index import keys
 from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.worker_profile import WorkerProfile
 from kvrouter.router.matching.matcher import WorkerView
@@ -151,6 +152,15 @@ class WorkerRecord:
         self.facts.store_problem = problem
         self.drained.set()
         self.refresh()
+        # The lease may be another one, under which nothing was written yet.
+        self.have_written()
+
+    def have_written(self) -> None:
+        """Have what is known now written; from now on it waits, whatever the writer is busy with."""
+        if self.lead is not None:
+            waiting = self._services.held.unwritten_since_s
+            waiting.setdefault(keys.worker_tag(self.registration.worker), self._services.clock())
+        self.dirty.set()
 
     def pause(self, incident: str) -> None:
         """Nobody reads its stream for now."""
@@ -187,7 +197,7 @@ class WorkerRecord:
                     extra={"worker": view.worker, "state": view.state.value, "reason": view.reason},
                 )
                 # The other processes must know, also when it is not the stream that says so.
-                self.dirty.set()
+                self.have_written()
             self._changed()
 
     def _draw(self) -> None:

@@ -40,6 +40,7 @@ from kvrouter.router.index import keys
 from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
 from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
 from kvrouter.router.streams.commit_loop import MAX_PENDING_BLOCKS
+from kvrouter.router.streams.peer_view import META_STATE_LEASE
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 from kvrouter.router.workers.stream_state import CREDITED, StreamState
 
@@ -201,6 +202,28 @@ def test_a_lost_lease_ends_the_lead(server: StoreServer, engine: FakeEngine) -> 
             assert core.mirror_sync._led == {WORKER}
             with pytest.raises(RuntimeError, match="led here"):
                 core.mirror_sync.take_image(await core._store.load(WORKER))
+
+    run(main)
+
+
+def test_the_state_of_an_idle_worker_is_written_again_under_a_lease_that_was_regained(
+    server: StoreServer, engine: FakeEngine
+) -> None:
+    async def main() -> None:
+        async with router(server, FIRST) as core:
+            await core.register(registration(engine))
+            engine.publish(stored(TOKENS, 0, 12))
+            await until(lambda: is_well(core, 12), "the worker is not live")
+            await until(lambda: server.client.hget(keys.meta(WORKER), "state") == b"live", "its state is not stored")
+            server.client.delete(keys.lease(WORKER))
+            await until(lambda: server.client.exists(keys.lease(WORKER)), "the lease is not taken again")
+            number = server.client.hget(keys.meta(WORKER), keys.META_LEASE)
+            await until(
+                lambda: server.client.hget(keys.meta(WORKER), META_STATE_LEASE) == number,
+                "no other router would show the worker as it is",
+                5.0,
+            )
+            assert is_well(core, 12)
 
     run(main)
 

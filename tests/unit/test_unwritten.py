@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long news has waited for the store, as heartbeats say it: also while nothing writes."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from bare_services import bare_services
+from ingest_steps import REPLAY, batch, stored
+
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
+from kvrouter.events.vllm.stream_items import Connected
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.index import keys
+from kvrouter.router.streams.commit_loop import CommitLoop
+from kvrouter.router.streams.mirror_lead import MirrorLead
+from kvrouter.router.streams.worker_record import WorkerRecord
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.stream_state import StreamState
+
+WORKER = WorkerKey("m", "w")
+GREETING_S = 3.0
+
+
+@pytest.mark.parametrize("news", ["the stream is changed", "a batch comes"])
+def test_news_waits_from_when_it_is_known_whatever_the_writer_is_busy_with(news: str) -> None:
+    async def main() -> None:
+        now_s = 100.0
+        services = bare_services(lambda: now_s)
+        record = WorkerRecord(Registration(WORKER, events="tcp://127.0.0.1:1", replay=REPLAY), services, lambda: None)
+        commits = CommitLoop(record, cast(Any, SimpleNamespace(number=1)), services)
+        mirror = SimpleNamespace(begin_epoch=lambda worker, epoch: None, change=lambda worker, changes: None)
+        record.lead = MirrorLead(WORKER, cast(Any, mirror), max_blocks=10)
+        for item in (FellBehind(), Connected(), batch(0, stored([1])), CaughtUp()):
+            record.ingest.apply(item, now_s)
+        record.refresh()
+        assert record.ingest.state is StreamState.LIVE
+        # All of it is in the store; a checkpoint is being written, or the patch is greeted.
+        services.held.unwritten_since_s.clear()
+        record.dirty.clear()
+        if news == "a batch comes":
+            record.ingest.apply(batch(1, stored([2])), now_s)
+            record.refresh()
+            commits.wake()
+        else:
+            record.pause("the other stream is followed in a moment")
+        now_s += GREETING_S
+        assert services.held.waits_s(keys.worker_tag(WORKER), now_s) == GREETING_S
+        record.end_timer()
+
+    asyncio.run(main())
