@@ -69,12 +69,13 @@ class EngineLiveness:
     """One engine's. Silence before the first answer says nothing: where there never was one, there may be none to be
     had. A refused connection does: nobody is there."""
 
-    def __init__(self, start_s: float | None = None) -> None:
-        """start_s: when its process started, as an earlier poller learned."""
+    def __init__(self, start_s: float | None = None, *, absent: bool = False, lost: bool = False) -> None:
+        """start_s: when its process started, as an earlier poller learned. absent, lost: it was so when that one ended:
+        its return is to be said."""
         self.start_s = start_s
-        self._answered = False
-        self._absent = False
-        self._lost = False
+        self._answered = lost
+        self._absent = absent
+        self._lost = lost
         self._misses = 0
 
     def observe(self, sign: Pulse | NoPulse, asked_s: float) -> list[VitalSign]:

@@ -95,7 +95,8 @@ class EnginePoller:
         if url is None or services.http is None or not interval_s:
             return
         self.move(url)
-        facts.vitals = EngineLiveness(facts.vitals.start_s)
+        contact = self._record.ingest.profile.contact
+        facts.vitals = EngineLiveness(facts.vitals.start_s, absent=bool(contact.absent), lost=bool(contact.down))
         number = 0
         while True:
             with_start = self._wants_start or facts.vitals.start_s is None or number % METRICS_EVERY == 0
@@ -128,7 +129,7 @@ class EnginePoller:
             self.expire("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
             ingest.reports.wants_snapshot = None
         self._record.refresh()
-        self._record.dirty.set()
+        self._record.have_written()
 
     async def _ask(self, http: EngineClient, path: str) -> Pulse | NoPulse | None:
         """None: the router was too slow to know."""
@@ -169,5 +170,5 @@ class EnginePoller:
         if (cache := engine.cache_in(page, dp_rank)) is not None and cache != facts.cache:
             facts.cache = cache
             self._record.refresh()
-            self._record.dirty.set()
+            self._record.have_written()
         return Pulse(life)

@@ -13,6 +13,7 @@ from bare_services import bare_services
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.streams.engine_poller import POLLS_AT_ONCE, TIMEOUT_S, EnginePoller
 from kvrouter.router.streams.worker_record import WorkerRecord
+from kvrouter.router.upstream.failure import Failure, Kind
 from kvrouter.router.upstream.origin import Target
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -86,5 +87,37 @@ def test_of_many_engines_a_bounded_number_is_polled_at_once() -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert most == POLLS_AT_ONCE
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("answered", [2, 0], ids=["it hung", "nobody was there yet"])
+def test_an_engine_that_was_away_when_a_hold_ended_is_seen_to_be_back_under_the_next(answered: int) -> None:
+    async def main() -> None:
+        left = answered
+
+        async def poll() -> None:
+            nonlocal left
+            left -= 1
+            await asyncio.sleep(0)
+            poller.ask_now()
+            if left < -9:
+                task.cancel()
+            elif left < 0:
+                raise Failure(Kind.REFUSED, "refused") from ConnectionRefusedError()
+
+        stage = Stage(poll)
+        poller, record = stage.poller("w")
+        states = []
+        # The second time under another lease, or with the other stream.
+        for left in (answered, 20):
+            task = asyncio.ensure_future(poller.run())
+            while not task.done() and left != 5:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            record.pause("the hold ended")
+            states.append(record.view.state)
+        assert states == [StreamState.DOWN, StreamState.CONNECTING], record.view.reason
 
     asyncio.run(main())
