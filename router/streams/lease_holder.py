@@ -92,7 +92,7 @@ class LeaseHolder:
         self._called = asyncio.Event()
         self._movable: Callable[[], bool] = _never
         # `meta` as a look saw it last, and what was written then.
-        self._confirmed: tuple[Written, list[bytes | None]] | None = None
+        self._confirmed: tuple[Written, int, list[bytes | None]] | None = None
         # Why nothing can be written now, None while it can.
         self.problem: str | None = None
 
@@ -237,12 +237,13 @@ class LeaseHolder:
             self._called.set()
 
     def _is_confirmed(self, fields: list[bytes | None]) -> bool:
-        if self._confirmed == (self._written, fields):
+        confirmed = (self._written, self._entries, fields)
+        if self._confirmed == confirmed:
             return True
         head = Head.of(keys.meta(self._worker), *fields)
-        if head.problem is not None or not self._is_ours(head.written):
+        if head.problem is not None or head.commits < self._entries or not self._is_ours(head.written):
             return False
-        self._confirmed = (self._written, fields)
+        self._confirmed = confirmed
         return True
 
     def take_failure(self, lease: Lease, reason: str) -> None:
@@ -262,8 +263,14 @@ class LeaseHolder:
             await self._regain()
         elif head.problem is not None:
             self._lose("unreadable", str(head.problem))
-        elif not self._is_ours(head.written):
+        elif head.commits < self._entries or not self._is_ours(head.written):
             self._lose("data_lost", "Redis lost commits of this worker")
+
+    @property
+    def _entries(self) -> int:
+        """The number of the last log entry that the store had: with less, it lost a note, which has no seq."""
+        holding = self._held.holdings.get(self._tag)
+        return 0 if holding is None else holding.commits
 
     def _is_ours(self, stored: Written) -> bool:
         """Whether the store is where this process left it."""
@@ -276,12 +283,12 @@ class LeaseHolder:
             self._lose("taken", ELSEWHERE)
         assert taken is not None
         lease, head = taken
-        alone = lease.number == self._number + 1
+        alone, entries = lease.number == self._number + 1, self._entries
         self._have(lease, head)
         if not alone:
             self._interrupted = True
             self._lose("taken", "another router process followed this worker meanwhile; beginning again from Redis")
-        if not self._is_ours(await self._stored(head)):
+        if head.commits < entries or not self._is_ours(await self._stored(head)):
             self._lose("data_lost", "Redis lost commits of this worker")
         log.warning("lease regained", extra={"worker": self._worker})
         # Have the state written again, under the new number.

@@ -88,6 +88,19 @@ def test_writes_that_the_store_lost_are_noticed_while_nothing_is_written(embedde
     run(embedded_url, body)
 
 
+def test_a_note_that_the_store_lost_is_noticed_while_nothing_is_written(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+        saved = raw.dump(keys.meta(WORKER))
+        await one.note("e", {"state": b"live"})
+        # A promoted replica: epoch and seq are as they were, the state that other routers are to show is not.
+        raw.restore(keys.meta(WORKER), 0, saved, replace=True)
+        raw.xdel(keys.log(WORKER), raw.xrevrange(keys.log(WORKER), count=1)[0][0])
+        with pytest.raises(LeaseLost, match="lost commits"):
+            await one.keep(lambda: True)
+
+    run(embedded_url, body)
+
+
 def test_writes_that_the_store_lost_are_noticed_though_its_last_reply_comes_again(embedded_url: str) -> None:
     async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         kept = asyncio.ensure_future(one.keep(lambda: True))
