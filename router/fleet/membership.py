@@ -70,6 +70,8 @@ class _Follower(msgspec.Struct, frozen=True):
 
     router: _Router
     lease: int
+    # When it was first seen to say so.
+    said_s: float
 
 
 class Membership:
@@ -86,6 +88,8 @@ class Membership:
         self._first = True
         # When the last look was requested.
         self._asked_s = -math.inf
+        # The last look with which a longer absence of the store ended: what is read soon after it may be as old.
+        self._back_s = -math.inf
         # The tokens that count, this process's always; and by worker, why which of them refuse it.
         self.routers = frozenset({token})
         self.refusals: dict[str, dict[str, str]] = {}
@@ -99,6 +103,8 @@ class Membership:
         asked_s: when the look was requested. A heartbeat that is new in this look counts as written when the look
         before was requested, not later: a store that was away brings back heartbeats that are as old as its absence."""
         beaten_s, self._asked_s = self._asked_s, asked_s
+        if asked_s - beaten_s > HEARD_S and not self._first:
+            self._back_s = now_s
         seen = self._decode(fields)
         for token, router in list(self._known.items()):
             if token not in seen:
@@ -161,7 +167,7 @@ class Membership:
                 return
         elif known is not None and known.lease >= hold.lease and self._claims(known.router, worker, now_s):
             return
-        self._followers[worker] = _Follower(router, hold.lease)
+        self._followers[worker] = _Follower(router, hold.lease, now_s)
 
     def _claims(self, router: _Router, worker: str, now_s: float) -> bool:
         """Return whether a router is heard and says that it follows the worker."""
@@ -188,15 +194,22 @@ class Membership:
         router = self._known.get(token)
         return router is not None and token not in self.routers and router.unchanged_looks >= UNPROVEN_LOOKS
 
+    def _is_news(self, follower: _Follower | None, now_s: float, shown: Position) -> bool:
+        """Return whether the entry that brought the shown lease was read soon after it was written, and the first
+        heartbeat with this lease may still be on its way."""
+        if now_s - self._asked_s > HEARD_S or shown.since_s - self._back_s <= HEARD_S:
+            return False
+        if follower is None or follower.lease < shown.lease:
+            return True
+        return follower.lease == shown.lease and follower.said_s >= shown.since_s
+
     def follower_problem(self, worker: str, now_s: float, shown: Position) -> str | None:
         """Return why the state that is shown of another process's worker may be old, or None if its follower vouches
         for it.
 
         shown: how far this process has read the entries that the follower writes."""
         follower = self._followers.get(worker)
-        is_newest = follower is None or follower.lease <= shown.lease
-        if is_newest and now_s - shown.since_s <= HEARD_S:
-            # The follower's entries just arrived; its first heartbeat with this lease may still be on its way.
+        if now_s - shown.since_s <= HEARD_S and self._is_news(follower, now_s, shown):
             return None
         if follower is not None:
             if now_s - _vouched_s(follower.router, worker, shown) <= HEARD_S:

@@ -256,6 +256,38 @@ def test_an_entry_of_a_new_lease_vouches_for_itself_until_a_heartbeat_is_due(wor
     assert world.problem() == "no router follows this worker"
 
 
+def test_an_entry_that_is_read_late_does_not_vouch_for_itself(world: World) -> None:
+    for _ in range(10):
+        world.beat("one", ["w"])
+        world.beat("two")
+        world.look()
+    # The other took the worker, wrote its state, and died; nothing of it came here for a while.
+    world.now_s += 10.0
+    world.shown = Position(2, 1, since_s=world.now_s)
+    assert world.problem() is not None
+    world.look()
+    assert world.problem() is not None
+    # The log may be read after the heartbeats.
+    world.shown = Position(2, 1, since_s=world.now_s)
+    assert world.problem() is not None
+
+
+def test_an_entry_does_not_vouch_for_itself_where_more_is_known_to_be_written(world: World) -> None:
+    for _ in range(10):
+        world.beat("one", ["w"])
+        world.beat("two")
+        world.look()
+    for _ in range(10):
+        world.beat("one")
+        world.beat("two", ["w"], lease=2, commits=9)
+        world.look()
+    # The log is late: this is the first of nine entries.
+    world.shown = Position(2, 1, since_s=world.now_s)
+    assert world.problem() == (
+        "router two, which follows this worker, has written more than was read here (entry 9, read up to 1)"
+    )
+
+
 def test_a_store_that_lost_its_data_begins_with_low_numbers_again(world: World) -> None:
     for _ in range(3):
         world.beat("one", ["w"], lease=7)
