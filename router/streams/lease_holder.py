@@ -144,11 +144,13 @@ class LeaseHolder:
         self._held.holdings.pop(self._tag, None)
         self._held.refused.discard(self._tag)
 
-    def _count_entry(self) -> None:
-        """Note that the last log entry written is in the store."""
+    def _count_entry(self) -> bool:
+        """Note that the last log entry written is in the store. Return whether the earlier ones are there too."""
         holding = self._held.holdings.get(self._tag)
-        if holding is not None:
-            holding.commits = self._store.last_entries[self._worker]
+        if holding is None:
+            return True
+        before, holding.commits = holding.commits, self._store.last_entries[self._worker]
+        return holding.commits > before
 
     def _wrote(self, written: Written) -> None:
         """What the store has is known."""
@@ -354,7 +356,7 @@ class LeaseHolder:
             # as live.
             meta = flush.meta if flush.seqs is None else {}
             outcome = await self._store.open_epoch(self._worker, flush.epoch, self._lease, meta)
-            if not await self._judge(outcome, done=outcome is CommitOutcome.STALE):
+            if not await self._judge(outcome, done=outcome is CommitOutcome.STALE, is_epoch=True):
                 return False
             if outcome is CommitOutcome.APPLIED:
                 self._wrote((flush.epoch, None))
@@ -379,10 +381,12 @@ class LeaseHolder:
         self._wrote((flush.epoch, last))
         return True
 
-    async def _judge(self, outcome: CommitOutcome, *, done: bool) -> bool:
+    async def _judge(self, outcome: CommitOutcome, *, done: bool, is_epoch: bool = False) -> bool:
+        """is_epoch: it replaces all that was written before."""
         self._metrics.commits[outcome.value].inc()
-        if outcome is not CommitOutcome.FENCED:
-            self._count_entry()
+        is_whole = outcome is CommitOutcome.FENCED or self._count_entry()
+        if outcome is CommitOutcome.APPLIED and not is_whole and not is_epoch:
+            self._lose("data_lost", "Redis lost commits of this worker")
         return await self._follow_outcome(outcome, done=done)
 
     async def _follow_outcome(self, outcome: CommitOutcome, *, done: bool) -> bool:

@@ -88,7 +88,8 @@ def test_writes_that_the_store_lost_are_noticed_while_nothing_is_written(embedde
     run(embedded_url, body)
 
 
-def test_a_note_that_the_store_lost_is_noticed_while_nothing_is_written(embedded_url: str) -> None:
+@pytest.mark.parametrize("next_", ["nothing", "a commit", "a note"])
+def test_a_note_that_the_store_lost_is_noticed(next_: str, embedded_url: str) -> None:
     async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         saved = raw.dump(keys.meta(WORKER))
         await one.note("e", {"state": b"live"})
@@ -96,7 +97,15 @@ def test_a_note_that_the_store_lost_is_noticed_while_nothing_is_written(embedded
         raw.restore(keys.meta(WORKER), 0, saved, replace=True)
         raw.xdel(keys.log(WORKER), raw.xrevrange(keys.log(WORKER), count=1)[0][0])
         with pytest.raises(LeaseLost, match="lost commits"):
-            await one.keep(lambda: True)
+            if next_ == "a commit":
+                await one.write(flush("e", 1))
+            elif next_ == "a note":
+                await one.note("e", {"state": b"live"})
+            else:
+                await one.keep(lambda: True)
+        await one.release()
+        assert await one.take()
+        assert one.written == ("e", int(next_ == "a commit"))
 
     run(embedded_url, body)
 
