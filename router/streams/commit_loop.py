@@ -111,9 +111,19 @@ class CommitLoop:
         """Apply the items in turns, show what they say after each, and wait for the store if it lacks too much.
 
         apply: called with each item and the time at which all were received."""
-        record, turns, clock = self._record, self._services.turns, self._services.clock
+        record, clock = self._record, self._services.clock
         received_s = record.shown.received_s = clock()
         left = deque(items)
+        unapplied_since_s = self._services.held.unapplied_since_s
+        # A busy process applies late what it has received, and vouches for no more than it has applied.
+        unapplied_since_s[self._tag] = received_s
+        try:
+            await self._take_in_turns(left, received_s, apply)
+        finally:
+            del unapplied_since_s[self._tag]
+
+    async def _take_in_turns(self, left: deque[T], received_s: float, apply: Callable[[T, float], None]) -> None:
+        record, turns, clock = self._record, self._services.turns, self._services.clock
         while left:
             await turns.wait()
             begun_s = clock()

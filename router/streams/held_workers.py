@@ -24,8 +24,10 @@ class HeldWorkers:
         self.refused: set[str] = set()
         # For each worker with changes that the store lacks, the time of the oldest, by this process's clock.
         self.unwritten_since_s: dict[str, float] = {}
+        # For each worker with items of its stream in hand, when they were received.
+        self.unapplied_since_s: dict[str, float] = {}
 
     def waits_s(self, tag: str, now_s: float) -> float:
-        """Return the age of the oldest change of a worker that the store lacks, 0 if it lacks none."""
-        since_s = self.unwritten_since_s.get(tag)
-        return 0.0 if since_s is None else max(0.0, now_s - since_s)
+        """Return the age of the oldest news of a worker that the store lacks, 0 if it lacks none."""
+        waits = (self.unwritten_since_s, self.unapplied_since_s)
+        return max((max(0.0, now_s - since_s[tag]) for since_s in waits if tag in since_s), default=0.0)

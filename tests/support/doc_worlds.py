@@ -124,7 +124,10 @@ WORLDS: dict[str, World] = {
     ),
     "docs/how-to/page.md": World(shown=(r"The fleet in a browser: http://127\.0\.0\.1:\d+/",)),
     "docs/how-to/proxy.md": World(
-        engines=TWO, router=TWO_WORKERS, hosts=("router",), shown=(r'"model": ?"gemma"', r"draining")
+        engines=TWO,
+        router=f"--allowed-host router {TWO_WORKERS}",
+        hosts=("router",),
+        shown=(r'"model": ?"gemma"', r"draining"),
     ),
     "docs/how-to/replay.md": World(
         files={"requests.jsonl": trace(30)}, shown=(r"(?m)^kv\* ", r"would save this fleet")

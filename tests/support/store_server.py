@@ -69,16 +69,24 @@ class StoreServer:
         command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder), *self._options]
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + START_TIMEOUT_S
         # `client` tries again by itself, with pauses of up to a second in all.
-        probe = redis.Redis(port=self.port, socket_timeout=5.0, retry=Retry(NoBackoff(), 0))
+        pool = self.client.connection_pool
+        settings = {**pool.connection_kwargs, "retry": Retry(NoBackoff(), 0)}
+        probes = redis.ConnectionPool(connection_class=pool.connection_class, **settings)
+        try:
+            self._wait_until_up(redis.Redis(connection_pool=probes))
+        finally:
+            probes.disconnect()
+
+    def _wait_until_up(self, probe: Any) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             with contextlib.suppress(redis.RedisError):
                 # Another server may have the port.
                 if probe.info("server")["process_id"] == self._process.pid:
-                    # The server refuses this while it reads its data.
+                    # Refused while it reads its data.
                     probe.ping()
-                    probe.close()
                     return
             if time.monotonic() > deadline or self._process.poll() is not None:
                 raise AssertionError((self._folder / "server.log").read_text(errors="replace")[-2000:])
