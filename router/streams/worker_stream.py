@@ -35,7 +35,7 @@ from kvrouter.router.streams.peer_view import RESTORE_ERRORS, PeerView, engine_s
 from kvrouter.router.streams.source_switch import PAUSED, SourceSwitch
 from kvrouter.router.streams.stream_machine import Action, Event
 from kvrouter.router.streams.stream_services import StreamServices
-from kvrouter.router.streams.stream_view import Position
+from kvrouter.router.streams.stream_view import NO_FOLLOWER_YET, Position
 from kvrouter.router.streams.worker_record import WorkerRecord
 from kvrouter.router.workers.engine_cache import EngineCache
 from kvrouter.router.workers.registration import Registration
@@ -394,6 +394,8 @@ class WorkerStream:
         record = self._record
         record.step(Event.LEASE_ELSEWHERE)
         record.facts.hold_problem = None
+        # Nobody vouches for what is stored before the next judgement of the followers.
+        record.facts.follower_problem = NO_FOLLOWER_YET
         record.forget_ingest()
         record.lead = self._prepared = None
         self.commits.end_lead()
