@@ -335,9 +335,9 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self.items.append(GapClosed(gap[0], gap[1]))
 
     def _hand_replayed(self, request: Request, batch: Batch) -> None:
-        # Every other replay was announced when it began. A silent check gets here only if it found batches that the
-        # live socket did not bring.
-        self._fall_behind(missing=self._expected is not None)
+        # Only a check is not announced before. Its batch may be one that the live socket brings a moment later, so it shows
+        # that more was sent, and not that anything is lost.
+        self._fall_behind()
         self._hand(batch)
         request.batches += 1
         request.progress += 1

@@ -229,7 +229,7 @@ class TestCheck:
     def test_a_check_brings_the_missing_last_batches(self) -> None:
         cursor = following(0, 1)
         cursor.check()
-        assert replay(cursor, 1, 2, 3) == [FellBehind(missing=True), *again(2, 3), CaughtUp()]
+        assert replay(cursor, 1, 2, 3) == [FellBehind(), *again(2, 3), CaughtUp()]
 
     def test_a_check_detects_a_restart_behind_a_proxy(self) -> None:
         cursor = following(0, 1)

@@ -267,7 +267,7 @@ def test_the_last_batches_of_a_silent_stream_are_requested(context: Context, run
                 publisher.publish(b"dropped, and nothing follows")
                 items = await stream.until_kind(CaughtUp)
                 assert items == [
-                    FellBehind(missing=True),
+                    FellBehind(),
                     Batch(last + 1, b"dropped, and nothing follows", items[1].fingerprint, True),  # type: ignore[union-attr]
                     CaughtUp(),
                 ]

@@ -211,7 +211,7 @@ def test_a_connection_lost_with_a_gap_open_gives_no_credit_back() -> None:
     assert ingest.state is StreamState.LIVE
 
 
-def test_a_check_that_finds_batches_withdraws_credit_until_it_has_read_all() -> None:
+def test_a_check_whose_answer_has_a_hole_withdraws_credit_until_it_has_read_all() -> None:
     ingest = feed(live(), batch(0, stored([1])), FellBehind(missing=True), batch(1))
     assert ingest.state is StreamState.RESYNCING
     feed(ingest, batch(2, removed([1])), CaughtUp())
