@@ -157,6 +157,9 @@ class Link:
         with contextlib.suppress(zmq.ZMQError):
             # After the context has ended nothing can arrive; the next reader gets the error.
             self._judge(resident_bytes)
+        if self._news:
+            # Reading the monitor consumed its edge-triggered notice, so nothing else would call the reader.
+            self._on_readable()
 
     def _judge(self, resident_bytes: int) -> None:
         self._read_monitor()

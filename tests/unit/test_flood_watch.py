@@ -7,6 +7,7 @@ import asyncio
 import random
 import socket
 import threading
+import time
 
 import pytest
 import zmq
@@ -223,6 +224,39 @@ def test_a_message_over_the_bounds_costs_its_connection_and_the_next_is_read(
                     assert any(part in followed.floods[0] for part in reason.split("|"))
                     publisher.send_multipart(honest)
                     assert await reading == honest
+
+    asyncio.run(main())
+
+
+def test_news_that_a_look_has_read_wakes_the_reader() -> None:
+    """Liveness: the look reads the monitor before the loop does; a quiet publisher sends nothing that would wake the
+    reader otherwise."""
+
+    async def main() -> None:
+        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
+            publisher.setsockopt(zmq.LINGER, 0)
+            port = publisher.bind_to_random_port("tcp://127.0.0.1")
+            calls: list[bool] = []
+            link = Link(
+                context,
+                f"tcp://127.0.0.1:{port}",
+                LinkSettings(),
+                loop=asyncio.get_running_loop(),
+                on_readable=lambda: calls.append(True),
+                receive_hwm=10,
+                topic=b"",
+            )
+            try:
+                assert publisher.poll(10_000) and publisher.recv() == b"\1"
+                # The loop does not run here, so nothing but the look calls.
+                for _ in range(10_000):
+                    link.look(0)
+                    if calls:
+                        break
+                    time.sleep(0.001)
+                assert calls and link.take_news() == [True]
+            finally:
+                link.close()
 
     asyncio.run(main())
 
