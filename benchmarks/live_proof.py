@@ -174,7 +174,12 @@ class PowerFailures:
         deadline, number = time.monotonic() + PATIENCE_S, 0
         while len(live) < len(workers):
             if time.monotonic() > deadline:
-                raise AssertionError(f"not all live after {PATIENCE_S:.0f} s: {asker.ask('/workers')}")
+                shown = {
+                    row["worker_id"]: (row["state"], row["reason"], row["state_age_s"], row["lag_ms"], row["seq"])
+                    for row in (asker.ask("/workers") or {"workers": []})["workers"]
+                    if row["worker_id"] not in live
+                }
+                raise AssertionError(f"not all live after {PATIENCE_S:.0f} s: {shown}; engines are at {seqs}")
             at = order[number % len(order)]
             number += 1
             question = {"model": MODEL, "block_hashes": HASHES[at], "num_tokens": len(HASHES[at]) * BLOCK + 1}
