@@ -29,7 +29,15 @@ from pathlib import Path
 import msgspec
 from report import machine
 
-from kvrouter.replay.fleet.fleet_shape import CACHE_TOKENS, REPLICAS, TIMING, FleetShape, blocks_of, geometry_of
+from kvrouter.replay.fleet.fleet_shape import (
+    CACHE_TOKENS,
+    REPLICAS,
+    TIMING,
+    FleetShape,
+    ReplicaShape,
+    blocks_of,
+    geometry_of,
+)
 from kvrouter.replay.runs.endless import endless_reuse
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.formats import read_trace
@@ -95,7 +103,7 @@ def endless(setting: Setting, trace: Trace) -> Run:
 
 def simulated(setting: Setting, trace: Trace) -> Run:
     geometry = geometry_of(setting.shape, BLOCK_TOKENS)
-    shape = FleetShape(geometry, blocks_of(geometry, setting.cache_tokens))
+    shape = FleetShape(geometry, (ReplicaShape(blocks_of(geometry, setting.cache_tokens)),) * REPLICAS)
     run = simulate(trace, shape, setting.policy, setting.seed, speedup=setting.speedup)
     if run.partial:
         raise KeyboardInterrupt

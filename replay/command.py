@@ -8,10 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from kvrouter.replay.fleet.fleet_shape import CACHE_TOKENS, REPLICAS, TIMING, FleetShape, blocks_of, geometry_of
+from kvrouter.replay.fleet.fleet_shape import (
+    CACHE_TOKENS,
+    REPLICAS,
+    TIMING,
+    FleetShape,
+    ReplicaShape,
+    Restart,
+    blocks_of,
+    geometry_of,
+)
 from kvrouter.replay.policies.names import COMPARED, NAMES
 from kvrouter.replay.report.comparison import FleetRow, compared
 from kvrouter.replay.report.files import write_csv
@@ -26,6 +36,8 @@ from kvrouter.router.common.errors import SettingError
 from kvrouter.simulator.cache.shapes import SHAPES
 from kvrouter.simulator.engine.timing import Timing
 
+Value = TypeVar("Value")
+
 EXIT_INTERRUPTED = 130
 WORKERS_MAX = 1024
 
@@ -33,7 +45,7 @@ WORKERS_MAX = 1024
 @dataclass(frozen=True)
 class ReplayOptions:
     """What the command line says. Sizes in tokens, 0: what the format or the shape has; retention as in simulated
-    replicas."""
+    replicas. A sequence about replicas has one value for all, or one for each."""
 
     trace: Path
     format: str = AUTO
@@ -45,9 +57,10 @@ class ReplayOptions:
     shape: str = "gemma3"
     workers: int = REPLICAS
     block_tokens: int = 0
-    cache_tokens: int = CACHE_TOKENS
-    cpu_tokens: int = 0
-    timing: Timing = TIMING
+    cache_tokens: Sequence[int] = (CACHE_TOKENS,)
+    cpu_tokens: Sequence[int] = (0,)
+    timings: Sequence[Timing] = (TIMING,)
+    restarts: Sequence[Restart] = ()
     speedup: float = 1.0
     policies: Sequence[str] = field(default=COMPARED)
     seed: int = 1
@@ -73,9 +86,10 @@ def run_replay(options: ReplayOptions) -> int:
         options.shape,
         options.block_tokens or trace.piece_tokens,
         options.workers,
-        options.cache_tokens,
-        options.cpu_tokens,
-        options.timing.prefill_tokens_per_s,
+        tuple(_for_each("--cache-tokens", options.cache_tokens, options.workers)),
+        tuple(_for_each("--cpu-tokens", options.cpu_tokens, options.workers)),
+        tuple(replica.timing.prefill_tokens_per_s for replica in shape.replicas),
+        shape.restarts,
         options.speedup,
         options.seed,
     )
@@ -106,15 +120,15 @@ def _check(options: ReplayOptions) -> None:
             raise SettingError(f"--policy {policy} is not known; take one of {', '.join(NAMES)}")
     if not 1 <= options.workers <= WORKERS_MAX:
         raise SettingError(f"--workers {options.workers}: from 1 to {WORKERS_MAX}")
-    least = {
-        "--cache-tokens": (options.cache_tokens, 1),
-        "--cpu-tokens": (options.cpu_tokens, 0),
-        "--block-tokens": (options.block_tokens, 0),
-        "--piece-tokens": (options.piece_tokens, 0),
-        "--output-tokens": (options.output_tokens, 0),
-        "--requests": (options.requests, 0),
-    }
-    for name, (value, lowest) in least.items():
+    least = [
+        *(("--cache-tokens", tokens, 1) for tokens in options.cache_tokens),
+        *(("--cpu-tokens", tokens, 0) for tokens in options.cpu_tokens),
+        ("--block-tokens", options.block_tokens, 0),
+        ("--piece-tokens", options.piece_tokens, 0),
+        ("--output-tokens", options.output_tokens, 0),
+        ("--requests", options.requests, 0),
+    ]
+    for name, value, lowest in least:
         if not lowest <= value <= 1 << 40:
             raise SettingError(f"{name} {value}: a number of tokens or requests, at least {lowest}")
     if not 0 < options.speedup < float("inf"):
@@ -142,13 +156,24 @@ def _fleet_shape(options: ReplayOptions, trace: Trace) -> FleetShape:
         geometry = geometry_of(options.shape, options.block_tokens or trace.piece_tokens)
     except ValueError as error:
         raise SettingError(f"--block-tokens: {error}") from None
-    return FleetShape(
-        geometry,
-        blocks_of(geometry, options.cache_tokens),
-        options.workers,
-        blocks_of(geometry, options.cpu_tokens),
-        options.timing,
+    sizes = zip(
+        _for_each("--cache-tokens", options.cache_tokens, options.workers),
+        _for_each("--cpu-tokens", options.cpu_tokens, options.workers),
+        _for_each("--prefill-rate", options.timings, options.workers),
+        strict=True,
     )
+    replicas = (ReplicaShape(blocks_of(geometry, gpu), blocks_of(geometry, cpu), timing) for gpu, cpu, timing in sizes)
+    try:
+        return FleetShape(geometry, tuple(replicas), tuple(options.restarts))
+    except ValueError as error:
+        raise SettingError(f"--restart: {error}") from None
+
+
+def _for_each(name: str, values: Sequence[Value], workers: int) -> Sequence[Value]:
+    """Return a value for each worker. Raises SettingError for a list of another length."""
+    if len(values) not in (1, workers):
+        raise SettingError(f"{name} has {len(values)} values for {workers} workers: give one, or one for each")
+    return values if len(values) == workers else [values[0]] * workers
 
 
 def _runs(options: ReplayOptions, trace: Trace, shape: FleetShape) -> list[PolicyRun]:

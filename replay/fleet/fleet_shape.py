@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a virtual fleet is made of: replicas of one model, their memory and their speed. Pure values."""
+"""What a virtual fleet is made of: replicas of one model, the memory and speed of each, and when they restart. Pure
+values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,22 +37,54 @@ def blocks_of(geometry: Geometry, cache_tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetShape:
-    """blocks: of each replica's GPU pool, all groups together; cpu_blocks: of its CPU tier, 0: it has none."""
+class ReplicaShape:
+    """One replica's memory and speed."""
 
-    geometry: Geometry
+    # Blocks of its GPU pool, all groups together.
     blocks: int
-    workers: int = REPLICAS
+    # Blocks of its CPU tier; 0: it has none.
     cpu_blocks: int = 0
     timing: Timing = TIMING
 
-    def replica(self, on_step: Callable[[list[CacheEvent]], None]) -> VirtualReplica:
-        """Raises ValueError for a size that is too small."""
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The moment at which a replica's process is replaced by a new one with empty caches."""
+
+    # Seconds of virtual time after the first request, whatever the speedup.
+    time_s: float
+    # The replica's place in the fleet.
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetShape:
+    """A fleet of replicas of one model. Every restart names one of its replicas, at a time from 0 on."""
+
+    geometry: Geometry
+    replicas: tuple[ReplicaShape, ...]
+    restarts: tuple[Restart, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a fleet that cannot be."""
+        if not self.replicas:
+            raise ValueError("a fleet has at least one replica")
+        for restart in self.restarts:
+            if not 0 <= restart.worker < len(self.replicas):
+                raise ValueError(
+                    f"there is no worker {restart.worker} to restart: the last is {len(self.replicas) - 1}"
+                )
+            if not 0 <= restart.time_s < math.inf:
+                raise ValueError(f"a restart at {restart.time_s:g} s: give seconds from 0 on")
+
+    def replica(self, number: int, on_step: Callable[[list[CacheEvent]], None]) -> VirtualReplica:
+        """Make the replica in this place of the fleet, empty. Raises ValueError for a size that is too small."""
+        shape = self.replicas[number]
         made = Replica(
             self.geometry,
-            self.blocks,
+            shape.blocks,
             on_step=on_step,
-            cpu_chunks=self.cpu_blocks,
+            cpu_chunks=shape.cpu_blocks,
             max_text_tokens=CONTEXT_TOKENS,
         )
-        return VirtualReplica(made, self.timing)
+        return VirtualReplica(made, shape.timing)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
-from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
+from kvrouter.events.vllm.stream_items import Batch, Connected, Restarted, fingerprint
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.pending_commit import PendingCommit
@@ -35,6 +35,7 @@ class VirtualFleet:
     """What `Placer` asks of the core, answered from a mirror that simulated events have made."""
 
     def __init__(self, geometry: Geometry, workers: int, *, has_cpu_tier: bool = False) -> None:
+        """has_cpu_tier: whether any worker has one; the others say nothing of theirs."""
         self.keys = [WorkerKey(MODEL, f"w{number}") for number in range(workers)]
         self.now_s = 0.0
         # Of full attention, by which other routers count; without any such group, of the largest blocks.
@@ -55,6 +56,7 @@ class VirtualFleet:
         )
         self._mirror = Mirror(MIRROR_BYTES)
         self._matcher = Matcher(self._mirror, SegmentMemory(0))
+        self._epochs = itertools.count()
         self._ingests = [self._ingest(key) for key in self.keys]
         self._seqs = [itertools.count() for _ in self.keys]
         self._under_way: deque[tuple[float, int, PendingCommit]] = deque()
@@ -64,10 +66,25 @@ class VirtualFleet:
 
     def _ingest(self, key: WorkerKey) -> Ingest:
         ingest = Ingest(
-            Registration(key, catalog=self._catalog), seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e"
+            Registration(key, catalog=self._catalog),
+            seed=None,
+            decoder=BatchDecoder(),
+            new_epoch=lambda: f"e{next(self._epochs)}",
         )
         ingest.apply(Connected(), 0.0)
         return ingest
+
+    def restarted(self, number: int) -> None:
+        """Follow a new process of this worker: another stream from seq 0 on, in an epoch that begins empty.
+
+        It shows at once, as a lost connection does. What the old process published and nobody has seen yet is lost."""
+        self._under_way = deque(entry for entry in self._under_way if entry[1] != number)
+        self._seqs[number] = itertools.count()
+        ingest = self._ingests[number]
+        ingest.apply(Restarted(ingest.held.seq or 0, 0, "another process answers"), self.now_s)
+        flush = ingest.held.take()
+        assert flush is not None
+        self._show(number, flush)
 
     def published(self, number: int, events: list[CacheEvent]) -> None:
         """A replica's step has ended: one batch, through the wire's encoding and the router's ingest."""
@@ -82,15 +99,17 @@ class VirtualFleet:
         """Show what was published long enough ago."""
         while self._under_way and self._under_way[0][0] <= self.now_s:
             _, number, flush = self._under_way.popleft()
-            key = self.keys[number]
-            known = self._mirror.worker(key)
-            if flush.opens_epoch or known is None or known.epoch != flush.epoch:
-                self._mirror.begin_epoch(key, flush.epoch)
-            for change in flush.changes:
-                self._mirror.discard(key, change.place, change.removed)
-                self._mirror.add(key, change.place, change.added)
+            self._show(number, flush)
         while self._mirror.sweep():
             pass
+
+    def _show(self, number: int, flush: PendingCommit) -> None:
+        key = self.keys[number]
+        if flush.opens_epoch:
+            self._mirror.begin_epoch(key, flush.epoch)
+        for change in flush.changes:
+            self._mirror.discard(key, change.place, change.removed)
+            self._mirror.add(key, change.place, change.added)
 
     def _views(self) -> list[WorkerView]:
         return [

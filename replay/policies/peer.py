@@ -89,7 +89,7 @@ class PeerPlaced:
         self._router.in_flight[self.number].prefill_tokens -= self._prefill_tokens
         self._prefill_tokens = 0
 
-    def done(self, output_tokens: int) -> None:
+    def done(self, output_tokens: int | None) -> None:
         self.first_token()
         self._router.in_flight[self.number].requests -= 1
         self._router.rule.done(self._blocks, self.number)
@@ -108,7 +108,7 @@ class PeerRouter:
         self._block_tokens = fleet.block_tokens
         self._step = fleet.block_tokens // fleet.hash_block_size(MODEL)
 
-    def place(self, arrival: Arrival) -> PeerPlaced:
+    def place(self, arrival: Arrival, pinned: int | None = None) -> PeerPlaced:
         self._fleet.catch_up()
         hits = self._fleet.hits(Question(MODEL, arrival.num_tokens, block_hashes=arrival.hashes))
         seen, exact = [0] * len(hits), [0] * len(hits)
@@ -126,7 +126,7 @@ class PeerRouter:
             self.in_flight,
             self._loads,
         )
-        chosen = self.rule.pick(sight, self._rng)
+        chosen = self.rule.pick(sight, self._rng) if pinned is None else pinned
         prefill_tokens = arrival.num_tokens - seen[chosen]
         self.in_flight[chosen].requests += 1
         self.in_flight[chosen].prefill_tokens += prefill_tokens

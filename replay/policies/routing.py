@@ -41,11 +41,15 @@ class Placed(Protocol):
 
     def first_token(self) -> None: ...
 
-    def done(self, output_tokens: int) -> None: ...
+    def done(self, output_tokens: int | None) -> None:
+        """End it. output_tokens: None where its worker refused or lost it."""
+        ...
 
 
 class Router(Protocol):
-    def place(self, arrival: Arrival) -> Placed: ...
+    def place(self, arrival: Arrival, pinned: int | None = None) -> Placed:
+        """Place a request at the worker of the policy's choice, or at `pinned`."""
+        ...
 
     def tend(self, loads: EngineLoads) -> None:
         """Before each arrival, at its time: what a router does now and then."""

@@ -13,6 +13,7 @@ from kvrouter.replay.fleet.virtual_fleet import MODEL, VirtualFleet
 from kvrouter.replay.policies.routing import Arrival, EngineLoads
 from kvrouter.router.config.settings import Config
 from kvrouter.router.matching.question import Question
+from kvrouter.router.placement.candidates import Pin
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.placer import Placer
@@ -44,7 +45,7 @@ class OwnPlaced:
     def first_token(self) -> None:
         self._placement.first_token()
 
-    def done(self, output_tokens: int) -> None:
+    def done(self, output_tokens: int | None) -> None:
         self._placement.done(output_tokens)
 
 
@@ -67,11 +68,16 @@ class ThisRouter:
         self._tick_s = 0.0
         self._gauge_s = 0.0
 
-    def place(self, arrival: Arrival) -> OwnPlaced:
+    def place(self, arrival: Arrival, pinned: int | None = None) -> OwnPlaced:
         """Nothing waits in a virtual line: where all are saturated, the cheapest takes it."""
         self._fleet.catch_up()
         question = Question(MODEL, arrival.num_tokens, block_hashes=arrival.hashes)
-        placement = self._placer.reserve(PlacementRequest(question, max_tokens=arrival.max_tokens), anyway=True)
+        ask = PlacementRequest(
+            question,
+            max_tokens=arrival.max_tokens,
+            pinned=None if pinned is None else Pin(self._fleet.keys[pinned].worker_id),
+        )
+        placement = self._placer.reserve(ask, anyway=True)
         return OwnPlaced(placement, self._numbers[placement.worker])
 
     def tend(self, loads: EngineLoads) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvrouter.replay.fleet.fleet_shape import Restart
 from kvrouter.replay.policies.names import BASELINE, OWN
 from kvrouter.replay.runs.policy_run import Summary
 
@@ -15,7 +16,7 @@ EQUAL_SHARE = 0.01
 
 
 class FleetRow(msgspec.Struct, frozen=True):
-    """What all runs have in common, as people gave it."""
+    """What all runs have in common, as people gave it. A tuple about workers has one value for each."""
 
     trace: str
     format: str
@@ -25,9 +26,10 @@ class FleetRow(msgspec.Struct, frozen=True):
     shape: str
     block_tokens: int
     workers: int
-    cache_tokens: int
-    cpu_tokens: int
-    prefill_tokens_per_s: float
+    cache_tokens: tuple[int, ...]
+    cpu_tokens: tuple[int, ...]
+    prefill_tokens_per_s: tuple[float, ...]
+    restarts: tuple[Restart, ...]
     speedup: float
     seed: int
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
+from itertools import groupby
 
 from kvrouter.replay.policies.names import OWN
 from kvrouter.replay.report.comparison import Comparison, FleetRow, millions
@@ -29,14 +31,24 @@ def text(found: Comparison) -> str:
 
 
 def _fleet(fleet: FleetRow) -> str:
-    tier = f", CPU tier {fleet.cpu_tokens:,} tokens" if fleet.cpu_tokens else ""
+    tier = f", CPU tier {_each(fleet.cpu_tokens)} tokens" if any(fleet.cpu_tokens) else ""
+    restarts = ", ".join(f"w{restart.worker} at {restart.time_s:,g} s" for restart in fleet.restarts)
     faster = f", {fleet.speedup:g} times as fast" if fleet.speedup != 1 else ""
     return _wrapped(
         f"{fleet.trace} ({fleet.format}): {fleet.requests:,} requests in {fleet.trace_s:,.0f} s{faster}, "
         f"{millions(fleet.prompt_tokens)} prompt tokens; {fleet.workers} x {fleet.shape}, blocks of "
-        f"{fleet.block_tokens} tokens, cache {fleet.cache_tokens:,} tokens{tier}, "
-        f"{fleet.prefill_tokens_per_s:,.0f} tokens/s each; seed {fleet.seed}"
+        f"{fleet.block_tokens} tokens, cache {_each(fleet.cache_tokens)} tokens{tier}, "
+        f"{_each(fleet.prefill_tokens_per_s)} tokens/s each{f'; restarts: {restarts}' if restarts else ''}; "
+        f"seed {fleet.seed}"
     )
+
+
+def _each(values: Sequence[float]) -> str:
+    """Write the value that all workers have, or the runs of equal ones with their lengths, in the workers' order."""
+    runs = [(value, len(list(same))) for value, same in groupby(values)]
+    if len(runs) == 1:
+        return f"{values[0]:,.0f}"
+    return " + ".join(f"{count} x {value:,.0f}" for value, count in runs)
 
 
 def _row(row: Summary) -> str:
@@ -64,7 +76,7 @@ def _incomplete(row: Summary, fleet: FleetRow) -> str:
     if row.partial:
         return _wrapped(f"{row.policy} was ended after {row.requests:,} of {fleet.requests:,} requests")
     if row.refused:
-        return _wrapped(f"{row.policy}: {row.refused:,} requests fit no worker and are not counted")
+        return _wrapped(f"{row.policy}: {row.refused:,} requests did not fit their worker and are not counted")
     return ""
 
 

@@ -8,6 +8,7 @@ import statistics
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import truediv
 
 import msgspec
 
@@ -82,9 +83,11 @@ class PolicyRun:
 
     policy: str
     seed: int
-    workers: int
-    prefill_tokens_per_s: float
+    # How fast each worker computes prompts.
+    prefill_tokens_per_s: tuple[float, ...]
     load: LoadProfile
+    # Each request's worker, by its place in the fleet.
+    worker: array[int] = field(default_factory=lambda: array("q"))
     prompt: array[int] = field(default_factory=lambda: array("q"))
     achievable: array[int] = field(default_factory=lambda: array("q"))
     predicted: array[int] = field(default_factory=lambda: array("q"))
@@ -96,8 +99,9 @@ class PolicyRun:
     wall_s: float = 0.0
     partial: bool = False
 
-    def add(self, prompt_tokens: int, achievable: int, predicted: int) -> int:
-        """A request was placed; returns its number."""
+    def add(self, prompt_tokens: int, achievable: int, predicted: int, *, worker: int) -> int:
+        """Note a request that was placed at this worker, and return its number."""
+        self.worker.append(worker)
         self.prompt.append(prompt_tokens)
         self.achievable.append(achievable)
         self.predicted.append(predicted)
@@ -110,8 +114,11 @@ class PolicyRun:
         prompt, reused = sum(self.prompt[n] for n in answered), sum(self.reused[n] for n in answered)
         ttft_s = [self.ttft_s[n] for n in answered]
         cuts = quantiles(ttft_s)
-        time_s = self.workers * self.span_s
-        gpu_s = (prompt - reused) / self.prefill_tokens_per_s
+        time_s = len(self.prefill_tokens_per_s) * self.span_s
+        computed = [0] * len(self.prefill_tokens_per_s)
+        for n in answered:
+            computed[self.worker[n]] += self.prompt[n] - self.reused[n]
+        gpu_s = sum(map(truediv, computed, self.prefill_tokens_per_s))
         return Summary(
             self.policy,
             len(answered),

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvrouter.replay.fleet.fleet_shape import FleetShape
+from kvrouter.replay.fleet.fleet_shape import FleetShape, Restart
 from kvrouter.replay.fleet.virtual_fleet import VirtualFleet
 from kvrouter.replay.policies.names import router_of
 from kvrouter.replay.policies.routing import Arrival, Placed
@@ -47,6 +48,7 @@ class Simulation:
     def __init__(self, trace: Trace, shape: FleetShape, policy: str, seed: int, speedup: float = 1.0) -> None:
         """speedup: how many times sooner the requests come than the trace says. Raises SettingError."""
         self._trace = trace
+        self._shape = shape
         self._geometry = shape.geometry
         self._speedup = speedup
         size = shape.geometry.hash_block_size
@@ -55,24 +57,27 @@ class Simulation:
                 f"blocks of {size} tokens do not divide the trace's pieces of {trace.piece_tokens}: "
                 "take a --block-tokens that does, or leave it out"
             )
-        self.index = VirtualFleet(shape.geometry, shape.workers, has_cpu_tier=shape.cpu_blocks > 0)
+        workers = len(shape.replicas)
+        has_cpu_tier = any(replica.cpu_blocks for replica in shape.replicas)
+        self.index = VirtualFleet(shape.geometry, workers, has_cpu_tier=has_cpu_tier)
         self.router = router_of(policy, self.index, seed, trace.piece_tokens)
         try:
-            self.fleet = ReplicaFleet([self._replica(shape, number) for number in range(shape.workers)])
+            self.fleet = ReplicaFleet([self._replica(number) for number in range(workers)])
         except ValueError as error:
             raise SettingError(f"a replica of this size cannot run: {error}") from None
         self._placed: dict[Job, tuple[Placed, int, float]] = {}
-        self._in_flight = [0] * shape.workers
+        self._in_flight = [0] * workers
+        # Those still to come, the next one first.
+        self._restarts = deque(sorted(shape.restarts, key=lambda restart: restart.time_s))
         self.run = PolicyRun(
             policy,
             seed,
-            shape.workers,
-            shape.timing.prefill_tokens_per_s,
-            LoadProfile(shape.workers, trace.span_s / speedup),
+            tuple(replica.timing.prefill_tokens_per_s for replica in shape.replicas),
+            LoadProfile(workers, trace.span_s / speedup),
         )
 
-    def _replica(self, shape: FleetShape, number: int) -> VirtualReplica:
-        return shape.replica(lambda events: self._published(number, events))
+    def _replica(self, number: int) -> VirtualReplica:
+        return self._shape.replica(number, lambda events: self._published(number, events))
 
     def _published(self, number: int, events: list[CacheEvent]) -> None:
         # Within a step that ends: the clock must show that already.
@@ -88,7 +93,43 @@ class Simulation:
         ]
 
     def advance(self, until_s: float) -> None:
-        """Raises Stuck."""
+        """Let the time pass up to `until_s`, with the restarts in it. Raises Stuck."""
+        while self._restarts and self._restarts[0].time_s <= until_s:
+            restart = self._restarts.popleft()
+            self._run_until(restart.time_s)
+            self._restart(restart)
+        self._run_until(until_s)
+
+    def _restart(self, restart: Restart) -> None:
+        """Replace a replica by an empty one that gets the requests of the old one again, in their order.
+
+        They keep their arrival: the client waits since then, and the answer that counts is the new replica's."""
+        worker = restart.worker
+        self.index.now_s = restart.time_s
+        self.index.restarted(worker)
+        self.fleet.replicas[worker] = self._replica(worker)
+        lost = [(job, entry) for job, entry in self._placed.items() if entry[0].number == worker]
+        for job, (placed, _, _) in lost:
+            placed.done(None)
+            del self._placed[job]
+        for _, (_, number, arrived_s) in lost:
+            placed = self.router.place(self._arrival(number), worker)
+            # A new text, as that of the old job has grown by its answer.
+            job = self.fleet.submit(worker, self._text(number), self._max_tokens(number), restart.time_s)
+            self._placed[job] = (placed, number, arrived_s)
+
+    def _text(self, number: int) -> PieceText:
+        return text_of(self._trace.requests[number], self._geometry, number, self._trace.piece_tokens)
+
+    def _arrival(self, number: int) -> Arrival:
+        request, size = self._trace.requests[number], self._geometry.hash_block_size
+        hashes = PieceText.hash_numbers(request.pieces, request.prompt_tokens, self._trace.piece_tokens, size)
+        return Arrival(request.pieces, hashes, request.prompt_tokens, request.output_tokens)
+
+    def _max_tokens(self, number: int) -> int:
+        return max(1, self._trace.requests[number].output_tokens)
+
+    def _run_until(self, until_s: float) -> None:
         for moment in self.fleet.advance(until_s):
             self.index.now_s = self.run.span_s = moment.time_s
             placed, number, arrived_s = self._placed[moment.job]
@@ -101,22 +142,23 @@ class Simulation:
                 self._in_flight[placed.number] -= 1
                 del self._placed[moment.job]
 
-    def arrive(self, number: int, request: Request) -> None:
-        """Raises Stuck."""
+    def arrive(self, number: int) -> None:
+        """Place the trace's request of this number at its time. Raises Stuck."""
+        request = self._trace.requests[number]
         now_s = request.time_s / self._speedup
         self.advance(now_s)
         self.index.now_s = now_s
         self.router.tend(self._loads)
         self.run.load.add(now_s, self._in_flight)
-        text = text_of(request, self._geometry, number, self._trace.piece_tokens)
-        size = self._geometry.hash_block_size
-        hashes = PieceText.hash_numbers(request.pieces, request.prompt_tokens, self._trace.piece_tokens, size)
-        placed = self.router.place(Arrival(request.pieces, hashes, request.prompt_tokens, request.output_tokens))
-        place = self.run.add(request.prompt_tokens, placed.achievable_tokens, placed.predicted_tokens)
+        text = self._text(number)
+        placed = self.router.place(self._arrival(number))
+        place = self.run.add(
+            request.prompt_tokens, placed.achievable_tokens, placed.predicted_tokens, worker=placed.number
+        )
         try:
-            job = self.fleet.submit(placed.number, text, max(1, request.output_tokens), now_s)
+            job = self.fleet.submit(placed.number, text, self._max_tokens(number), now_s)
         except RequestRefused as error:
-            placed.done(0)
+            placed.done(None)
             self.run.refused += 1
             self.run.refusal = self.run.refusal or str(error)
             return
@@ -152,8 +194,8 @@ def simulate(
     run, began_s = simulation.run, time.perf_counter()
     with no_collection():
         try:
-            for number, request in enumerate(trace.requests):
-                simulation.arrive(number, request)
+            for number in range(len(trace.requests)):
+                simulation.arrive(number)
                 on_request(number + 1)
             simulation.advance(FOREVER)
         except KeyboardInterrupt:

@@ -21,7 +21,8 @@ from kvrouter.replay.runs.simulate import simulate
 from kvrouter.router.cli.commands import run
 
 ROW = Summary("kv", 10, False, 0, 4_000_000, 2_000_000, 2_000_000, 0.5, 0.9, 1.0, 1.0, 2.0, 3.0, 200.0, 0.1, 1.5, 60, 1)
-FLEET = FleetRow("a.jsonl", "mooncake", 10, 4_000_000, 60.0, "gemma3", 512, 8, 400_000, 0, 10_000.0, 1.0, 1)
+EACH = (400_000,) * 8, (0,) * 8, (10_000.0,) * 8
+FLEET = FleetRow("a.jsonl", "mooncake", 10, 4_000_000, 60.0, "gemma3", 512, 8, *EACH, (), 1.0, 1)
 
 
 def row(policy: str, **changes: Any) -> Summary:
@@ -56,6 +57,19 @@ def test_json_csv_and_plots_say_the_same(trace: Path, tmp_path: Path, capsys: py
     assert (files[1] / "balance.png").stat().st_size > 1000
 
 
+def test_replicas_that_differ_and_restarts_are_named(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--workers", "3", "--cache-tokens", "400000,400000,90000", "--cpu-tokens", "0,0,500000"]
+    flags += ["--prefill-rate", "10000,5000,5000", "--restart", "5:w1", "--restart", "2.5:0", "--policy", "kv"]
+    assert run(["replay", "--trace", str(trace), *flags]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "cache 2 x 400,000 + 1 x 90,000 tokens, CPU tier 2 x 0 + 1 x 500,000 tokens" in shown
+    assert "1 x 10,000 + 2 x 5,000 tokens/s each; restarts: w1 at 5 s, w0 at 2.5 s; seed 1" in shown
+    assert run(["replay", "--trace", str(trace), "--json", *flags]) == 0
+    fleet = json.loads(capsys.readouterr().out)["fleet"]
+    assert fleet["cache_tokens"] == [400_000, 400_000, 90_000]
+    assert fleet["restarts"] == [{"time_s": 5.0, "worker": 1}, {"time_s": 2.5, "worker": 0}]
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
@@ -65,6 +79,14 @@ def test_json_csv_and_plots_say_the_same(trace: Path, tmp_path: Path, capsys: py
         (["--workers", "0"], "--workers 0: from 1"),
         (["--cache-tokens", "0"], "--cache-tokens 0"),
         (["--cache-tokens", "1"], "a replica of this size cannot run"),
+        (["--cache-tokens", "400000,x"], "--cache-tokens 400000,x: give one number, or one for each"),
+        (["--cache-tokens", "400000,0", "--workers", "2"], "--cache-tokens 0"),
+        (["--cpu-tokens", "1,2,3"], "--cpu-tokens has 3 values for 8 workers: give one, or one for each"),
+        (["--prefill-rate", "1,2"], "--prefill-rate has 2 values for 8 workers"),
+        (["--prefill-rate", "fast"], "--prefill-rate fast: give one number"),
+        (["--restart", "60"], "--restart 60: give seconds and a replica's number"),
+        (["--restart", "60:8"], "--restart: there is no worker 8 to restart"),
+        (["--restart", "-1:0"], "--restart: a restart at -1 s"),
         (["--speedup", "0"], "--speedup 0"),
         (["--speedup", "nan"], "--speedup nan"),
         (["--block-tokens", "48"], "take a --block-tokens that does"),

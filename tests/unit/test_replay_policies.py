@@ -189,6 +189,7 @@ def test_every_policy_places_and_ends_requests_and_counts_none_that_ended(name: 
     for one in placed:
         one.first_token()
         one.done(8)
+    router.place(Arrival(ids, ids, 4 * BLOCK, 8), 2).done(None)
     if isinstance(router, PeerRouter):
         assert [(one.requests, one.prefill_tokens) for one in router.in_flight] == [(0, 0)] * 3
 

@@ -7,17 +7,29 @@ import dataclasses
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fleet_trace import Setting, endless, simulated
 from replay_traces import PIECE_TOKENS, conversation_rows, small_trace, write_rows
 
-from kvrouter.replay.fleet.fleet_shape import CACHE_TOKENS, FleetShape, blocks_of, geometry_of
+from kvrouter.replay.fleet.fleet_shape import (
+    CACHE_TOKENS,
+    REPLICAS,
+    FleetShape,
+    ReplicaShape,
+    Restart,
+    blocks_of,
+    geometry_of,
+)
+from kvrouter.replay.fleet.virtual_fleet import MODEL, VirtualFleet
 from kvrouter.replay.policies.names import NAMES
 from kvrouter.replay.runs.policy_run import LoadProfile, PolicyRun
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.formats import read_trace
 from kvrouter.replay.traces.request import Trace
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.matching.question import Question
+from kvrouter.simulator.cache.pool import Stored
 from kvrouter.simulator.engine.timing import Timing
 
 # Of 150 requests: reused, achievable and predicted tokens and the sum of times to first tokens in ms, as the fleet
@@ -40,7 +52,13 @@ def conversations(tmp_path: Path, requests: int = 150) -> Trace:
 
 def shape(name: str = "gemma3", *, cache_tokens: int = 60_000, cpu_tokens: int = 0, workers: int = 2) -> FleetShape:
     geometry = geometry_of(name, PIECE_TOKENS)
-    return FleetShape(geometry, blocks_of(geometry, cache_tokens), workers, blocks_of(geometry, cpu_tokens))
+    return FleetShape(
+        geometry, (ReplicaShape(blocks_of(geometry, cache_tokens), blocks_of(geometry, cpu_tokens)),) * workers
+    )
+
+
+def restarted(fleet: FleetShape, *restarts: tuple[float, int]) -> FleetShape:
+    return dataclasses.replace(fleet, restarts=tuple(Restart(*restart) for restart in restarts))
 
 
 @pytest.mark.parametrize(("name", "policy"), BEFORE)
@@ -111,7 +129,95 @@ def test_a_fleet_that_cannot_be_is_refused_with_what_to_do() -> None:
     with pytest.raises(SettingError, match="--block-tokens"):
         simulate(trace, dataclasses.replace(shape(), geometry=geometry_of("llama", 48)), "kv", 1)
     with pytest.raises(SettingError, match="a replica of this size cannot run"):
-        simulate(trace, dataclasses.replace(shape(), blocks=0), "kv", 1)
+        simulate(trace, dataclasses.replace(shape(), replicas=(ReplicaShape(0),)), "kv", 1)
+
+
+@pytest.mark.parametrize(
+    ("restart", "problem"),
+    [((1.0, 2), "no worker 2"), ((1.0, -1), "no worker -1"), ((-1.0, 0), "-1 s"), ((math.nan, 0), "nan s")],
+)
+def test_a_restart_names_a_replica_and_a_time(restart: tuple[float, int], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        restarted(shape(), restart)
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_a_restarted_replica_has_lost_its_caches_and_the_index_shows_it(policy: str) -> None:
+    """The tier is lost, too."""
+    turns = [(20.0 * turn, list(range(1, 4 + turn))) for turn in range(8)]
+    fleet = restarted(shape(workers=1, cpu_tokens=60_000), (70.0, 0), (130.0, 0))
+    run = simulate(small_trace(*turns), fleet, policy, 1)
+    assert run.reused == run.predicted == run.achievable
+    assert [reused > 0 for reused in run.reused] == [False, True, True, True, False, True, True, False]
+
+
+def test_of_a_process_that_is_gone_nothing_more_is_shown() -> None:
+    """Its events were under way when it ended; the worker earns credit from the new process's first ones on."""
+    fleet = VirtualFleet(geometry_of("llama", PIECE_TOKENS), 1)
+    names = [int(name).to_bytes(8, "big") for name in range(1, 5)]
+    question = Question(MODEL, 3 * PIECE_TOKENS, block_hashes=np.arange(1, 4, dtype=np.uint64))
+
+    def publish(*blocks: bytes) -> None:
+        fleet.published(0, [Stored(0, blocks, None, (), PIECE_TOKENS, ())])
+
+    publish(*names[:3])
+    fleet.restarted(0)
+    publish(names[3])
+    for shown_tokens in (0, PIECE_TOKENS):
+        fleet.now_s += 1.0
+        fleet.catch_up()
+        assert [hit.disk for hit in fleet.hits(question)] == [shown_tokens]
+        publish(names[0])
+
+
+@pytest.mark.parametrize("policy", ["kv", "dynamo"])
+def test_a_restart_leaves_the_other_replicas_what_they_hold(policy: str) -> None:
+    turns = [(20.0 * turn, list(range(1, 4 + turn))) for turn in range(10)]
+    run = simulate(small_trace(*turns), restarted(shape(workers=2), (90.0, 0), (130.0, 1)), policy, 1)
+    assert run.reused == run.predicted
+
+
+@pytest.mark.parametrize("policy", ["kv", "dynamo"])
+def test_requests_at_a_replica_that_restarts_begin_again_in_their_order(policy: str) -> None:
+    """The first is decoding, the second computes its prompt, the third waits. Each keeps its arrival."""
+    prompts = [(0.0, list(range(1, 11))), (1.0, list(range(100, 200))), (1.1, list(range(300, 340)))]
+    trace = small_trace(*prompts, output_tokens=400)
+    alone, again = (
+        simulate(trace, fleet, policy, 1) for fleet in (shape(workers=1), restarted(shape(workers=1), (2.0, 0)))
+    )
+    # All three are computed again: what the first had of its own prompt is gone, and nobody is forgotten.
+    assert list(again.reused) == [0, 0, 0]
+    first_s = [time_s + ttft_s for (time_s, _), ttft_s in zip(prompts, again.ttft_s, strict=True)]
+    assert 2.0 < first_s[0] <= first_s[1] <= first_s[2]
+    assert alone.ttft_s[0] < 1.0 and again.span_s > alone.span_s
+    assert again.ttft_s[2] > alone.ttft_s[2]
+
+
+def test_each_replica_computes_at_its_own_speed() -> None:
+    geometry = geometry_of("gemma3", PIECE_TOKENS)
+    blocks = blocks_of(geometry, 60_000)
+    fast, slow = (ReplicaShape(blocks, timing=Timing(rate, 0.0, 0.0)) for rate in (10_000.0, 1_000.0))
+    trace = small_trace((0.0, list(range(1, 11))), (0.001, list(range(100, 110))))
+    run = simulate(trace, FleetShape(geometry, (fast, slow)), "round_robin", 1)
+    tokens = 10 * PIECE_TOKENS
+    assert sorted(run.worker) == [0, 1]
+    assert sorted(run.ttft_s) == pytest.approx([tokens / 10_000, tokens / 1_000], rel=0.01)
+    assert run.summary().computed_gpu_s == pytest.approx(tokens / 10_000 + tokens / 1_000)
+    assert run.summary().prefill_share == pytest.approx((tokens / 10_000 + tokens / 1_000) / (2 * run.span_s))
+
+
+def test_a_replica_with_a_smaller_pool_reuses_less() -> None:
+    """Its tier, which the other one has not, gives the same back."""
+    geometry = geometry_of("gemma3", PIECE_TOKENS)
+    small, large = (blocks_of(geometry, tokens) for tokens in (8_000, 400_000))
+    chats = [(20.0 * n, [100 * (n % 6) + i for i in range(1, 15)]) for n in range(24)]
+    reused = {}
+    for name, first in (("small", ReplicaShape(small)), ("tier", ReplicaShape(small, large))):
+        run = simulate(small_trace(*chats), FleetShape(geometry, (first, ReplicaShape(large))), "round_robin", 1)
+        assert run.reused == run.predicted
+        reused[name] = [sum(run.reused[n] for n in range(24) if run.worker[n] == worker) for worker in (0, 1)]
+    assert reused["small"][0] == 0 < reused["small"][1]
+    assert reused["tier"][0] == reused["tier"][1] == reused["small"][1]
 
 
 def test_the_balance_is_the_busiest_by_the_mean() -> None:
@@ -126,10 +232,10 @@ def test_the_balance_is_the_busiest_by_the_mean() -> None:
 
 
 def test_a_run_without_answers_has_a_row() -> None:
-    row = PolicyRun("kv", 1, 2, 1.0, LoadProfile(2, 0.0)).summary()
+    row = PolicyRun("kv", 1, (1.0, 1.0), LoadProfile(2, 0.0)).summary()
     assert (row.requests, row.reused_share, row.ttft_p99_s) == (0, 0.0, 0.0)
 
 
 def test_the_defaults_are_those_of_the_fleet_benchmark() -> None:
-    made = FleetShape(geometry_of("gemma3", 512), 1)
-    assert (made.workers, made.timing) == (8, Timing(10_000.0, 0.015, 0.0004))
+    assert ReplicaShape(1).timing == Timing(10_000.0, 0.015, 0.0004)
+    assert REPLICAS == 8
