@@ -49,7 +49,7 @@ BOUND_S = 2.0
 # The precision of the recorded seqs: a batch that was just published is still on its way.
 RECORD_S = 0.1
 # A longer cycle counts as broken, and is reported.
-PATIENCE_S = 40.0
+PATIENCE_S = 120.0
 OUTAGE_S = 4.0
 OPTIONS = ("--appendonly", "yes")
 RESULTS = Path(__file__).parent / "results"
