@@ -77,14 +77,17 @@ class FleetShape:
             if not 0 <= restart.time_s < math.inf:
                 raise ValueError(f"a restart at {restart.time_s:g} s: give seconds from 0 on")
 
-    def replica(self, number: int, on_step: Callable[[list[CacheEvent]], None]) -> VirtualReplica:
-        """Make the replica in this place of the fleet, empty. Raises ValueError for a size that is too small."""
+    def replica(self, number: int, on_step: Callable[[float, list[CacheEvent]], None]) -> VirtualReplica:
+        """Make the replica in this place of the fleet, empty. Raises ValueError for a size that is too small.
+
+        on_step: called with the time of each step that publishes events, and the events."""
         shape = self.replicas[number]
         made = Replica(
             self.geometry,
             shape.blocks,
-            on_step=on_step,
+            on_step=lambda events: on_step(virtual.now_s, events),
             cpu_chunks=shape.cpu_blocks,
             max_text_tokens=CONTEXT_TOKENS,
         )
-        return VirtualReplica(made, shape.timing)
+        virtual = VirtualReplica(made, shape.timing)
+        return virtual

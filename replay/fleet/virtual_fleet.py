@@ -86,14 +86,14 @@ class VirtualFleet:
         assert flush is not None
         self._show(number, flush)
 
-    def published(self, number: int, events: list[CacheEvent]) -> None:
-        """A replica's step has ended: one batch, through the wire's encoding and the router's ingest."""
-        payload = encode_batch(self.now_s, [to_wire(event, self._geometry) for event in events], 0)
+    def published(self, number: int, events: list[CacheEvent], now_s: float) -> None:
+        """Take the events of a replica's step that ends now, through the wire's encoding and the router's ingest."""
+        payload = encode_batch(now_s, [to_wire(event, self._geometry) for event in events], 0)
         ingest = self._ingests[number]
-        ingest.apply(Batch(next(self._seqs[number]), payload, fingerprint(payload), False), self.now_s)
+        ingest.apply(Batch(next(self._seqs[number]), payload, fingerprint(payload), False), now_s)
         flush = ingest.held.take()
         if flush is not None:
-            self._under_way.append((self.now_s + EVENT_LAG_S, number, flush))
+            self._under_way.append((now_s + EVENT_LAG_S, number, flush))
 
     def catch_up(self) -> None:
         """Show what was published long enough ago."""

@@ -21,7 +21,6 @@ from kvrouter.replay.runs.policy_run import LoadProfile, PolicyRun
 from kvrouter.replay.traces.request import Request, Trace
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.simulator.cache.cpu_tier import CacheEvent
 from kvrouter.simulator.cache.job import Job
 from kvrouter.simulator.cache.shapes import Geometry
 from kvrouter.simulator.cache.text import PieceText
@@ -77,14 +76,7 @@ class Simulation:
         )
 
     def _replica(self, number: int) -> VirtualReplica:
-        return self._shape.replica(number, lambda events: self._published(number, events))
-
-    def _published(self, number: int, events: list[CacheEvent]) -> None:
-        # Within a step that ends: the clock must show that already.
-        ends_s = self.fleet.replicas[number].next_s
-        assert ends_s is not None
-        self.index.now_s = ends_s
-        self.index.published(number, events)
+        return self._shape.replica(number, lambda now_s, events: self.index.published(number, events, now_s))
 
     def _loads(self) -> list[EngineLoad]:
         return [

@@ -36,13 +36,17 @@ class Moment:
 
 
 class VirtualReplica:
-    """A replica and the time at which its step under way ends."""
+    """A replica and the time at which its step under way ends.
+
+    Invariant: while the replica publishes, `now_s` is the time of the step that ends. `next_s` is that of another one
+    where a request's arrival ends a step without tokens."""
 
     def __init__(self, replica: Replica, timing: Timing, *, slowdown: float = 1.0) -> None:
         """slowdown: how many times as long its steps take."""
         self.replica = replica
         self.timing = timing
         self.slowdown = slowdown
+        self.now_s = 0.0
         # When the step under way is computed, or a load ends that is waited for; None while there is neither.
         self.next_s: float | None = None
         self._step: Step | None = None
@@ -52,6 +56,7 @@ class VirtualReplica:
 
     def submit(self, text: Text, max_tokens: int, now_s: float) -> Job:
         """A request arrives; an idle replica begins a step at once. Raises RequestRefused."""
+        self.now_s = now_s
         job = self.replica.submit(text, max_tokens)
         if self._quiet_ends_s:
             # It joins after the step that is under way now.
@@ -65,6 +70,7 @@ class VirtualReplica:
         """End the step under way at `next_s` and begin the next one. Raises Stuck."""
         now_s, step = self.next_s, self._step
         assert now_s is not None
+        self.now_s = now_s
         moments: list[tuple[Job, Literal["first_token", "done"]]] = []
         if self._quiet_ends_s:
             self.replica.scheduler.skip(len(self._quiet_ends_s))

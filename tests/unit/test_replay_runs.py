@@ -24,7 +24,7 @@ from kvrouter.replay.fleet.fleet_shape import (
 from kvrouter.replay.fleet.virtual_fleet import MODEL, VirtualFleet
 from kvrouter.replay.policies.names import NAMES
 from kvrouter.replay.runs.policy_run import LoadProfile, PolicyRun
-from kvrouter.replay.runs.simulate import simulate
+from kvrouter.replay.runs.simulate import simulate, text_of
 from kvrouter.replay.traces.formats import read_trace
 from kvrouter.replay.traces.request import Trace
 from kvrouter.router.common.errors import SettingError
@@ -101,6 +101,38 @@ def test_a_cpu_tier_gives_back_what_the_gpu_evicts() -> None:
     assert with_tier.reused[-1] == with_tier.predicted[-1] >= 38 * PIECE_TOKENS
 
 
+@pytest.mark.parametrize("policy", ["least_load", "round_robin", "kv"])
+@pytest.mark.parametrize("gap_s", [20.0, 0.5])
+def test_an_idle_replica_may_publish_as_a_request_begins(policy: str, gap_s: float) -> None:
+    """Stores of the prompt before end with the step that begins a load, which has no tokens."""
+    trace = small_trace(*[(gap_s * n, [100 * (n % 6) + i for i in range(1, 15)]) for n in range(24)])
+    run = simulate(trace, shape(workers=1, cache_tokens=12_000, cpu_tokens=400_000), policy, 1)
+    assert run.reused == run.predicted
+    assert all(run.reused[6:])
+
+
+def test_events_are_published_at_the_time_of_the_step_that_ends_not_of_the_next_one() -> None:
+    """The second load begins, and evicts, while the first one is awaited."""
+    published_s: list[float] = []
+    fleet = shape("llama", cache_tokens=16_000, cpu_tokens=400_000)
+    replica = fleet.replica(0, lambda now_s, events: published_s.append(now_s))
+    trace = small_trace(*[(0.0, [100 * n + i for i in range(1, 15)]) for n in range(6)])
+
+    def submit(number: int, now_s: float) -> None:
+        replica.submit(text_of(trace.requests[number], fleet.geometry, number, PIECE_TOKENS), 1, now_s)
+
+    for number in range(6):
+        submit(number, 100.0 * number)
+        while replica.next_s is not None:
+            replica.advance()
+    published_s.clear()
+    submit(0, 1000.0)
+    load_ends_s = replica.next_s
+    submit(1, 1000.001)
+    assert replica.next_s == load_ends_s and load_ends_s is not None and load_ends_s > 1000.001
+    assert published_s == [1000.0, 1000.001]
+
+
 def test_requests_that_come_sooner_wait_longer(tmp_path: Path) -> None:
     trace = conversations(tmp_path, 100)
     slow, fast = (simulate(trace, shape(), "kv", 1, speedup=speedup).summary() for speedup in (1.0, 20.0))
@@ -158,7 +190,7 @@ def test_of_a_process_that_is_gone_nothing_more_is_shown() -> None:
     question = Question(MODEL, 3 * PIECE_TOKENS, block_hashes=np.arange(1, 4, dtype=np.uint64))
 
     def publish(*blocks: bytes) -> None:
-        fleet.published(0, [Stored(0, blocks, None, (), PIECE_TOKENS, ())])
+        fleet.published(0, [Stored(0, blocks, None, (), PIECE_TOKENS, ())], fleet.now_s)
 
     publish(*names[:3])
     fleet.restarted(0)
