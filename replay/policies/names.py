@@ -13,12 +13,14 @@ from kvrouter.replay.policies.llm_d import LlmD
 from kvrouter.replay.policies.lmetric import LMetric
 from kvrouter.replay.policies.peer import PeerRouter, Rule
 from kvrouter.replay.policies.routing import Router
+from kvrouter.replay.policies.session_hash import SessionHash
 from kvrouter.replay.policies.this_router import ThisRouter
 from kvrouter.replay.policies.vllm_router import VllmRouter
 from kvrouter.router.placement.policies import KV
 
 # The number of workers and the tokens of a piece -> the rule.
 RULES: dict[str, Callable[[int, int], Rule]] = {
+    "session_hash": lambda workers, piece_tokens: SessionHash(workers),
     "cache_aware": CacheAware,
     "dynamo": lambda workers, piece_tokens: Dynamo(workers),
     "llm_d": lambda workers, piece_tokens: LlmD(),
@@ -32,6 +34,7 @@ COMPARED = (
     BASELINE,
     "least_load",
     "full_attention_only",
+    "session_hash",
     "cache_aware",
     "dynamo",
     "llm_d",
@@ -41,7 +44,7 @@ COMPARED = (
 )
 NAMES = (*this_router.NAMES, *RULES)
 # Chance has no effect on them.
-WITHOUT_CHANCE = frozenset({BASELINE, "cache_aware", "vllm_router"})
+WITHOUT_CHANCE = frozenset({BASELINE, "session_hash", "cache_aware", "vllm_router"})
 
 
 def router_of(name: str, fleet: VirtualFleet, seed: int, piece_tokens: int) -> Router:

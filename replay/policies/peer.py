@@ -34,7 +34,7 @@ class InFlight:
 class Sight:
     """A prompt, and every worker at the moment when it comes; the lists go together. hits: its cached tokens by full
     attention on the GPU alone; exact_hits: by all groups and tiers, which no peer sees. blocks: hashes of its full
-    blocks of full attention, `block_tokens` each."""
+    blocks of full attention, `block_tokens` each. session: see Request."""
 
     now_s: float
     num_tokens: int
@@ -45,6 +45,7 @@ class Sight:
     exact_hits: Sequence[int]
     in_flight: Sequence[InFlight]
     loads: EngineLoads = field(repr=False)
+    session: int | None = None
 
     def engines(self) -> Sequence[EngineLoad]:
         return self.loads()
@@ -125,6 +126,7 @@ class PeerRouter:
             exact,
             self.in_flight,
             self._loads,
+            arrival.session,
         )
         chosen = self.rule.pick(sight, self._rng) if pinned is None else pinned
         prefill_tokens = arrival.num_tokens - seen[chosen]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces as the Mooncake project publishes them: one JSON object a line with timestamp (ms), input_length,
-output_length (tokens) and hash_ids.
+output_length (tokens) and hash_ids, and session_id where whoever wrote it knows the conversation.
 
 One id stands for 512 tokens there (kvcache-ai/Mooncake, FAST25-release/traces); others write the same form with other
 sizes, which `--piece-tokens` names. Exact: lengths and what is shared are the trace's own.
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from kvrouter.replay.traces.lines import Line, at, json_object, shown, whole_number
-from kvrouter.replay.traces.pieces import ID_BITS
+from kvrouter.replay.traces.pieces import ID_BITS, session_number
 from kvrouter.replay.traces.reader import ReadOptions
 from kvrouter.replay.traces.request import Request, TraceError
 
@@ -30,6 +30,7 @@ class _Row(msgspec.Struct):
     input_length: int
     output_length: int
     hash_ids: list[int]
+    session_id: int | str | None = None
 
 
 _decode = msgspec.json.Decoder(_Row).decode
@@ -58,7 +59,8 @@ def read_mooncake(path: Path, lines: Iterator[Line], options: ReadOptions) -> It
             )
         if row.hash_ids and not 0 <= min(row.hash_ids) <= max(row.hash_ids) < 1 << ID_BITS:
             raise TraceError(at(path, number, f"hash_ids has one that is not from 0 to 2**{ID_BITS} - 1"))
-        yield Request(row.timestamp / 1000, prompt, output, np.array(row.hash_ids, np.uint64))
+        session = None if row.session_id is None else session_number(row.session_id)
+        yield Request(row.timestamp / 1000, prompt, output, np.array(row.hash_ids, np.uint64), session)
 
 
 def _row(path: Path, line: Line) -> _Row:

@@ -3,7 +3,8 @@
 
 A line is the body itself (`messages` of a chat, or the `prompt` of a completion: text, token ids, or a list of either)
 or has it under `body`, as the Batch API's files do. Beside it stand a time (`timestamp`, `time`, `created_at` or
-`created`: seconds, milliseconds or nanoseconds, or ISO 8601) and, where it is known, `usage` (also under `response`).
+`created`: seconds, milliseconds or nanoseconds, or ISO 8601) and, where they are known, `usage` (also under `response`)
+and `session_id`. Without a `session_id`, also in the body, its `user` names the session.
 
 How exact: token ids are exact. Text goes through the given tokenizer with its chat template, as this router's own
 tokenizer reads it (docs/explanation/tokens.md). Without one, a chat is written out as roles and texts and counted as
@@ -21,7 +22,7 @@ import numpy as np
 
 from kvrouter.replay.traces.lines import Line, at, json_object, shown, whole_number
 from kvrouter.replay.traces.mooncake import TOKENS_MAX
-from kvrouter.replay.traces.pieces import pieces_of_text, pieces_of_tokens
+from kvrouter.replay.traces.pieces import pieces_of_text, pieces_of_tokens, session_number
 from kvrouter.replay.traces.reader import ReadOptions
 from kvrouter.replay.traces.request import Request, TraceError
 from kvrouter.router.common.timestamps import TIME_FIELDS, seconds_of, time_in
@@ -44,8 +45,10 @@ def read_openai(path: Path, lines: Iterator[Line], options: ReadOptions) -> Iter
         usage = _usage(found)
         output = _output_tokens(path, number, body, usage, options)
         prompts = _prompts(path, number, body)
+        session = _session(path, number, found, body)
         for prompt in prompts:
             request, size = _request(path, number, body, prompt, time_s, output, options)
+            request.session = session
             yield request
             if size and len(prompts) == 1 and isinstance(known := usage.get("prompt_tokens"), int) and known > 0:
                 estimated += request.prompt_tokens
@@ -139,6 +142,21 @@ def _time_s(path: Path, number: int, found: Mapping[str, Any], body: Mapping[str
         if isinstance(value, str):
             raise TraceError(at(path, number, f"its time {shown(value)} is neither a number nor ISO 8601")) from None
         raise TraceError(at(path, number, f"its time ({', '.join(TIME_FIELDS)}) is {shown(value)}")) from None
+
+
+def _session(path: Path, number: int, found: Mapping[str, Any], body: Mapping[str, Any]) -> int | None:
+    """Return the id of the line's session, None where it names none. Raises TraceError."""
+    for name, value in (
+        ("session_id", found.get("session_id")),
+        ("session_id", body.get("session_id")),
+        ("user", body.get("user")),
+    ):
+        if value is None or value == "":
+            continue
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise TraceError(at(path, number, f"{name} is {shown(value)}, not a text or a whole number"))
+        return session_number(value)
+    return None
 
 
 def _usage(found: Mapping[str, Any]) -> Mapping[str, Any]:

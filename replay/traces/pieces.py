@@ -30,6 +30,11 @@ def chain(data: bytes, piece_bytes: int) -> NDArray[np.uint64]:
     return np.array(ids, np.uint64)
 
 
+def session_number(name: str | int) -> int:
+    """Return the id below 2**52 that stands for a session's name in a trace; 7 and "7" are one session."""
+    return int.from_bytes(blake2b(str(name).encode("utf-8", "surrogatepass"), digest_size=_WIDTH).digest()) & _MASK
+
+
 def pieces_of_tokens(tokens: Sequence[int] | NDArray[np.int64], piece_tokens: int) -> NDArray[np.uint64]:
     """Exact: equal ids at equal places are equal token ids up to the piece's end."""
     return chain(np.asarray(tokens, np.int64).tobytes(), piece_tokens * np.int64().itemsize)

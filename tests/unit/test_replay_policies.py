@@ -18,6 +18,7 @@ from kvrouter.replay.policies.names import COMPARED, NAMES, RULES, router_of
 from kvrouter.replay.policies.peer import InFlight, PeerRouter, Rule, Sight
 from kvrouter.replay.policies.prefix_tree import PrefixTree
 from kvrouter.replay.policies.routing import Arrival
+from kvrouter.replay.policies.session_hash import SessionHash
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.simulator.cache.shapes import make_geometry
 
@@ -35,6 +36,7 @@ def sight(
     exact: Sequence[int] | None = None,
     first_block: int = 0,
     now_s: float = 0.0,
+    session: int | None = None,
 ) -> Sight:
     """A prompt of ten blocks before two workers."""
     blocks = list(range(first_block, first_block + tokens // BLOCK))
@@ -48,6 +50,7 @@ def sight(
         hits if exact is None else exact,
         [InFlight(*both) for both in zip(requests, prefill, strict=True)],
         lambda: [EngineLoad(w, 0, u) for w, u in zip(waiting, usage, strict=True)],
+        session,
     )
 
 
@@ -131,6 +134,40 @@ def test_lmetric_sees_full_attention_alone_unless_it_is_the_exact_one() -> None:
     what = sight((8 * BLOCK, 0), exact=(0, 4 * BLOCK))
     assert picks(LMetric(), what) == {0}
     assert picks(LMetric(exact=True), what) == {1}
+
+
+# -- session hash: the highest random weight
+
+
+def test_a_session_keeps_its_worker_whatever_is_cached_and_queued() -> None:
+    rule = SessionHash(2)
+    for session in range(20):
+        (home,) = picks(rule, sight(session=session))
+        busy = [0, 0]
+        busy[home] = 1000
+        assert picks(rule, sight((0, 10 * BLOCK)[:: 1 - 2 * home], session=session, first_block=7, requests=busy)) == {
+            home
+        }
+
+
+def test_sessions_are_spread_evenly_and_few_move_to_a_further_worker() -> None:
+    homes = {
+        workers: [SessionHash(workers).pick(sight(session=n), random.Random(1)) for n in range(4000)]
+        for workers in (7, 8)
+    }
+    counts = np.bincount(homes[8])
+    assert len(counts) == 8 and counts.min() > 400 and counts.max() < 600
+    moved = {new for old, new in zip(homes[7], homes[8], strict=True) if old != new}
+    assert moved == {7}
+
+
+def test_a_request_without_a_session_goes_by_its_first_piece() -> None:
+    rule = SessionHash(64)
+    (home,) = picks(rule, sight(first_block=3))
+    assert picks(rule, sight(first_block=3, tokens=4 * BLOCK)) == {home}
+    assert len({rule.pick(sight(first_block=n), random.Random(1)) for n in range(30)}) > 20
+    # Its id is no session of the same number.
+    assert [n for n in range(30) if picks(rule, sight(session=n)) != picks(rule, sight(first_block=n))]
 
 
 # -- cache-aware by text

@@ -133,6 +133,15 @@ def test_events_are_published_at_the_time_of_the_step_that_ends_not_of_the_next_
     assert published_s == [1000.0, 1000.001]
 
 
+def test_the_sessions_of_a_trace_reach_the_policy() -> None:
+    trace = small_trace(*[(20.0 * n, [1, n + 2]) for n in range(24)])
+    for number, request in enumerate(trace.requests):
+        request.session = number % 6
+    run = simulate(trace, shape(workers=4), "session_hash", 1)
+    assert [len(set(run.worker[n::6])) for n in range(6)] == [1] * 6
+    assert len(set(run.worker)) > 1
+
+
 def test_requests_that_come_sooner_wait_longer(tmp_path: Path) -> None:
     trace = conversations(tmp_path, 100)
     slow, fast = (simulate(trace, shape(), "kv", 1, speedup=speedup).summary() for speedup in (1.0, 20.0))

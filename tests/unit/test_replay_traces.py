@@ -74,6 +74,7 @@ def test_only_the_first_requests_are_read(tmp_path: Path) -> None:
         (ROW | {"hash_ids": [1, 2**52]}, "hash_ids has one that is not from 0"),
         (ROW | {"hash_ids": [1, 10**30]}, "line 2"),
         ({"timestamp": 1}, "is no request of a Mooncake trace"),
+        (ROW | {"session_id": [1]}, "is no request of a Mooncake trace"),
     ],
 )
 def test_a_broken_line_is_named_by_its_number(tmp_path: Path, line: Any, problem: str) -> None:
@@ -148,6 +149,23 @@ def test_bodies_of_every_kind_are_read(tmp_path: Path) -> None:
     assert any("estimated from text" in note for note in trace.notes)
 
 
+def test_sessions_that_a_trace_names_are_read(tmp_path: Path) -> None:
+    """The names are numbers there; equal names are equal numbers, in every format."""
+    body = {"time": 1, "prompt": [1, 2], "usage": {"completion_tokens": 1}}
+    bodies = [
+        body | {"session_id": "a", "user": "u"},
+        body | {"user": "a"},
+        {"time": 2, "body": body | {"session_id": "a"}},
+        body | {"user": "7"},
+        body | {"user": "", "session_id": None},
+    ]
+    sessions = [one.session for one in read(lines(tmp_path / "t", *bodies), "openai").requests]
+    mooncake = [ROW | {"session_id": "a"}, ROW | {"session_id": 7}, ROW]
+    others = [one.session for one in read(lines(tmp_path / "m", *mooncake), "mooncake").requests]
+    assert sorted(sessions, key=str) == sorted([others[0]] * 3 + [others[1], None], key=str)
+    assert others[0] != others[1] is not None and others[2] is None
+
+
 def test_a_next_turn_begins_with_the_pieces_of_the_one_before(tmp_path: Path) -> None:
     first = [
         {"role": "system", "content": "s" * 700},
@@ -186,6 +204,8 @@ def test_times_of_every_unit(tmp_path: Path, time: Any, seconds: float) -> None:
         ({"time": 1, "body": 3}, "body is 3"),
         ({"time": 1, "prompt": "a", "max_tokens": "many"}, "max_tokens is 'many'"),
         ({"time": 1, "prompt": "a", "usage": {"completion_tokens": -4}}, "completion_tokens is -4"),
+        ({"time": 1, "prompt": [1], "session_id": 1.5}, "session_id is 1.5, not a text or a whole number"),
+        ({"time": 1, "prompt": [1], "user": {}}, "user is {}, not a text or a whole number"),
     ],
 )
 def test_a_body_that_cannot_be_read_is_named(tmp_path: Path, line: Any, problem: str) -> None:
