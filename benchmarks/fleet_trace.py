@@ -38,7 +38,7 @@ from kvrouter.replay.fleet.fleet_shape import (
     blocks_of,
     geometry_of,
 )
-from kvrouter.replay.runs.endless import endless_reuse
+from kvrouter.replay.runs.pooled import endless_reuse
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.formats import read_trace
 from kvrouter.replay.traces.mooncake import PIECE_TOKENS

@@ -23,11 +23,12 @@ from kvrouter.replay.fleet.fleet_shape import (
     geometry_of,
 )
 from kvrouter.replay.policies.names import COMPARED, NAMES
-from kvrouter.replay.report.comparison import FleetRow, compared
+from kvrouter.replay.report.comparison import POOLED, FleetRow, compared
 from kvrouter.replay.report.files import write_csv
 from kvrouter.replay.report.plots import check_plots, write_plots
 from kvrouter.replay.report.table import text
 from kvrouter.replay.runs.policy_run import PolicyRun
+from kvrouter.replay.runs.pooled import pooled_reuse
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.formats import AUTO, FORMATS, read_trace, recognised
 from kvrouter.replay.traces.reader import BYTES_PER_TOKEN, OUTPUT_TOKENS, ReadOptions
@@ -94,7 +95,9 @@ def run_replay(options: ReplayOptions) -> int:
         options.seed,
     )
     refusals = [f"{run.policy}: {run.refusal}" for run in runs if run.refused][:1]
-    found = compared(fleet, [run.summary() for run in runs], [*trace.notes, *refusals])
+    interrupted = len(runs) < len(options.policies) or any(run.partial for run in runs)
+    pooled = None if interrupted else _pooled(trace, shape)
+    found = compared(fleet, [run.summary() for run in runs], pooled, [*trace.notes, *refusals])
     if options.csv is not None:
         write_csv(options.csv, found)
     if options.json:
@@ -106,7 +109,7 @@ def run_replay(options: ReplayOptions) -> int:
     if options.plot is not None and runs:
         for path in write_plots(options.plot, runs):
             print(f"wrote {path}", file=sys.stderr)
-    return EXIT_INTERRUPTED if len(runs) < len(options.policies) or any(run.partial for run in runs) else 0
+    return EXIT_INTERRUPTED if pooled is None else 0
 
 
 def _check(options: ReplayOptions) -> None:
@@ -190,6 +193,15 @@ def _runs(options: ReplayOptions, trace: Trace, shape: FleetShape) -> list[Polic
         if run.partial:
             break
     return runs
+
+
+def _pooled(trace: Trace, shape: FleetShape) -> list[int] | None:
+    """Return what one pooled cache reuses of each request, None after Ctrl-C."""
+    with _bar(POOLED, len(trace.requests)) as step:
+        try:
+            return pooled_reuse(trace, shape, on_request=lambda done: step(1))
+        except KeyboardInterrupt:
+            return None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from kvrouter.replay.runs.policy_run import Summary
 
 # Below this share a difference is not worth a claim: seeds differ by as much (docs/reference/benchmarks.md).
 EQUAL_SHARE = 0.01
+POOLED = "one pooled cache"
 
 
 class FleetRow(msgspec.Struct, frozen=True):
@@ -34,17 +35,34 @@ class FleetRow(msgspec.Struct, frozen=True):
     seed: int
 
 
+class PooledRow(msgspec.Struct, frozen=True):
+    """What one replica with the memory of the whole fleet would reuse of all prompts, one request after another."""
+
+    prompt_tokens: int
+    reused_tokens: int
+    reused_share: float
+
+
 class Comparison(msgspec.Struct, frozen=True):
-    """A fleet, one row a policy, and what of the trace is estimated or left out."""
+    """A fleet, one row a policy, the bound, and what of the trace is estimated or left out."""
 
     fleet: FleetRow
     rows: tuple[Summary, ...]
+    # None where the run was ended before.
+    pooled: PooledRow | None
     notes: tuple[str, ...]
     sentence: str
 
 
-def compared(fleet: FleetRow, rows: Sequence[Summary], notes: Sequence[str]) -> Comparison:
-    return Comparison(fleet, tuple(rows), tuple(notes), sentence(rows))
+def compared(
+    fleet: FleetRow, rows: Sequence[Summary], pooled_tokens: Sequence[int] | None, notes: Sequence[str]
+) -> Comparison:
+    """Put runs side by side. pooled_tokens: what a pooled cache reuses of each request, None where it is not known."""
+    pooled = None
+    if pooled_tokens is not None:
+        reused = sum(pooled_tokens)
+        pooled = PooledRow(fleet.prompt_tokens, reused, reused / max(1, fleet.prompt_tokens))
+    return Comparison(fleet, tuple(rows), pooled, tuple(notes), sentence(rows))
 
 
 def sentence(rows: Sequence[Summary]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from kvrouter.replay.policies.names import OWN
-from kvrouter.replay.report.comparison import Comparison, FleetRow, millions
+from kvrouter.replay.report.comparison import POOLED, Comparison, FleetRow, millions
 from kvrouter.replay.runs.policy_run import Summary
 
 COLUMNS = 80
@@ -23,6 +23,9 @@ def text(found: Comparison) -> str:
     """Fleet, table, notes and the sentence."""
     parts = [_fleet(found.fleet), "", *(_cells(head) for head in HEADS), "-" * COLUMNS]
     parts += [_row(row) for row in found.rows]
+    if found.pooled is not None:
+        pooled = (f"{found.pooled.reused_tokens / 1e6:.2f}", f"{found.pooled.reused_share:.1%}")
+        parts.append(_cells((POOLED, *pooled, *["-"] * (len(WIDTHS) - 3))))
     parts += [note for row in found.rows if (note := _incomplete(row, found.fleet))]
     parts.append("")
     parts += [_wrapped(f"note: {note}") for note in found.notes]

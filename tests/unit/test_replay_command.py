@@ -39,6 +39,8 @@ def test_the_table_has_every_policy_and_fits_80_columns(trace: Path, capsys: pyt
     shown = capsys.readouterr()
     assert max(map(len, shown.out.splitlines())) <= COLUMNS
     assert all(f"\n{policy}" in shown.out for policy in COMPARED)
+    last = shown.out.split("\n\n")[-2].splitlines()[-1].split()
+    assert last[:3] == ["one", "pooled", "cache"] and float(last[3]) > 0 and last[5:] == ["-"] * 6
     assert "Against round_robin, kv would " in shown.out
     assert shown.err == ""
 
@@ -50,8 +52,11 @@ def test_json_csv_and_plots_say_the_same(trace: Path, tmp_path: Path, capsys: py
     assert run(["replay", "--trace", str(trace), *flags]) == 0
     found = json.loads(capsys.readouterr().out)
     rows = list(csv.DictReader(files[0].read_text().splitlines()))
-    assert [one["policy"] for one in rows] == [one["policy"] for one in found["rows"]] == ["kv", "lmetric"]
-    assert [int(one["reused_tokens"]) for one in rows] == [one["reused_tokens"] for one in found["rows"]]
+    assert [one["policy"] for one in rows] == ["kv", "lmetric", "one pooled cache"]
+    assert [one["policy"] for one in found["rows"]] == ["kv", "lmetric"]
+    reused = [one["reused_tokens"] for one in (*found["rows"], found["pooled"])]
+    assert [int(one["reused_tokens"]) for one in rows] == reused and min(reused) > 0
+    assert rows[-1]["ttft_mean_s"] == "" and float(rows[-1]["reused_share"]) == found["pooled"]["reused_share"]
     assert len(found["in_flight"]["kv"][0][1]) == found["fleet"]["workers"] == 8
     assert all((files[1] / name).read_bytes().startswith(b"\x89PNG") for name in ("ttft.png", "hit_tokens.png"))
     assert (files[1] / "balance.png").stat().st_size > 1000
@@ -130,7 +135,19 @@ def test_ctrl_c_shows_what_is_done_and_runs_no_further_policy(
     assert run(["replay", "--trace", str(trace)]) == 130
     out = capsys.readouterr().out
     assert "round_robin" in out and "least_load (partial)" in out and "lmetric" not in out
-    assert "least_load was ended after" in out
+    assert "least_load was ended after" in out and "pooled" not in out
+
+
+def test_ctrl_c_in_the_bound_shows_the_policies(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(trace: Any, shape: Any, **more: Any) -> list[int]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvrouter.replay.command.pooled_reuse", interrupted)
+    assert run(["replay", "--trace", str(trace), "--policy", "kv"]) == 130
+    out = capsys.readouterr().out
+    assert "kv*" in out and "partial" not in out and "pooled" not in out
 
 
 def test_on_a_terminal_there_is_a_bar_on_stderr_alone(
@@ -166,6 +183,6 @@ def test_the_sentence_says_what_is_saved_and_who_is_better() -> None:
 
 def test_large_numbers_keep_their_columns() -> None:
     slow = row("full_attention_only", ttft_mean_s=12_345.6, ttft_p50_s=99_999.0, ttft_p95_s=9e4, ttft_p99_s=99_999.9)
-    shown = text(compared(FLEET, [slow, row("kv", partial=True)], ["a note " * 30]))
+    shown = text(compared(FLEET, [slow, row("kv", partial=True)], None, ["a note " * 30]))
     assert max(map(len, shown.splitlines())) <= COLUMNS
     assert len(next(line for line in shown.splitlines() if line.startswith("full_attention_only")).split()) == 9

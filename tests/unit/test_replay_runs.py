@@ -24,6 +24,7 @@ from kvrouter.replay.fleet.fleet_shape import (
 from kvrouter.replay.fleet.virtual_fleet import MODEL, VirtualFleet
 from kvrouter.replay.policies.names import NAMES
 from kvrouter.replay.runs.policy_run import LoadProfile, PolicyRun
+from kvrouter.replay.runs.pooled import endless_reuse, pooled_reuse
 from kvrouter.replay.runs.simulate import simulate, text_of
 from kvrouter.replay.traces.formats import read_trace
 from kvrouter.replay.traces.request import Trace
@@ -140,6 +141,31 @@ def test_the_sessions_of_a_trace_reach_the_policy() -> None:
     run = simulate(trace, shape(workers=4), "session_hash", 1)
     assert [len(set(run.worker[n::6])) for n in range(6)] == [1] * 6
     assert len(set(run.worker)) > 1
+
+
+def test_a_pooled_cache_has_the_blocks_and_the_tiers_of_all(tmp_path: Path) -> None:
+    """So it reuses more than either replica's, and the same whichever of them has what."""
+    chats = small_trace(*[(20.0 * n, [100 * (n % 6) + i for i in range(1, 15)]) for n in range(24)])
+    geometry = geometry_of("llama", PIECE_TOKENS)
+    # Of six chats, 14 blocks each, these hold one, two, and all.
+    one, two, six = ReplicaShape(20), ReplicaShape(40), ReplicaShape(20, 6 * 14)
+    reused = {
+        name: [n for n, tokens in enumerate(pooled_reuse(chats, FleetShape(geometry, replicas))) if tokens]
+        for name, replicas in {"few": (one, two), "many": (two, two, one), "tier": (one, six)}.items()
+    }
+    assert reused == {"few": [], "many": list(range(6, 24)), "tier": list(range(6, 24))}
+    trace = conversations(tmp_path)
+    endless = endless_reuse(trace, geometry_of("gemma3", PIECE_TOKENS))
+    pooled = pooled_reuse(trace, restarted(shape(cache_tokens=400_000), (10.0, 0)))
+    assert sum(pooled) <= sum(endless) and pooled_reuse(trace, shape(cache_tokens=4_000_000)) == endless
+
+
+def test_what_does_not_fit_a_pooled_cache_reuses_nothing() -> None:
+    chats = small_trace((0.0, [1, 2, 3]), (1.0, list(range(1, 900))), (2.0, [1, 2, 3]))
+    done: list[int] = []
+    reused = pooled_reuse(chats, shape(workers=1), on_request=done.append)
+    assert reused[:2] == [0, 0] and reused[2] > 0
+    assert done == [1, 2, 3]
 
 
 def test_requests_that_come_sooner_wait_longer(tmp_path: Path) -> None:
