@@ -3,7 +3,7 @@
 
 Rendezvous hashing (Thaler and Ravishankar 1998, highest random weight): each worker's weight is a hash of the session
 and the worker, and the highest wins. So a session keeps its worker, and workers get equal shares of the sessions. A
-request without a session goes by its first piece, as chats that share no beginning can be told apart by that."""
+request without a session goes by its prompt's first piece, so that equal beginnings meet."""
 
 from __future__ import annotations
 

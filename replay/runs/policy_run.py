@@ -54,7 +54,8 @@ class LoadProfile:
 class Summary(msgspec.Struct, frozen=True):
     """A run as one row. Of the requests that had their first token: prompt, reused and predicted tokens, the share of
     the prompts, and of what the best worker would have reused at each choice. computed_gpu_s: what computing the rest
-    takes. prefill_share: of all workers' time. balance: see LoadProfile. refused: requests that no worker could take."""
+    takes. prefill_share: of all workers' time. balance: see LoadProfile. refused: requests that their worker could not
+    take. requests_per_s, output_tokens_per_s: see PolicyRun."""
 
     policy: str
     requests: int
@@ -74,6 +75,8 @@ class Summary(msgspec.Struct, frozen=True):
     balance: float
     span_s: float
     wall_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
 
 
 @dataclass(slots=True)
@@ -93,6 +96,8 @@ class PolicyRun:
     predicted: array[int] = field(default_factory=lambda: array("q"))
     reused: array[int] = field(default_factory=lambda: array("q"))
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    # Tokens of the answer; 0 until it has ended.
+    output: array[int] = field(default_factory=lambda: array("q"))
     refused: int = 0
     refusal: str = ""
     span_s: float = 0.0
@@ -107,7 +112,18 @@ class PolicyRun:
         self.predicted.append(predicted)
         self.reused.append(0)
         self.ttft_s.append(math.nan)
+        self.output.append(0)
         return len(self.prompt) - 1
+
+    @property
+    def requests_per_s(self) -> float:
+        """Return how many answers ended in a second of the run: at saturation, the fleet's throughput."""
+        return sum(tokens > 0 for tokens in self.output) / self.span_s if self.span_s else 0.0
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Return the tokens of these answers in a second of the run."""
+        return sum(self.output) / self.span_s if self.span_s else 0.0
 
     def summary(self) -> Summary:
         answered = [number for number, ttft_s in enumerate(self.ttft_s) if not math.isnan(ttft_s)]
@@ -138,6 +154,8 @@ class PolicyRun:
             self.load.mean_balance,
             self.span_s,
             self.wall_s,
+            self.requests_per_s,
+            self.output_tokens_per_s,
         )
 
 

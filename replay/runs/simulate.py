@@ -131,6 +131,7 @@ class Simulation:
                 self.run.reused[number] = moment.job.cached
             else:
                 placed.done(moment.job.sampled)
+                self.run.output[number] = moment.job.sampled
                 self._in_flight[placed.number] -= 1
                 del self._placed[moment.job]
 

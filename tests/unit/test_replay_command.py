@@ -20,7 +20,9 @@ from kvrouter.replay.runs.policy_run import Summary
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.router.cli.commands import run
 
-ROW = Summary("kv", 10, False, 0, 4_000_000, 2_000_000, 2_000_000, 0.5, 0.9, 1.0, 1.0, 2.0, 3.0, 200.0, 0.1, 1.5, 60, 1)
+ROW = Summary(
+    "kv", 10, False, 0, 4_000_000, 2_000_000, 2_000_000, 0.5, 0.9, 1.0, 1.0, 2.0, 3.0, 200.0, 0.1, 1.5, 60, 1, 0.2, 9.0
+)
 EACH = (400_000,) * 8, (0,) * 8, (10_000.0,) * 8
 FLEET = FleetRow("a.jsonl", "mooncake", 10, 4_000_000, 60.0, "gemma3", 512, 8, *EACH, (), 1.0, 1)
 

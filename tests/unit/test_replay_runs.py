@@ -301,6 +301,24 @@ def test_the_balance_is_the_busiest_by_the_mean() -> None:
 def test_a_run_without_answers_has_a_row() -> None:
     row = PolicyRun("kv", 1, (1.0, 1.0), LoadProfile(2, 0.0)).summary()
     assert (row.requests, row.reused_share, row.ttft_p99_s) == (0, 0.0, 0.0)
+    assert (row.requests_per_s, row.output_tokens_per_s) == (0.0, 0.0)
+
+
+def test_throughput_is_counted_until_the_last_answer_ended() -> None:
+    """Two answers of 50 tokens, decoded together after both prompts; the third request fits no replica."""
+    timing = Timing(10_000.0, 0.01, 0.0)
+    fleet = FleetShape(geometry_of("llama", PIECE_TOKENS), (ReplicaShape(100, timing=timing),))
+    trace = small_trace((0.0, [1, 2]), (0.0, [3, 4]), (0.1, list(range(1, 900))), output_tokens=50)
+    run = simulate(trace, fleet, "kv", 1)
+    row = run.summary()
+    # The second prompt waits for the step of the first, which has its first token then.
+    prefill_s = 2 * PIECE_TOKENS / 10_000
+    assert row.span_s == pytest.approx(2 * (0.01 + prefill_s) + 49 * 0.01)
+    assert row.output_tokens_per_s == pytest.approx(2 * 50 / row.span_s)
+    assert row.requests_per_s == pytest.approx(2 / row.span_s)
+    again = simulate(trace, restarted(fleet, (0.4, 0)), "kv", 1).summary()
+    # What the first try had answered counts once.
+    assert again.span_s > row.span_s and again.output_tokens_per_s == pytest.approx(2 * 50 / again.span_s)
 
 
 def test_the_defaults_are_those_of_the_fleet_benchmark() -> None:
