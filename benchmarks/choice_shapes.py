@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: on any shape of traffic, the router's policy is as good as the best simpler rule.
+
+    python benchmarks/choice_shapes.py run --results FILE [--seed N] [--shapes FROM:TO] [--rotations FROM:TO]
+        [--policy NAME]... [--label NAME] [--jobs N]
+    python benchmarks/choice_shapes.py report --results FILE... [--label NAME] [--json FILE] [--plot FOLDER]
+    python benchmarks/choice_shapes.py list [--seed N] [--shapes FROM:TO]
+
+`run` draws shapes from a seed (traffic/shape.py) and runs each policy over each in virtual time, as `kvrouter replay`
+does; `pooled` is one cache with all the memory. A run that the file already has is not made again, so it can be stopped
+with Ctrl-C and continued. `--label` names the runs of `kv`, to compare versions of it. `report` compares kv with the
+peers, each figure with the best peer of that very figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+from traffic.outcome import POOLED, Outcome, by_shape
+from traffic.prompts import trace_and_fleet
+from traffic.report import report_text, report_values
+from traffic.shape import Shape, draw, draw_rotation
+
+from kvrouter.replay.policies.names import OWN
+from kvrouter.replay.runs.pooled import pooled_reuse
+from kvrouter.replay.runs.simulate import simulate
+
+PEERS = (
+    "round_robin",
+    "least_load",
+    "session_hash",
+    "cache_aware",
+    "dynamo",
+    "llm_d",
+    "vllm_router",
+    "lmetric",
+)
+CHOICES = (OWN, *PEERS, POOLED)
+
+
+def run_policy(shape: Shape, policy: str, label: str) -> Outcome:
+    """Run one policy over one shape. label: the name of the outcome."""
+    begun_s = time.perf_counter()
+    trace, fleet = trace_and_fleet(shape)
+    is_rotation = shape.order == "rotation"
+    if policy == POOLED:
+        reused = sum(pooled_reuse(trace, fleet))
+        values = (len(trace.requests), trace.prompt_tokens, reused, 0.0, 0.0, 1.0)
+    else:
+        found = simulate(trace, fleet, policy, 1).summary()
+        values = (
+            found.requests,
+            found.prompt_tokens,
+            found.reused_tokens,
+            found.ttft_mean_s,
+            found.ttft_p99_s,
+            found.span_s,
+        )
+    return Outcome(shape.seed, shape.number, is_rotation, label, *values, time.perf_counter() - begun_s)
+
+
+def _task(task: tuple[Shape, str, str]) -> Outcome:
+    return run_policy(*task)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make the runs that the file lacks."""
+    shapes = [draw(arguments.seed, number) for number in arguments.shapes]
+    shapes += [draw_rotation(arguments.seed, number) for number in arguments.rotations]
+    path: Path = arguments.results
+    done = {(one.seed, one.number, one.rotation, one.policy) for one in read([path])}
+    tasks = []
+    for shape in shapes:
+        for policy in arguments.policy or CHOICES:
+            label = (arguments.label or policy) if policy == OWN else policy
+            if (shape.seed, shape.number, shape.order == "rotation", label) not in done:
+                tasks.append((shape, policy, label))
+    begun_s = time.monotonic()
+    with path.open("ab") as file, multiprocessing.Pool(arguments.jobs) as pool:
+        try:
+            for count, outcome in enumerate(pool.imap_unordered(_task, tasks), 1):
+                file.write(msgspec.json.encode(outcome) + b"\n")
+                file.flush()
+                if count % 50 == 0 or count == len(tasks):
+                    print(f"{count} of {len(tasks)} runs, {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
+        except KeyboardInterrupt:
+            pool.terminate()
+            return 130
+    return 0
+
+
+def read(paths: Iterable[Path]) -> list[Outcome]:
+    """Return the runs of some files; one that does not exist has none."""
+    decoder = msgspec.json.Decoder(Outcome)
+    return [decoder.decode(line) for path in paths if path.exists() for line in path.read_bytes().splitlines()]
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Print the comparison."""
+    shapes = by_shape(read(arguments.results))
+    found = report_values(shapes, arguments.label or OWN, PEERS)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(msgspec.to_builtins(found), indent=1) + "\n")
+    if arguments.plot is not None:
+        from traffic.plots import write_plots
+
+        write_plots(arguments.plot, found)
+    print(report_text(found))
+    return 0
+
+
+def list_shapes(arguments: argparse.Namespace) -> int:
+    """Print the shapes, one a line."""
+    for number in arguments.shapes:
+        print(msgspec.json.encode(draw(arguments.seed, number)).decode())
+    return 0
+
+
+def numbers(text: str) -> range:
+    """Return the range that FROM:TO means."""
+    first, _, end = text.partition(":")
+    return range(int(first), int(end))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    running = commands.add_parser("run", help="make the runs that the file lacks")
+    running.set_defaults(call=run)
+    running.add_argument("--results", type=Path, required=True, help="one JSON object a run")
+    running.add_argument("--policy", action="append", choices=CHOICES, help="all, unless given")
+    running.add_argument("--label", help="the name of kv's runs")
+    running.add_argument("--jobs", type=int, default=2, help="processes")
+    running.add_argument("--rotations", type=numbers, default=range(0), help="shapes of strict rotation")
+    listing = commands.add_parser("list", help="print the shapes")
+    listing.set_defaults(call=list_shapes)
+    for one in (running, listing):
+        one.add_argument("--seed", type=int, default=1)
+        one.add_argument("--shapes", type=numbers, default=range(20), help="FROM:TO")
+    reporting = commands.add_parser("report", help="compare kv with the peers")
+    reporting.set_defaults(call=report)
+    reporting.add_argument("--results", type=Path, nargs="+", required=True)
+    reporting.add_argument("--label", help="the name of kv's runs")
+    reporting.add_argument("--json", type=Path, help="also write the comparison there")
+    reporting.add_argument("--plot", type=Path, help="also draw it into this folder")
+    chosen = parser.parse_args(arguments)
+    return int(chosen.call(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One policy on one shape, and how it compares with the best of the others. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+# Added to both sides of a ratio, so that differences that nobody would notice do not count.
+REUSE_SHARE_ADDED = 0.005
+TTFT_ADDED_S = 0.002
+# A peer is ahead where it is better by this share; and a peer's first tokens count as no later than ours up to this.
+AHEAD_SHARE = 0.03
+POOLED = "pooled"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A run. Tokens, and seconds of virtual time. POOLED has reuse alone."""
+
+    seed: int
+    number: int
+    rotation: bool
+    policy: str
+    requests: int
+    prompt_tokens: int
+    reused_tokens: int
+    ttft_mean_s: float
+    ttft_p99_s: float
+    # Until the last request ended.
+    span_s: float
+    wall_s: float
+
+    @property
+    def reuse(self) -> float:
+        """The share of the prompts' tokens that was not computed."""
+        return self.reused_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def per_second(self) -> float:
+        """Requests by the time until the last one ended."""
+        return self.requests / max(1e-9, self.span_s)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Ours on one shape beside the best of the peers, each figure by its own champion; above 1 is better."""
+
+    reuse: float
+    # By the best of the peers whose first tokens are at most AHEAD_SHARE later than ours.
+    reuse_among_soon: float
+    ttft: float
+    throughput: float
+    of_pooled: float
+    # The peers that are ahead in both reuse and first tokens.
+    ahead: tuple[str, ...]
+    # The champions of reuse, of reuse among soon, of first tokens and of throughput.
+    champions: tuple[str, str, str, str]
+
+
+def verdict(own: Outcome, peers: Sequence[Outcome], pooled: Outcome) -> Verdict:
+    """Compare one run with its peers' on the same shape."""
+    most = max(peers, key=lambda peer: peer.reuse)
+    soonest = min(peers, key=lambda peer: peer.ttft_mean_s)
+    fastest = max(peers, key=lambda peer: peer.per_second)
+    soon = [peer for peer in peers if _ttft(own, peer) <= 1 + AHEAD_SHARE]
+    # Where every peer is later than that, nobody's reuse was given up.
+    best_soon = max(soon, key=lambda peer: peer.reuse, default=own)
+    ahead = [
+        peer.policy
+        for peer in peers
+        if _reuse(own, peer) < 1 / (1 + AHEAD_SHARE) and _ttft(own, peer) < 1 / (1 + AHEAD_SHARE)
+    ]
+    return Verdict(
+        _reuse(own, most),
+        _reuse(own, best_soon),
+        _ttft(own, soonest),
+        own.per_second / fastest.per_second,
+        _reuse(own, pooled),
+        tuple(ahead),
+        (most.policy, best_soon.policy, soonest.policy, fastest.policy),
+    )
+
+
+def _reuse(own: Outcome, other: Outcome) -> float:
+    return (own.reuse + REUSE_SHARE_ADDED) / (other.reuse + REUSE_SHARE_ADDED)
+
+
+def _ttft(own: Outcome, other: Outcome) -> float:
+    """The other's time by ours: above 1 where ours is sooner."""
+    return (other.ttft_mean_s + TTFT_ADDED_S) / (own.ttft_mean_s + TTFT_ADDED_S)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the mean, NaN of nothing."""
+    kept = list(values)
+    return sum(kept) / len(kept) if kept else math.nan
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean of values above 0, NaN of nothing."""
+    return math.exp(mean(map(math.log, values)))
+
+
+def by_shape(outcomes: Iterable[Outcome]) -> dict[tuple[int, int, bool], Mapping[str, Outcome]]:
+    """Group runs by their shape, and those by policy."""
+    found: dict[tuple[int, int, bool], dict[str, Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault((outcome.seed, outcome.number, outcome.rotation), {})[outcome.policy] = outcome
+    return dict(found)
