@@ -228,6 +228,15 @@ def test_a_message_over_the_bounds_costs_its_connection_and_the_next_is_read(
     asyncio.run(main())
 
 
+def look_until(link: Link, calls: list[bool]) -> None:
+    """Look until somebody is called. The loop does not run meanwhile, so nothing but the look calls."""
+    for _ in range(10_000):
+        link.look(0)
+        if calls:
+            return
+        time.sleep(0.001)
+
+
 def test_news_that_a_look_has_read_wakes_the_reader() -> None:
     """Liveness: the look reads the monitor before the loop does; a quiet publisher sends nothing that would wake the
     reader otherwise."""
@@ -248,12 +257,7 @@ def test_news_that_a_look_has_read_wakes_the_reader() -> None:
             )
             try:
                 assert publisher.poll(10_000) and publisher.recv() == b"\1"
-                # The loop does not run here, so nothing but the look calls.
-                for _ in range(10_000):
-                    link.look(0)
-                    if calls:
-                        break
-                    time.sleep(0.001)
+                look_until(link, calls)
                 assert calls and link.take_news() == [True]
             finally:
                 link.close()
