@@ -73,7 +73,7 @@ class Overlap(msgspec.Struct, frozen=True):
 
 
 class CostTerms(msgspec.Struct, frozen=True):
-    """The terms of one worker's cost; junction and session are taken off."""
+    """The terms of one worker's cost; copy, junction and session are taken off."""
 
     prefill: int
     queued: int
@@ -81,6 +81,8 @@ class CostTerms(msgspec.Struct, frozen=True):
     delay: int
     junction: int
     session: int
+    room: int = 0
+    copy: int = 0
 
 
 class CandidateReply(msgspec.Struct, frozen=True, kw_only=True):

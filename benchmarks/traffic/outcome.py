@@ -64,7 +64,7 @@ def verdict(own: Outcome, peers: Sequence[Outcome], pooled: Outcome) -> Verdict:
     soonest = min(peers, key=lambda peer: peer.ttft_mean_s)
     fastest = max(peers, key=lambda peer: peer.per_second)
     soon = [peer for peer in peers if _ttft(own, peer) <= 1 + AHEAD_SHARE]
-    # Where every peer is later than that, nobody's reuse was given up.
+    # Where every peer is later than that, no reuse was given up.
     best_soon = max(soon, key=lambda peer: peer.reuse, default=own)
     ahead = [
         peer.policy

@@ -15,6 +15,7 @@ from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.kvcache.offload_connectors import OFFLOADING
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
@@ -34,8 +35,15 @@ MIRROR_BYTES = 1 << 31
 class VirtualFleet:
     """What `Placer` asks of the core, answered from a mirror that simulated events have made."""
 
-    def __init__(self, geometry: Geometry, workers: int, *, has_cpu_tier: bool = False) -> None:
-        """has_cpu_tier: whether any worker has one; the others say nothing of theirs."""
+    def __init__(
+        self, geometry: Geometry, workers: int, *, has_cpu_tier: bool = False, pool_blocks: Sequence[int] = ()
+    ) -> None:
+        """Show workers that hold nothing yet.
+
+        Args:
+            has_cpu_tier: Whether any worker has one; the others say nothing of theirs.
+            pool_blocks: The sizes of the GPU pools, as engines state them; empty: they do not.
+        """
         self.keys = [WorkerKey(MODEL, f"w{number}") for number in range(workers)]
         self.now_s = 0.0
         # Of full attention, by which other routers count; without any such group, of the largest blocks.
@@ -63,6 +71,8 @@ class VirtualFleet:
         self._plans: tuple[int, HashPlans] | None = None
         for key in self.keys:
             self._mirror.begin_epoch(key, "")
+        for key, blocks in zip(self.keys, pool_blocks, strict=False):
+            self._mirror.writes.of(MODEL).state(key, blocks)
 
     def _ingest(self, key: WorkerKey) -> Ingest:
         ingest = Ingest(
@@ -136,6 +146,12 @@ class VirtualFleet:
         return None
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
+        pass
+
+    def writes(self, model: str) -> ModelWrites:
+        return self._mirror.writes.of(model)
+
+    def state_pools(self) -> None:
         pass
 
     def hash_block_size(self, model: str) -> int:

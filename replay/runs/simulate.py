@@ -58,7 +58,8 @@ class Simulation:
             )
         workers = len(shape.replicas)
         has_cpu_tier = any(replica.cpu_blocks for replica in shape.replicas)
-        self.index = VirtualFleet(shape.geometry, workers, has_cpu_tier=has_cpu_tier)
+        pool_blocks = [replica.blocks for replica in shape.replicas]
+        self.index = VirtualFleet(shape.geometry, workers, has_cpu_tier=has_cpu_tier, pool_blocks=pool_blocks)
         self.router = router_of(policy, self.index, seed, trace.piece_tokens)
         try:
             self.fleet = ReplicaFleet([self._replica(number) for number in range(workers)])

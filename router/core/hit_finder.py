@@ -16,6 +16,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.matcher import HashPlans, HitTable, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
@@ -59,6 +60,16 @@ class HitFinder:
         self._plans.clear()
         if view is None:
             self._history.forget(worker)
+
+    def writes(self, model: str) -> ModelWrites:
+        """See HitSource."""
+        return self._mirror.writes.of(model)
+
+    def state_pools(self) -> None:
+        """See HitSource."""
+        for worker, stream in self._registry.streams.items():
+            if blocks := stream.cache.blocks:
+                self._mirror.writes.of(worker.model).state(worker, blocks)
 
     def hash_block_size(self, model: str) -> int:
         """Tokens that one block hash covers, 1 while no catalog of the model is whole. Raises UnknownModel."""

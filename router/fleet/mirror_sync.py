@@ -14,7 +14,7 @@ import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -135,6 +135,11 @@ class MirrorSync:
         self._check_lead(worker)
         self.mirror.begin_epoch(worker, epoch)
 
+    def load(self, worker: WorkerKey, epoch: str, places: Mapping[Place, NDArray[np.uint64]]) -> None:
+        """See MirrorSource."""
+        self.begin_epoch(worker, epoch)
+        self._load(worker, places)
+
     def rename_epoch(self, worker: WorkerKey, epoch: str) -> None:
         """See MirrorSource."""
         self._check_lead(worker)
@@ -157,8 +162,7 @@ class MirrorSync:
         self._moved.add(worker)
         self._reloads.pop(worker, None)
         self.mirror.begin_epoch(worker, image.epoch or "")
-        for place, hashes in image.places.items():
-            self._add(worker, place, hashes)
+        self._load(worker, image.places)
         self._follower.add_image(image)
         self._streams[worker].take_image(image)
         self._streams[worker].image_lost("")
@@ -168,9 +172,13 @@ class MirrorSync:
         self.mirror.begin_epoch(worker, "")
         self._want_reload(worker, problem)
 
-    def _add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
+    def _load(self, worker: WorkerKey, places: Mapping[Place, NDArray[np.uint64]]) -> None:
+        for place, hashes in places.items():
+            self._add(worker, place, hashes, is_news=False)
+
+    def _add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64], *, is_news: bool = True) -> None:
         try:
-            self.mirror.add(worker, place, hashes)
+            self.mirror.add(worker, place, hashes, is_news=is_news)
         except MirrorFull as error:
             self._metrics.mirror_refused_blocks(worker).inc(len(hashes))
             if self.refused(worker) == len(hashes):

@@ -14,8 +14,9 @@ import msgspec
 
 # A worker's last minutes under load; older ones are of another batch, another time of day.
 SAMPLES = 64
-# Fewer prove nothing yet.
-SAMPLES_MIN = 8
+# Fewer prove nothing yet; the median of three bears one that is wrong. An unequal fleet learns its speeds with three
+# prompts a worker: with eight, half of a short run was over before (docs/reference/benchmarks.md).
+SAMPLES_MIN = 3
 # Shorter prompts are overhead (a step, the network), not computing.
 PREFILL_TOKENS_MIN = 512
 LOADED_TOKENS_MIN = 1_024

@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.common.ids import TIERS, Place, WorkerKey
+from kvrouter.router.common.ids import GPU, TIERS, Place, WorkerKey
 from kvrouter.router.common.open_addressing import GROWTH, hashes_of
 from kvrouter.router.kvcache.hit_tables import BANK_BITS
+from kvrouter.router.matching.cache_writes import CacheWrites
 from kvrouter.router.matching.mirror_table import BYTES_PER_LINE, BYTES_PER_RECORD, MAX_SLOTS, MirrorTable
 
 # Entries, records and cells looked at in one turn of sweeping: about a millisecond, so that answers are not held up.
@@ -53,6 +54,8 @@ class Mirror:
         # Slots to be dropped, and the entry at which sweeping goes on.
         self._dead_slots = np.zeros(0, np.int64)
         self._sweep_at = 0
+        # How often each worker's GPU cache was written lately, for the price of what a prompt pushes out.
+        self.writes = CacheWrites()
         # Changes whenever a slot or a place does, so that arrays made from them can be kept until then.
         self.version = 0
 
@@ -79,7 +82,8 @@ class Mirror:
 
     def begin_epoch(self, worker: WorkerKey, epoch: str) -> None:
         """Void what is known of `worker` at once and start an empty epoch; the old records are swept later."""
-        self.forget(worker)
+        self._void(worker)
+        self.writes.of(worker.model).voided(worker)
         self.version += 1
         # Slots come with the first blocks, so that a table without a free one still knows the worker.
         self._workers[worker] = WorkerSlots(epoch, [], {})
@@ -90,7 +94,11 @@ class Mirror:
         self.version += 1
 
     def forget(self, worker: WorkerKey) -> None:
-        """Void what is known of `worker` at once."""
+        """Void what is known of `worker`, which is gone, at once."""
+        self._void(worker)
+        self.writes.forget(worker)
+
+    def _void(self, worker: WorkerKey) -> None:
         known = self._workers.pop(worker, None)
         if known is None:
             return
@@ -98,10 +106,14 @@ class Mirror:
         self._dead[known.slots] = 1
         self._dead_slots = np.flatnonzero(self._dead)
 
-    def add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
-        """Blocks became resident. Media that earn no credit are not kept. Raises MirrorFull, having added nothing."""
+    def add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64], *, is_news: bool = True) -> None:
+        """Add blocks that became resident, or with is_news=False were so before. Media that earn no credit are not
+        kept. Raises MirrorFull, having added nothing."""
         if place.medium not in TIERS or not len(hashes):
             return
+        if place.medium == GPU:
+            writes = self.writes.of(worker.model)
+            (writes.stored if is_news else writes.known)(worker, len(hashes))
         known = self._workers[worker]
         try:
             index = self._index(known, place)
@@ -128,6 +140,8 @@ class Mirror:
         index = known.places.get(place)
         if index is None or not len(hashes):
             return
+        if place.medium == GPU:
+            self.writes.of(worker.model).removed(worker, len(hashes))
         slot = known.slots[index // BANK_BITS]
         self.table.discard(slot, index % BANK_BITS, hashes)
 

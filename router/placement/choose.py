@@ -25,8 +25,9 @@ LOAD = "load"  # too much is queued or decoded there, or it is slow
 AFFINITY = "affinity"  # the session, or a prompt with the same beginning, was elsewhere
 TEMPERATURE = "temperature"
 POLICY = "policy"  # a policy other than kv
+MEMORY = "memory"  # its cache is written more often, so that what the prompt pushes out is worth more
 TIER = "tier"  # loading it back would take longer than computing it elsewhere
-LOST_REASONS = (EXCLUSION, STATE, LOAD, AFFINITY, TEMPERATURE, POLICY, TIER)
+LOST_REASONS = (EXCLUSION, STATE, LOAD, AFFINITY, TEMPERATURE, POLICY, MEMORY, TIER)
 
 
 class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -124,9 +125,12 @@ def _loss(hits: Sequence[Hit], best: int, chosen: int, saturated: set[int], scen
         return TEMPERATURE if scene.policy.softened else POLICY
     worker = hits[chosen].worker
     longest = hits[best].disk
-    there, here = weigh((hits[best], hits[chosen]), scene, longest, idle=True).costs
+    idle = weigh((hits[best], hits[chosen]), scene, longest, idle=True)
+    there, here = idle.costs
     if hits[best].worker in scene.weights.slowness or there <= here:
         return LOAD
+    if there - idle.memory_tokens(0) <= here - idle.memory_tokens(1):
+        return MEMORY
     if worker in scene.pending or (scene.session is not None and scene.session.worker == worker):
         return AFFINITY
     if hits[chosen].full_attention > longest:
@@ -169,6 +173,8 @@ def _but(lost: str, best: int, found: Costs) -> str:
         return "the session, or a prompt with the same beginning, was here"
     if lost == TEMPERATURE:
         return "the choice was made by temperature sampling"
+    if lost == MEMORY:
+        return "what the prompt pushes out of its cache is worth more"
     if lost == TIER:
         return "would load them back more slowly than they are computed"
     return "the policy is not kv"

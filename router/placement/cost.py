@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a prompt at a worker: one number in tokens; the lowest wins. Pure.
 
-    cost = slowness * (prefill + queued) + decode + delay - junction - session
+    cost = slowness * (prefill + queued) + decode + delay + room - copy - junction - session
 
-prefill: the worker's work on this prompt before its first token, in tokens computed in the same time. queued: the same
-for all prompts ahead of it there, minus what is already computed of the current one. decode: what running sequences
-take from prefill. delay: how much longer later prompts will wait. junction: a bonus for the worker that will keep a
-checkpoint where the prompt diverges from what it holds. session: a bonus for the worker that has the session.
+A prompt costs what it computes and waits for, what it makes others wait for, and what it pushes out of memory, less what
+its copy of a popular beginning saves the next ones.
+
+- prefill: the worker's work on this prompt before its first token, in tokens computed in the same time.
+- queued: the same for all prompts ahead of it there, minus what is already computed of the current one.
+- decode: what running sequences take from prefill.
+- delay: how much longer later prompts wait, by the measured load of the fleet.
+- room: what the prompt's blocks push out of the worker's cache.
+- copy: what a copy of a beginning that others share saves the next prompts that begin so.
+- junction: a bonus for the worker that will keep a checkpoint where the prompt diverges from what it holds.
+- session: a bonus for the worker that has the session.
+
 Invariants: a cost is a whole number, so equal costs are equal, and ties are real; of two workers the one that is no
 worse in any respect costs no more."""
 
@@ -21,6 +29,7 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.load.load_table import WorkerLoad
 from kvrouter.router.load.session_affinity import SessionPlace
 from kvrouter.router.load.worker_load import LoadModel
+from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.policies import LEAST_COST, Policy
 
@@ -45,6 +54,15 @@ JUNCTION_SHARE = 0.9
 # under load; beyond it they come later.
 DELAY_WEIGHT = 8.0
 
+# A block that is pushed out and computed again pushes out another one. Where it comes back with probability p, a block
+# is worth p / (1 - p) of them: 2 at p = 2/3, and where all pools are written alike half of this weight remains.
+ROOM_WEIGHT = 4.0
+
+# How full a pool must be to push anything out: the price falls with this power of the share of it that is in use, to a
+# third at three quarters and to a sixteenth at a half. A pool with room to spare evicts nothing, and one that is nearly
+# full will. With 0, hits were given up for memory that was never needed (docs/reference/benchmarks.md).
+FILL_POWER = 4
+
 # A bonus, never a rule: a share of what the session's worker would have to compute. If its cache is known, the hit
 # already contains the session's value, and the bonus only decides near ties. If it is unknown (text that was not
 # tokenized, a worker without events), the session's last prompt is most likely still there.
@@ -54,18 +72,47 @@ SESSION_SHARE_BLIND = 0.5
 _NO_LOAD = WorkerLoad()
 
 
+class Copies(msgspec.Struct, frozen=True, gc=False):
+    """What a copy of the first pieces of a prompt saves the next prompts that begin so."""
+
+    # By number of pieces from the first on, beginning with 0: tokens. Empty where no other prompt began so.
+    saved_tokens: Sequence[float] = ()
+    # The length of a piece.
+    piece_tokens: int = 1
+
+    def of(self, hit_tokens: int) -> float:
+        """Return what a copy of a beginning of this length saves: of a piece in part, its part."""
+        piece, rest = divmod(hit_tokens, self.piece_tokens)
+        saved = self.saved_tokens
+        if piece >= len(saved) - 1:
+            return saved[-1]
+        return saved[piece] + (saved[piece + 1] - saved[piece]) * rest / self.piece_tokens
+
+
+NO_COPIES = Copies()
+NO_WRITES = ModelWrites()
+
+
 class ChoiceContext(msgspec.Struct, frozen=True, gc=False):
-    """What counts besides the hits. now: by the clock of the load; turn: prompts of this model that were placed before;
-    blind: the prompt's tokens are not known, so hits say nothing."""
+    """Everything that counts besides the hits."""
 
     num_tokens: int
     weights: LoadModel
+    # Tokens of the prompt's beginning that are being computed at a worker.
     pending: Mapping[WorkerKey, int] = {}
     session: SessionPlace | None = None
     policy: Policy = LEAST_COST
+    # Prompts of this model that were placed before.
     turn: int = 0
+    # Whether the prompt's tokens are unknown, so that hits say nothing.
     blind: bool = False
+    # By the clock of the load.
     now: float = 0.0
+    # What was stored lately in the workers' caches.
+    writes: ModelWrites = NO_WRITES
+    copies: Copies = NO_COPIES
+    # The share of time in which a worker computes prompts, below 1 (`busy_share.py`).
+    busy: float = 0.5
 
 
 class CostTerms(msgspec.Struct, frozen=True):
@@ -75,6 +122,8 @@ class CostTerms(msgspec.Struct, frozen=True):
     queued: int
     decode: int
     delay: int
+    room: int
+    copy: int
     junction: int
     session: int
 
@@ -95,22 +144,27 @@ class Candidate(msgspec.Struct, frozen=True):
     pending: int
 
 
-# Of one worker, in tokens: what the prompt needs and what is queued before it, both by a worker of usual speed; then
-# the terms of its cost: prefill, queued, decode, delay, junction, session.
-Terms = tuple[float, float, float, float, float, float, float, float]
+# Tokens for one worker: what the prompt needs and what is queued before it, both by a worker of usual speed; then the
+# terms of its cost: prefill, queued, decode, delay, room, copy, junction, session.
+Terms = tuple[float, float, float, float, float, float, float, float, float, float]
 
 
 class Costs(msgspec.Struct, frozen=True, gc=False):
-    """Of each hit, in tokens: its worker's cost, what of it is others' work there, and how it comes about. saturated:
-    places of the hits whose workers are."""
+    """The costs of all hits' workers, in tokens."""
 
     costs: list[int]
+    # The part of each cost that is others' work there.
     loads: list[int]
     terms: list[Terms]
+    # Places of the hits whose workers are saturated.
     saturated: set[int]
 
+    def memory_tokens(self, i: int) -> float:
+        """Return what the worker at this place costs because of its memory."""
+        return self.terms[i][6] - self.terms[i][7]
+
     def candidate(self, i: int, hit: Hit, pending_tokens: int) -> Candidate:
-        """The worker of the hit at this place."""
+        """Return the worker at this place, whose hit it is."""
         parts = CostTerms(*map(round, self.terms[i][2:]))
         return Candidate(hit, self.costs[i], parts.load, parts, i in self.saturated, pending_tokens)
 
@@ -122,7 +176,7 @@ def weigh(
     *,
     idle: bool = False,
 ) -> Costs:
-    """The cost of each hit's worker. longest: hit of all workers. idle: as if nothing else were to be done anywhere."""
+    """Return the cost of each hit's worker. longest: hit of all workers. idle: as if nothing else were to be done."""
     weights, num_tokens, pending, session = scene.weights, scene.num_tokens, scene.pending, scene.session
     loads, corrections = ({}, {}) if idle else (weights.table.loads, weights.corrections)
     slow, limit, cpu_cost, disk_cost = (
@@ -133,11 +187,14 @@ def weigh(
     )
     # The relative value of the queue M/G/1 is r / (1 - r) * u * u / (2 * m) for u tokens of work in it; `delay` is the
     # difference that a prompt makes.
-    delay_share = DELAY_WEIGHT / (2 * weights.usual_prefill_tokens)
+    delay_share = DELAY_WEIGHT * scene.busy / (1 - scene.busy) / (2 * weights.usual_prefill_tokens)
+    written, scale, copies = scene.writes.workers, scene.writes.scale, scene.copies
+    longest_copy = copies.of(longest) if copies.saved_tokens else 0.0
     costs: list[int] = []
     burdens: list[int] = []
     terms: list[Terms] = []
     saturated: set[int] = set()
+    prices, guessed = 0.0, list[int]()
     # One loop: a call for each of some hundred workers would be half of the time of a choice.
     for i, hit in enumerate(hits):
         worker = hit.worker
@@ -154,17 +211,36 @@ def weigh(
         if load.prefill_tokens:
             queued -= weights.progress_tokens(worker, load, scene.now)
         decode *= DECODE_TOKEN_COST
-        disk = hit.disk
-        prefill: float = num_tokens - disk
-        if disk != hit.gpu:
-            prefill += (hit.cpu - hit.gpu) * cpu_cost + (disk - hit.cpu) * disk_cost
-        if pending and worker in pending:
-            prefill = min(prefill, num_tokens - pending[worker])
+        reached = hit.disk
+        prefill: float = num_tokens - reached
+        new = num_tokens - hit.gpu
+        if reached != hit.gpu:
+            prefill += (hit.cpu - hit.gpu) * cpu_cost + (reached - hit.cpu) * disk_cost
+        if pending and (coming := pending.get(worker, 0)):
+            prefill = min(prefill, num_tokens - coming)
+            new = min(new, num_tokens - coming)
+            reached = max(reached, coming)
         burdens.append(int(queued + decode + 0.5))
         work, usual_queued = prefill, queued
         if slow and worker in slow:
             work, queued = slow[worker] * work, slow[worker] * queued
-        delay = delay_share * work * (2 * queued + work)
+        copy = 0.0
+        if longest_copy and reached < longest:
+            copy = longest_copy - copies.of(reached)
+            if slow and worker in slow:
+                copy *= slow[worker]
+        # A copy is an investment: what it saves later prompts does not make them wait.
+        lasting = work - copy if work > copy else 0.0
+        delay = delay_share * lasting * (2 * queued + lasting)
+        room = 0.0
+        if (one := written.get(worker)) is not None and one.pool_blocks:
+            recent = (one.written if one.written > one.kept else one.kept) * scale
+            fill = min(1.0, one.held_blocks / one.pool_blocks)
+            price = ROOM_WEIGHT * fill**FILL_POWER * recent / (recent + one.pool_blocks)
+            room = new * price
+            prices += price
+        elif hit.approximate:
+            guessed.append(i)
         junction = bonus = 0.0
         if hit.full_attention > longest:
             # What a checkpoint there would add to what the next prompt with this beginning can reuse.
@@ -173,6 +249,13 @@ def weigh(
             # Without credit, or with a guess for a hit, a worker may hold anything.
             known = not (scene.blind or hit.reason or hit.approximate)
             bonus = min(session.tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
-        costs.append(floor(work + queued + decode + delay - junction - bonus + 0.5))
-        terms.append((prefill, usual_queued, work, queued, decode, delay, junction, bonus))
+        costs.append(floor(work + queued + decode + delay + room - copy - junction - bonus + 0.5))
+        terms.append((prefill, usual_queued, work, queued, decode, delay, room, copy, junction, bonus))
+    if guessed and prices:
+        # Nothing is known of their caches: they are as full as the others', or they would get every new prompt.
+        price = prices / (len(hits) - len(guessed))
+        for i in guessed:
+            room = (num_tokens - hits[i].gpu) * price
+            costs[i] += floor(room + 0.5)
+            terms[i] = (*terms[i][:6], room, *terms[i][7:])
     return Costs(costs, burdens, terms, saturated)

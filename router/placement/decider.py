@@ -17,14 +17,17 @@ import numpy as np
 from kvrouter.router.common.errors import RouterError
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.load.busy_share import BusyShare
 from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SETTLE_S, PendingPrefixes, names_of
+from kvrouter.router.load.prefix_popularity import PrefixPopularity
 from kvrouter.router.load.session_affinity import SessionMemory
 from kvrouter.router.load.worker_load import LoadModel
+from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.admission_queue import RETRY_AFTER_S
 from kvrouter.router.placement.candidates import candidates, no_worker_error, split_by_role
 from kvrouter.router.placement.choose import Choice, choose
-from kvrouter.router.placement.cost import ChoiceContext
+from kvrouter.router.placement.cost import NO_COPIES, ChoiceContext, Copies
 from kvrouter.router.placement.lost_reuse import count_losses
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import PlacementRequest
@@ -50,6 +53,13 @@ class HitSource(Protocol):
         """The prompt is on its way there."""
 
     def hash_block_size(self, model: str) -> int: ...
+
+    def writes(self, model: str) -> ModelWrites:
+        """Return what was stored lately in the GPU caches of the model's workers."""
+        ...
+
+    def state_pools(self) -> None:
+        """Take the sizes of the GPU caches that engines have stated since the last call."""
 
     def workers(self) -> Iterable[WorkerKey]: ...
 
@@ -83,6 +93,8 @@ class Decider:
         self._pending = PendingPrefixes()
         self._arriving = PendingPrefixes()
         self._pending_seed = rng.getrandbits(64)
+        self._popular = PrefixPopularity()
+        self._busy: dict[str, BusyShare] = {}
         self._turns: dict[str, int] = {}
 
     def decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
@@ -133,6 +145,7 @@ class Decider:
 
     def _scene(self, ask: PlacementRequest, names: list[int], step_tokens: int, now: float) -> ChoiceContext:
         question = ask.question
+        writes = self._fleet.writes(question.model)
         return ChoiceContext(
             num_tokens=question.num_tokens,
             weights=self._weights,
@@ -142,7 +155,33 @@ class Decider:
             turn=self._turns.get(question.model, 0),
             blind=question.is_blind,
             now=now,
+            writes=writes,
+            copies=self._copies(names, step_tokens, len(writes.workers)),
+            busy=self._busy_share(question.model).at_least(self._busy_now(question.model, len(writes.workers))),
         )
+
+    def _busy_share(self, model: str) -> BusyShare:
+        found = self._busy.get(model)
+        if found is None:
+            found = self._busy[model] = BusyShare()
+        return found
+
+    def _busy_now(self, model: str, workers: int) -> float:
+        """Return the share of the model's workers that compute a prompt now."""
+        loads = self._weights.table.loads
+        busy = sum(1 for worker, load in loads.items() if load.prefill_tokens and worker.model == model)
+        return min(1.0, busy / max(1, workers))
+
+    def _copies(self, names: list[int], piece_tokens: int, workers: int) -> Copies:
+        """Return what copies of the prompt's beginnings save: a piece that k different prompts began with is wanted by
+        (k - 1) / workers others at each worker; with x of them, 1 - 1 / (1 + x) of it is saved."""
+        saved_tokens = [0.0]
+        for count in self._popular.counts(names):
+            if count < 2:
+                break
+            wanted = (count - 1) / max(1, workers)
+            saved_tokens.append(saved_tokens[-1] + piece_tokens * wanted / (1 + wanted))
+        return Copies(saved_tokens, piece_tokens) if len(saved_tokens) > 1 else NO_COPIES
 
     def _with_prefill(
         self,
@@ -192,6 +231,9 @@ class Decider:
         worker = choice.hit.worker
         self._turns[worker.model] = self._turns.get(worker.model, 0) + 1
         self._fleet.sent(ask.question, worker)
+        self._popular.placed(names)
+        workers = len(self._fleet.writes(worker.model).workers)
+        self._busy_share(worker.model).observe(self._busy_now(worker.model, workers), now)
         if choice.prefill is None:
             self._pending.sent(worker, names, now + ttl_s)
         else:

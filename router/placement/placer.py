@@ -297,6 +297,7 @@ class Placer:
         self._reservations.expire(now)
         self.weights.tick(workers, now)
         self._decider.expire(now)
+        self._fleet.state_pools()
         self._selections.expire(now)
         if self._share is not None:
             self._share.tick()

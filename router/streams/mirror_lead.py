@@ -8,12 +8,12 @@ with the backlog applied, is the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.ingest.commit_backlog import CommitBacklog
-from kvrouter.router.ingest.net_changes import NO_HASHES, Hashes, ResidencyDelta
+from kvrouter.router.ingest.net_changes import Hashes, ResidencyDelta
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.ingest.worker_epoch import WorkerEpoch
 
@@ -29,7 +29,10 @@ class MirrorSource(Protocol):
         """End the lead: load the worker from the store, and follow its log from there. Raises StoreError."""
 
     def begin_epoch(self, worker: WorkerKey, epoch: str) -> None:
-        """Void what the mirror shows. Of a led worker only, as the two below."""
+        """Void what the mirror shows. Of a led worker only, as the three below."""
+
+    def load(self, worker: WorkerKey, epoch: str, places: Mapping[Place, Hashes]) -> None:
+        """Make the mirror show an epoch with what the worker holds already."""
 
     def rename_epoch(self, worker: WorkerKey, epoch: str) -> None: ...
 
@@ -47,11 +50,8 @@ class MirrorLead:
 
     def show_all(self, held: WorkerEpoch) -> dict[Place, Hashes]:
         """Make the mirror what the worker holds now, whatever it showed; returns that."""
-        self._mirror.begin_epoch(self._worker, held.epoch)
         places = {place: held.blocks.hashes(place) for place in held.blocks.places}
-        self._mirror.change(
-            self._worker, [ResidencyDelta(place, hashes, NO_HASHES) for place, hashes in places.items()]
-        )
+        self._mirror.load(self._worker, held.epoch, places)
         return places
 
     def draw(self, held: WorkerEpoch) -> PendingCommit | None:

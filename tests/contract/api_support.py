@@ -26,6 +26,7 @@ from kvrouter.router.common.errors import UnknownModel
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.kvcache.catalog import GroupRule
+from kvrouter.router.matching.cache_writes import CacheWrites, ModelWrites
 from kvrouter.router.matching.question import GroupCover, Hit, Limiter, Question
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placer import Placer
@@ -73,6 +74,7 @@ class TinyCore:
 
     def __init__(self, hits: Sequence[Hit] = ()) -> None:
         self.hits_known = list(hits)
+        self.caches = CacheWrites()
         self.asked: list[Question] = []
         self.registered: dict[WorkerKey, Registration] = {}
         self.fail: Exception | None = None
@@ -155,6 +157,12 @@ class TinyCore:
 
     def names(self) -> list[str]:
         return self.models()
+
+    def writes(self, model: str) -> ModelWrites:
+        return self.caches.of(model)
+
+    def state_pools(self) -> None:
+        pass
 
     def hash_block_size(self, model: str) -> int:
         if model not in self.models():

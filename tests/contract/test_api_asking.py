@@ -260,9 +260,18 @@ def test_select_explains_every_candidate(core: TinyCore) -> None:
         "dp_rank": 0,
         "overlap": {"longest_matched": 192, "gpu": 64, "cpu": 128, "disk": 192, "dp": {"0": 192}},
         "load": 0,
-        # 108 to compute, 64 to load back from each of the two tiers; beside a usual prompt of 1,000, a delay of 110.
-        "cost": 275,
-        "parts": {"prefill": 166, "queued": 0, "decode": 0, "delay": 110, "junction": 0, "session": 0},
+        # 108 to compute, 64 to load back from each of the two tiers; nobody waits on an idle fleet.
+        "cost": 166,
+        "parts": {
+            "prefill": 166,
+            "queued": 0,
+            "decode": 0,
+            "delay": 0,
+            "room": 0,
+            "copy": 0,
+            "junction": 0,
+            "session": 0,
+        },
         "saturated": False,
         "state": "live",
         "limited_by": LIMITED_AT_64,

@@ -13,6 +13,7 @@ import numpy as np
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.load.pending_prefixes import PIECE_TOKENS
+from kvrouter.router.matching.cache_writes import CacheWrites, ModelWrites
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import PlacementRequest
@@ -33,6 +34,7 @@ class Fleet:
     def __init__(self, hits: Sequence[Hit]) -> None:
         self.known = list(hits)
         self.went: list[WorkerKey] = []
+        self.caches = CacheWrites()
 
     async def hash_ahead(self, question: Question) -> None:
         pass
@@ -45,6 +47,12 @@ class Fleet:
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
         self.went.append(worker)
+
+    def writes(self, model: str) -> ModelWrites:
+        return self.caches.of(model)
+
+    def state_pools(self) -> None:
+        pass
 
     def hash_block_size(self, model: str) -> int:
         return 16

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from random import Random
 from typing import Any
@@ -17,16 +18,20 @@ from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.session_affinity import SessionPlace
 from kvrouter.router.load.worker_load import PROGRESS_MAX, LoadModel
 from kvrouter.router.load.worker_speed import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
+from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement import choose as choosing
 from kvrouter.router.placement.choose import LOST_REASONS, Choice, choose
 from kvrouter.router.placement.cost import (
     DECODE_TOKEN_COST,
     DELAY_WEIGHT,
+    FILL_POWER,
     JUNCTION_SHARE,
+    ROOM_WEIGHT,
     SESSION_SHARE_BLIND,
     SESSION_SHARE_KNOWN,
     ChoiceContext,
+    Copies,
     CostTerms,
     weigh,
 )
@@ -208,7 +213,7 @@ def test_every_worker_is_explained_with_the_parts_of_its_cost() -> None:
     # 40 are computed, and 64 and 32 loaded back for 13 and 22; the usual prompt has 1,000.
     delay = round(DELAY_WEIGHT * 75.2 * (2 * 50 + 75.2) / 2_000)
     assert (first.hit.worker.worker_id, first.cost, first.load) == ("a", 40 + 13 + 22 + 50 + delay, 50)
-    assert first.parts == CostTerms(prefill=75, queued=50, decode=0, delay=delay, junction=0, session=0)
+    assert first.parts == CostTerms(prefill=75, queued=50, decode=0, delay=delay, room=0, copy=0, junction=0, session=0)
     assert (second.cost, second.load) == (200 + 20 * DELAY_WEIGHT, 0)
     assert choice.reason == "reuses 160 of 200 tokens (64 on the GPU, 64 more from the CPU tier, 32 more from storage)"
 
@@ -255,9 +260,31 @@ def test_a_worker_that_is_no_worse_in_any_respect_costs_no_more(data: st.DataObj
     runs = pair(tokens - 1)
     better, worse = hit("better", near, full=max(near, runs[1])), hit("worse", far, full=max(far, runs[0]))
     session = SessionPlace(key("better"), data.draw(st.integers(0, tokens)), 1e9) if data.draw(st.booleans()) else None
-    scene = ChoiceContext(tokens, load, session=session, blind=data.draw(st.booleans()))
+    saved = st.lists(st.floats(0, 255.9), max_size=50)
+    copies = Copies([0.0, *itertools.accumulate(data.draw(saved))], 256)
+    writes = ModelWrites()
+    for name, stored in zip(("better", "worse"), pair(5_000), strict=True):
+        writes.state(key(name), 1_000)
+        writes.stored(key(name), stored)
+    busy = data.draw(st.floats(0, 0.9))
+    scene = ChoiceContext(
+        tokens, load, session=session, blind=data.draw(st.booleans()), writes=writes, copies=copies, busy=busy
+    )
     less, more = weigh((better, worse), scene, near).costs
     assert less <= more
+
+
+def some_writes(rng: Random) -> ModelWrites:
+    """Caches of four workers that were written at random; one states no size and never evicts."""
+    writes = ModelWrites()
+    for name in "abc":
+        writes.state(key(name), rng.randint(100, 1_000))
+    for _ in range(rng.randrange(200)):
+        worker = key(rng.choice("abcd"))
+        writes.stored(worker, rng.randint(1, 50))
+        if worker != key("d"):
+            writes.removed(worker, rng.randint(1, 50))
+    return writes
 
 
 def written_out(one: Hit, scene: ChoiceContext, longest: int) -> dict[str, float]:
@@ -271,13 +298,30 @@ def written_out(one: Hit, scene: ChoiceContext, longest: int) -> dict[str, float
     load = model.table.loads.get(worker)
     computed = model.progress_tokens(worker, load, scene.now) if load is not None and load.prefill_tokens else 0.0
     work, queued = factor * prefill, factor * (backlog.queued_tokens - computed)
+    coming = scene.pending.get(worker, 0)
+    reached = max(one.disk, coming)
+    saved, piece_tokens = scene.copies.saved_tokens, scene.copies.piece_tokens
+    copy = factor * sum(
+        (saved[token // piece_tokens + 1] - saved[token // piece_tokens]) / piece_tokens
+        for token in range(reached, longest)
+        if token // piece_tokens + 1 < len(saved)
+    )
+    lasting, odds = max(0.0, work - copy), scene.busy / (1 - scene.busy)
+    cache, recent = scene.writes.workers.get(worker), scene.writes.recent_blocks(worker)
+    pool = 0 if cache is None else cache.pool_blocks
+    new = scene.num_tokens - max(one.gpu, coming)
+    room = 0.0
+    if cache is not None and pool:
+        room = ROOM_WEIGHT * new * min(1.0, cache.held_blocks / pool) ** FILL_POWER * recent / (recent + pool)
     share = SESSION_SHARE_BLIND if scene.blind or one.reason or one.approximate else SESSION_SHARE_KNOWN
     session = scene.session
     return {
         "prefill": work,
         "queued": queued,
         "decode": backlog.decode_tokens * DECODE_TOKEN_COST,
-        "delay": DELAY_WEIGHT * work * (2 * queued + work) / (2 * model.usual_prefill_tokens),
+        "delay": DELAY_WEIGHT * odds * lasting * (2 * queued + lasting) / (2 * model.usual_prefill_tokens),
+        "room": room,
+        "copy": copy,
         "junction": max(0, one.full_attention - longest) * JUNCTION_SHARE,
         "session": min(session.tokens, prefill) * share if session is not None and session.worker == worker else 0.0,
     }
@@ -306,13 +350,16 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
         SessionPlace(key(rng.choice("abcd")), rng.randrange(400), 1.0),
         blind=rng.random() < 0.5,
         now=rng.uniform(0, 5),
+        writes=some_writes(rng),
+        copies=Copies([0.0, *itertools.accumulate(rng.uniform(1, 16) for _ in range(rng.randrange(8)))], 16),
+        busy=rng.uniform(0.0, 0.9),
     )
     longest = max(one.disk for one in hits)
     found = weigh(hits, scene, longest)
     explained = [found.candidate(i, one, 0) for i, one in enumerate(hits)]
     for one, cost, candidate in zip(hits, found.costs, explained, strict=True):
         terms = written_out(one, scene, longest)
-        total = sum(-value if name in ("junction", "session") else value for name, value in terms.items())
+        total = sum(-value if name in ("copy", "junction", "session") else value for name, value in terms.items())
         assert cost == candidate.cost == pytest.approx(total, abs=0.51)
         for name, value in terms.items():
             assert getattr(candidate.parts, name) == pytest.approx(value, abs=0.51), name
@@ -320,6 +367,61 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
     assert weigh(hits, scene, longest) == found
     free = [one for one in explained if not one.saturated] or explained
     assert min(one.cost for one in free) == found.costs[hits.index(choose(hits, scene, rng).hit)]
+
+
+def full_caches(**written: int) -> ModelWrites:
+    """Pools of 1,000 blocks, all in use, into which these numbers of blocks were written lately."""
+    writes = ModelWrites()
+    for name in written:
+        writes.state(key(name), 1_000)
+    for _ in range(max(written.values())):
+        for name, blocks in written.items():
+            writes.stored(key(name), blocks)
+            if writes.workers[key(name)].held_blocks > 1_000:
+                writes.removed(key(name), writes.workers[key(name)].held_blocks - 1_000)
+    return writes
+
+
+def test_a_short_hit_is_given_up_where_the_prompt_would_push_out_more() -> None:
+    hits = (hit("a", 16), hit("b", 0))
+    assert name_of(chosen(*hits, busy=0.0)) == "a"
+    choice = chosen(*hits, busy=0.0, writes=full_caches(a=100, b=20))
+    assert name_of(choice) == "b" and choice.lost == "memory"
+    assert "a would reuse 16, but what the prompt pushes out of its cache is worth more" in choice.reason
+    # A history of its own is worth more than the memory that the rest takes.
+    assert name_of(chosen(hit("a", 150), hit("b", 0), busy=0.0, writes=full_caches(a=100, b=20))) == "a"
+
+
+def test_a_cache_with_room_to_spare_costs_nothing() -> None:
+    writes = ModelWrites()
+    for name in "ab":
+        writes.state(key(name), 1_000)
+    writes.stored(key("a"), 200)
+    choice = chosen(hit("a", 16), hit("b", 0), busy=0.0, writes=writes)
+    assert name_of(choice) == "a" and choice.candidates[0].parts.room == 0
+
+
+def test_a_worker_without_events_counts_as_full_as_the_others() -> None:
+    silent = Hit(key("c"), 0, 0, 0, "connecting", approximate=True)
+    choice = chosen(hit("a", 0), hit("b", 0), silent, busy=0.0, writes=full_caches(a=60, b=30))
+    rooms = {one.hit.worker.worker_id: one.parts.room for one in choice.candidates}
+    assert rooms["b"] < rooms["c"] < rooms["a"]
+    assert rooms["c"] == pytest.approx((rooms["a"] + rooms["b"]) / 2, abs=1)
+    assert name_of(choice) == "b"
+
+
+def test_an_idle_fleet_pays_for_no_queue_and_a_busy_one_for_more() -> None:
+    hits = (hit("a", 100), hit("b", 0))
+    delays = [chosen(*hits, busy=busy).candidates[0].parts.delay for busy in (0.0, 0.5, 0.9)]
+    assert delays == [0, 5 * DELAY_WEIGHT, 9 * 5 * DELAY_WEIGHT]
+
+
+def test_a_copy_of_a_beginning_that_many_share_is_made_where_there_is_no_queue() -> None:
+    hits, queue = (hit("a", 192), hit("b", 0)), weights(a=150)
+    assert name_of(chosen(*hits, weights=queue)) == "a"
+    popular = Copies([15.0 * piece for piece in range(13)], 16)
+    choice = chosen(*hits, weights=queue, copies=popular)
+    assert name_of(choice) == "b" and choice.candidates[0].parts.copy == 180
 
 
 def test_the_reason_without_any_hit_and_for_a_guess() -> None:

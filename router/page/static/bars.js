@@ -6,11 +6,12 @@ import { count, route } from "./words.js";
 
 const PARTS = {
   prefill: "to compute of this prompt", queued: "others' prefill before it", decode: "answers generated there",
-  delay: "later prompts that wait, blocks that are evicted",
+  delay: "later prompts that wait", room: "blocks that are pushed out of its cache",
+  copy: "less: a copy of a beginning that many prompts share",
   junction: "less: full attention holds more there, to be resumed from next time", session: "less: the session is there",
 };
 // These make a worker cheaper.
-const LESS = new Set(["junction", "session"]);
+const LESS = new Set(["copy", "junction", "session"]);
 
 export const legend = () => el("ul", { class: "legend", "aria-label": "Terms of the cost, in tokens" },
   Object.entries(PARTS).map(([name, text]) => el("li", {}, el("i", { class: name }), `${name}: ${text}`)));

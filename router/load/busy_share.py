@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The share of time in which the workers of a model compute prompts, measured at the choices. Pure."""
+
+from __future__ import annotations
+
+from math import exp
+
+# The time over which it is measured: some prompts of a busy fleet, and short beside a change of the day's load.
+SPAN_S = 20.0
+# The queueing term divides by the share of time that is left.
+BUSY_MAX = 0.9
+# In a burst the mean lags behind. The workers that compute right now count up to this share, at which the queueing term
+# has its plain weight.
+BUSY_NOW_MAX = 0.5
+
+
+class BusyShare:
+    """An exponential mean over `SPAN_S`; 0 before the second choice."""
+
+    __slots__ = ("_mean", "_seen_s")
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._seen_s: float | None = None
+
+    def observe(self, share: float, now: float) -> None:
+        """Take the share of workers that compute a prompt now."""
+        if self._seen_s is not None:
+            self._mean += (share - self._mean) * (1 - exp((self._seen_s - now) / SPAN_S))
+        self._seen_s = now
+
+    def at_least(self, share: float) -> float:
+        """Return the measured share, at most BUSY_MAX, and at least that of the workers that compute now."""
+        return min(BUSY_MAX, max(self._mean, min(BUSY_NOW_MAX, share)))

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much was written lately into each worker's GPU cache, by the blocks that its events say were stored. Pure.
+
+Each block that is stored anywhere ages all that was written before: what is remembered shrinks by the share of the
+fleet's memory that the new blocks take. So a worker's recent blocks say how often its pool was written while the pools
+of the whole fleet were written once: less than its size while it fills or stores less than others, its size where all
+are written alike, more where one thrashes. An LRU cache evicts the older blocks the less it is written, so where that
+number is small compared with the pool, a new block pushes out what nobody has used for a long time.
+"""
+
+from __future__ import annotations
+
+from math import exp
+
+from kvrouter.router.common.ids import WorkerKey
+
+# Weights grow by e for each writing of all pools; they are scaled back long before a float's precision suffers.
+RESCALE_EXPONENT = 30.0
+
+
+class WorkerWrites:
+    """What was stored at one worker. Read by each choice, so plain attributes."""
+
+    __slots__ = ("held_blocks", "kept", "most_blocks", "pool_blocks", "stated_blocks", "written")
+
+    def __init__(self) -> None:
+        # Blocks stored since the epoch began, and before it, each weighted by when: see `ModelWrites.scale`.
+        self.written = 0.0
+        self.kept = 0.0
+        # Blocks that the worker holds on its GPU, and the most that it ever held.
+        self.held_blocks = 0
+        self.most_blocks = 0
+        # The size of its pool, 0 until its engine states it or it has evicted something; and the size that its engine states.
+        self.pool_blocks = 0
+        self.stated_blocks = 0
+
+
+class ModelWrites:
+    """The writes of all workers of one model.
+
+    Invariant: every store lets the recent blocks of all workers shrink, and only a store makes a worker's own grow."""
+
+    __slots__ = ("_exponent", "_learning", "_sized_blocks", "learned_blocks", "scale", "workers")
+
+    def __init__(self) -> None:
+        self.workers: dict[WorkerKey, WorkerWrites] = {}
+        # The most blocks that any worker of unknown size ever held: their size until they are known.
+        self.learned_blocks = 0
+        # The blocks of all pools whose size is known, and the number of the other workers.
+        self._sized_blocks = 0
+        self._learning = 0
+        self._exponent = 0.0
+        # The weight of a block that is stored now, times this, is 1.
+        self.scale = 1.0
+
+    def recent_blocks(self, worker: WorkerKey) -> float:
+        """Return the blocks that were stored lately at a worker."""
+        found = self.workers.get(worker)
+        return 0.0 if found is None else max(found.written, found.kept) * self.scale
+
+    def pool_blocks(self, worker: WorkerKey) -> int:
+        """Return the size of a worker's pool: as stated, else as learned; 0 if nothing is known of any."""
+        found = self.workers.get(worker)
+        return 0 if found is None else found.pool_blocks or self.learned_blocks
+
+    def stored(self, worker: WorkerKey, blocks: int) -> None:
+        """Count blocks that a worker stored."""
+        one = self._worker(worker)
+        self._hold(one, blocks)
+        self._exponent += blocks / max(1, self._sized_blocks + self._learning * self.learned_blocks)
+        if self._exponent > RESCALE_EXPONENT:
+            self._rescale()
+        self.scale = exp(-self._exponent)
+        one.written += blocks / self.scale
+
+    def known(self, worker: WorkerKey, blocks: int) -> None:
+        """Count blocks that a worker held before this router looked: they age no others."""
+        one = self._worker(worker)
+        self._hold(one, blocks)
+        one.written += blocks / self.scale
+
+    def _hold(self, one: WorkerWrites, blocks: int) -> None:
+        one.held_blocks += blocks
+        if one.held_blocks > one.most_blocks:
+            one.most_blocks = one.held_blocks
+            if not one.pool_blocks:
+                self.learned_blocks = max(self.learned_blocks, one.most_blocks)
+            elif one.most_blocks > one.pool_blocks:
+                # An engine with a pool for each kind of block states one of them.
+                self._size(one, one.most_blocks)
+
+    def removed(self, worker: WorkerKey, blocks: int) -> None:
+        """Count blocks that a worker evicted: the most that it held is the size of its pool."""
+        one = self._worker(worker)
+        one.held_blocks = max(0, one.held_blocks - blocks)
+        if not one.pool_blocks:
+            self._size(one, one.most_blocks)
+
+    def voided(self, worker: WorkerKey) -> None:
+        """Note that what is known of a worker's blocks is void. Its engine may hold them still, so it counts as written
+        as before, until what it stores from now on is more."""
+        one = self._worker(worker)
+        one.kept, one.written = max(one.kept, one.written), 0.0
+        one.held_blocks = 0
+
+    def state(self, worker: WorkerKey, blocks: int) -> None:
+        """Take the size of a pool from its engine."""
+        one = self._worker(worker)
+        if one.stated_blocks != blocks:
+            one.stated_blocks = blocks
+            self._size(one, blocks)
+
+    def _size(self, one: WorkerWrites, blocks: int) -> None:
+        if blocks and not one.pool_blocks:
+            self._learning -= 1
+        self._sized_blocks += blocks - one.pool_blocks
+        one.pool_blocks = blocks
+
+    def _worker(self, worker: WorkerKey) -> WorkerWrites:
+        found = self.workers.get(worker)
+        if found is None:
+            found = self.workers[worker] = WorkerWrites()
+            self._learning += 1
+        return found
+
+    def forget(self, worker: WorkerKey) -> None:
+        """Drop a worker that is gone."""
+        one = self.workers.pop(worker, None)
+        if one is not None:
+            self._sized_blocks -= one.pool_blocks
+            self._learning -= not one.pool_blocks
+
+    def _rescale(self) -> None:
+        factor = exp(-self._exponent)
+        for one in self.workers.values():
+            one.written *= factor
+            one.kept *= factor
+        self._exponent = 0.0
+
+
+class CacheWrites:
+    """The writes of every model's workers."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelWrites] = {}
+
+    def of(self, model: str) -> ModelWrites:
+        """Return the writes of one model's workers."""
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = ModelWrites()
+        return found
+
+    def forget(self, worker: WorkerKey) -> None:
+        """Drop a worker that is gone, and its model with the last one."""
+        model = self._models.get(worker.model)
+        if model is not None:
+            model.forget(worker)
+            if not model.workers:
+                del self._models[worker.model]

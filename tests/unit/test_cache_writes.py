@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much was written lately into each worker's cache, against a model that remembers every store."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.cache_writes import CacheWrites, ModelWrites
+
+A, B, C = (WorkerKey("m", name) for name in "abc")
+
+
+def store(writes: ModelWrites, worker: WorkerKey, blocks: int) -> None:
+    """Store blocks in a pool of stated size, which evicts the rest."""
+    over = writes.workers[worker].held_blocks + blocks - writes.workers[worker].stated_blocks
+    if over > 0:
+        writes.removed(worker, over)
+    writes.stored(worker, blocks)
+
+
+def test_each_store_ages_all_earlier_ones_by_its_share_of_the_memory() -> None:
+    """Law: recent blocks are the sum of all stores, each weighted by exp(-blocks stored since / all pools)."""
+    rng = random.Random(1)
+    for _ in range(50):
+        writes, workers = ModelWrites(), (A, B, C)
+        pools = {worker: rng.randint(100, 1_000) for worker in workers}
+        for worker, blocks in pools.items():
+            writes.state(worker, blocks)
+        stores: list[tuple[WorkerKey, int]] = []
+        for _ in range(rng.randint(1, 2_000)):
+            worker, blocks = rng.choice(workers), rng.randint(1, 100)
+            store(writes, worker, blocks)
+            stores.append((worker, blocks))
+        after_blocks, expected = 0, dict.fromkeys(workers, 0.0)
+        for worker, blocks in reversed(stores):
+            expected[worker] += blocks * math.exp(-after_blocks / sum(pools.values()))
+            after_blocks += blocks
+        for worker in workers:
+            assert writes.recent_blocks(worker) == pytest.approx(expected[worker])
+            assert writes.pool_blocks(worker) == pools[worker]
+
+
+def test_pools_that_are_written_alike_have_recent_blocks_of_their_size() -> None:
+    writes = ModelWrites()
+    for worker in (A, B):
+        writes.state(worker, 1_000)
+    for _ in range(10_000):
+        store(writes, A, 1)
+        store(writes, B, 1)
+    assert writes.recent_blocks(A) == pytest.approx(1_000, rel=0.02)
+    assert writes.recent_blocks(B) == pytest.approx(1_000, rel=0.02)
+
+
+def test_an_unstated_pool_is_the_most_that_any_worker_held_until_it_evicts_itself() -> None:
+    writes = ModelWrites()
+    writes.stored(A, 800)
+    writes.stored(B, 10)
+    assert writes.pool_blocks(A) == writes.pool_blocks(B) == 800
+    writes.removed(B, 5)
+    writes.stored(B, 5)
+    # It evicted with 10 blocks, so it has room for no more.
+    assert writes.pool_blocks(B) == 10
+    writes.stored(B, 2)
+    assert writes.pool_blocks(B) == 12
+    writes.state(B, 10_000)
+    writes.stored(B, 100)
+    assert writes.pool_blocks(B) == 10_000 and writes.pool_blocks(C) == 0
+    # An engine with several pools states one of them.
+    writes.stored(B, 20_000)
+    writes.state(B, 10_000)
+    assert writes.pool_blocks(B) == 20_112
+
+
+def test_a_void_epoch_keeps_what_was_written_until_more_is_stored() -> None:
+    writes = ModelWrites()
+    writes.state(A, 100)
+    writes.state(B, 100)
+    writes.stored(A, 100)
+    before = writes.recent_blocks(A)
+    writes.voided(A)
+    assert writes.recent_blocks(A) == before
+    writes.stored(A, 1)
+    assert writes.recent_blocks(A) == pytest.approx(before * math.exp(-1 / 200))
+    for _ in range(500):
+        store(writes, B, 1)
+    assert writes.recent_blocks(A) < 10
+
+
+def test_blocks_that_were_held_before_this_router_looked_age_nobody() -> None:
+    writes = ModelWrites()
+    for worker in (A, B, C):
+        writes.voided(worker)
+        writes.known(worker, 500)
+    assert writes.recent_blocks(A) == writes.recent_blocks(B) == writes.recent_blocks(C) == 500
+
+
+def test_a_worker_that_is_gone_takes_no_memory_and_an_unknown_one_has_none() -> None:
+    writes = CacheWrites()
+    writes.of("m").stored(A, 10)
+    assert writes.of("m").recent_blocks(B) == 0
+    writes.forget(A)
+    writes.forget(A)
+    assert not writes.of("m").workers and writes.of("m").recent_blocks(A) == 0
