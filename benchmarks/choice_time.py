@@ -28,11 +28,12 @@ from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.kvcache.catalog import Group, build_catalog
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.choose import choose
-from kvrouter.router.placement.cost import ChoiceContext
+from kvrouter.router.placement.cost import ChoiceContext, Copies
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.placer import Placer
@@ -51,11 +52,12 @@ class Fleet:
 
     def __init__(self, workers: int) -> None:
         self.keys = [WorkerKey("m", f"w{number}") for number in range(workers)]
-        mirror = Mirror(1 << 28)
+        mirror = self.mirror = Mirror(1 << 28)
         catalog = build_catalog((Group(0, "full_attention", BLOCK_TOKENS),), "learned", CatalogSpec())
         self.hashes = np.arange(1, BLOCKS + 1, dtype=np.uint64)
         for number, key in enumerate(self.keys):
             mirror.begin_epoch(key, "e")
+            self.writes("m").state(key, BLOCKS)
             if number % 4 == 0:
                 mirror.add(key, Place(0, GPU), self.hashes[: BLOCKS * (number + 1) // workers])
         scheme = HashScheme.default()
@@ -75,6 +77,11 @@ class Fleet:
         return "http://w:8000"
 
     def sent(self, question: Question, worker: WorkerKey) -> None: ...
+
+    def writes(self, model: str) -> ModelWrites:
+        return self.mirror.writes.of(model)
+
+    def state_pools(self) -> None: ...
 
     def hash_block_size(self, model: str) -> int:
         return BLOCK_TOKENS
@@ -108,7 +115,9 @@ def measure(workers: int, rounds: int) -> tuple[float, float, float]:
         placing.engine_said(key, EngineLoad(1, 4, 0.5))
         if number % 2:
             placing.weights.table.reserve(f"r{number}", key, 1_000 + number, 2_000, time.monotonic())
-    scene, rng, ask = ChoiceContext(NUM_TOKENS, placing.weights), random.Random(2), PlacementRequest(fleet.question)
+    copies = Copies([128.0 * piece for piece in range(NUM_TOKENS // 256)], 256)
+    scene = ChoiceContext(NUM_TOKENS, placing.weights, writes=fleet.writes("m"), copies=copies)
+    rng, ask = random.Random(2), PlacementRequest(fleet.question)
     return (
         fastest_us(lambda: fleet.matcher.match(fleet.question, fleet.plans), rounds),
         fastest_us(lambda: choose(fleet.found, scene, rng), rounds),

@@ -34,7 +34,9 @@ from kvrouter.router.config.settings import Config
 from kvrouter.router.load.load_sync import LoadShare
 from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.worker_load import LoadModel
+from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.placement.cost import NO_WRITES
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.placer import Placer
@@ -70,6 +72,11 @@ class Fleet:
         return None
 
     def sent(self, question: Question, worker: WorkerKey) -> None: ...
+
+    def writes(self, model: str) -> ModelWrites:
+        return NO_WRITES
+
+    def state_pools(self) -> None: ...
 
     def hash_block_size(self, model: str) -> int:
         return BLOCK_TOKENS

@@ -24,7 +24,7 @@ def chats(count: int, turns: int, common_tokens: int, own_tokens: int, pause_s: 
     ids = itertools.count(1)
     common = [next(ids) for _ in range(common_tokens // PIECE_TOKENS)]
     own = [[next(ids) for _ in range(own_tokens // PIECE_TOKENS)] for _ in range(count)]
-    requests = []
+    requests: list[Request] = []
     for turn in range(turns):
         for chat in range(count):
             if turn:
