@@ -14,6 +14,10 @@ from math import exp
 
 from kvrouter.router.common.ids import WorkerKey
 
+# How full a pool must be to push anything out: what is stored there counts by this power of the share that is in use, a
+# third at three quarters and a sixteenth at a half. A pool with room to spare evicts nothing, and one that is nearly
+# full will. With 0, hits were given up for memory that was never needed (ADR 47).
+FILL_POWER = 4
 # Weights grow by e for each writing of all pools; they are scaled back long before a float's precision suffers.
 RESCALE_EXPONENT = 30.0
 
@@ -21,18 +25,29 @@ RESCALE_EXPONENT = 30.0
 class WorkerWrites:
     """What was stored at one worker. Read by each choice, so plain attributes."""
 
-    __slots__ = ("held_blocks", "kept", "most_blocks", "pool_blocks", "stated_blocks", "written")
+    __slots__ = ("fullness", "held_blocks", "most_blocks", "pool_blocks", "stated_blocks", "written")
 
     def __init__(self) -> None:
-        # Blocks stored since the epoch began, and before it, each weighted by when: see `ModelWrites.scale`.
+        # Blocks stored since the epoch began, each weighted by when: see `ModelWrites.scale`.
         self.written = 0.0
-        self.kept = 0.0
         # Blocks that the worker holds on its GPU, and the most that it ever held.
         self.held_blocks = 0
         self.most_blocks = 0
         # The size of its pool, 0 until its engine states it or it has evicted something; and the size that its engine states.
         self.pool_blocks = 0
         self.stated_blocks = 0
+        # The share of the pool that is in use, to the power FILL_POWER; 0 while its size is not known.
+        self.fullness = 0.0
+
+    def hold(self, blocks: int) -> None:
+        """Take the number of blocks on the GPU."""
+        self.held_blocks = blocks
+        self.most_blocks = max(self.most_blocks, blocks)
+        self.fill()
+
+    def fill(self) -> None:
+        """Compute `fullness` after a change of the blocks or the size."""
+        self.fullness = min(1.0, self.held_blocks / self.pool_blocks) ** FILL_POWER if self.pool_blocks else 0.0
 
 
 class ModelWrites:
@@ -56,7 +71,7 @@ class ModelWrites:
     def recent_blocks(self, worker: WorkerKey) -> float:
         """Return the blocks that were stored lately at a worker."""
         found = self.workers.get(worker)
-        return 0.0 if found is None else max(found.written, found.kept) * self.scale
+        return 0.0 if found is None else found.written * self.scale
 
     def pool_blocks(self, worker: WorkerKey) -> int:
         """Return the size of a worker's pool: as stated, else as learned; 0 if nothing is known of any."""
@@ -66,7 +81,7 @@ class ModelWrites:
     def stored(self, worker: WorkerKey, blocks: int) -> None:
         """Count blocks that a worker stored."""
         one = self._worker(worker)
-        self._hold(one, blocks)
+        self._hold(one, one.held_blocks + blocks)
         self._exponent += blocks / max(1, self._sized_blocks + self._learning * self.learned_blocks)
         if self._exponent > RESCALE_EXPONENT:
             self._rescale()
@@ -76,32 +91,30 @@ class ModelWrites:
     def known(self, worker: WorkerKey, blocks: int) -> None:
         """Count blocks that a worker held before this router looked: they age no others."""
         one = self._worker(worker)
-        self._hold(one, blocks)
+        self._hold(one, one.held_blocks + blocks)
         one.written += blocks / self.scale
 
     def _hold(self, one: WorkerWrites, blocks: int) -> None:
-        one.held_blocks += blocks
-        if one.held_blocks > one.most_blocks:
-            one.most_blocks = one.held_blocks
-            if not one.pool_blocks:
-                self.learned_blocks = max(self.learned_blocks, one.most_blocks)
-            elif one.most_blocks > one.pool_blocks:
-                # An engine with a pool for each kind of block states one of them.
-                self._size(one, one.most_blocks)
+        one.hold(blocks)
+        if not one.pool_blocks:
+            self.learned_blocks = max(self.learned_blocks, one.most_blocks)
+        elif blocks > one.pool_blocks:
+            # An engine with a pool for each kind of block states one of them.
+            self._size(one, blocks)
 
     def removed(self, worker: WorkerKey, blocks: int) -> None:
         """Count blocks that a worker evicted: the most that it held is the size of its pool."""
         one = self._worker(worker)
-        one.held_blocks = max(0, one.held_blocks - blocks)
+        one.hold(max(0, one.held_blocks - blocks))
         if not one.pool_blocks:
             self._size(one, one.most_blocks)
 
     def voided(self, worker: WorkerKey) -> None:
-        """Note that what is known of a worker's blocks is void. Its engine may hold them still, so it counts as written
-        as before, until what it stores from now on is more."""
+        """Note that what is known of a worker's blocks is void. Its engine may hold them still, but no prompt finds them,
+        so to push them out costs nothing."""
         one = self._worker(worker)
-        one.kept, one.written = max(one.kept, one.written), 0.0
-        one.held_blocks = 0
+        one.written = 0.0
+        one.hold(0)
 
     def state(self, worker: WorkerKey, blocks: int) -> None:
         """Take the size of a pool from its engine."""
@@ -115,6 +128,7 @@ class ModelWrites:
             self._learning -= 1
         self._sized_blocks += blocks - one.pool_blocks
         one.pool_blocks = blocks
+        one.fill()
 
     def _worker(self, worker: WorkerKey) -> WorkerWrites:
         found = self.workers.get(worker)
@@ -134,7 +148,6 @@ class ModelWrites:
         factor = exp(-self._exponent)
         for one in self.workers.values():
             one.written *= factor
-            one.kept *= factor
         self._exponent = 0.0
 
 

@@ -10,7 +10,7 @@ its copy of a popular beginning saves the next ones.
 - queued: the same for all prompts ahead of it there, minus what is already computed of the current one.
 - decode: what running sequences take from prefill.
 - delay: how much longer later prompts wait, by the measured load of the fleet.
-- room: what the prompt's blocks push out of the worker's cache.
+- room: what the prompt's blocks push out of the worker's cache (`cache_writes.py`).
 - copy: what a copy of a beginning that others share saves the next prompts that begin so.
 - junction: a bonus for the worker that will keep a checkpoint where the prompt diverges from what it holds.
 - session: a bonus for the worker that has the session.
@@ -57,11 +57,6 @@ DELAY_WEIGHT = 8.0
 # A block that is pushed out and computed again pushes out another one. Where it comes back with probability p, a block
 # is worth p / (1 - p) of them: 2 at p = 2/3, and where all pools are written alike half of this weight remains.
 ROOM_WEIGHT = 4.0
-
-# How full a pool must be to push anything out: the price falls with this power of the share of it that is in use, to a
-# third at three quarters and to a sixteenth at a half. A pool with room to spare evicts nothing, and one that is nearly
-# full will. With 0, hits were given up for memory that was never needed (docs/reference/benchmarks.md).
-FILL_POWER = 4
 
 # A bonus, never a rule: a share of what the session's worker would have to compute. If its cache is known, the hit
 # already contains the session's value, and the bonus only decides near ties. If it is unknown (text that was not
@@ -226,17 +221,16 @@ def weigh(
             work, queued = slow[worker] * work, slow[worker] * queued
         copy = 0.0
         if longest_copy and reached < longest:
-            copy = longest_copy - copies.of(reached)
+            copy = longest_copy - copies.of(reached) if reached else longest_copy
             if slow and worker in slow:
                 copy *= slow[worker]
         # A copy is an investment: what it saves later prompts does not make them wait.
         lasting = work - copy if work > copy else 0.0
         delay = delay_share * lasting * (2 * queued + lasting)
         room = 0.0
-        if (one := written.get(worker)) is not None and one.pool_blocks:
-            recent = (one.written if one.written > one.kept else one.kept) * scale
-            fill = min(1.0, one.held_blocks / one.pool_blocks)
-            price = ROOM_WEIGHT * fill**FILL_POWER * recent / (recent + one.pool_blocks)
+        if (one := written.get(worker)) is not None and one.fullness:
+            recent = one.written * scale
+            price = ROOM_WEIGHT * one.fullness * recent / (recent + one.pool_blocks)
             room = new * price
             prices += price
         elif hit.approximate:

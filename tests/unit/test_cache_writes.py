@@ -75,19 +75,26 @@ def test_an_unstated_pool_is_the_most_that_any_worker_held_until_it_evicts_itsel
     assert writes.pool_blocks(B) == 20_112
 
 
-def test_a_void_epoch_keeps_what_was_written_until_more_is_stored() -> None:
+def test_what_is_void_costs_nothing_until_the_cache_is_full_again() -> None:
+    writes = ModelWrites()
+    for worker in (A, B):
+        writes.state(worker, 100)
+        writes.stored(worker, 100)
+    assert writes.workers[A].fullness == 1
+    writes.voided(A)
+    assert writes.workers[A].fullness == writes.recent_blocks(A) == 0 and writes.workers[B].fullness == 1
+    store(writes, A, 50)
+    assert writes.workers[A].fullness == pytest.approx(1 / 16)
+    store(writes, A, 50)
+    assert writes.workers[A].fullness == 1 and writes.recent_blocks(A) > writes.recent_blocks(B) > 0
+
+
+def test_a_cache_that_its_engine_cleared_is_empty() -> None:
     writes = ModelWrites()
     writes.state(A, 100)
-    writes.state(B, 100)
     writes.stored(A, 100)
-    before = writes.recent_blocks(A)
-    writes.voided(A)
-    assert writes.recent_blocks(A) == before
-    writes.stored(A, 1)
-    assert writes.recent_blocks(A) == pytest.approx(before * math.exp(-1 / 200))
-    for _ in range(500):
-        store(writes, B, 1)
-    assert writes.recent_blocks(A) < 10
+    writes.removed(A, 100)
+    assert writes.workers[A].fullness == 0 and writes.recent_blocks(A) > 0
 
 
 def test_blocks_that_were_held_before_this_router_looked_age_nobody() -> None:

@@ -18,14 +18,13 @@ from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.session_affinity import SessionPlace
 from kvrouter.router.load.worker_load import PROGRESS_MAX, LoadModel
 from kvrouter.router.load.worker_speed import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
-from kvrouter.router.matching.cache_writes import ModelWrites
+from kvrouter.router.matching.cache_writes import FILL_POWER, ModelWrites
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement import choose as choosing
 from kvrouter.router.placement.choose import LOST_REASONS, Choice, choose
 from kvrouter.router.placement.cost import (
     DECODE_TOKEN_COST,
     DELAY_WEIGHT,
-    FILL_POWER,
     JUNCTION_SHARE,
     ROOM_WEIGHT,
     SESSION_SHARE_BLIND,
@@ -312,7 +311,8 @@ def written_out(one: Hit, scene: ChoiceContext, longest: int) -> dict[str, float
     new = scene.num_tokens - max(one.gpu, coming)
     room = 0.0
     if cache is not None and pool:
-        room = ROOM_WEIGHT * new * min(1.0, cache.held_blocks / pool) ** FILL_POWER * recent / (recent + pool)
+        fullness = min(1.0, cache.held_blocks / pool) ** FILL_POWER
+        room = ROOM_WEIGHT * new * fullness * recent / (recent + pool) if fullness else 0.0
     share = SESSION_SHARE_BLIND if scene.blind or one.reason or one.approximate else SESSION_SHARE_KNOWN
     session = scene.session
     return {
