@@ -22,6 +22,11 @@ FILL_POWER = 4
 RESCALE_EXPONENT = 30.0
 
 
+def fullness_of(held_blocks: int, pool_blocks: int) -> float:
+    """Return the share of a pool that is in use, to the power FILL_POWER; 0 for a pool of no known size."""
+    return min(1.0, held_blocks / pool_blocks) ** FILL_POWER if pool_blocks else 0.0
+
+
 class WorkerWrites:
     """What was stored at one worker. Read by each choice, so plain attributes."""
 
@@ -47,7 +52,7 @@ class WorkerWrites:
 
     def fill(self) -> None:
         """Compute `fullness` after a change of the blocks or the size."""
-        self.fullness = min(1.0, self.held_blocks / self.pool_blocks) ** FILL_POWER if self.pool_blocks else 0.0
+        self.fullness = fullness_of(self.held_blocks, self.pool_blocks)
 
 
 class ModelWrites:
@@ -59,7 +64,8 @@ class ModelWrites:
 
     def __init__(self) -> None:
         self.workers: dict[WorkerKey, WorkerWrites] = {}
-        # The most blocks that any worker of unknown size ever held: their size until they are known.
+        # The most blocks that any worker of unknown size ever held: the size of all of them until it is known. One that
+        # may be full already must not get every prompt until it has evicted the first of them.
         self.learned_blocks = 0
         # The blocks of all pools whose size is known, and the number of the other workers.
         self._sized_blocks = 0

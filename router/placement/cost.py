@@ -29,7 +29,7 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.load.load_table import WorkerLoad
 from kvrouter.router.load.session_affinity import SessionPlace
 from kvrouter.router.load.worker_load import LoadModel
-from kvrouter.router.matching.cache_writes import ModelWrites
+from kvrouter.router.matching.cache_writes import ModelWrites, fullness_of
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.policies import LEAST_COST, Policy
 
@@ -184,6 +184,7 @@ def weigh(
     # difference that a prompt makes.
     delay_share = DELAY_WEIGHT * scene.busy / (1 - scene.busy) / (2 * weights.usual_prefill_tokens)
     written, scale, copies = scene.writes.workers, scene.writes.scale, scene.copies
+    learned = scene.writes.learned_blocks
     longest_copy = copies.of(longest) if copies.saved_tokens else 0.0
     costs: list[int] = []
     burdens: list[int] = []
@@ -228,9 +229,12 @@ def weigh(
         lasting = work - copy if work > copy else 0.0
         delay = delay_share * lasting * (2 * queued + lasting)
         room = 0.0
-        if (one := written.get(worker)) is not None and one.fullness:
-            recent = one.written * scale
-            price = ROOM_WEIGHT * one.fullness * recent / (recent + one.pool_blocks)
+        if (one := written.get(worker)) is not None and one.held_blocks:
+            recent, pool, fullness = one.written * scale, one.pool_blocks, one.fullness
+            if not pool:
+                pool = learned
+                fullness = fullness_of(one.held_blocks, pool)
+            price = ROOM_WEIGHT * fullness * recent / (recent + pool)
             room = new * price
             prices += price
         elif hit.approximate:

@@ -307,7 +307,7 @@ def written_out(one: Hit, scene: ChoiceContext, longest: int) -> dict[str, float
     )
     lasting, odds = max(0.0, work - copy), scene.busy / (1 - scene.busy)
     cache, recent = scene.writes.workers.get(worker), scene.writes.recent_blocks(worker)
-    pool = 0 if cache is None else cache.pool_blocks
+    pool = scene.writes.pool_blocks(worker)
     new = scene.num_tokens - max(one.gpu, coming)
     room = 0.0
     if cache is not None and pool:
@@ -390,6 +390,14 @@ def test_a_short_hit_is_given_up_where_the_prompt_would_push_out_more() -> None:
     assert "a would reuse 16, but what the prompt pushes out of its cache is worth more" in choice.reason
     # A history of its own is worth more than the memory that the rest takes.
     assert name_of(chosen(hit("a", 150), hit("b", 0), busy=0.0, writes=full_caches(a=100, b=20))) == "a"
+
+
+def test_a_pool_of_unknown_size_counts_as_full_at_what_the_fullest_one_holds() -> None:
+    writes = ModelWrites()
+    writes.stored(key("a"), 200)
+    writes.stored(key("b"), 20)
+    choice = chosen(hit("a", 16), hit("b", 0), busy=0.0, writes=writes)
+    assert name_of(choice) == "b" and choice.lost == "memory"
 
 
 def test_a_cache_with_room_to_spare_costs_nothing() -> None:
