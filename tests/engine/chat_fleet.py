@@ -85,8 +85,7 @@ def chat_fleet(folder: Path, model: Path, arguments: Sequence[str] = ()) -> Iter
         engines = {f"w{n}": stack.enter_context(ChatServer(folder, model, arguments)) for n in range(2)}
         flags = ["--tokenize-timeout-s", str(TOKENIZE_TIMEOUT_S)]
         for name, engine in engines.items():
-            spec = f"{name}={engine.url},events={engine.endpoint},replay={engine.replay_endpoint},model={MODEL}"
-            flags += ["--worker", spec]
+            flags += ["--worker", engine.spec(name)]
         router = stack.enter_context(RouterProcess(folder / "router", flags))
         made = Fleet(router, engines, stack.enter_context(zmq.Context()))
         # The engines must have reported their cache once, and their tokenizers be judged.

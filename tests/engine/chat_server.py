@@ -7,12 +7,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,9 +31,16 @@ NUM_BLOCKS = 400
 class ChatServer:
     """Starts on entry, stops on exit. `url` is its HTTP address, `endpoint` and `replay_endpoint` its events."""
 
-    def __init__(self, folder: Path, model: Path, arguments: Sequence[str] = (), name: str = "chat-tiny") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        arguments: Sequence[str] = (),
+        name: str = "chat-tiny",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """model: what `write_chat_model` wrote; several servers may share it. arguments: further flags of `vllm
-        serve`."""
+        serve`. environment: added to this process's own."""
         folder.mkdir(parents=True, exist_ok=True)
         self.name = name
         self.port = free_port()
@@ -41,6 +49,7 @@ class ChatServer:
         self.endpoint, self.replay_endpoint = f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"
         self._log = folder / f"serve-{self.port}.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._environment = {**os.environ, **(environment or {})}
         stream = {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -63,7 +72,7 @@ class ChatServer:
     def __enter__(self) -> Self:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ)
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=self._environment
             )
         try:
             self._wait_ready()
@@ -89,6 +98,18 @@ class ChatServer:
             return
         end_process(process, STOP_TIMEOUT_S)
 
+    def spec(self, worker_id: str) -> str:
+        """Return this engine as `--worker` takes it."""
+        return f"{worker_id}={self.url},events={self.endpoint},replay={self.replay_endpoint},model={self.name}"
+
+    def kill(self) -> None:
+        """Send SIGKILL to the server and to the engine core below it, which would live on."""
+        assert self._process is not None
+        for pid in (self._process.pid, *descendants(self._process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
     def log_tail(self) -> str:
         return self._log.read_text(errors="replace")[-6000:]
 
@@ -101,3 +122,12 @@ class ChatServer:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of all processes below a process. Source: /proc/PID/task/TID/children, proc(5)."""
+    pids = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            pids += [child, *descendants(child)]
+    return pids
