@@ -10,6 +10,7 @@ number is small compared with the pool, a new block pushes out what nobody has u
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import exp
 
 from kvrouter.router.common.ids import WorkerKey
@@ -20,20 +21,17 @@ from kvrouter.router.common.ids import WorkerKey
 FILL_POWER = 4
 # Weights grow by e for each writing of all pools; they are scaled back long before a float's precision suffers.
 RESCALE_EXPONENT = 30.0
-
-
-def fullness_of(held_blocks: int, pool_blocks: int) -> float:
-    """Return the share of a pool that is in use, to the power FILL_POWER; 0 for a pool of no known size."""
-    return min(1.0, held_blocks / pool_blocks) ** FILL_POWER if pool_blocks else 0.0
+# The share of all pools that may be written before pressures are computed again.
+PRESSURE_STEP = 0.001
 
 
 class WorkerWrites:
-    """What was stored at one worker. Read by each choice, so plain attributes."""
+    """What was stored at one worker."""
 
-    __slots__ = ("fullness", "held_blocks", "most_blocks", "pool_blocks", "stated_blocks", "written")
+    __slots__ = ("held_blocks", "most_blocks", "pool_blocks", "stated_blocks", "written")
 
     def __init__(self) -> None:
-        # Blocks stored since the epoch began, each weighted by when: see `ModelWrites.scale`.
+        # Blocks stored since the epoch began, each weighted by when: see `ModelWrites`.
         self.written = 0.0
         # Blocks that the worker holds on its GPU, and the most that it ever held.
         self.held_blocks = 0
@@ -41,18 +39,6 @@ class WorkerWrites:
         # The size of its pool, 0 until its engine states it or it has evicted something; and the size that its engine states.
         self.pool_blocks = 0
         self.stated_blocks = 0
-        # The share of the pool that is in use, to the power FILL_POWER; 0 while its size is not known.
-        self.fullness = 0.0
-
-    def hold(self, blocks: int) -> None:
-        """Take the number of blocks on the GPU."""
-        self.held_blocks = blocks
-        self.most_blocks = max(self.most_blocks, blocks)
-        self.fill()
-
-    def fill(self) -> None:
-        """Compute `fullness` after a change of the blocks or the size."""
-        self.fullness = fullness_of(self.held_blocks, self.pool_blocks)
 
 
 class ModelWrites:
@@ -60,7 +46,16 @@ class ModelWrites:
 
     Invariant: every store lets the recent blocks of all workers shrink, and only a store makes a worker's own grow."""
 
-    __slots__ = ("_exponent", "_learning", "_sized_blocks", "learned_blocks", "scale", "workers")
+    __slots__ = (
+        "_exponent",
+        "_learning",
+        "_mean",
+        "_pressed",
+        "_pressures",
+        "_sized_blocks",
+        "learned_blocks",
+        "workers",
+    )
 
     def __init__(self) -> None:
         self.workers: dict[WorkerKey, WorkerWrites] = {}
@@ -70,19 +65,41 @@ class ModelWrites:
         # The blocks of all pools whose size is known, and the number of the other workers.
         self._sized_blocks = 0
         self._learning = 0
+        # The writings of all pools so far: a block that is stored now has the weight exp(exponent).
         self._exponent = 0.0
-        # The weight of a block that is stored now, times this, is 1.
-        self.scale = 1.0
+        # The pressure of each worker and their mean, and the exponent for which they were computed; None: never, or for
+        # other pools.
+        self._pressures: dict[WorkerKey, float] = {}
+        self._mean = 0.0
+        self._pressed: float | None = None
 
     def recent_blocks(self, worker: WorkerKey) -> float:
         """Return the blocks that were stored lately at a worker."""
         found = self.workers.get(worker)
-        return 0.0 if found is None else found.written * self.scale
+        return 0.0 if found is None else found.written * exp(-self._exponent)
 
     def pool_blocks(self, worker: WorkerKey) -> int:
         """Return the size of a worker's pool: as stated, else as learned; 0 if nothing is known of any."""
         found = self.workers.get(worker)
         return 0 if found is None else found.pool_blocks or self.learned_blocks
+
+    def pressures(self) -> tuple[Mapping[WorkerKey, float], float]:
+        """Return what a new block pushes out at each worker by its worth, and the mean of all workers: from 0 for a pool
+        with room to spare, a half where all pools are full and written alike, to 1 where one is written far more often.
+
+        They are as old as PRESSURE_STEP allows, because a choice reads hundreds of them."""
+        if self._pressed is None or self._exponent - self._pressed > PRESSURE_STEP:
+            self._pressures = {worker: self._pressure(one) for worker, one in self.workers.items()}
+            self._mean = sum(self._pressures.values()) / max(1, len(self._pressures))
+            self._pressed = self._exponent
+        return self._pressures, self._mean
+
+    def _pressure(self, one: WorkerWrites) -> float:
+        pool = one.pool_blocks or self.learned_blocks
+        if not one.held_blocks or not pool:
+            return 0.0
+        recent = one.written * exp(-self._exponent)
+        return min(1.0, one.held_blocks / pool) ** FILL_POWER * recent / (recent + pool)
 
     def stored(self, worker: WorkerKey, blocks: int) -> None:
         """Count blocks that a worker stored."""
@@ -91,17 +108,18 @@ class ModelWrites:
         self._exponent += blocks / max(1, self._sized_blocks + self._learning * self.learned_blocks)
         if self._exponent > RESCALE_EXPONENT:
             self._rescale()
-        self.scale = exp(-self._exponent)
-        one.written += blocks / self.scale
+        one.written += blocks * exp(self._exponent)
 
     def known(self, worker: WorkerKey, blocks: int) -> None:
         """Count blocks that a worker held before this router looked: they age no others."""
         one = self._worker(worker)
         self._hold(one, one.held_blocks + blocks)
-        one.written += blocks / self.scale
+        one.written += blocks * exp(self._exponent)
+        self._pressed = None
 
     def _hold(self, one: WorkerWrites, blocks: int) -> None:
-        one.hold(blocks)
+        one.held_blocks = blocks
+        one.most_blocks = max(one.most_blocks, blocks)
         if not one.pool_blocks:
             self.learned_blocks = max(self.learned_blocks, one.most_blocks)
         elif blocks > one.pool_blocks:
@@ -111,7 +129,7 @@ class ModelWrites:
     def removed(self, worker: WorkerKey, blocks: int) -> None:
         """Count blocks that a worker evicted: the most that it held is the size of its pool."""
         one = self._worker(worker)
-        one.hold(max(0, one.held_blocks - blocks))
+        one.held_blocks = max(0, one.held_blocks - blocks)
         if not one.pool_blocks:
             self._size(one, one.most_blocks)
 
@@ -119,8 +137,8 @@ class ModelWrites:
         """Note that what is known of a worker's blocks is void. Its engine may hold them still, but no prompt finds them,
         so to push them out costs nothing."""
         one = self._worker(worker)
-        one.written = 0.0
-        one.hold(0)
+        one.written, one.held_blocks = 0.0, 0
+        self._pressed = None
 
     def state(self, worker: WorkerKey, blocks: int) -> None:
         """Take the size of a pool from its engine."""
@@ -134,7 +152,7 @@ class ModelWrites:
             self._learning -= 1
         self._sized_blocks += blocks - one.pool_blocks
         one.pool_blocks = blocks
-        one.fill()
+        self._pressed = None
 
     def _worker(self, worker: WorkerKey) -> WorkerWrites:
         found = self.workers.get(worker)
@@ -149,12 +167,14 @@ class ModelWrites:
         if one is not None:
             self._sized_blocks -= one.pool_blocks
             self._learning -= not one.pool_blocks
+            self._pressed = None
 
     def _rescale(self) -> None:
         factor = exp(-self._exponent)
         for one in self.workers.values():
             one.written *= factor
         self._exponent = 0.0
+        self._pressed = None
 
 
 class CacheWrites:

@@ -29,7 +29,7 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.load.load_table import WorkerLoad
 from kvrouter.router.load.session_affinity import SessionPlace
 from kvrouter.router.load.worker_load import LoadModel
-from kvrouter.router.matching.cache_writes import ModelWrites, fullness_of
+from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.policies import LEAST_COST, Policy
 
@@ -183,14 +183,13 @@ def weigh(
     # The relative value of the queue M/G/1 is r / (1 - r) * u * u / (2 * m) for u tokens of work in it; `delay` is the
     # difference that a prompt makes.
     delay_share = DELAY_WEIGHT * scene.busy / (1 - scene.busy) / (2 * weights.usual_prefill_tokens)
-    written, scale, copies = scene.writes.workers, scene.writes.scale, scene.copies
-    learned = scene.writes.learned_blocks
+    copies = scene.copies
+    pressures, mean_pressure = scene.writes.pressures()
     longest_copy = copies.of(longest) if copies.saved_tokens else 0.0
     costs: list[int] = []
     burdens: list[int] = []
     terms: list[Terms] = []
     saturated: set[int] = set()
-    prices, guessed = 0.0, list[int]()
     # One loop: a call for each of some hundred workers would be half of the time of a choice.
     for i, hit in enumerate(hits):
         worker = hit.worker
@@ -228,17 +227,9 @@ def weigh(
         # A copy is an investment: what it saves later prompts does not make them wait.
         lasting = work - copy if work > copy else 0.0
         delay = delay_share * lasting * (2 * queued + lasting)
-        room = 0.0
-        if (one := written.get(worker)) is not None and one.held_blocks:
-            recent, pool, fullness = one.written * scale, one.pool_blocks, one.fullness
-            if not pool:
-                pool = learned
-                fullness = fullness_of(one.held_blocks, pool)
-            price = ROOM_WEIGHT * fullness * recent / (recent + pool)
-            room = new * price
-            prices += price
-        elif hit.approximate:
-            guessed.append(i)
+        # Nothing is known of the cache of a worker without events: it is as full as the others', or it would get every new
+        # prompt.
+        room = ROOM_WEIGHT * new * (mean_pressure if hit.approximate else pressures.get(worker, 0.0))
         junction = bonus = 0.0
         if hit.full_attention > longest:
             # What a checkpoint there would add to what the next prompt with this beginning can reuse.
@@ -249,11 +240,4 @@ def weigh(
             bonus = min(session.tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
         costs.append(floor(work + queued + decode + delay + room - copy - junction - bonus + 0.5))
         terms.append((prefill, usual_queued, work, queued, decode, delay, room, copy, junction, bonus))
-    if guessed and prices:
-        # Nothing is known of their caches: they are as full as the others', or they would get every new prompt.
-        price = prices / (len(hits) - len(guessed))
-        for i in guessed:
-            room = (num_tokens - hits[i].gpu) * price
-            costs[i] += floor(room + 0.5)
-            terms[i] = (*terms[i][:6], room, *terms[i][7:])
     return Costs(costs, burdens, terms, saturated)

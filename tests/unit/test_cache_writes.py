@@ -9,7 +9,7 @@ import random
 import pytest
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.matching.cache_writes import CacheWrites, ModelWrites
+from kvrouter.router.matching.cache_writes import FILL_POWER, CacheWrites, ModelWrites
 
 A, B, C = (WorkerKey("m", name) for name in "abc")
 
@@ -42,6 +42,13 @@ def test_each_store_ages_all_earlier_ones_by_its_share_of_the_memory() -> None:
         for worker in workers:
             assert writes.recent_blocks(worker) == pytest.approx(expected[worker])
             assert writes.pool_blocks(worker) == pools[worker]
+        pressures, mean = writes.pressures()
+        for worker, one in writes.workers.items():
+            full = min(1.0, one.held_blocks / pools[worker]) ** FILL_POWER
+            recent = expected[worker]
+            # They may be some stores old.
+            assert pressures[worker] == pytest.approx(full * recent / (recent + pools[worker]), abs=0.005)
+        assert mean == pytest.approx(sum(pressures.values()) / 3)
 
 
 def test_pools_that_are_written_alike_have_recent_blocks_of_their_size() -> None:
@@ -80,13 +87,13 @@ def test_what_is_void_costs_nothing_until_the_cache_is_full_again() -> None:
     for worker in (A, B):
         writes.state(worker, 100)
         writes.stored(worker, 100)
-    assert writes.workers[A].fullness == 1
+    assert writes.pressures()[0][A] > 0
     writes.voided(A)
-    assert writes.workers[A].fullness == writes.recent_blocks(A) == 0 and writes.workers[B].fullness == 1
+    assert writes.pressures()[0][A] == writes.recent_blocks(A) == 0 and writes.pressures()[0][B] > 0
     store(writes, A, 50)
-    assert writes.workers[A].fullness == pytest.approx(1 / 16)
+    assert 0 < writes.pressures()[0][A] < 1 / 16
     store(writes, A, 50)
-    assert writes.workers[A].fullness == 1 and writes.recent_blocks(A) > writes.recent_blocks(B) > 0
+    assert writes.pressures()[0][A] > writes.pressures()[0][B] > 0
 
 
 def test_a_cache_that_its_engine_cleared_is_empty() -> None:
@@ -94,7 +101,7 @@ def test_a_cache_that_its_engine_cleared_is_empty() -> None:
     writes.state(A, 100)
     writes.stored(A, 100)
     writes.removed(A, 100)
-    assert writes.workers[A].fullness == 0 and writes.recent_blocks(A) > 0
+    assert writes.pressures()[0][A] == 0 and writes.recent_blocks(A) > 0
 
 
 def test_blocks_that_were_held_before_this_router_looked_age_nobody() -> None:

@@ -18,7 +18,7 @@ from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.session_affinity import SessionPlace
 from kvrouter.router.load.worker_load import PROGRESS_MAX, LoadModel
 from kvrouter.router.load.worker_speed import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
-from kvrouter.router.matching.cache_writes import FILL_POWER, ModelWrites
+from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement import choose as choosing
 from kvrouter.router.placement.choose import LOST_REASONS, Choice, choose
@@ -306,13 +306,8 @@ def written_out(one: Hit, scene: ChoiceContext, longest: int) -> dict[str, float
         if token // piece_tokens + 1 < len(saved)
     )
     lasting, odds = max(0.0, work - copy), scene.busy / (1 - scene.busy)
-    cache, recent = scene.writes.workers.get(worker), scene.writes.recent_blocks(worker)
-    pool = scene.writes.pool_blocks(worker)
     new = scene.num_tokens - max(one.gpu, coming)
-    room = 0.0
-    if cache is not None and pool:
-        fullness = min(1.0, cache.held_blocks / pool) ** FILL_POWER
-        room = ROOM_WEIGHT * new * fullness * recent / (recent + pool) if fullness else 0.0
+    room = ROOM_WEIGHT * new * scene.writes.pressures()[0].get(worker, 0.0)
     share = SESSION_SHARE_BLIND if scene.blind or one.reason or one.approximate else SESSION_SHARE_KNOWN
     session = scene.session
     return {
