@@ -27,6 +27,7 @@ from kvrouter.router.config.settings import Config
 from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.kvcache.catalog import Group, build_catalog
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.kvcache.resume_rule import ResumeRule
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
@@ -85,6 +86,9 @@ class Fleet:
 
     def hash_block_size(self, model: str) -> int:
         return BLOCK_TOKENS
+
+    def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
+        return ResumeRule(BLOCK_TOKENS, None)
 
     def workers(self) -> list[WorkerKey]:
         return self.keys

@@ -31,6 +31,7 @@ from report import machine
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.kvcache.resume_rule import ResumeRule
 from kvrouter.router.load.load_sync import LoadShare
 from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.worker_load import LoadModel
@@ -80,6 +81,9 @@ class Fleet:
 
     def hash_block_size(self, model: str) -> int:
         return BLOCK_TOKENS
+
+    def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
+        return ResumeRule(BLOCK_TOKENS, None)
 
     def workers(self) -> list[WorkerKey]:
         return self.keys

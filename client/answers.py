@@ -127,7 +127,8 @@ class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
 
 class SelectReply(msgspec.Struct, frozen=True, kw_only=True):
     """The chosen worker. endpoint: the engine's URL, None for a worker that was registered without one.
-    effective_prefill_tokens: what it must compute. reserved: whether its load counts. tokens: of texts. prefill: where
+    effective_prefill_tokens: what it must compute; expected_tokens: what it will reuse of the prompt by the time it
+    schedules it, 0 from a router of before. reserved: whether its load counts. tokens: of texts. prefill: where
     another worker is to compute the prompt. candidates: with explain."""
 
     selection_id: str
@@ -139,6 +140,7 @@ class SelectReply(msgspec.Struct, frozen=True, kw_only=True):
     effective_prefill_tokens: int
     reason: str
     reserved: bool
+    expected_tokens: int = 0
     tokens: TokensReply | None = None
     candidates: tuple[CandidateReply, ...] | None = None
     prefill: PrefillReply | None = None

@@ -15,6 +15,7 @@ from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.kvcache.offload_connectors import OFFLOADING
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.kvcache.resume_rule import ResumeRule, resume_rule
 from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
@@ -156,6 +157,9 @@ class VirtualFleet:
 
     def hash_block_size(self, model: str) -> int:
         return self._geometry.hash_block_size
+
+    def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
+        return resume_rule(self._ingests[self.keys.index(worker)].profile.catalog)
 
     def workers(self) -> list[WorkerKey]:
         return self.keys

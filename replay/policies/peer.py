@@ -90,6 +90,13 @@ class PeerPlaced:
         self._router.in_flight[self.number].prefill_tokens -= self._prefill_tokens
         self._prefill_tokens = 0
 
+    @property
+    def expected_tokens(self) -> int:
+        return self.predicted_tokens
+
+    def reused(self, tokens: int) -> None:
+        pass
+
     def done(self, output_tokens: int | None) -> None:
         self.first_token()
         self._router.in_flight[self.number].requests -= 1

@@ -29,7 +29,8 @@ class Arrival(NamedTuple):
 class Placed(Protocol):
     """A request's place. number: of its worker; achievable_tokens: the longest hit of any worker when it came;
     predicted_tokens: what the index says that its own reuses. Both by vLLM's hit rule over every group and tier,
-    whatever the policy itself looks at."""
+    whatever the policy itself looks at. expected_tokens: the same with what is computed before it gets its turn; a router
+    that expects nothing says what is predicted. reused: what the replica reused in fact."""
 
     @property
     def number(self) -> int: ...
@@ -39,6 +40,11 @@ class Placed(Protocol):
 
     @property
     def predicted_tokens(self) -> int: ...
+
+    @property
+    def expected_tokens(self) -> int: ...
+
+    def reused(self, tokens: int) -> None: ...
 
     def first_token(self) -> None: ...
 

@@ -42,6 +42,13 @@ class OwnPlaced:
     def predicted_tokens(self) -> int:
         return self._placement.choice.hit.disk
 
+    @property
+    def expected_tokens(self) -> int:
+        return self._placement.expected_tokens
+
+    def reused(self, tokens: int) -> None:
+        self._placement.reused(tokens)
+
     def first_token(self) -> None:
         self._placement.first_token()
 

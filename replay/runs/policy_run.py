@@ -94,6 +94,7 @@ class PolicyRun:
     prompt: array[int] = field(default_factory=lambda: array("q"))
     achievable: array[int] = field(default_factory=lambda: array("q"))
     predicted: array[int] = field(default_factory=lambda: array("q"))
+    expected: array[int] = field(default_factory=lambda: array("q"))
     reused: array[int] = field(default_factory=lambda: array("q"))
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     # Tokens of the answer; 0 until it has ended.
@@ -104,12 +105,13 @@ class PolicyRun:
     wall_s: float = 0.0
     partial: bool = False
 
-    def add(self, prompt_tokens: int, achievable: int, predicted: int, *, worker: int) -> int:
+    def add(self, prompt_tokens: int, achievable: int, predicted: int, expected: int, *, worker: int) -> int:
         """Note a request that was placed at this worker, and return its number."""
         self.worker.append(worker)
         self.prompt.append(prompt_tokens)
         self.achievable.append(achievable)
         self.predicted.append(predicted)
+        self.expected.append(expected)
         self.reused.append(0)
         self.ttft_s.append(math.nan)
         self.output.append(0)

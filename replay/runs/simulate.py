@@ -130,6 +130,7 @@ class Simulation:
                 placed.first_token()
                 self.run.ttft_s[number] = moment.time_s - arrived_s
                 self.run.reused[number] = moment.job.cached
+                placed.reused(moment.job.cached)
             else:
                 placed.done(moment.job.sampled)
                 self.run.output[number] = moment.job.sampled
@@ -147,7 +148,11 @@ class Simulation:
         text = self._text(number)
         placed = self.router.place(self._arrival(number))
         place = self.run.add(
-            request.prompt_tokens, placed.achievable_tokens, placed.predicted_tokens, worker=placed.number
+            request.prompt_tokens,
+            placed.achievable_tokens,
+            placed.predicted_tokens,
+            placed.expected_tokens,
+            worker=placed.number,
         )
         try:
             job = self.fleet.submit(placed.number, text, self._max_tokens(number), now_s)

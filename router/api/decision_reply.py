@@ -38,7 +38,8 @@ class DecidedPrefill(msgspec.Struct, kw_only=True):
 
 class DecisionReply(msgspec.Struct, kw_only=True):
     """Why a request went where it went, with the state and the load of that moment. time_s: seconds since 1970.
-    request_id: empty for a choice without a request. lost_by: why the chosen worker reuses less than `best_hit_tokens`,
+    expected_tokens: the reuse expected with the prompts ahead, at least the hit. request_id: empty for a choice without
+    a request. lost_by: why the chosen worker reuses less than `best_hit_tokens`,
     the longest hit of all; empty where it does not. compared: workers compared, of which `candidates` has the chosen
     and the cheapest. outcome: null while the request runs, and for a choice without a request. earlier: the selections
     of the request's attempts before, which failed."""
@@ -52,6 +53,7 @@ class DecisionReply(msgspec.Struct, kw_only=True):
     endpoint: str | None
     num_tokens: int
     overlap: Overlap
+    expected_tokens: int
     effective_prefill_tokens: int
     queued_tokens: int
     proof: Proof
@@ -89,6 +91,7 @@ def decision_reply(kept: KeptDecision, earlier: list[str] | None = None, *, expl
         endpoint=choice.url,
         num_tokens=decision.num_tokens,
         overlap=overlap_of(hit),
+        expected_tokens=max(hit.disk, choice.expected_tokens),
         effective_prefill_tokens=decision.num_tokens - hit.disk,
         queued_tokens=choice.queued_tokens,
         proof=_proof(decision),

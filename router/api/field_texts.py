@@ -59,6 +59,7 @@ FIELD_TEXTS = {
     "evidence": "what shows it",
     "exclude_workers": "not these workers",
     "expected_output_tokens": "the same as max_tokens",
+    "expected_tokens": "tokens that will be reused with what the prompts ahead leave, as far as can be expected",
     "explain": "whether the answer has its reasons",
     "failing": "what of its persistence failed last",
     "features": "features of the patch, and whether each is on",

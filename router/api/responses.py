@@ -103,9 +103,10 @@ class PrefillReply(msgspec.Struct, kw_only=True):
 
 class SelectReply(msgspec.Struct, kw_only=True):
     """Of `/select` and `/select_and_reserve`. `endpoint` is the engine's URL, null for a worker that was registered
-    without one; effective_prefill_tokens: what it does not reuse. worker_id: a number where it was registered as one.
-    model_name, routing_group, isl_tokens, block_size and potential_decode_blocks (what the worker decodes then) are for
-    Dynamo's clients."""
+    without one; effective_prefill_tokens: what it does not reuse; expected_tokens: what it will reuse by the time it
+    schedules the prompt, with the prompts ahead of it, as far as can be expected. worker_id: a number where it was
+    registered as one. model_name, routing_group, isl_tokens, block_size and potential_decode_blocks (what the worker
+    decodes then) are for Dynamo's clients."""
 
     selection_id: str
     model: str
@@ -113,6 +114,7 @@ class SelectReply(msgspec.Struct, kw_only=True):
     dp_rank: int
     endpoint: str | None
     overlap: Overlap
+    expected_tokens: int
     effective_prefill_tokens: int
     reason: str
     # Present for texts.

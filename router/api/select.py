@@ -211,6 +211,7 @@ class SelectRoutes:
             dp_rank=worker.dp_rank,
             endpoint=choice.url,
             overlap=overlap_of(choice.hit),
+            expected_tokens=choice.expected_tokens,
             effective_prefill_tokens=question.num_tokens - choice.hit.disk,
             reason=choice.reason,
             model_name=question.model,

@@ -16,6 +16,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.kvcache.resume_rule import ResumeRule, resume_rule
 from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.matcher import HashPlans, HitTable, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
@@ -51,6 +52,7 @@ class HitFinder:
         # The plans of each model, with the version of the mirror that they were made from; any change of a worker
         # empties it.
         self._plans: dict[str, tuple[int, HashPlans]] = {}
+        self._rules: dict[WorkerKey, ResumeRule | None] = {}
         registry.subscribe(members=lambda worker: self.forget_plans(), view=self._on_view)
 
     def forget_plans(self) -> None:
@@ -58,6 +60,7 @@ class HitFinder:
 
     def _on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
         self._plans.clear()
+        self._rules.pop(worker, None)
         if view is None:
             self._history.forget(worker)
 
@@ -74,6 +77,15 @@ class HitFinder:
     def hash_block_size(self, model: str) -> int:
         """Tokens that one block hash covers, 1 while no catalog of the model is whole. Raises UnknownModel."""
         return self.plans(model).hash_block_size or 1
+
+    def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
+        """Return where prompts can resume in what others leave at a worker, None while its groups are not known."""
+        if worker not in self._rules:
+            stream = self._registry.streams.get(worker)
+            if stream is None:
+                return None
+            self._rules[worker] = resume_rule(stream.view.catalog)
+        return self._rules[worker]
 
     def plans(self, model: str) -> HashPlans:
         """The model's workers as the matcher needs them, rebuilt when any of them changed."""

@@ -30,6 +30,13 @@ SETTLE_S = 0.5
 MAX_NAMES = 200_000
 
 
+def step_of(question: Question, hash_block_size: int) -> int:
+    """Return the tokens from one name of a prompt's prefixes to the next."""
+    if question.token_ids is not None or question.block_hashes is None:
+        return PIECE_TOKENS
+    return max(1, PIECE_TOKENS // hash_block_size) * hash_block_size
+
+
 def names_of(question: Question, hash_block_size: int, seed: int) -> tuple[list[int], int]:
     """Names of the prompt's prefixes, and the tokens from one to the next.
 
@@ -49,8 +56,9 @@ def names_of(question: Question, hash_block_size: int, seed: int) -> tuple[list[
         return names, PIECE_TOKENS
     if question.block_hashes is None:
         return [], PIECE_TOKENS
-    step = max(1, PIECE_TOKENS // hash_block_size)
-    return question.block_hashes[step - 1 :: step].tolist(), step * hash_block_size
+    step_tokens = step_of(question, hash_block_size)
+    step = step_tokens // hash_block_size
+    return question.block_hashes[step - 1 :: step].tolist(), step_tokens
 
 
 class PendingPrefixes:

@@ -16,6 +16,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.cost import Candidate, ChoiceContext, Costs, weigh
+from kvrouter.router.placement.expected_reuse import ExpectedReuse
 from kvrouter.router.placement.policies import KV, LEAST_COST, PolicyInput
 
 # Why the chosen worker reuses less of the prompt than the best one would.
@@ -59,7 +60,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     best_hit_tokens: the longest hit of all workers compared; lost: why the chosen one has less, empty if it does not.
     comparison: of the workers, None where it is not kept. all_saturated: every worker was saturated. prefill: the
     worker that computes the prompt and hands it over, None where the chosen one does that itself; alone_tokens: what
-    prefill_tokens would be then."""
+    prefill_tokens would be then. expected: what the prompts ahead add to the hit."""
 
     hit: Hit
     url: str | None
@@ -72,6 +73,12 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     all_saturated: bool = False
     prefill: Choice | None = None
     alone_tokens: int = 0
+    expected: ExpectedReuse | None = None
+
+    @property
+    def expected_tokens(self) -> int:
+        """The reuse expected of the chosen worker, never below its hit."""
+        return self.hit.disk if self.expected is None else self.expected.tokens
 
     @property
     def candidates(self) -> list[Candidate]:

@@ -17,9 +17,11 @@ import numpy as np
 from kvrouter.router.common.errors import RouterError
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.kvcache.resume_rule import ResumeRule
 from kvrouter.router.load.busy_share import BusyShare
-from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SETTLE_S, PendingPrefixes, names_of
+from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S, PendingPrefixes, names_of
 from kvrouter.router.load.prefix_popularity import PrefixPopularity
+from kvrouter.router.load.prompts_ahead import AHEAD_TTL_S, ARRIVAL_S, PromptAhead, PromptsAhead
 from kvrouter.router.load.session_affinity import SessionMemory
 from kvrouter.router.load.worker_load import LoadModel
 from kvrouter.router.matching.cache_writes import ModelWrites
@@ -28,6 +30,7 @@ from kvrouter.router.placement.admission_queue import RETRY_AFTER_S
 from kvrouter.router.placement.candidates import candidates, no_worker_error, split_by_role
 from kvrouter.router.placement.choose import Choice, choose
 from kvrouter.router.placement.cost import NO_COPIES, ChoiceContext, Copies
+from kvrouter.router.placement.expected_reuse import ExpectedReuse, ReuseShares
 from kvrouter.router.placement.lost_reuse import count_losses
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import PlacementRequest
@@ -61,6 +64,9 @@ class HitSource(Protocol):
     def state_pools(self) -> None:
         """Take the sizes of the GPU caches that engines have stated since the last call."""
 
+    def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
+        """Return where prompts can resume in what others leave there, None while that is not known."""
+
     def workers(self) -> Iterable[WorkerKey]: ...
 
 
@@ -92,14 +98,16 @@ class Decider:
         # Prefixes that a worker is just computing, and prefixes on their way to a worker by a hand-over.
         self._pending = PendingPrefixes()
         self._arriving = PendingPrefixes()
+        self._ahead = PromptsAhead()
+        self._shares = ReuseShares()
         self._pending_seed = rng.getrandbits(64)
         self._popular = PrefixPopularity()
         self._busy: dict[str, BusyShare] = {}
         self._turns: dict[str, int] = {}
 
-    def decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
-        """The choice, and the names of the prompt's prefixes. anyway: ignore the workers' roles. Raises UnknownModel,
-        UnknownWorker, NoWorker."""
+    def decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
+        """The choice, and the prompt as later ones are compared with it. anyway: ignore the workers' roles. Raises
+        UnknownModel, UnknownWorker, NoWorker."""
         question, unavailable = ask.question, self._unavailable
         everybody = self._fleet.hits(question)
         found = candidates(everybody, question, ask.pinned, unavailable)
@@ -128,7 +136,9 @@ class Decider:
             choice = self._with_prefill(
                 ask, choice, others, scene, arriving, any(hit.worker in prefillers for hit in found.wanted)
             )
-        return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker)), names
+        prompt = PromptAhead(question, names, self._fleet.hash_block_size(question.model))
+        expected = self._expected(question, choice, prompt, now)
+        return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker), expected=expected), prompt
 
     def takers(self, model: str) -> list[WorkerKey]:
         """The workers that may take a prompt of this model now. Raises UnknownModel, and NoWorker with the reasons if
@@ -226,9 +236,12 @@ class Decider:
         there = found_choice.prefill
         return there and msgspec.structs.replace(there, url=self._fleet.url(there.hit.worker))
 
-    def record_choice(self, ask: PlacementRequest, choice: Choice, names: list[int], now: float, ttl_s: float) -> None:
-        """The prompt goes there now, and counts as pending for this time."""
-        worker = choice.hit.worker
+    def record_choice(
+        self, ask: PlacementRequest, choice: Choice, prompt: PromptAhead, now: float, *, reserved: bool
+    ) -> None:
+        """Remember that the prompt goes there now. reserved: the outcome will be reported."""
+        worker, names = choice.hit.worker, prompt.names
+        ttl_s = PENDING_TTL_S if reserved else SELECTED_TTL_S
         self._turns[worker.model] = self._turns.get(worker.model, 0) + 1
         self._fleet.sent(ask.question, worker)
         self._popular.placed(names)
@@ -241,8 +254,31 @@ class Decider:
             self._fleet.sent(ask.question, there)
             self._pending.sent(there, names, now + ttl_s)
             self._arriving.sent(worker, names, now + ttl_s)
+        if choice.expected is not None:
+            prompt.checkpoints = choice.expected.checkpoints
+        computes = choice if choice.prefill is None else choice.prefill
+        self._ahead.add(computes.hit.worker, prompt, now + (AHEAD_TTL_S if reserved else SELECTED_TTL_S))
         if ask.session_id:
             self._sessions.record_choice(ask.session_id, worker, ask.question.num_tokens, now)
+
+    # -- what is expected beside the hit
+
+    def _expected(self, question: Question, choice: Choice, prompt: PromptAhead, now: float) -> ExpectedReuse | None:
+        """Return what the chosen worker is expected to reuse, None where nothing is known beside its hit."""
+        hit = choice.hit
+        # A guess of a hit counts what was sent there already.
+        if hit.approximate or question.without_cache or choice.prefill is not None:
+            return None
+        rule = self._fleet.resume_rule(hit.worker)
+        if rule is None:
+            return None
+        coming = self._ahead.coming(hit.worker, prompt, rule, now)
+        return self._shares.expect(question.model, question.num_tokens, hit.disk, hit.full_attention, coming)
+
+    def reused(self, choice: Choice, reused_tokens: int) -> None:
+        """Learn from what an engine reported of a placed prompt."""
+        if choice.expected is not None:
+            self._shares.learn(choice.hit.worker.model, choice.expected, reused_tokens)
 
     # -- what is on its way
 
@@ -250,21 +286,25 @@ class Decider:
         """It computes, or receives, the prompt of these beginnings from now on."""
         self._pending.sent(worker, names, now + PENDING_TTL_S)
         self._arriving.settle(worker, names, now)
+        self._ahead.move(worker, names, now + AHEAD_TTL_S)
 
     def computed(self, worker: WorkerKey, names: list[int], now: float) -> None:
         """It has it: the engine's events take over."""
         self._pending.settle(worker, names, now + SETTLE_S)
         self._arriving.settle(worker, names, now)
+        self._ahead.settle(worker, names, now + ARRIVAL_S)
 
     def failed(self, worker: WorkerKey, names: list[int], now: float) -> None:
         """It may never have come to it."""
         self._pending.settle(worker, names, now)
         self._arriving.settle(worker, names, now)
+        self._ahead.settle(worker, names, now)
 
     def expire(self, now: float) -> None:
         """Drop what is too old."""
         self._sessions.expire(now)
         self._pending.expire(now)
+        self._ahead.expire(now)
         self._arriving.expire(now)
 
 

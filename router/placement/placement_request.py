@@ -46,6 +46,8 @@ class PlacementOwner(Protocol):
 
     def done(self, placement: Placement, output_tokens: int | None) -> None: ...
 
+    def reused(self, placement: Placement, tokens: int) -> None: ...
+
 
 class PrefillPart:
     """The worker that computes a placement's prompt, and its load there."""
@@ -130,6 +132,17 @@ class Placement:
     def served_by(self, hit: Hit) -> None:
         """Another worker than the chosen one answers: its load counts there from now on. hit: of that one."""
         self._ends.served_by(self, hit)
+
+    @property
+    def expected_tokens(self) -> int:
+        """The reuse expected when the engine schedules the prompt; never below `predicted_tokens`."""
+        if self.has_moved or self.prefilled_at is not None or self.choice.prefill is not None:
+            return self.predicted_tokens
+        return max(self.predicted_tokens, self.choice.expected_tokens)
+
+    def reused(self, tokens: int) -> None:
+        """Report what the engine says that it reused of the prompt."""
+        self._ends.reused(self, tokens)
 
     def done(self, output_tokens: int | None = None) -> None:
         """The request is over, successful or not. Repeating it changes nothing."""

@@ -22,7 +22,7 @@ from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.load.load_messages import PREFILL_COMPLETE, RELEASE
 from kvrouter.router.load.load_sync import LoadShare
 from kvrouter.router.load.load_table import LoadTable
-from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S
+from kvrouter.router.load.prompts_ahead import PromptAhead
 from kvrouter.router.load.worker_load import Correction, LoadModel, WorkerBacklog
 from kvrouter.router.placement.admission_queue import RETRY_AFTER_S, AdmissionQueue
 from kvrouter.router.placement.choose import Choice
@@ -138,16 +138,17 @@ class Placer:
 
         If all are saturated, the cheapest is chosen, and its reason says so."""
         now = self._clock()
-        choice, names = self._decide(ask, now)
+        choice, prompt = self._decide(ask, now)
         if ask.dry_run:
             return choice
         if selection_id is not None:
             self._record(selection_id, ask, choice)
-        self._decider.record_choice(ask, choice, names, now, SELECTED_TTL_S)
+        self._decider.record_choice(ask, choice, prompt, now, reserved=False)
         if selection_id is not None:
             kept = choice.alone()
             model, num_tokens, until_s = ask.question.model, ask.question.num_tokens, now + SELECTION_TTL_S
-            self._selections.keep(selection_id, Selected(model, kept, names, num_tokens, ask.max_tokens, until_s))
+            selected = Selected(model, kept, prompt.names, num_tokens, ask.max_tokens, until_s)
+            self._selections.keep(selection_id, selected)
         return choice
 
     def reserve(self, ask: PlacementRequest, *, anyway: bool = False, prefill_tokens: int | None = None) -> Placement:
@@ -160,7 +161,7 @@ class Placer:
         if ask.dry_run:
             # A reservation is a request, never a dry run.
             ask = msgspec.structs.replace(ask, dry_run=False)
-        choice, names = self._decide(ask, now, anyway=anyway)
+        choice, prompt = self._decide(ask, now, anyway=anyway)
         if choice.all_saturated and not anyway:
             raise Saturated(
                 f"every worker that may take this prompt is saturated (over {self.weights.saturation_tokens} tokens queued, or its "
@@ -171,9 +172,11 @@ class Placer:
             choice = msgspec.structs.replace(choice, prefill_tokens=prefill_tokens)
         selection_id = ask.selection_id or self.new_id()
         kept = choice if ask.question.explain or ask.keeps_comparison else choice.alone()
-        placement = self._reservations.book(selection_id, kept, names, ask.question.num_tokens, ask.max_tokens, now)
+        placement = self._reservations.book(
+            selection_id, kept, prompt.names, ask.question.num_tokens, ask.max_tokens, now
+        )
         self._record(selection_id, ask, choice)
-        self._decider.record_choice(ask, choice, names, now, PENDING_TTL_S)
+        self._decider.record_choice(ask, choice, prompt, now, reserved=True)
         return placement
 
     def claim(self, selection_id: str, model: str | None) -> Placement:
@@ -201,11 +204,11 @@ class Placer:
             await self._fleet.hash_ahead(ask.question)
         return await self._line.place(ask)
 
-    def _decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
-        choice, names = self._decider.decide(ask, now, anyway=anyway)
+    def _decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
+        choice, prompt = self._decider.decide(ask, now, anyway=anyway)
         if not ask.dry_run:
             self._metrics.choice_seconds.observe(self._clock() - now)
-        return choice, names
+        return choice, prompt
 
     def _retry_after_s(self, worker: WorkerKey) -> float:
         """Until the worker has done half of what is queued there, as far as its speed is known."""

@@ -170,6 +170,11 @@ class Reservations:
         self._metrics.ended["released"].inc()
         self._freed()
 
+    def reused(self, placement: Placement, tokens: int) -> None:
+        """See `Placement.reused`."""
+        if not placement.has_moved and placement.prefilled_at is None:
+            self._decider.reused(placement.choice, tokens)
+
     def _computed(self, placement: Placement) -> None:
         """Somebody computed its prompt."""
         self._weights.prompts.add(placement.prefilled_at or placement.worker, placement.num_tokens)

@@ -32,6 +32,7 @@ class KeptChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     saturated: list[int]
     pending: list[int]
     compared: int
+    expected_tokens: int = 0
 
     @property
     def hit(self) -> Hit:
@@ -61,8 +62,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """What came of a request. outcome: as the metric of proxied requests names it. predicted_tokens: None where nothing
-    can be predicted; delivered_tokens: None where the engine does not say. Times: seconds from the whole request."""
+    """What came of a request. outcome: as the metric of proxied requests names it. predicted_tokens, expected_tokens: None
+    where nothing can be predicted; delivered_tokens: None where the engine does not say. Times: seconds from the whole request."""
 
     outcome: str
     predicted_tokens: int | None
@@ -71,6 +72,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     completion_tokens: int | None
     ttft_s: float | None
     e2e_s: float
+    expected_tokens: int | None = None
 
 
 def decision_of(selection_id: str, time_s: float, ask: PlacementRequest, choice: Choice) -> Decision:
@@ -112,4 +114,5 @@ def _kept(choice: Choice) -> KeptChoice:
         [place for place, i in enumerate(order) if i in saturated] if saturated else [],
         [pending.get(hit.worker, 0) for hit in kept] if pending else [0] * len(kept),
         len(hits),
+        choice.expected_tokens,
     )

@@ -26,6 +26,7 @@ from kvrouter.router.common.errors import UnknownModel
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.kvcache.catalog import GroupRule
+from kvrouter.router.kvcache.resume_rule import ResumeRule
 from kvrouter.router.matching.cache_writes import CacheWrites, ModelWrites
 from kvrouter.router.matching.question import GroupCover, Hit, Limiter, Question
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
@@ -168,6 +169,9 @@ class TinyCore:
         if model not in self.models():
             raise UnknownModel(f"no worker serves {model!r}")
         return HASH_BLOCK_SIZE
+
+    def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
+        return ResumeRule(HASH_BLOCK_SIZE, None)
 
     def readiness(self) -> str | None:
         return self.unready

@@ -229,6 +229,7 @@ def test_select_has_the_shape_of_the_contract(core: TinyCore) -> None:
         "dp_rank": 0,
         "endpoint": "http://w:8000",
         "overlap": {"longest_matched": 192, "gpu": 64, "cpu": 128, "disk": 192, "dp": {"0": 192}},
+        "expected_tokens": 192,
         "effective_prefill_tokens": 8,
         "reason": "reuses 192 of 200 tokens (64 on the GPU, 64 more from the CPU tier, 64 more from storage)",
         "model_name": "m",

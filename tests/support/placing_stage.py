@@ -12,6 +12,7 @@ import numpy as np
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.kvcache.resume_rule import ResumeRule
 from kvrouter.router.load.pending_prefixes import PIECE_TOKENS
 from kvrouter.router.matching.cache_writes import CacheWrites, ModelWrites
 from kvrouter.router.matching.question import Hit, Question
@@ -35,6 +36,7 @@ class Fleet:
         self.known = list(hits)
         self.went: list[WorkerKey] = []
         self.caches = CacheWrites()
+        self.rule: ResumeRule | None = ResumeRule(16, None)
 
     async def hash_ahead(self, question: Question) -> None:
         pass
@@ -56,6 +58,9 @@ class Fleet:
 
     def hash_block_size(self, model: str) -> int:
         return 16
+
+    def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
+        return self.rule
 
     def workers(self) -> list[WorkerKey]:
         return [one.worker for one in self.known]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -109,6 +110,17 @@ def test_requests_that_cannot_be_handed_over_stay_at_the_decode_worker() -> None
         before = decided(stage).get(outcome, 0)
         assert stage.placing.choose(ask(tokens=LONG, **fields)).prefill is None
         assert decided(stage)[outcome] == before + 1
+
+
+def test_a_prompt_is_ahead_of_others_where_it_is_computed_and_then_where_it_is_decoded() -> None:
+    stage = stage_of()
+    first = stage.placing.reserve(ask(tokens=LONG))
+    assert first.prefill is not None and first.expected_tokens == first.predicted_tokens == 0
+    alone = msgspec.structs.replace(ask(tokens=LONG), dry_run=True, may_hand_over=False)
+    assert stage.placing.choose(alone).expected_tokens == 0
+    first.handed_over()
+    sibling = stage.placing.choose(alone)
+    assert (sibling.hit.worker.worker_id, sibling.expected_tokens) == ("d", LONG - 16)
 
 
 def test_saturated_prefill_workers_are_left_alone() -> None:

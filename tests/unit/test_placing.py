@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,9 +16,11 @@ from placing_stage import TOKENS, Stage, ask, hit
 
 from kvrouter.router.common.errors import Conflict, NoWorker, QueueFull, Saturated, UnknownSelection, UnknownWorker
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.kvcache.resume_rule import ResumeRule
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.load.load_table import PREFILL_TTL_S, RESERVATION_TTL_S
 from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S
+from kvrouter.router.load.prompts_ahead import ARRIVAL_S
 from kvrouter.router.matching.question import Question
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 
@@ -133,6 +136,57 @@ def test_pending_credit_ends_with_the_events_or_by_itself() -> None:
     stage = Stage(hit("a"))
     stage.placing.reserve(ask()).done()
     assert credit(stage) == 0
+
+
+def test_a_prompt_expects_what_the_prompts_ahead_of_it_will_leave() -> None:
+    stage = Stage(hit("a", 64))
+    first = stage.placing.reserve(ask())
+    assert (first.predicted_tokens, first.expected_tokens) == (64, 64), "nothing is ahead"
+    dry = stage.placing.choose(msgspec.structs.replace(ask(), dry_run=True))
+    # The last block has the token that is computed in any case.
+    assert (dry.hit.disk, dry.expected_tokens) == (64, TOKENS - 16)
+    assert stage.placing.reserve(ask(1)).expected_tokens == 64, "it has nothing in common with the first"
+    second = stage.placing.reserve(ask())
+    assert (second.predicted_tokens, second.expected_tokens) == (64, TOKENS - 16)
+    # A failed prompt leaves nothing. The hit itself says what is left of one that is computed, once its events are there.
+    second.done()
+    stage.now = 1.0
+    first.first_token()
+    sibling = msgspec.structs.replace(ask(), dry_run=True)
+    assert stage.placing.choose(sibling).expected_tokens == TOKENS - 16
+    stage.now += 2 * ARRIVAL_S
+    assert stage.placing.choose(sibling).expected_tokens == 64
+
+
+def test_an_expectation_takes_no_part_in_the_choice_and_is_none_of_a_guess() -> None:
+    stage = Stage(hit("a"), hit("b", 512))
+    stage.placing.reserve(msgspec.structs.replace(ask(), pinned="a"))
+    stage.fleet.rule = None
+    unknown = stage.placing.choose(msgspec.structs.replace(ask(), dry_run=True, pinned="a"))
+    assert unknown.expected_tokens == unknown.hit.disk == 0, "the groups of the worker are not known"
+    stage.fleet.rule = ResumeRule(16, None)
+    stage.fleet.known = [msgspec.structs.replace(one, approximate=True) for one in stage.fleet.known]
+    guess = stage.placing.choose(msgspec.structs.replace(ask(), dry_run=True, pinned="a"))
+    assert guess.expected_tokens == guess.hit.disk == 0, "a guess counts what was sent there already"
+
+
+def test_what_was_reused_teaches_what_to_expect() -> None:
+    stage = Stage(hit("a"))
+    stage.placing.reserve(ask())
+    for _ in range(200):
+        stage.placing.reserve(ask()).reused(0)
+    assert 0 <= stage.placing.reserve(ask()).expected_tokens < TOKENS // 2
+
+
+def test_another_worker_is_expected_to_reuse_its_own_hit_alone() -> None:
+    stage = Stage(hit("a"), hit("b"))
+    stage.placing.reserve(msgspec.structs.replace(ask(), pinned="a"))
+    moved = stage.placing.reserve(msgspec.structs.replace(ask(), pinned="a"))
+    assert moved.expected_tokens == TOKENS - 16
+    moved.served_by(hit("b", 128))
+    assert (moved.predicted_tokens, moved.expected_tokens) == (128, 128)
+    sibling = stage.placing.choose(msgspec.structs.replace(ask(), dry_run=True, pinned="b"))
+    assert sibling.expected_tokens == TOKENS - 16, "it is ahead where it is computed"
 
 
 def test_the_session_comes_back_where_nothing_else_is_known() -> None:
