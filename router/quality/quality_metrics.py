@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from kvrouter.router.quality.prediction_judge import PredictionOutcome
-from kvrouter.router.telemetry.metric_registry import WORKER, MetricRegistry
+from kvrouter.router.telemetry.metric_registry import MODEL, WORKER, MetricRegistry
 
 # From a cached prompt on a small model to a queue of minutes.
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -29,11 +29,14 @@ UNTOLD_REASONS = (
 class WorkerQualityMetrics:
     """One worker's children: to find them costs more than to count."""
 
-    __slots__ = ("completion", "delivered", "e2e", "itl", "outcomes", "over", "pause", "predicted", "ttft", "under")
+    __slots__ = (
+        "completion", "delivered", "e2e", "expected", "itl", "outcomes", "over", "pause", "predicted", "ttft", "under",
+    )  # fmt: skip
 
     def __init__(self, measures: QualityMetrics, *labels: str) -> None:
         self.outcomes = {outcome: measures.predictions.labels(*labels, outcome.value) for outcome in PredictionOutcome}
         self.predicted = measures.predicted_tokens.labels(*labels)
+        self.expected = measures.expected_tokens.labels(*labels)
         self.delivered = measures.delivered_tokens.labels(*labels)
         self.over = measures.over_credit.labels(*labels)
         self.under = measures.under_credit.labels(*labels)
@@ -42,6 +45,16 @@ class WorkerQualityMetrics:
         self.itl = measures.itl.labels(*labels)
         self.pause = measures.pause.labels(*labels)
         self.e2e = measures.e2e.labels(*labels)
+
+
+class ModelQualityMetrics:
+    """One model's distributions of what was reused beyond, or short of, two predictions."""
+
+    __slots__ = ("expectation", "prediction")
+
+    def __init__(self, measures: QualityMetrics, model: str) -> None:
+        self.prediction = measures.error.labels(model)
+        self.expectation = measures.expectation_error.labels(model)
 
 
 class QualityMetrics:
@@ -62,14 +75,23 @@ class QualityMetrics:
         self.predicted_tokens = counter(
             "predicted_cached_tokens_total", "Tokens that were predicted to be reused, of judged requests", WORKER
         )
+        self.expected_tokens = counter(
+            "expected_cached_tokens_total",
+            "Tokens that were expected to be reused with what prompts ahead leave, of the same requests",
+            WORKER,
+        )
         self.delivered_tokens = counter(
             "delivered_cached_tokens_total", "Tokens that engines say were reused, of the same requests", WORKER
         )
         self.over_credit = counter("over_credit_tokens_total", "Tokens predicted and not reused", WORKER)
         self.under_credit = counter("under_credit_tokens_total", "Tokens reused and not predicted", WORKER)
         self.error = histogram(
-            "prediction_error_tokens", "Reused less predicted, of each judged request", ERROR_BUCKETS_TOKENS
+            "prediction_error_tokens", "Reused less predicted, of each judged request", ERROR_BUCKETS_TOKENS, MODEL
         )
+        self.expectation_error = histogram(
+            "expectation_error_tokens", "Reused less expected, of the same requests", ERROR_BUCKETS_TOKENS, MODEL
+        )
+        self.errors_of = registry.per_model(lambda model: ModelQualityMetrics(self, model))
         self.length_mismatches = registry.worker_counter(
             "token_count_mismatches_total", "Prompts whose length the engine counts differently"
         )

@@ -262,6 +262,7 @@ class RequestWatch:
                 None if usage is None else usage.completion_tokens,
                 told.ttft_s,
                 told.e2e_s,
+                told.expected,
             )
         decisions.end(placement.selection_id, ended)
 
@@ -275,13 +276,14 @@ class RequestWatch:
         assert tap is not None and placement is not None
         usage = tap.usage()
         predicted = placement.predicted_tokens if self._predicted else None
+        expected = placement.expected_tokens if self._predicted else None
         delivered = None
         if usage is not None:
             predictions = self._quality.of(placement.worker)
             same = predictions.life == self._life
             delivered = predictions.delivered_of(usage.cached_tokens, predicted) if same else usage.cached_tokens
         ttft_s = tap.first_s - self._began_s if self._streams and tap.first_s is not None else None
-        return ReuseReport(predicted, delivered, usage, ttft_s, self._quality.clock() - self._began_s)
+        return ReuseReport(predicted, delivered, usage, ttft_s, self._quality.clock() - self._began_s, expected)
 
     def _count(self, outcome: str, tap: AnswerTap, placement: Placement) -> None:
         told, children = self.told(), self._quality.measures.of_worker(placement.worker)
@@ -313,7 +315,7 @@ class RequestWatch:
                 predictions.counted(placement.num_tokens, told.usage.prompt_tokens)
             if told.usage.prompt_tokens != placement.num_tokens:
                 measures.length_mismatches(placement.worker).inc()
-        if told.predicted is None or told.delivered is None:
+        if told.predicted is None or told.expected is None or told.delivered is None:
             children.outcomes[PredictionOutcome.UNTOLD].inc()
             measures.untold[_untold(told, tap)].inc()
             return
@@ -321,9 +323,14 @@ class RequestWatch:
         error = told.delivered - told.predicted
         children.outcomes[outcome_of(told.predicted, told.delivered)].inc()
         children.predicted.inc(told.predicted)
+        children.expected.inc(told.expected)
         children.delivered.inc(told.delivered)
-        measures.error.observe(error)
+        errors = measures.errors_of(placement.worker.model)
+        errors.prediction.observe(error)
+        errors.expectation.observe(told.delivered - told.expected)
         (children.under if error > 0 else children.over).inc(abs(error))
+        if same:
+            placement.reused(told.delivered)
         if same and not placement.choice.hit.approximate:
             predictions.judge(told.predicted, told.delivered, alone=tap.uncontested)
 

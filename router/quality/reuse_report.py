@@ -11,13 +11,15 @@ from kvrouter.router.quality.usage_reader import Usage
 
 
 class ReuseReport(msgspec.Struct, frozen=True, gc=False):
-    """In tokens and seconds; None: not known. delivered: what was reused of the prompt."""
+    """In tokens and seconds; None: not known. expected: the prediction, with what the prompts ahead were expected to add.
+    delivered: what was reused of the prompt."""
 
     predicted: int | None
     delivered: int | None
     usage: Usage | None
     ttft_s: float | None
     e2e_s: float
+    expected: int | None = None
 
     def fields(self) -> dict[str, Any]:
         """For the line of a request's end."""

@@ -94,11 +94,17 @@ class Placed:
         self.prefill = None
         self.prefilled_at = None
         self.predicted_tokens = hit.disk
+        # As if a block were being computed there.
+        self.expected_tokens = hit.disk + 1
+        self.reused_tokens: int | None = None
         self.told: list[str] = []
         self.output_tokens: int | None = None
 
     def first_token(self) -> None:
         self.told.append("first token")
+
+    def reused(self, tokens: int) -> None:
+        self.reused_tokens = tokens
 
     def done(self, output_tokens: int | None = None) -> None:
         self.told.append("done")

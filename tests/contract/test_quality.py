@@ -60,8 +60,12 @@ def test_what_was_reused_is_held_against_what_was_predicted(cached: int, outcome
         assert router.sample("delivered_cached_tokens_total", worker="w0") == cached
         assert router.sample("over_credit_tokens_total", worker="w0") == max(0, PREDICTED - cached)
         assert router.sample("under_credit_tokens_total", worker="w0") == max(0, cached - PREDICTED)
-        assert router.sample("prediction_error_tokens_bucket", le="-1.0") == (outcome == "less")
-        assert router.sample("prediction_error_tokens_bucket", le="0.0") == (outcome != "more")
+        assert router.sample("prediction_error_tokens_bucket", model="m", le="-1.0") == (outcome == "less")
+        assert router.sample("prediction_error_tokens_bucket", model="m", le="0.0") == (outcome != "more")
+        # One more was expected than predicted, and the placement learns what came.
+        assert router.sample("expected_cached_tokens_total", worker="w0") == PREDICTED + 1
+        assert router.sample("expectation_error_tokens_bucket", model="m", le="-1.0") == (cached <= PREDICTED)
+        assert router.sample("expectation_error_tokens_bucket", model="m", le="16.0") == 1
         assert router.sample("completion_tokens_total", worker="w0") == 4
         assert router.sample("token_count_mismatches_total", worker="w0") == 0
         assert router.sample("e2e_seconds_count", worker="w0") == 1
@@ -70,7 +74,7 @@ def test_what_was_reused_is_held_against_what_was_predicted(cached: int, outcome
         # There is no first token of an answer that comes as a whole.
         assert router.sample("ttft_seconds_count", worker="w0") == 0
         (placed,) = router.placing.placed
-        assert (placed.told, placed.output_tokens) == (["done"], 4)
+        assert (placed.told, placed.output_tokens, placed.reused_tokens) == (["done"], 4, cached)
 
 
 def test_a_stream_tells_at_its_end_and_its_times_are_kept() -> None:

@@ -153,6 +153,15 @@ def changes(read: Callable[[], Any], what: str) -> None:
     until(lambda: read() != before, f"{what} does not change")
 
 
+def test_reuse_is_shown_beside_what_was_predicted_and_what_was_expected(tab: BrowserPage) -> None:
+    page = tab.open("reuse")
+    page.wait_for_selector("#reuse-errors tbody tr >> nth=4")
+    rows = [row.split("\t") for row in page.inner_text("#reuse-errors tbody").splitlines()]
+    assert [row[0].strip() for row in rows][:2] == ["Less", "Exactly as much"]
+    for column in (1, 2):
+        assert 99 < sum(float(row[column].strip(" %<>")) for row in rows) < 101, "each answer is in one row"
+
+
 def test_every_view_changes_by_itself(tab: BrowserPage) -> None:
     page = tab.open("fleet")
     page.wait_for_selector(READY["fleet"])

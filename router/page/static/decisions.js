@@ -32,7 +32,10 @@ async function explain(app, id) {
 function outcome(one) {
   if (!one) return "not known: the request runs, or it was a choice alone";
   const parts = [one.outcome.replaceAll("_", " ")];
-  if (one.delivered_tokens !== null) parts.push(`${count(one.delivered_tokens)} tokens delivered of ${count(one.predicted_tokens)} predicted`);
+  if (one.delivered_tokens !== null) {
+    const expected = one.expected_tokens > one.predicted_tokens ? `, ${count(one.expected_tokens)} expected` : "";
+    parts.push(`${count(one.delivered_tokens)} tokens delivered of ${count(one.predicted_tokens)} predicted${expected}`);
+  }
   if (one.ttft_s !== null) parts.push(`first token after ${seconds(one.ttft_s)}`);
   if (one.e2e_s !== null) parts.push(`done after ${seconds(one.e2e_s)}`);
   return parts.join("; ");

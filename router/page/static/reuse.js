@@ -15,8 +15,13 @@ const CHOSEN = "kvrouter_chosen_hit_tokens_total";
 const LOST = "kvrouter_lost_hit_tokens_total";
 const JUDGED = "kvrouter_predictions_total";
 const UNTOLD = "kvrouter_predictions_untold_total";
+const EXPECTED = "kvrouter_expected_cached_tokens_total";
+const PREDICTION_ERRORS = "kvrouter_prediction_error_tokens_bucket";
+const EXPECTATION_ERRORS = "kvrouter_expectation_error_tokens_bucket";
 
-export const REUSE_METRICS = [PREDICTED, DELIVERED, OVER, UNDER, ACHIEVABLE, CHOSEN, LOST, JUDGED, UNTOLD];
+export const REUSE_METRICS = [
+  PREDICTED, EXPECTED, DELIVERED, OVER, UNDER, ACHIEVABLE, CHOSEN, LOST, JUDGED, UNTOLD, PREDICTION_ERRORS, EXPECTATION_ERRORS,
+];
 const LINES = [PREDICTED, DELIVERED, ACHIEVABLE, CHOSEN];
 
 /** Rates of the counters, from one look at the metrics to the next; kept while the page is open. */
@@ -61,6 +66,21 @@ const LOST_WORDS = {
   tier: "loading from its lower tier takes longer than computing",
 };
 
+// How much more was reused than said: the upper bounds of the buckets that belong together.
+const BANDS = [
+  ["Less", "-1.0"],
+  ["Exactly as much", "0.0"],
+  ["Up to 64 tokens more", "64.0"],
+  ["Up to 1,024 tokens more", "1024.0"],
+  ["Over 1,024 tokens more", "+Inf"],
+];
+
+/** Answers of a histogram of differences, a number for each band. */
+function bands(list) {
+  const reached = BANDS.map(([, bound]) => total(list, (labels) => labels.le === bound));
+  return reached.map((value, i) => value - (i ? reached[i - 1] : 0));
+}
+
 function update({ state }) {
   const { metrics, loads } = state;
   if (!metrics) return;
@@ -79,6 +99,7 @@ function update({ state }) {
   show(document.getElementById("reuse-now"), tiles([
     ["Prompt tokens reused", brief(sum(DELIVERED)), "as engines report"],
     ["Predicted for the same answers", brief(sum(PREDICTED))],
+    ["Expected with prompts ahead", brief(sum(EXPECTED))],
     ["Predictions exact", percent(exact, judged), `of ${count(judged)}`],
     ["Of the reuse possible", percent(sum(CHOSEN), sum(ACHIEVABLE)), "chosen"],
     ["Prefill saved", saved_s || !unknown ? `≈ ${seconds(saved_s)}` : "–", unknown ? `${brief(unknown)} tokens at speeds not measured yet` : "at measured speeds"],
@@ -90,6 +111,15 @@ function update({ state }) {
     keys: lost.map(([reason]) => reason),
     rows: lost.map(([reason, value]) => [LOST_WORDS[reason] ?? reason.replaceAll("_", " "), count(value)]),
     empty: "None: every prompt went to a worker that held the most of it.",
+  }));
+  const predictions = bands(metrics.get(PREDICTION_ERRORS));
+  const expectations = bands(metrics.get(EXPECTATION_ERRORS));
+  show(document.getElementById("reuse-errors"), table({
+    caption: "Answers, by what was reused beside what was said before",
+    columns: [{ name: "Reused" }, { name: "than predicted", number: true }, { name: "than expected", number: true }],
+    keys: judged ? BANDS.map(([name]) => name) : [],
+    rows: judged ? BANDS.map(([name], i) => [name, percent(predictions[i], judged), percent(expectations[i], judged)]) : [],
+    empty: "No answer passed this router yet whose reuse is known.",
   }));
   const delivered = by(DELIVERED, "worker");
   const workers = [...by(PREDICTED, "worker")].sort();
@@ -118,6 +148,8 @@ export const reuse = {
       el("div", { id: "reuse-now" }),
       el("div", { class: "columns" }, [proof, choice].map((chart) => el("section", { class: "panel" }, el("h3", { text: chart.title }), chart.node))),
       el("div", { class: "columns" },
+        el("section", { class: "panel" }, el("h3", { text: "Requests beside each other" }), el("div", { id: "reuse-errors" }),
+          el("p", { class: "quiet", text: "Predicted: what the worker held when it was chosen. Expected: with what prompts ahead of it leave." })),
         el("section", { class: "panel" }, el("h3", { text: "Reuse that was not taken" }), el("div", { id: "reuse-lost" })),
         el("section", { class: "panel" }, el("h3", { text: "Workers" }), el("div", { id: "reuse-workers" }), el("div", { id: "reuse-untold" }))));
     proof.mount();
