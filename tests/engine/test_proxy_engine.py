@@ -171,7 +171,12 @@ def told(fleet: Fleet, name: str, **labels: str) -> float:
 def quality(fleet: Fleet) -> dict[str, float]:
     """What the router counts of predictions and of what became of them."""
     outcomes = {o: told(fleet, "predictions_total", outcome=o) for o in ("exact", "less", "more", "untold")}
-    names = ("predicted_cached_tokens_total", "delivered_cached_tokens_total", "token_count_mismatches_total")
+    names = (
+        "predicted_cached_tokens_total",
+        "expected_cached_tokens_total",
+        "delivered_cached_tokens_total",
+        "token_count_mismatches_total",
+    )
     return outcomes | {name: told(fleet, name) for name in names}
 
 
@@ -219,6 +224,7 @@ def test_a_stream_that_tells_its_usage_is_counted_too(fleet: Fleet) -> None:
 
 def test_under_concurrency_predictions_err_by_what_is_under_way(fleet: Fleet) -> None:
     found: list[tuple[int | None, int, str]] = []
+    before = quality(fleet)
     lock = threading.Lock()
 
     def client(number: int) -> None:
@@ -243,3 +249,10 @@ def test_under_concurrency_predictions_err_by_what_is_under_way(fleet: Fleet) ->
         f"concurrency {CLIENTS}: {dict(counted)}; reused - predicted, tokens, p1 p10 p50 p90 p99: {places}; "
         f"{sum(said is None for said, *_ in found)} without a prediction"
     )
+    judged = {name: value - before[name] for name, value in quality(fleet).items()}
+    print(f"as the router counts it: {judged}")
+    exact, expected, received = (
+        judged[f"{name}_cached_tokens_total"] for name in ("predicted", "expected", "delivered")
+    )
+    print(f"beyond the exact prediction: expected {expected - exact:.0f}, received {received - exact:.0f} tokens")
+    assert exact <= expected
