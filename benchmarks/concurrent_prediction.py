@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from report import machine
 
-from kvrouter.replay.fleet.fleet_shape import FleetShape, blocks_of
+from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, blocks_of
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.request import Request, Trace
 from kvrouter.router.placement.policies import KV
@@ -142,9 +142,8 @@ def run(shape: str, traffic: str, seed: int, options: argparse.Namespace) -> lis
     made = TRAFFIC[traffic](rng, Prompt(rng, piece_tokens), options.requests / options.rate)
     requests = sorted((next(made) for _ in range(options.requests)), key=lambda request: request.time_s)
     trace = Trace(traffic, "made", piece_tokens, requests)
-    fleet = FleetShape(
-        geometry, blocks_of(geometry, options.cache_tokens), WORKERS, blocks_of(geometry, options.cpu_tokens)
-    )
+    replica = ReplicaShape(blocks_of(geometry, options.cache_tokens), blocks_of(geometry, options.cpu_tokens))
+    fleet = FleetShape(geometry, (replica,) * WORKERS)
     made_run = simulate(trace, fleet, KV, seed)
     numbers = zip(made_run.predicted, made_run.expected, made_run.reused, made_run.ttft_s, strict=True)
     return [Sample(exact, expected, received) for exact, expected, received, ttft_s in numbers if ttft_s == ttft_s]
