@@ -154,9 +154,10 @@ def test_a_log_written_when_requests_come_is_judged_by_the_index(site: Site, tmp
     # The line that was there at the start is not.
     sums.check(report)
     assert report["placed"]["reported_requests"] == 0 and report["skipped"] == []
-    # Nothing else is under way, so this router goes where the most is.
+    # Nothing else is under way, so all that this router gives up is for what a prompt would push out.
     assert report["ours"]["requests"] == sums.requests
-    assert report["ours"]["ours_tokens"] == report["ours"]["there_tokens"] == sums.there
+    assert report["ours"]["there_tokens"] == sums.there
+    assert sums.reused < report["ours"]["ours_tokens"] > 0.9 * sums.there
     assert report["ours"]["reused_tokens"] == sums.reused
     assert report["type"] == "report" and report["waiting_requests"] == 0
 
