@@ -33,6 +33,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def is_live_and_named(router: RouterProcess) -> bool:
+    row = router.worker("w0")
+    return BAD in row["reason"] and row["state"] == "live" and row["credited"]
+
+
 def test_a_disk_that_returns_bad_data_is_named_by_every_router(
     tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine], server: StoreServer
 ) -> None:
@@ -50,8 +55,7 @@ def test_a_disk_that_returns_bad_data_is_named_by_every_router(
             http.metrics = b'vllm:kvrouter_offload_disk_corrupt_total{engine="0"} 2.0\n'
             for router in routers:
                 until(partial(health_says, router, f"worker w0 (rank 0): {BAD}"))
-                row = router.worker("w0")
-                assert BAD in row["reason"] and row["state"] == "live" and row["credited"]
+                until(partial(is_live_and_named, router))
             assert 2.0 in [router.metric("kvrouter_worker_disk_corrupt_records", worker="w0") for router in routers]
     finally:
         http.stop()
