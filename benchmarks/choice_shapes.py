@@ -28,20 +28,12 @@ from traffic.prompts import trace_and_fleet
 from traffic.report import report_text, report_values
 from traffic.shape import Shape, draw, draw_rotation
 
-from kvrouter.replay.policies.names import OWN
+from kvrouter.replay.policies.names import COMPARED, OWN
 from kvrouter.replay.runs.pooled import pooled_reuse
 from kvrouter.replay.runs.simulate import simulate
 
-PEERS = (
-    "round_robin",
-    "least_load",
-    "session_hash",
-    "cache_aware",
-    "dynamo",
-    "llm_d",
-    "vllm_router",
-    "lmetric",
-)
+# full_attention_only has this router's own load and progress, which no peer has.
+PEERS = tuple(name for name in COMPARED if name not in (OWN, "full_attention_only"))
 CHOICES = (OWN, *PEERS, POOLED)
 
 
@@ -49,7 +41,6 @@ def run_policy(shape: Shape, policy: str, label: str) -> Outcome:
     """Run one policy over one shape. label: the name of the outcome."""
     begun_s = time.perf_counter()
     trace, fleet = trace_and_fleet(shape)
-    is_rotation = shape.order == "rotation"
     if policy == POOLED:
         reused = sum(pooled_reuse(trace, fleet))
         values = (len(trace.requests), trace.prompt_tokens, reused, 0.0, 0.0, 1.0)
@@ -63,7 +54,7 @@ def run_policy(shape: Shape, policy: str, label: str) -> Outcome:
             found.ttft_p99_s,
             found.span_s,
         )
-    return Outcome(shape.seed, shape.number, is_rotation, label, *values, time.perf_counter() - begun_s)
+    return Outcome(shape.seed, shape.number, shape.is_rotation, label, *values, time.perf_counter() - begun_s)
 
 
 def _task(task: tuple[Shape, str, str]) -> Outcome:
@@ -80,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     for shape in shapes:
         for policy in arguments.policy or CHOICES:
             label = (arguments.label or policy) if policy == OWN else policy
-            if (shape.seed, shape.number, shape.order == "rotation", label) not in done:
+            if (shape.seed, shape.number, shape.is_rotation, label) not in done:
                 tasks.append((shape, policy, label))
     begun_s = time.monotonic()
     with path.open("ab") as file, multiprocessing.Pool(arguments.jobs) as pool:

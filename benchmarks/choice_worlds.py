@@ -246,7 +246,7 @@ async def arrivals(
             number += 1
 
 
-# What each world runs one after the other, by name; small ones for vLLM.
+# The scenarios of each world, by name, run one after the other; small ones for vLLM.
 Scenario = Finding | Hot | BusyRestart
 SIMULATED: dict[str, dict[str, Scenario]] = {
     "finding": {"finding": Finding()},

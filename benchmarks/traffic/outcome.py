@@ -47,7 +47,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """Ours on one shape beside the best of the peers, each figure by its own champion; above 1 is better."""
 
     reuse: float
-    # By the best of the peers whose first tokens are at most AHEAD_SHARE later than ours.
+    # The reuse by that of the best of the peers whose first tokens are at most AHEAD_SHARE later than ours.
     reuse_among_soon: float
     ttft: float
     throughput: float
@@ -63,31 +63,32 @@ def verdict(own: Outcome, peers: Sequence[Outcome], pooled: Outcome) -> Verdict:
     most = max(peers, key=lambda peer: peer.reuse)
     soonest = min(peers, key=lambda peer: peer.ttft_mean_s)
     fastest = max(peers, key=lambda peer: peer.per_second)
-    soon = [peer for peer in peers if _ttft(own, peer) <= 1 + AHEAD_SHARE]
+    soon = [peer for peer in peers if ttft_ratio(own, peer) <= 1 + AHEAD_SHARE]
     # Where every peer is later than that, no reuse was given up.
     best_soon = max(soon, key=lambda peer: peer.reuse, default=own)
     ahead = [
         peer.policy
         for peer in peers
-        if _reuse(own, peer) < 1 / (1 + AHEAD_SHARE) and _ttft(own, peer) < 1 / (1 + AHEAD_SHARE)
+        if reuse_ratio(own, peer) < 1 / (1 + AHEAD_SHARE) and ttft_ratio(own, peer) < 1 / (1 + AHEAD_SHARE)
     ]
     return Verdict(
-        _reuse(own, most),
-        _reuse(own, best_soon),
-        _ttft(own, soonest),
+        reuse_ratio(own, most),
+        reuse_ratio(own, best_soon),
+        ttft_ratio(own, soonest),
         own.per_second / fastest.per_second,
-        _reuse(own, pooled),
+        reuse_ratio(own, pooled),
         tuple(ahead),
         (most.policy, best_soon.policy, soonest.policy, fastest.policy),
     )
 
 
-def _reuse(own: Outcome, other: Outcome) -> float:
+def reuse_ratio(own: Outcome, other: Outcome) -> float:
+    """Return our reuse by the other's: above 1 where ours is more."""
     return (own.reuse + REUSE_SHARE_ADDED) / (other.reuse + REUSE_SHARE_ADDED)
 
 
-def _ttft(own: Outcome, other: Outcome) -> float:
-    """The other's time by ours: above 1 where ours is sooner."""
+def ttft_ratio(own: Outcome, other: Outcome) -> float:
+    """Return the other's time to the first token by ours: above 1 where ours is sooner."""
     return (other.ttft_mean_s + TTFT_ADDED_S) / (own.ttft_mean_s + TTFT_ADDED_S)
 
 

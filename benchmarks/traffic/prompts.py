@@ -28,6 +28,8 @@ TIER_SHARES = (0.5, 1.0, 2.0, 4.0)
 # Pools and speeds of unequal workers, by the usual ones'.
 POOL_SHARES = (1.0, 1.0, 0.5, 0.25)
 SPEED_SHARES = (1.0, 1.0, 0.5, 1 / 3)
+# Each decoding sequence's part of a step.
+DECODE_SEQUENCE_S = 0.0004
 # Between two requests of an idle fleet, beside the time that the former takes.
 PAUSE_S = 0.25
 # Between a chat's turns where it does not wait for its answer.
@@ -60,9 +62,6 @@ class _Pieces:
         for place in range(tokens // PIECE_TOKENS):
             path.append(self.child(path[-1] if path else 0, f"{label}/{place}"))
 
-    def __len__(self) -> int:
-        return len(self._ids)
-
 
 def trace_and_fleet(shape: Shape) -> tuple[Trace, FleetShape]:
     """Return the requests and the replicas of a shape; equal shapes give equal ones."""
@@ -93,7 +92,7 @@ def _chats(shape: Shape, pieces: _Pieces, rng: random.Random) -> list[list[Turn]
         if shape.sharing != "documents":
             pieces.extend(path, f"chat{chat}", _around(rng, shape.history_tokens))
         turns = []
-        for turn in range(rng.randint(1, shape.turns) if shape.order != "rotation" else shape.turns):
+        for turn in range(rng.randint(1, shape.turns) if not shape.is_rotation else shape.turns):
             if turn or shape.sharing == "documents":
                 pieces.extend(path, f"chat{chat}/{turn}", _around(rng, shape.turn_tokens))
             tail_tokens = rng.randint(1, PIECE_TOKENS - 1)
@@ -155,25 +154,19 @@ def _times(shape: Shape, turns: list[Turn], unique_tokens: int, rng: random.Rand
             now_s += turn.prompt_tokens / slowest + turn.answer_tokens * 2 * shape.step_base_s + PAUSE_S
         return times_s
     # Decoding takes its share of the steps, too.
-    work_s = unique_tokens / rate + sum(turn.answer_tokens for turn in turns) * 0.0004
+    work_s = unique_tokens / rate + sum(turn.answer_tokens for turn in turns) * DECODE_SEQUENCE_S
     mean_s = work_s / (len(turns) * shape.workers * shape.load)
-    if shape.pace == "burst":
-        times_s, now_s = [], 0.0
-        while len(times_s) < len(turns):
-            times_s += [now_s + rng.uniform(0, BURST_S) for _ in range(shape.burst_requests)]
-            now_s += rng.expovariate(1 / (mean_s * shape.burst_requests))
-        return _in_haste(shape, turns, sorted(times_s[: len(turns)]))
     times_s, now_s = [], 0.0
-    for _ in turns:
-        times_s.append(now_s)
-        now_s += rng.expovariate(1 / mean_s)
-    return _in_haste(shape, turns, times_s)
+    together = shape.burst_requests if shape.pace == "burst" else 1
+    while len(times_s) < len(turns):
+        times_s += [now_s + rng.uniform(0, BURST_S) for _ in range(together)] if together > 1 else [now_s]
+        now_s += rng.expovariate(1 / (mean_s * together))
+    times_s = sorted(times_s[: len(turns)])
+    return _in_haste(turns, times_s) if shape.order == "depth" else times_s
 
 
-def _in_haste(shape: Shape, turns: list[Turn], times_s: list[float]) -> list[float]:
-    """Let a chat's turns follow each other closely where the shape says that they do not wait for answers."""
-    if shape.order != "depth":
-        return times_s
+def _in_haste(turns: list[Turn], times_s: list[float]) -> list[float]:
+    """Let a chat's turns follow each other closely, as if they did not wait for answers."""
     latest: dict[int, float] = {}
     found = []
     for turn, time_s in zip(turns, times_s, strict=True):
@@ -198,7 +191,7 @@ def _fleet(shape: Shape, turns: list[Turn], unique_tokens: int, span_s: float, r
         timing = Timing(
             prefill_tokens_per_s=shape.prefill_tokens_per_s * speed,
             step_base_s=shape.step_base_s / speed,
-            decode_sequence_s=0.0004,
+            decode_sequence_s=DECODE_SEQUENCE_S,
             load_tokens_per_s=10 * shape.prefill_tokens_per_s,
         )
         replicas.append(
@@ -208,8 +201,7 @@ def _fleet(shape: Shape, turns: list[Turn], unique_tokens: int, span_s: float, r
     if shape.feature == "restart":
         count = rng.randint(1, max(1, shape.workers // 4))
         restarted = rng.sample(range(shape.workers), count)
-        found = [Restart(span_s * rng.uniform(0.3, 0.7), worker) for worker in restarted]
-        restarts = tuple(sorted(found, key=lambda restart: restart.time_s))
+        restarts = tuple(Restart(span_s * rng.uniform(0.3, 0.7), worker) for worker in restarted)
     return FleetShape(geometry, tuple(replicas), restarts)
 
 

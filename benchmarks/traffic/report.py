@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from traffic.outcome import POOLED, Outcome, Verdict, geometric_mean, mean, verdict
+from traffic.outcome import POOLED, Outcome, Verdict, geometric_mean, mean, reuse_ratio, verdict
 from traffic.shape import Shape, classes, draw, draw_rotation
 
 # A ratio below this counts as worse.
@@ -82,7 +82,7 @@ def report_values(
     policies = {
         policy: (
             mean(runs[policy].reuse for runs in whole),
-            mean((runs[policy].reuse + 0.005) / (runs[POOLED].reuse + 0.005) for runs in whole),
+            mean(reuse_ratio(runs[policy], runs[POOLED]) for runs in whole),
             geometric_mean(runs[policy].ttft_mean_s + 1e-9 for runs in whole),
         )
         for policy in (own, *peers)

@@ -82,6 +82,11 @@ class Shape(msgspec.Struct, frozen=True):
         return f"{self.number:03d}-" + "-".join(part for part in parts if part)
 
     @property
+    def is_rotation(self) -> bool:
+        """Whether it belongs to the class that is reported apart."""
+        return self.order == "rotation"
+
+    @property
     def size_class(self) -> str:
         """The class of the fleet's size."""
         return "2-4" if self.workers <= 4 else "8" if self.workers == 8 else "16-64"
@@ -89,7 +94,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 def classes(shape: Shape) -> tuple[str, ...]:
     """Return the classes that a report groups this shape by."""
-    if shape.order == "rotation":
+    if shape.is_rotation:
         return ("rotation",)
     found = [shape.pace, f"sharing: {shape.sharing}", f"{shape.size_class} replicas"]
     if shape.feature:

@@ -17,7 +17,7 @@ POOLED = "one pooled cache"
 
 
 class FleetRow(msgspec.Struct, frozen=True):
-    """What all runs have in common, as people gave it. A tuple about workers has one value for each."""
+    """The options that all runs have in common, as people gave them. A tuple about workers has one value for each."""
 
     trace: str
     format: str
@@ -36,7 +36,7 @@ class FleetRow(msgspec.Struct, frozen=True):
 
 
 class PooledRow(msgspec.Struct, frozen=True):
-    """What one replica with the memory of the whole fleet would reuse of all prompts, one request after another."""
+    """The reuse of one replica with the memory of the whole fleet, which serves one request after another."""
 
     prompt_tokens: int
     reused_tokens: int

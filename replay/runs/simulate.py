@@ -67,7 +67,7 @@ class Simulation:
             raise SettingError(f"a replica of this size cannot run: {error}") from None
         self._placed: dict[Job, tuple[Placed, int, float]] = {}
         self._in_flight = [0] * workers
-        # Those still to come, the next one first.
+        # Restarts that are still to come, the next one first.
         self._restarts = deque(sorted(shape.restarts, key=lambda restart: restart.time_s))
         self.run = PolicyRun(
             policy,

@@ -15,7 +15,7 @@ from kvrouter.router.kvcache.catalog import Catalog, GroupRule
 
 
 class ResumeRule(msgspec.Struct, frozen=True, gc=False):
-    """What an engine lets a prompt reuse of an earlier one."""
+    """The part of an earlier prompt that an engine lets a later one reuse."""
 
     # Every hit is a multiple of this.
     align_tokens: int

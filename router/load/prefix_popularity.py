@@ -32,13 +32,7 @@ class PrefixPopularity:
         """Count a prompt by the names of its pieces."""
         if not names:
             return
-        young, old = self._young, self._old
-        counts: list[int] = []
-        for name in names:
-            count = young.get(name) or old.get(name)
-            if count is None:
-                break
-            counts.append(count)
+        young, counts = self._young, self._known(names)
         known = len(counts)
         is_other = known < len(names) and known > 0 and bool(counts[-1] & _CONTINUED)
         for place, count in enumerate(counts):
@@ -54,11 +48,15 @@ class PrefixPopularity:
 
     def counts(self, names: Sequence[int]) -> list[int]:
         """Return for each piece, up to the first unknown one, how many different prompts began with it."""
+        return [count >> 1 for count in self._known(names)]
+
+    def _known(self, names: Sequence[int]) -> list[int]:
+        """Return the entries of the names, up to the first unknown one."""
         young, old = self._young, self._old
-        found: list[int] = []
+        counts: list[int] = []
         for name in names:
             count = young.get(name) or old.get(name)
             if count is None:
                 break
-            found.append(count >> 1)
-        return found
+            counts.append(count)
+        return counts

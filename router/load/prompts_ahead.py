@@ -40,7 +40,7 @@ MAX_UNITS = 4 * 1024**2
 
 
 class Coming(NamedTuple):
-    """What the prompts ahead will have left when a prompt is scheduled, in tokens of that prompt."""
+    """The parts of a prompt that those ahead of it will have left when it is scheduled, in its tokens."""
 
     # The longest prefix that an engine will let it reuse by its rule.
     resumable: int
@@ -77,7 +77,7 @@ class PromptAhead:
             start = int(hashes[0]) if hashes is not None and len(hashes) else None
         if question.items:
             self.units = None
-        # What prompts have in common that can share anything; None: it shares with nobody.
+        # Prompts that can share anything have the same key; None: this one shares with no other.
         self.key = None if start is None else (question.lora_name, question.cache_salt, start)
 
     def common_tokens(self, other: PromptAhead) -> int:

@@ -26,7 +26,7 @@ PRESSURE_STEP = 0.001
 
 
 class WorkerWrites:
-    """What was stored at one worker."""
+    """The blocks that one worker stored and holds."""
 
     __slots__ = ("held_blocks", "most_blocks", "pool_blocks", "stated_blocks", "written")
 
@@ -89,17 +89,14 @@ class ModelWrites:
 
         They are as old as PRESSURE_STEP allows, because a choice reads hundreds of them."""
         if self._pressed is None or self._exponent - self._pressed > PRESSURE_STEP:
-            self._pressures = {worker: self._pressure(one) for worker, one in self.workers.items()}
+            self._pressures = {worker: self._pressure(worker) for worker in self.workers}
             self._mean = sum(self._pressures.values()) / max(1, len(self._pressures))
             self._pressed = self._exponent
         return self._pressures, self._mean
 
-    def _pressure(self, one: WorkerWrites) -> float:
-        pool = one.pool_blocks or self.learned_blocks
-        if not one.held_blocks or not pool:
-            return 0.0
-        recent = one.written * exp(-self._exponent)
-        return min(1.0, one.held_blocks / pool) ** FILL_POWER * recent / (recent + pool)
+    def _pressure(self, worker: WorkerKey) -> float:
+        held, pool, recent = self.workers[worker].held_blocks, self.pool_blocks(worker), self.recent_blocks(worker)
+        return min(1.0, held / pool) ** FILL_POWER * recent / (recent + pool) if pool else 0.0
 
     def stored(self, worker: WorkerKey, blocks: int) -> None:
         """Count blocks that a worker stored."""

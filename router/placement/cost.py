@@ -68,9 +68,9 @@ _NO_LOAD = WorkerLoad()
 
 
 class Copies(msgspec.Struct, frozen=True, gc=False):
-    """What a copy of the first pieces of a prompt saves the next prompts that begin so."""
+    """The tokens that a copy of the first pieces of a prompt saves the next prompts that begin so."""
 
-    # By number of pieces from the first on, beginning with 0: tokens. Empty where no other prompt began so.
+    # Saved tokens for each number of pieces from the first on, beginning with 0. Empty where no other prompt began so.
     saved_tokens: Sequence[float] = ()
     # The length of a piece.
     piece_tokens: int = 1
@@ -101,9 +101,9 @@ class ChoiceContext(msgspec.Struct, frozen=True, gc=False):
     turn: int = 0
     # Whether the prompt's tokens are unknown, so that hits say nothing.
     blind: bool = False
-    # By the clock of the load.
+    # The time by the clock of the load.
     now: float = 0.0
-    # What was stored lately in the workers' caches.
+    # The blocks that were stored lately in the workers' caches.
     writes: ModelWrites = NO_WRITES
     copies: Copies = NO_COPIES
     # The share of time in which a worker computes prompts, below 1 (`busy_share.py`).

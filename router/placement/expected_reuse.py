@@ -31,7 +31,7 @@ MAX_MODELS = 1_024
 
 
 class ExpectedReuse(msgspec.Struct, frozen=True, gc=False):
-    """What is expected of one prompt at the chosen worker, in tokens; hit <= resumable <= computed."""
+    """The expected reuse of one prompt at the chosen worker, in tokens; hit <= resumable <= computed."""
 
     # The expectation.
     tokens: int

@@ -148,7 +148,7 @@ def test_a_pooled_cache_has_the_blocks_and_the_tiers_of_all(tmp_path: Path) -> N
     """So it reuses more than either replica's, and the same whichever of them has what."""
     chats = small_trace(*[(20.0 * n, [100 * (n % 6) + i for i in range(1, 15)]) for n in range(24)])
     geometry = geometry_of("llama", PIECE_TOKENS)
-    # Of six chats, 14 blocks each, these hold one, two, and all.
+    # Six chats have 14 blocks each; these pools hold one, two, and all of them.
     one, two, six = ReplicaShape(20), ReplicaShape(40), ReplicaShape(20, 6 * 14)
     reused = {
         name: [n for n, tokens in enumerate(pooled_reuse(chats, FleetShape(geometry, replicas))) if tokens]
@@ -318,7 +318,7 @@ def test_throughput_is_counted_until_the_last_answer_ended() -> None:
     assert row.output_tokens_per_s == pytest.approx(2 * 50 / row.span_s)
     assert row.requests_per_s == pytest.approx(2 / row.span_s)
     again = simulate(trace, restarted(fleet, (0.4, 0)), "kv", 1).summary()
-    # What the first try had answered counts once.
+    # An answer of the first try counts once.
     assert again.span_s > row.span_s and again.output_tokens_per_s == pytest.approx(2 * 50 / again.span_s)
 
 
