@@ -108,7 +108,7 @@ class Mirror:
 
     def add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64], *, is_news: bool = True) -> None:
         """Add blocks that became resident, or with is_news=False were so before. Media that earn no credit are not
-        kept. Raises MirrorFull, having added nothing."""
+        kept. Raises MirrorFull, having added nothing but the count of what the engine wrote."""
         if place.medium not in TIERS or not len(hashes):
             return
         if place.medium == GPU:
@@ -136,12 +136,12 @@ class Mirror:
 
     def discard(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
         """Blocks stopped being resident; unknown ones are left alone."""
+        if place.medium == GPU and len(hashes):
+            self.writes.of(worker.model).removed(worker, len(hashes))
         known = self._workers[worker]
         index = known.places.get(place)
         if index is None or not len(hashes):
             return
-        if place.medium == GPU:
-            self.writes.of(worker.model).removed(worker, len(hashes))
         slot = known.slots[index // BANK_BITS]
         self.table.discard(slot, index % BANK_BITS, hashes)
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.matching.cache_writes import FILL_POWER, CacheWrites, ModelWrites
+from kvrouter.router.matching.mirror import FIRST_SLOTS, Mirror, MirrorFull
 
 A, B, C = (WorkerKey("m", name) for name in "abc")
 
@@ -110,6 +112,21 @@ def test_blocks_that_were_held_before_this_router_looked_age_nobody() -> None:
         writes.voided(worker)
         writes.known(worker, 500)
     assert writes.recent_blocks(A) == writes.recent_blocks(B) == writes.recent_blocks(C) == 500
+
+
+def test_blocks_that_found_no_room_in_the_mirror_count_when_they_come_and_when_they_go() -> None:
+    mirror, place, hashes = Mirror(0), Place(0, GPU), np.arange(5_000, dtype=np.uint64)
+    # The others take all slots, so that A gets none.
+    for worker in (*(WorkerKey("other", str(number)) for number in range(FIRST_SLOTS)), A):
+        mirror.begin_epoch(worker, "e")
+        with pytest.raises(MirrorFull):
+            mirror.add(worker, place, hashes)
+    mirror.discard(A, place, hashes)
+    for _ in range(3):
+        with pytest.raises(MirrorFull):
+            mirror.add(A, place, hashes)
+        mirror.discard(A, place, hashes)
+    assert mirror.writes.of("m").workers[A].held_blocks == 0 and mirror.writes.of("m").pool_blocks(A) == 5_000
 
 
 def test_a_worker_that_is_gone_takes_no_memory_and_an_unknown_one_has_none() -> None:
