@@ -156,6 +156,15 @@ class StockFeed:
             "learned again"
         )
 
+    def _void_blocks(self, incident: str) -> None:
+        """Void what is held because something that was said cannot be known. Where nothing proves yet that the engine is
+        the one that was known, what was learned of that one is void too: no proof is waited for any longer."""
+        contact = self._contact
+        if contact.unproven and not contact.same_life:
+            self._epoch.void_life(incident)
+        else:
+            self._epoch.void(incident)
+
     def _count_gap(self, first_seq: int, next_seq: int) -> None:
         self._contact.gap_open = True
         self._profile.tally.gaps += 1
@@ -202,7 +211,7 @@ class StockFeed:
         except CodecError as error:
             profile.tally.broken += 1
             profile.learner.miss_event()
-            epoch.void(f"batch {item.seq} could not be decoded ({error}); residency before it was dropped")
+            self._void_blocks(f"batch {item.seq} could not be decoded ({error}); residency before it was dropped")
         else:
             if profile.is_own(batch.dp_rank):
                 profile.ranks.skips = False
@@ -242,7 +251,7 @@ class StockFeed:
         self._profile.tally.foreign += 1
         self._profile.learner.miss_event()
         if not self._profile.ranks.skips:
-            self._epoch.void("")
+            self._void_blocks("")
             self._profile.ranks.skips = True
 
     def _take(self, batch: EventBatch | RunBatch) -> None:
@@ -273,7 +282,7 @@ class StockFeed:
             self._learner.miss_event()
         unreadable = [event for event in batch.broken if event.tag in REMOVING_TAGS]
         if unreadable:
-            self._epoch.void(
+            self._void_blocks(
                 f"{len(unreadable)} event(s) that may have removed blocks could not be decoded ({unreadable[0].error}); "
                 "residency before them was dropped"
             )

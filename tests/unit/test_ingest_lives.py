@@ -7,6 +7,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -129,6 +130,44 @@ def test_another_layout_and_hash_scheme_are_learned_from_nothing(end: list[Any])
     other.restore(flush.epoch, 5, {}, {}, flush.meta)
     assert other.profile.catalog.groups == catalog.groups and other.profile.identity.scheme == PICKLED
     assert {META_LEARNED, META_SCHEME} <= flush.meta.keys()
+
+
+def raw(seq: int, *events: Any, rank: int | None = None) -> Batch:
+    payload = msgspec.msgpack.encode([float(seq), list(events), rank])
+    return Batch(seq, payload, fingerprint(payload), False)
+
+
+UNREADABLE = {
+    "no batch": Batch(5, b"\xc1", fingerprint(b"\xc1"), False),
+    "a removal": raw(5, ["BlockRemoved", "nonsense"]),
+    "another rank": raw(5, rank=7),
+}
+
+
+@pytest.mark.parametrize("odd", UNREADABLE.values(), ids=UNREADABLE.keys())
+def test_what_voids_an_unproven_epoch_voids_what_was_learned_with_it(odd: Batch) -> None:
+    """The next seq follows after a start of the router, and the engine's HTTP has not said yet whether its process is the
+    same. What cannot be read voids the blocks, so that no proof is waited for; the engine may be another one."""
+    before = feed(live(url=URL), batch(4, root(CBOR, 16), stored([5], 1, kind="mamba")))
+    flush = before.held.take()
+    assert flush is not None
+    ingest = make(url=URL)
+    ingest.restore(flush.epoch, 4, {}, {}, flush.meta)
+    ingest.allow_ranks(frozenset({0}))
+    feed(ingest, Connected(), Proven(4, "next_seq"))
+    assert ingest.state is StreamState.SUSPECT and ingest.profile.identity.scheme == CBOR
+    payload = encode_batch(6.0, [root(PICKLED, 32)], 0)
+    feed(ingest, odd, Batch(6, payload, fingerprint(payload), False))
+    catalog = ingest.profile.catalog
+    assert catalog.problem is None and [(group.group_idx, group.block_size) for group in catalog.groups] == [(0, 32)]
+    assert (ingest.profile.identity.scheme, ingest.profile.identity.standing) == (PICKLED, SchemeState.VERIFIED)
+    assert ingest.state is StreamState.LIVE
+
+
+def test_what_voids_an_epoch_of_a_proven_engine_keeps_what_was_learned() -> None:
+    for odd in UNREADABLE.values():
+        ingest = feed(live(url=URL), batch(4, root(CBOR, 16), stored([5], 1, kind="mamba")), odd)
+        assert ingest.profile.identity.scheme == CBOR and len(ingest.profile.catalog.groups) == 2
 
 
 def test_what_the_user_stated_stays() -> None:
