@@ -18,8 +18,9 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.kvcache.multimodal import named
 from kvrouter.router.matching.question import Question
 
-# Finer pieces find more of what siblings share and cost more to name: 32 names for 8,192 tokens.
-PIECE_TOKENS = 256
+# Finer pieces find more of what siblings share, and prompts that are shorter than one share nothing; coarser ones cost
+# less to name: 64 names for 8,192 tokens here.
+PIECE_TOKENS = 128
 # The prefill of a long prompt behind others; without a first token it counts for this time.
 PENDING_TTL_S = 10.0
 # A selection without reservation: it is unknown whether the request was sent there.

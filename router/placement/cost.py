@@ -11,7 +11,8 @@ its copy of a popular beginning saves the next ones.
 - decode: what running sequences take from prefill.
 - delay: how much longer later prompts wait, by the measured load of the fleet.
 - room: what the prompt's blocks push out of the worker's cache (`cache_writes.py`).
-- copy: what a copy of a beginning that others share saves the next prompts that begin so.
+- copy: what a copy of a beginning that others share saves the next prompts that begin so, as far as those who hold it
+  have a queue.
 - junction: a bonus for the worker that will keep a checkpoint where the prompt diverges from what it holds.
 - session: a bonus for the worker that has the session.
 
@@ -52,7 +53,7 @@ JUNCTION_SHARE = 0.9
 # evicts another one, and computing that again costs more than the wait; how much depends on the workload. From a sweep
 # from 0 to 16 (docs/reference/benchmarks.md): up to this value reuse grows and first tokens come as soon, or sooner
 # under load; beyond it they come later.
-DELAY_WEIGHT = 8.0
+DELAY_WEIGHT = 4.0
 
 # A block that is pushed out and computed again pushes out another one. Where it comes back with probability p, a block
 # is worth p / (1 - p) of them: 2 at p = 2/3, and where all pools are written alike half of this weight remains.
@@ -74,6 +75,11 @@ class Copies(msgspec.Struct, frozen=True, gc=False):
     saved_tokens: Sequence[float] = ()
     # The length of a piece.
     piece_tokens: int = 1
+
+    @property
+    def depth_tokens(self) -> int:
+        """Return how much of the prompt's beginning others share."""
+        return max(0, len(self.saved_tokens) - 1) * self.piece_tokens
 
     def of(self, hit_tokens: int) -> float:
         """Return what a copy of a beginning of this length saves: of a piece in part, its part."""
@@ -183,9 +189,12 @@ def weigh(
     # The relative value of the queue M/G/1 is r / (1 - r) * u * u / (2 * m) for u tokens of work in it; `delay` is the
     # difference that a prompt makes.
     delay_share = DELAY_WEIGHT * scene.busy / (1 - scene.busy) / (2 * weights.usual_prefill_tokens)
-    copies = scene.copies
     pressures, mean_pressure = scene.writes.pressures()
-    longest_copy = copies.of(longest) if copies.saved_tokens else 0.0
+    copies = scene.copies
+    # The part of the prompt's beginning that others share and some worker has, or computes.
+    shared = min(copies.depth_tokens, max(longest, *pending.values()) if pending else longest)
+    shared_copy = copies.of(shared) if shared else 0.0
+    holders_queue: float | None = None
     costs: list[int] = []
     burdens: list[int] = []
     terms: list[Terms] = []
@@ -219,13 +228,17 @@ def weigh(
         work, usual_queued = prefill, queued
         if slow and worker in slow:
             work, queued = slow[worker] * work, slow[worker] * queued
-        copy = 0.0
-        if longest_copy and reached < longest:
-            copy = longest_copy - copies.of(reached) if reached else longest_copy
+        copy = saved = 0.0
+        if shared_copy and reached < shared:
+            saved = shared_copy - copies.of(reached) if reached else shared_copy
             if slow and worker in slow:
-                copy *= slow[worker]
+                saved *= slow[worker]
+            if holders_queue is None:
+                holders_queue = 0.0 if idle else _shortest_queue(hits, scene, shared - copies.piece_tokens)
+            # Where somebody who has it is idle, later prompts are better off there.
+            copy = saved * holders_queue / (holders_queue + work)
         # A copy is an investment: what it saves later prompts does not make them wait.
-        lasting = work - copy if work > copy else 0.0
+        lasting = work - saved if work > saved else 0.0
         delay = delay_share * lasting * (2 * queued + lasting)
         # Nothing is known of the cache of a worker without events: it is as full as the others', or it would get every new
         # prompt.
@@ -241,3 +254,22 @@ def weigh(
         costs.append(floor(work + queued + decode + delay + room - copy - junction - bonus + 0.5))
         terms.append((prefill, usual_queued, work, queued, decode, delay, room, copy, junction, bonus))
     return Costs(costs, burdens, terms, saturated)
+
+
+def _shortest_queue(hits: Sequence[Hit], scene: ChoiceContext, beyond: int) -> float:
+    """Return the least work in tokens that is queued at a worker which has, or computes, more of the prompt than this."""
+    weights, pending = scene.weights, scene.pending
+    shortest: float | None = None
+    for hit in hits:
+        worker = hit.worker
+        if hit.disk <= beyond and pending.get(worker, 0) <= beyond:
+            continue
+        backlog, load = weights.burden(worker), weights.table.loads.get(worker, _NO_LOAD)
+        queued = backlog.queued_tokens + backlog.decode_tokens * DECODE_TOKEN_COST
+        if load.prefill_tokens:
+            queued -= weights.progress_tokens(worker, load, scene.now)
+        if shortest is None or queued < shortest:
+            shortest = queued
+        if not shortest:
+            break
+    return shortest or 0.0

@@ -244,7 +244,7 @@ class Decider:
         ttl_s = PENDING_TTL_S if reserved else SELECTED_TTL_S
         self._turns[worker.model] = self._turns.get(worker.model, 0) + 1
         self._fleet.sent(ask.question, worker)
-        self._popular.placed(names)
+        self._popular.placed(prompt)
         workers = len(self._fleet.writes(worker.model).workers)
         self._busy_share(worker.model).observe(self._busy_now(worker.model, workers), now)
         if choice.prefill is None:

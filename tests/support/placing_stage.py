@@ -21,7 +21,7 @@ from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
-TOKENS = 4 * PIECE_TOKENS
+TOKENS = 8 * PIECE_TOKENS
 OF_QUESTION = ("worker_ids", "exclude_worker_ids", "exclude_workers")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_full_ties_are_broken_by_chance() -> None:
 def test_what_is_queued_is_weighed_against_what_is_reused() -> None:
     hits = (hit("warm", 96), hit("cold", 0))
     # 96 tokens that need not be computed; prompts to come are kept back a little less as well.
-    assert name_of(chosen(*hits, weights=weights(warm=110))) == "warm"
+    assert name_of(chosen(*hits, weights=weights(warm=105))) == "warm"
     choice = chosen(*hits, weights=weights(warm=120))
     assert name_of(choice) == "cold" and choice.lost == "load"
     assert choice.reason == "computes all 200 tokens; warm would reuse 96, but has 120 tokens of load"
@@ -210,9 +211,11 @@ def test_every_worker_is_explained_with_the_parts_of_its_cost() -> None:
     choice = chosen(hit("a", 64, 128, 160), hit("b", 0), weights=load)
     first, second = choice.candidates
     # 40 are computed, and 64 and 32 loaded back for 13 and 22; the usual prompt has 1,000.
-    delay = round(DELAY_WEIGHT * 75.2 * (2 * 50 + 75.2) / 2_000)
-    assert (first.hit.worker.worker_id, first.cost, first.load) == ("a", 40 + 13 + 22 + 50 + delay, 50)
-    assert first.parts == CostTerms(prefill=75, queued=50, decode=0, delay=delay, room=0, copy=0, junction=0, session=0)
+    delay = DELAY_WEIGHT * 75.2 * (2 * 50 + 75.2) / 2_000
+    assert (first.hit.worker.worker_id, first.cost, first.load) == ("a", round(75.2 + 50 + delay), 50)
+    assert first.parts == CostTerms(
+        prefill=75, queued=50, decode=0, delay=round(delay), room=0, copy=0, junction=0, session=0
+    )
     assert (second.cost, second.load) == (200 + 20 * DELAY_WEIGHT, 0)
     assert choice.reason == "reuses 160 of 200 tokens (64 on the GPU, 64 more from the CPU tier, 32 more from storage)"
 
@@ -286,7 +289,14 @@ def some_writes(rng: Random) -> ModelWrites:
     return writes
 
 
-def written_out(one: Hit, scene: ChoiceContext, longest: int) -> dict[str, float]:
+def waiting(worker: WorkerKey, scene: ChoiceContext) -> float:
+    """Return what is queued at a worker, less what is computed of the current prompt."""
+    model, load = scene.weights, scene.weights.table.loads.get(worker)
+    computed = model.progress_tokens(worker, load, scene.now) if load is not None and load.prefill_tokens else 0.0
+    return model.burden(worker).queued_tokens - computed
+
+
+def written_out(one: Hit, hits: Sequence[Hit], scene: ChoiceContext, longest: int) -> dict[str, float]:
     """The terms of a cost as the docs have them."""
     model, worker = scene.weights, one.worker
     backlog, factor = model.burden(worker), model.slowness.get(worker, 1.0)
@@ -294,19 +304,24 @@ def written_out(one: Hit, scene: ChoiceContext, longest: int) -> dict[str, float
         scene.num_tokens - one.disk + (one.cpu - one.gpu) * model.tiers.cpu + (one.disk - one.cpu) * model.tiers.disk
     )
     prefill = min(prefill, scene.num_tokens - scene.pending.get(worker, 0))
-    load = model.table.loads.get(worker)
-    computed = model.progress_tokens(worker, load, scene.now) if load is not None and load.prefill_tokens else 0.0
-    work, queued = factor * prefill, factor * (backlog.queued_tokens - computed)
-    coming = scene.pending.get(worker, 0)
-    reached = max(one.disk, coming)
-    saved, piece_tokens = scene.copies.saved_tokens, scene.copies.piece_tokens
-    copy = factor * sum(
-        (saved[token // piece_tokens + 1] - saved[token // piece_tokens]) / piece_tokens
-        for token in range(reached, longest)
-        if token // piece_tokens + 1 < len(saved)
+    work, queued = factor * prefill, factor * waiting(worker, scene)
+    reached = {hit.worker: max(hit.disk, scene.pending.get(hit.worker, 0)) for hit in hits}
+    steps, piece_tokens = scene.copies.saved_tokens, scene.copies.piece_tokens
+    shared = min(max(longest, *scene.pending.values()), (len(steps) - 1) * piece_tokens)
+    saved = factor * sum(
+        (steps[token // piece_tokens + 1] - steps[token // piece_tokens]) / piece_tokens
+        for token in range(reached[worker], shared)
     )
-    lasting, odds = max(0.0, work - copy), scene.busy / (1 - scene.busy)
-    new = scene.num_tokens - max(one.gpu, coming)
+    relieved = min(
+        (
+            waiting(holder, scene) + model.burden(holder).decode_tokens * DECODE_TOKEN_COST
+            for holder in reached
+            if reached[holder] > shared - piece_tokens
+        ),
+        default=0.0,
+    )
+    lasting, odds = max(0.0, work - saved), scene.busy / (1 - scene.busy)
+    new = scene.num_tokens - max(one.gpu, scene.pending.get(worker, 0))
     room = ROOM_WEIGHT * new * scene.writes.pressures()[0].get(worker, 0.0)
     share = SESSION_SHARE_BLIND if scene.blind or one.reason or one.approximate else SESSION_SHARE_KNOWN
     session = scene.session
@@ -316,7 +331,7 @@ def written_out(one: Hit, scene: ChoiceContext, longest: int) -> dict[str, float
         "decode": backlog.decode_tokens * DECODE_TOKEN_COST,
         "delay": DELAY_WEIGHT * odds * lasting * (2 * queued + lasting) / (2 * model.usual_prefill_tokens),
         "room": room,
-        "copy": copy,
+        "copy": saved * relieved / (relieved + work),
         "junction": max(0, one.full_attention - longest) * JUNCTION_SHARE,
         "session": min(session.tokens, prefill) * share if session is not None and session.worker == worker else 0.0,
     }
@@ -353,7 +368,7 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
     found = weigh(hits, scene, longest)
     explained = [found.candidate(i, one, 0) for i, one in enumerate(hits)]
     for one, cost, candidate in zip(hits, found.costs, explained, strict=True):
-        terms = written_out(one, scene, longest)
+        terms = written_out(one, hits, scene, longest)
         total = sum(-value if name in ("copy", "junction", "session") else value for name, value in terms.items())
         assert cost == candidate.cost == pytest.approx(total, abs=0.51)
         for name, value in terms.items():
@@ -419,12 +434,27 @@ def test_an_idle_fleet_pays_for_no_queue_and_a_busy_one_for_more() -> None:
     assert delays == [0, 5 * DELAY_WEIGHT, 9 * 5 * DELAY_WEIGHT]
 
 
+POPULAR = Copies([15.0 * piece for piece in range(13)], 16)
+
+
 def test_a_copy_of_a_beginning_that_many_share_is_made_where_there_is_no_queue() -> None:
     hits, queue = (hit("a", 192), hit("b", 0)), weights(a=150)
     assert name_of(chosen(*hits, weights=queue)) == "a"
-    popular = Copies([15.0 * piece for piece in range(13)], 16)
-    choice = chosen(*hits, weights=queue, copies=popular)
-    assert name_of(choice) == "b" and choice.candidates[0].parts.copy == 180
+    choice = chosen(*hits, weights=queue, copies=POPULAR)
+    assert name_of(choice) == "b" and choice.candidates[0].parts.copy == round(180 * 150 / (150 + 200))
+
+
+def test_a_copy_saves_nothing_where_a_worker_that_has_it_is_idle() -> None:
+    choice = chosen(hit("a", 192), hit("b", 192), hit("c", 0), weights=weights(a=150), copies=POPULAR)
+    copies = {one.hit.worker.worker_id: one.parts.copy for one in choice.candidates}
+    assert name_of(choice) == "b" and copies == {"a": 0, "b": 0, "c": 0}
+
+
+def test_a_beginning_that_is_just_computed_is_copied_too() -> None:
+    hits, pending = (hit("a", 0), hit("b", 0)), {key("a"): 192}
+    assert name_of(chosen(*hits, weights=weights(a=150), pending=pending)) == "a"
+    choice = chosen(*hits, weights=weights(a=150), pending=pending, copies=POPULAR)
+    assert name_of(choice) == "b" and choice.candidates[0].parts.copy == round(180 * 150 / (150 + 200))
 
 
 def test_the_reason_without_any_hit_and_for_a_guess() -> None:

@@ -4,48 +4,99 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
+import numpy as np
+import pytest
+
+from kvrouter.router.load.pending_prefixes import PIECE_TOKENS, names_of
 from kvrouter.router.load.prefix_popularity import PrefixPopularity
+from kvrouter.router.load.prompts_ahead import PromptAhead
+from kvrouter.router.matching.question import Question
+
+BLOCK_TOKENS = 64
+HASHED, IN_TOKENS = "hashes", "tokens"
 
 
-def test_a_beginning_counts_the_prompts_that_go_on_differently() -> None:
+def prompt_of(units: Sequence[int], kind: str = HASHED) -> PromptAhead:
+    """Return a prompt of these blocks: as hashes, which cover all before them, or as tokens that are equal in a block."""
+    if kind == IN_TOKENS:
+        tokens = np.repeat(np.array(units, np.int64), BLOCK_TOKENS)
+        question = Question("m", len(tokens), token_ids=tokens)
+    else:
+        hashes = [hash((1, *units[: place + 1])) & (1 << 64) - 1 for place in range(len(units))]
+        question = Question("m", len(units) * BLOCK_TOKENS + 1, block_hashes=np.array(hashes, np.uint64))
+    return PromptAhead(question, names_of(question, BLOCK_TOKENS, 1)[0], BLOCK_TOKENS)
+
+
+PIECE = PIECE_TOKENS // BLOCK_TOKENS
+SHARED = [1] * 2 * PIECE
+
+
+@pytest.mark.parametrize("kind", [HASHED, IN_TOKENS])
+def test_prompts_that_go_on_differently_are_counted(kind: str) -> None:
     popular = PrefixPopularity()
-    popular.placed([1, 2, 3])
-    assert popular.counts([1, 2, 3]) == [1, 1, 1]
+    first = [*SHARED, *[2] * PIECE]
+    popular.placed(prompt_of(first, kind))
     # The next turn of the same chat, and the same prompt again, are no new prompts.
-    popular.placed([1, 2, 3, 4])
-    popular.placed([1, 2, 3, 4])
-    popular.placed([1, 2])
-    assert popular.counts([1, 2, 3, 4]) == [1, 1, 1, 1]
-    popular.placed([1, 2, 9])
-    popular.placed([1, 2, 10])
-    assert popular.counts([1, 2, 3]) == [3, 3, 1] and popular.counts([1, 2, 9]) == [3, 3, 1]
-    assert popular.counts([7, 1]) == [] and popular.counts([]) == []
+    for _ in range(2):
+        popular.placed(prompt_of([*first, *[3] * PIECE, 4], kind))
+    popular.placed(prompt_of([*first, *[3] * PIECE, 4, 5], kind))
+    assert popular.counts(prompt_of([*first, *[3] * PIECE], kind).names) == [1, 1, 1, 1]
+    for other in (9, 10):
+        popular.placed(prompt_of([*SHARED, *[other] * PIECE], kind))
+    assert popular.counts(prompt_of(first, kind).names) == [3, 3, 1]
+    assert popular.counts(prompt_of([*SHARED, *[9] * PIECE], kind).names) == [3, 3, 1]
+    assert popular.counts(prompt_of([7] * PIECE, kind).names) == [] and popular.counts([]) == []
 
 
-def test_counts_are_those_of_a_tree_of_all_prompts() -> None:
+@pytest.mark.parametrize("kind", [HASHED, IN_TOKENS])
+def test_short_questions_behind_a_common_beginning_are_different_prompts(kind: str) -> None:
+    """All of them end within the piece behind it, so their names are the same."""
+    popular = PrefixPopularity()
+    for number in range(10):
+        question = prompt_of([*SHARED, 100 + number], kind)
+        popular.placed(question)
+        popular.placed(question)
+        assert popular.counts(question.names) == [number + 1] * 2
+    # The last one goes on; then so does one that ended earlier, which cannot be told from a new one any more.
+    popular.placed(prompt_of([*SHARED, 109, 3, 4, 5, 6], kind))
+    assert popular.counts(prompt_of(SHARED, kind).names) == [10, 10]
+    popular.placed(prompt_of([*SHARED, 103, 3, 4, 5, 6], kind))
+    assert popular.counts(prompt_of(SHARED, kind).names) == [11, 11]
+
+
+@pytest.mark.parametrize("kind", [HASHED, IN_TOKENS])
+def test_counts_are_those_of_all_prompts_written_down(kind: str) -> None:
     rng = random.Random(1)
-    popular, leaves = PrefixPopularity(), set[tuple[int, ...]]()
-    children: dict[tuple[int, ...], set[int]] = {}
+    popular = PrefixPopularity()
     counts: dict[tuple[int, ...], int] = {}
-    for _ in range(2_000):
-        path = tuple(rng.randrange(3) for _ in range(rng.randint(1, 6)))
-        known = next(k for k in range(len(path), -1, -1) if k == 0 or path[:k] in counts)
-        is_other = 0 < known < len(path) and bool(children.get(path[:known]))
-        for length in range(1, len(path) + 1):
-            before = counts.get(path[:length])
-            counts[path[:length]] = 1 if before is None else before + is_other
-            children.setdefault(path[: length - 1], set()).add(path[length - 1])
-        leaves.add(path)
-        names = [hash(path[:length]) for length in range(1, len(path) + 1)]
-        popular.placed(names)
-        assert popular.counts(names) == [counts[path[:length]] for length in range(1, len(path) + 1)]
+    # The last prompt that ended behind these pieces, unless it was continued since.
+    ended: dict[tuple[int, ...], tuple[int, ...] | None] = {}
+    for _ in range(3_000):
+        units = tuple(rng.randrange(2) for _ in range(rng.randint(1, 4 * PIECE)))
+        pieces = [units[:end] for end in range(PIECE, len(units) + 1, PIECE)]
+        known = [piece for piece in pieces if piece in counts]
+        if known:
+            former = ended.get(known[-1])
+            if former is not None and units[: len(former)] == former:
+                ended[known[-1]] = None
+            else:
+                for piece in known:
+                    counts[piece] += 1
+        for piece in pieces[len(known) :]:
+            counts[piece] = 1
+        if pieces:
+            ended[pieces[-1]] = units
+        prompt = prompt_of(units, kind)
+        popular.placed(prompt)
+        assert popular.counts(prompt.names) == [counts[piece] for piece in pieces]
 
 
 def test_memory_is_bounded_and_what_is_in_use_stays() -> None:
     popular = PrefixPopularity(max_names=100)
     for number in range(10_000):
-        popular.placed([1, 2, 1_000 + number])
+        popular.placed(prompt_of([*SHARED, *[1_000 + number] * PIECE]))
         assert len(popular) <= 104
-    assert popular.counts([1, 2])[0] == 10_000
-    assert popular.counts([1_000]) == []
+    assert popular.counts(prompt_of(SHARED).names) == [10_000, 10_000]
+    assert popular.counts(prompt_of([1_000] * PIECE).names) == []
