@@ -8,6 +8,9 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, Restarted, fingerprint
 from kvrouter.router.common.ids import WorkerKey
@@ -105,6 +108,13 @@ class VirtualFleet:
         flush = ingest.held.take()
         if flush is not None:
             self._under_way.append((now_s + EVENT_LAG_S, number, flush))
+
+    def held_blocks(self) -> list[NDArray[np.uint64]]:
+        """Return the hashes of all blocks that each worker's events say it holds, of every group and tier."""
+        return [
+            np.concatenate([blocks.hashes(place) for place in blocks.places] or [np.empty(0, np.uint64)])
+            for blocks in (ingest.held.blocks for ingest in self._ingests)
+        ]
 
     def catch_up(self) -> None:
         """Show what was published long enough ago."""

@@ -17,13 +17,14 @@ EngineLoads: TypeAlias = Callable[[], Sequence[EngineLoad]]
 
 class Arrival(NamedTuple):
     """A request that is to be placed. pieces: ids of what it says; hashes: of its full blocks, as the index has them;
-    max_tokens: what its client asks for at most; session: see Request."""
+    max_tokens: what its client asks for at most; session, key: see Request."""
 
     pieces: NDArray[np.uint64]
     hashes: NDArray[np.uint64]
     num_tokens: int
     max_tokens: int
     session: int | None = None
+    key: str = ""
 
 
 class Placed(Protocol):

@@ -83,6 +83,7 @@ class ThisRouter:
             question,
             max_tokens=arrival.max_tokens,
             pinned=None if pinned is None else Pin(self._fleet.keys[pinned].worker_id),
+            key_name=arrival.key,
         )
         placement = self._placer.reserve(ask, anyway=True)
         return OwnPlaced(placement, self._numbers[placement.worker])

@@ -117,7 +117,8 @@ class Simulation:
     def _arrival(self, number: int) -> Arrival:
         request, size = self._trace.requests[number], self._geometry.hash_block_size
         hashes = PieceText.hash_numbers(request.pieces, request.prompt_tokens, self._trace.piece_tokens, size)
-        return Arrival(request.pieces, hashes, request.prompt_tokens, request.output_tokens, request.session)
+        prompt = (request.pieces, hashes, request.prompt_tokens)
+        return Arrival(*prompt, request.output_tokens, request.session, request.key)
 
     def _max_tokens(self, number: int) -> int:
         return max(1, self._trace.requests[number].output_tokens)

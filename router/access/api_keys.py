@@ -50,8 +50,8 @@ class ApiKey(msgspec.Struct, frozen=True):
     scopes: frozenset[Scope]
     # The SHA-256 of the key.
     digest: bytes
-    # The models and salts that it may name; None where it may name any.
-    bounds: KeyBounds | None = None
+    # The models and salts that it may name.
+    bounds: KeyBounds
 
     def may(self, wanted: frozenset[Scope]) -> bool:
         """Return whether the key has one of these scopes."""
@@ -88,7 +88,7 @@ def digest_of(key: str) -> bytes:
 
 def setting_key(key: str) -> ApiKey:
     """That of the setting `api_key`, which may do everything."""
-    return ApiKey(SETTING_NAME, frozenset({Scope.ADMIN}), digest_of(key))
+    return ApiKey(SETTING_NAME, frozenset({Scope.ADMIN}), digest_of(key), KeyBounds(SETTING_NAME))
 
 
 def parse_keys(text: str, where: str) -> list[ApiKey]:
@@ -140,9 +140,9 @@ def _key_of(entry: Any, where: str) -> ApiKey:
     return ApiKey(given.name, frozenset(given.scopes), digest, _bounds_of(given, where))
 
 
-def _bounds_of(entry: KeyEntry, where: str) -> KeyBounds | None:
+def _bounds_of(entry: KeyEntry, where: str) -> KeyBounds:
     if entry.models is None and entry.cache_salts is None:
-        return None
+        return KeyBounds(entry.name)
     if not {Scope.ASK, *ASK_PARTS}.issuperset(entry.scopes):
         raise SettingError(
             f"{where} ({entry.name}) has `models` or `cache_salts`, which bind questions and requests alone: give it the scopes "

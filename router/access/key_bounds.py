@@ -16,10 +16,10 @@ class KeyBounds(msgspec.Struct, frozen=True):
     """The bounds of one key; a field is None where the key may name any."""
 
     key: str
-    """Its name, for errors."""
-    models: frozenset[str] | None
+    """Its name, for errors, and for its share of the caches' memory."""
+    models: frozenset[str] | None = None
     """Models by their own names, not by aliases, and LoRA adapters."""
-    cache_salts: frozenset[str] | None
+    cache_salts: frozenset[str] | None = None
 
     def check_model(self, model: str, lora_name: str | None) -> None:
         """Raise Forbidden unless the key may name this model, or this adapter."""

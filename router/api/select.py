@@ -102,7 +102,7 @@ class SelectRoutes:
             raise BadQuestion("give token_ids, block_hashes or isl_tokens: they determine the prompt's load")
         within_bounds(question, bounds)
         pinned = Pin(str(body.worker_id), body.dp_rank)
-        ask = msgspec.structs.replace(_ask(body, question), pinned=pinned)
+        ask = msgspec.structs.replace(_ask(body, question, bounds), pinned=pinned)
         prefill_tokens = 0 if body.track_prefill_tokens is False else body.effective_prefill_tokens
         if prefill_tokens is not None and prefill_tokens > question.num_tokens:
             raise BadQuestion(f"effective_prefill_tokens exceeds the prompt's {question.num_tokens} tokens")
@@ -123,7 +123,8 @@ class SelectRoutes:
         body, tokens, hashes = _read_prompt(self._select_reader, asked)
         if tokens is None and hashes is None:
             return self._select_text(body, asked, decide)
-        return decide(_ask(body, within_bounds(self._known(body, tokens, hashes), asked.bounds)))
+        question = within_bounds(self._known(body, tokens, hashes), asked.bounds)
+        return decide(_ask(body, question, asked.bounds))
 
     async def _select_long(self, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]) -> SelectReply:
         body, tokens, hashes = await asyncio.to_thread(_read_prompt, self._select_reader, asked)
@@ -131,7 +132,7 @@ class SelectRoutes:
             return await self._select_text(body, asked, decide)
         question = within_bounds(self._known(body, tokens, hashes), asked.bounds)
         await self._core.hash_ahead(question)
-        return decide(_ask(body, question))
+        return decide(_ask(body, question, asked.bounds))
 
     def _known(self, body: Any, tokens: NDArray[np.int64] | None, hashes: NDArray[np.uint64] | None) -> Question:
         """The question of a prompt whose tokens or hashes are in the body."""
@@ -181,7 +182,7 @@ class SelectRoutes:
             without_cache=engines_without_cache(read),
         )
         await self._core.hash_ahead(question)
-        reply = decide(_ask(body, question))
+        reply = decide(_ask(body, question, asked.bounds))
         known = 0 if prompt.token_ids is None else len(prompt.token_ids)
         reply.tokens = TokensReply(prompt.source, prompt.num_tokens, known, prompt.problem)
         return reply
@@ -272,7 +273,7 @@ def decode_blocks(decode_tokens: int, block_size: int) -> int:
     return -(-decode_tokens // (block_size if block_size > 1 else USUAL_BLOCK_TOKENS))
 
 
-def _ask(body: Any, question: Question) -> PlacementRequest:
+def _ask(body: Any, question: Question, bounds: KeyBounds | None) -> PlacementRequest:
     max_tokens = body.expected_output_tokens if body.max_tokens is None else body.max_tokens
     if max_tokens is not None:
         max_tokens = min(max_tokens, MAX_LIMIT_TOKENS)
@@ -280,7 +281,15 @@ def _ask(body: Any, question: Question) -> PlacementRequest:
     pin = None if pinned is None else Pin(str(pinned.worker_id), pinned.dp_rank)
     context = body.session_context
     session_id = body.session_id if context is None else context.session_id
-    return PlacementRequest(question, session_id, max_tokens, pin, body.selection_id, dry_run=body.dry_run)
+    return PlacementRequest(
+        question,
+        session_id,
+        max_tokens,
+        pin,
+        body.selection_id,
+        dry_run=body.dry_run,
+        key_name="" if bounds is None else bounds.key,
+    )
 
 
 def _length(body: Any) -> int | None:

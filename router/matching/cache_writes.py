@@ -52,6 +52,7 @@ class ModelWrites:
         "_mean",
         "_pressed",
         "_pressures",
+        "_rescaled",
         "_sized_blocks",
         "learned_blocks",
         "workers",
@@ -65,7 +66,9 @@ class ModelWrites:
         # The blocks of all pools whose size is known, and the number of the other workers.
         self._sized_blocks = 0
         self._learning = 0
-        # The writings of all pools so far: a block that is stored now has the weight exp(exponent).
+        # The writings of all pools so far, up to the last rescaling and since: a block that is stored now has the weight
+        # exp(exponent).
+        self._rescaled = 0.0
         self._exponent = 0.0
         # The pressure of each worker and their mean, and the exponent for which they were computed; None: never, or for
         # other pools.
@@ -77,6 +80,11 @@ class ModelWrites:
         """Return the blocks that were stored lately at a worker."""
         found = self.workers.get(worker)
         return 0.0 if found is None else found.written * exp(-self._exponent)
+
+    @property
+    def writings(self) -> float:
+        """Return how often the pools of all workers were written once so far."""
+        return self._rescaled + self._exponent
 
     def pool_blocks(self, worker: WorkerKey) -> int:
         """Return the size of a worker's pool: as stated, else as learned; 0 if nothing is known of any."""
@@ -170,6 +178,7 @@ class ModelWrites:
         factor = exp(-self._exponent)
         for one in self.workers.values():
             one.written *= factor
+        self._rescaled += self._exponent
         self._exponent = 0.0
         self._pressed = None
 

@@ -10,7 +10,8 @@ its copy of a popular beginning saves the next ones.
 - queued: the same for all prompts ahead of it there, minus what is already computed of the current one.
 - decode: what running sequences take from prefill.
 - delay: how much longer later prompts wait, by the measured load of the fleet.
-- room: what the prompt's blocks push out of the worker's cache (`cache_writes.py`).
+- room: what the prompt's blocks push out of the worker's cache (`cache_writes.py`); more where an API key that holds
+  more than its fair part would push out the blocks of others (`key_shares.py`).
 - copy: what a copy of a beginning that others share saves the next prompts that begin so, as far as those who hold it
   have a queue.
 - junction: a bonus for the worker that will keep a checkpoint where the prompt diverges from what it holds.
@@ -27,6 +28,7 @@ from math import floor
 import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.load.key_shares import KeyShare
 from kvrouter.router.load.load_table import WorkerLoad
 from kvrouter.router.load.session_affinity import SessionPlace
 from kvrouter.router.load.worker_load import LoadModel
@@ -114,6 +116,8 @@ class ChoiceContext(msgspec.Struct, frozen=True, gc=False):
     copies: Copies = NO_COPIES
     # The share of time in which a worker computes prompts, below 1 (`busy_share.py`).
     busy: float = 0.5
+    # The part of the memory that the prompt's API key holds, None if that is no more than its fair part.
+    key_share: KeyShare | None = None
 
 
 class CostTerms(msgspec.Struct, frozen=True):
@@ -190,7 +194,7 @@ def weigh(
     # difference that a prompt makes.
     delay_share = DELAY_WEIGHT * scene.busy / (1 - scene.busy) / (2 * weights.usual_prefill_tokens)
     pressures, mean_pressure = scene.writes.pressures()
-    copies = scene.copies
+    copies, key_share = scene.copies, scene.key_share
     # The part of the prompt's beginning that others share and some worker has, or computes.
     shared = min(copies.depth_tokens, max(longest, *pending.values()) if pending else longest)
     shared_copy = copies.of(shared) if shared else 0.0
@@ -243,6 +247,8 @@ def weigh(
         # Nothing is known of the cache of a worker without events: it is as full as the others', or it would get every new
         # prompt.
         room = ROOM_WEIGHT * new * (mean_pressure if hit.approximate else pressures.get(worker, 0.0))
+        if key_share is not None:
+            room *= key_share.price(worker)
         junction = bonus = 0.0
         if hit.full_attention > longest:
             # What a checkpoint there would add to what the next prompt with this beginning can reuse.

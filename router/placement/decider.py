@@ -8,6 +8,7 @@ Synchronous, no I/O, for one asyncio loop. Everything that decides is pure (`can
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.kvcache.resume_rule import ResumeRule
 from kvrouter.router.load.busy_share import BusyShare
+from kvrouter.router.load.key_shares import KeyShares
 from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S, PendingPrefixes, names_of
 from kvrouter.router.load.prefix_popularity import PrefixPopularity
 from kvrouter.router.load.prompts_ahead import AHEAD_TTL_S, ARRIVAL_S, PromptAhead, PromptsAhead
@@ -70,6 +72,17 @@ class HitSource(Protocol):
     def workers(self) -> Iterable[WorkerKey]: ...
 
 
+class _ModelTraffic:
+    """What was placed of one model's prompts."""
+
+    __slots__ = ("busy", "keys", "turns")
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.busy = BusyShare()
+        self.keys = KeyShares()
+
+
 class Decider:
     """Which worker takes a prompt, and which one computes it."""
 
@@ -102,8 +115,7 @@ class Decider:
         self._shares = ReuseShares()
         self._pending_seed = rng.getrandbits(64)
         self._popular = PrefixPopularity()
-        self._busy: dict[str, BusyShare] = {}
-        self._turns: dict[str, int] = {}
+        self._models: defaultdict[str, _ModelTraffic] = defaultdict(_ModelTraffic)
 
     def decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
         """The choice, and the prompt as later ones are compared with it. anyway: ignore the workers' roles. Raises
@@ -155,26 +167,21 @@ class Decider:
 
     def _scene(self, ask: PlacementRequest, names: list[int], step_tokens: int, now: float) -> ChoiceContext:
         question = ask.question
-        writes = self._fleet.writes(question.model)
+        writes, traffic = self._fleet.writes(question.model), self._models[question.model]
         return ChoiceContext(
             num_tokens=question.num_tokens,
             weights=self._weights,
             pending=self._pending.tokens(names, step_tokens, question.num_tokens, now),
             session=self._sessions.find(question.model, ask.session_id, now) if ask.session_id else None,
             policy=self._policy,
-            turn=self._turns.get(question.model, 0),
+            turn=traffic.turns,
             blind=question.is_blind,
             now=now,
             writes=writes,
             copies=self._copies(names, step_tokens, len(writes.workers)),
-            busy=self._busy_share(question.model).at_least(self._busy_now(question.model, len(writes.workers))),
+            key_share=traffic.keys.share(ask.fair_key),
+            busy=traffic.busy.at_least(self._busy_now(question.model, len(writes.workers))),
         )
-
-    def _busy_share(self, model: str) -> BusyShare:
-        found = self._busy.get(model)
-        if found is None:
-            found = self._busy[model] = BusyShare()
-        return found
 
     def _busy_now(self, model: str, workers: int) -> float:
         """Return the share of the model's workers that compute a prompt now."""
@@ -242,11 +249,12 @@ class Decider:
         """Remember that the prompt goes there now. reserved: the outcome will be reported."""
         worker, names = choice.hit.worker, prompt.names
         ttl_s = PENDING_TTL_S if reserved else SELECTED_TTL_S
-        self._turns[worker.model] = self._turns.get(worker.model, 0) + 1
         self._fleet.sent(ask.question, worker)
         self._popular.placed(prompt)
-        workers = len(self._fleet.writes(worker.model).workers)
-        self._busy_share(worker.model).observe(self._busy_now(worker.model, workers), now)
+        writes, traffic = self._fleet.writes(worker.model), self._models[worker.model]
+        traffic.turns += 1
+        traffic.keys.wrote(ask.fair_key, worker, ask.question.num_tokens - choice.hit.gpu, writes.writings)
+        traffic.busy.observe(self._busy_now(worker.model, len(writes.workers)), now)
         if choice.prefill is None:
             self._pending.sent(worker, names, now + ttl_s)
         else:

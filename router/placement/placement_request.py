@@ -21,7 +21,8 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     max_tokens: the most that is generated, up to MAX_LIMIT_TOKENS, None: not known; pinned: this worker and no other, as
     `Pin` or by its name (`w0`, `w0@1`); selection_id: the client's own; may_hand_over: whether another worker may compute
     the prompt for the one that decodes it; dry_run: it is not sent where it is placed, so later choices must not count on
-    it; keeps_comparison: the placement's choice has the workers that were compared."""
+    it; keeps_comparison: the placement's choice has the workers that were compared; key_name: of the API key
+    that the request came with."""
 
     question: Question
     session_id: str | None = None
@@ -31,6 +32,13 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     may_hand_over: bool = True
     dry_run: bool = False
     keeps_comparison: bool = False
+    key_name: str = ""
+
+    @property
+    def fair_key(self) -> str:
+        """Return the name under which this prompt's share of the memory counts: that of the API key, else the cache salt,
+        which nobody else's prompts have either."""
+        return self.key_name or self.question.cache_salt or ""
 
 
 class PlacementOwner(Protocol):

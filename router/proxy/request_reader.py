@@ -153,4 +153,5 @@ def _placement_request(request: Request, question: Question, max_tokens: int | N
         session_id=None if session is None else session.decode("latin-1"),
         max_tokens=max_tokens,
         pinned=None if request.pin is None else unquote(request.pin.decode("latin-1")),
+        key_name="" if request.client.bounds is None else request.client.bounds.key,
     )

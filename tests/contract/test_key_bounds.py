@@ -16,6 +16,7 @@ from scripted_engine import ScriptedEngine, plain
 from kvrouter.router.access.api_keys import parse_keys
 from kvrouter.router.api.http.http_api import HttpApi
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.load.key_shares import KeyShares
 from kvrouter.router.tokens.proxied_paths import AUDIO, PATHS, WITHOUT_PROMPT
 
 # The keys in the file, by name.
@@ -180,3 +181,20 @@ def test_bounds_that_are_none_are_refused(more: str) -> None:
 def test_a_key_that_could_learn_hits_elsewhere_is_not_bound(scope: str) -> None:
     with pytest.raises(SettingError, match="a key of its own"):
         parse_keys(f"keys: [{{name: a, scopes: [{scope}], key: {key_of('a')}, models: [m]}}]", "f")
+
+
+def test_what_a_request_writes_counts_for_its_key(file: Path, core: TinyCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without keys, prompts with the same cache salt count as one key's."""
+    counted: list[str] = []
+
+    def wrote(shares: KeyShares, key: str, *rest: object) -> None:
+        counted.append(key)
+
+    monkeypatch.setattr(KeyShares, "wrote", wrote)
+    app = build(core, tokens=TinyTokens(), api_keys_file=str(file))[0]
+    salted = {**PROMPT, "cache_salt": "mine"}
+    for path in ("/select", "/select_and_reserve"):
+        assert call(app, "POST", path, salted, headers=bearer("old")).status == 200
+    assert call(app, "POST", "/reservations", {**PROMPT, "worker_id": "w0"}, headers=bearer("old")).status < 300
+    assert call(build(core, tokens=TinyTokens())[0], "POST", "/select", salted).status == 200
+    assert counted == ["old", "old", "old", "mine"]

@@ -15,6 +15,7 @@ from kvrouter.router.access.access import Access
 from kvrouter.router.access.access_metrics import AccessMetrics
 from kvrouter.router.access.api_keys import MAX_KEYS, ApiKey, ApiKeys, digest_of, parse_keys
 from kvrouter.router.access.certificate import Certificate
+from kvrouter.router.access.key_bounds import KeyBounds
 from kvrouter.router.access.scope import Scope
 from kvrouter.router.access.token_bucket import TokenBucket
 from kvrouter.router.access.validity import Validity
@@ -46,8 +47,8 @@ def test_a_file_lists_keys_by_themselves_or_by_their_digest() -> None:
     engines = f"{{name: engines, scopes: [register, watch], sha256: {digest}}}"
     text = f"keys:\n- {{name: gateway, scopes: [ask], key: {KEY}}}\n- {engines}\n"
     first, second = parse_keys(text, "f")
-    assert first == ApiKey("gateway", frozenset({Scope.ASK}), digest_of(KEY))
-    assert second == ApiKey("engines", frozenset({Scope.REGISTER, Scope.WATCH}), digest_of(OTHER))
+    assert first == ApiKey("gateway", frozenset({Scope.ASK}), digest_of(KEY), KeyBounds("gateway"))
+    assert second == ApiKey("engines", frozenset({Scope.REGISTER, Scope.WATCH}), digest_of(OTHER), KeyBounds("engines"))
     keys = ApiKeys([first, second])
     for given, found in ((KEY, first), (OTHER, second), (KEY + "x", None), ("", None)):
         assert keys.holder(f"Bearer {given}") == found
@@ -58,8 +59,8 @@ def test_a_file_lists_keys_by_themselves_or_by_their_digest() -> None:
 
 
 def test_admin_may_do_all_and_others_what_they_name() -> None:
-    admin = ApiKey("a", frozenset({Scope.ADMIN}), b"")
-    ask = ApiKey("b", frozenset({Scope.ASK}), b"")
+    admin = ApiKey("a", frozenset({Scope.ADMIN}), b"", KeyBounds("a"))
+    ask = ApiKey("b", frozenset({Scope.ASK}), b"", KeyBounds("b"))
     for scope in Scope:
         assert admin.may(frozenset({scope}))
         assert ask.may(frozenset({scope})) == (scope in (Scope.ASK, Scope.PROXY, Scope.HITS))

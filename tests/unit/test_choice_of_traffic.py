@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
+from collections import Counter
 
 import numpy as np
 import pytest
+from key_traffic import ATTACKER, keys_traffic
 
 from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, Restart, geometry_of
+from kvrouter.replay.fleet.virtual_fleet import VirtualFleet
+from kvrouter.replay.policies.routing import Arrival, EngineLoads, Placed
+from kvrouter.replay.policies.this_router import ThisRouter
+from kvrouter.replay.runs import simulate as simulation
 from kvrouter.replay.runs.policy_run import PolicyRun
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.request import Request, Trace
@@ -67,3 +74,61 @@ def test_a_restarted_replica_gets_its_share_of_chats_again_and_not_all() -> None
     fleet = FleetShape(geometry_of("gemma3", PIECE_TOKENS), (ReplicaShape(4_096, 0, TIMING),) * 3, (restart,))
     found = {policy: reuse(simulate(trace, fleet, policy, 1), 18) for policy in ("kv", "session_hash", "round_robin")}
     assert found["kv"] > max(found.values()) - 0.05, found
+
+
+def documents(requests: int, pause_s: float) -> Trace:
+    """Short questions, each about one of four long documents at random."""
+    ids, rng = itertools.count(1), random.Random(1)
+    texts = [[next(ids) for _ in range(6_144 // PIECE_TOKENS)] for _ in range(4)]
+    asked: list[Request] = []
+    for number in range(requests):
+        pieces = np.array([*rng.choice(texts), *[next(ids) for _ in range(8)], next(ids)], np.uint64)
+        asked.append(Request(pause_s * number, PIECE_TOKENS * (len(pieces) - 1) + 1, 4, pieces))
+    return Trace("documents", "made", PIECE_TOKENS, asked)
+
+
+def test_documents_that_one_replica_each_answers_with_ease_are_not_copied() -> None:
+    """Each has some 75 prompts, and a pool holds two of them."""
+    fleet = FleetShape(geometry_of("llama", PIECE_TOKENS), (ReplicaShape(900, 0, TIMING),) * 4)
+    runs = {policy: simulate(documents(300, 0.05), fleet, policy, 1) for policy in ("kv", "cache_aware", "lmetric")}
+    found = {policy: reuse(run, 0) for policy, run in runs.items()}
+    assert found["kv"] > max(found.values()) - 0.01, found
+
+
+def test_one_key_with_one_long_beginning_keeps_to_its_fair_part_of_the_memory() -> None:
+    """Chats of three keys take the memory of three of four replicas, and one replica can answer the fourth key."""
+    fleet = FleetShape(geometry_of("llama", PIECE_TOKENS), (ReplicaShape(1_800, 0, TIMING),) * 4)
+    shares = []
+    for attacks in (0, 3_000):
+        trace = keys_traffic(attacks, 150.0)
+        run = simulate(trace, fleet, "kv", 1)
+        others = [number for number, request in enumerate(trace.requests) if request.key != ATTACKER]
+        shares.append(sum(run.reused[n] for n in others) / sum(run.prompt[n] for n in others))
+        if attacks:
+            places = Counter(run.worker[n] for n, request in enumerate(trace.requests) if request.key == ATTACKER)
+    alone, attacked = shares
+    assert attacked > alone - 0.03 and max(places.values()) > 0.97 * 3_000, (shares, places)
+
+
+class TwoRouters:
+    """Two of this router in turns, each of which knows of the other's prompts only what engines publish."""
+
+    def __init__(self, fleet: VirtualFleet) -> None:
+        self._routers = itertools.cycle([ThisRouter(fleet, "kv", seed) for seed in (1, 2)])
+
+    def place(self, arrival: Arrival, pinned: int | None = None) -> Placed:
+        return next(self._routers).place(arrival, pinned)
+
+    def tend(self, loads: EngineLoads) -> None:
+        next(self._routers).tend(loads)
+        next(self._routers).tend(loads)
+
+
+@pytest.mark.parametrize("model", ["gemma3", "llama"])
+def test_two_routers_spread_chats_as_one_does(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = chats(18, 3, 128, 2_000, 2.0)
+    blocks = 4_096 if model == "gemma3" else 1_200
+    fleet = FleetShape(geometry_of(model, PIECE_TOKENS), (ReplicaShape(blocks, 0, TIMING),) * 3)
+    one = reuse(simulate(trace, fleet, "kv", 1), 18)
+    monkeypatch.setattr(simulation, "router_of", lambda policy, index, *rest: TwoRouters(index))
+    assert reuse(simulate(trace, fleet, "kv", 1), 18) > max(one, 0.9) - 0.03

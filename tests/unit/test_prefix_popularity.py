@@ -59,7 +59,7 @@ def test_short_questions_behind_a_common_beginning_are_different_prompts(kind: s
         popular.placed(question)
         popular.placed(question)
         assert popular.counts(question.names) == [number + 1] * 2
-    # The last one goes on; then so does one that ended earlier, which cannot be told from a new one any more.
+    # The last one goes on; then so does one that ended earlier, which looks like a new one by then.
     popular.placed(prompt_of([*SHARED, 109, 3, 4, 5, 6], kind))
     assert popular.counts(prompt_of(SHARED, kind).names) == [10, 10]
     popular.placed(prompt_of([*SHARED, 103, 3, 4, 5, 6], kind))

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: one API key with 10,000 prompts behind one long beginning holds at most its fair part of the caches, and what
+other keys reuse falls by at most 3 points.
+
+Three keys have chats that fill the memory of three of four simulated replicas, and the fourth key's prompts share
+4,096 tokens (`tests/support/key_traffic.py`); one replica can answer them. In virtual time, so the machine does not
+matter.
+
+    python benchmarks/one_key.py [--prompts 10000] [--price 10] [--policy kv]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from key_traffic import ATTACK_BEGINS_S, ATTACK_EVERY_S, ATTACKER, PIECE_TOKENS, keys_traffic
+
+from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, geometry_of
+from kvrouter.replay.policies.names import NAMES
+from kvrouter.replay.runs.simulate import FOREVER, Simulation
+from kvrouter.router.load import key_shares
+from kvrouter.simulator.cache.text import PieceText
+from kvrouter.simulator.engine.timing import Timing
+
+REPLICAS, BLOCKS = 4, 1_800
+TIMING = Timing(prefill_tokens_per_s=10_000.0, step_base_s=0.01)
+
+
+def run(policy: str, prompts: int, span_s: float) -> list[str]:
+    """Return a row of the table: one run with this many prompts of the attacker."""
+    trace = keys_traffic(prompts, span_s)
+    geometry = geometry_of("llama", PIECE_TOKENS)
+    simulation = Simulation(trace, FleetShape(geometry, (ReplicaShape(BLOCKS, 0, TIMING),) * REPLICAS), policy, 1)
+    theirs: set[int] = set()
+    for number, request in enumerate(trace.requests):
+        simulation.arrive(number)
+        if request.key == ATTACKER:
+            hashes = PieceText.hash_numbers(request.pieces, request.prompt_tokens, PIECE_TOKENS, PIECE_TOKENS)
+            theirs.update(hashes.tolist())
+    simulation.advance(FOREVER)
+    made = simulation.run
+    of_attacker = [number for number, request in enumerate(trace.requests) if request.key == ATTACKER]
+    of_others = [number for number, request in enumerate(trace.requests) if request.key != ATTACKER]
+    held = [block for blocks in simulation.index.held_blocks() for block in blocks.tolist()]
+    places = Counter(made.worker[number] for number in of_attacker)
+    return [
+        policy,
+        str(prompts),
+        f"{sum(made.reused[n] for n in of_others) / sum(made.prompt[n] for n in of_others):.3f}",
+        f"{statistics.fmean(made.ttft_s[n] for n in of_others):.3f}",
+        f"{statistics.fmean(made.ttft_s[n] for n in of_attacker):.3f}" if prompts else "",
+        f"{sum(block in theirs for block in held) / max(1, len(held)):.3f}",
+        ", ".join(str(places[worker]) for worker in range(REPLICAS)) if prompts else "",
+    ]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=10_000)
+    parser.add_argument("--price", type=float, default=key_shares.EXCESS_PRICE, help="of a fair part too much")
+    parser.add_argument("--policy", action="append", choices=NAMES, help="may be given several times; kv by default")
+    arguments = parser.parse_args()
+    key_shares.EXCESS_PRICE = arguments.price
+    span_s = ATTACK_BEGINS_S + arguments.prompts * ATTACK_EVERY_S
+    columns = (
+        "policy",
+        "prompts of the one key",
+        "others' reuse",
+        "others' first token, s",
+        "its first token, s",
+        "its share of all blocks at the end",
+        "its prompts by replica",
+    )
+    print(_line(columns))
+    print(_line("---" for _ in columns))
+    for policy in arguments.policy or ["kv"]:
+        for prompts in (0, arguments.prompts):
+            print(_line(run(policy, prompts, span_s)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
