@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvrouter.router.load.prompts_ahead import PromptAhead
 
-# Some 100 bytes each; the names of 1,500 prompts of 32 k tokens.
+# Some 100 bytes each; the names of 800 prompts of 32 k tokens.
 MAX_NAMES = 200_000
 
 
