@@ -27,24 +27,17 @@ class Tail(NamedTuple):
     digest: int
 
 
-class Entry(NamedTuple):
-    """A piece. tail: that of the last prompt that ended in the next piece, None if that prompt was continued since or
-    none ended there."""
-
-    prompts: int
-    tail: Tail | None = None
-
-
-_PASSED_ONCE = Entry(1)
-
-
 class PrefixPopularity:
     """Counts of one model's prompts, or of several: names are distinct anyway."""
 
     def __init__(self, max_names: int = MAX_NAMES) -> None:
         self._half = max(1, max_names // 2)
-        self._young: dict[int, Entry] = {}
-        self._old: dict[int, Entry] = {}
+        # How many prompts had each piece.
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+        # By the last piece of a prompt, how it ended behind that, until it is continued.
+        self._young_tails: dict[int, Tail | None] = {}
+        self._old_tails: dict[int, Tail | None] = {}
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -54,36 +47,33 @@ class PrefixPopularity:
         names = prompt.names
         if not names:
             return
-        young, entries = self._young, self._known(names)
-        known = len(entries)
-        tail = entries[-1].tail if known else None
-        is_next_turn = tail is not None and _ends(prompt, known, tail.units) == tail
-        if known and not is_next_turn:
-            entries = [Entry(entry.prompts + 1, entry.tail) for entry in entries]
-        elif is_next_turn:
-            entries[-1] = Entry(entries[-1].prompts)
-        young.update(zip(names, entries, strict=False))
-        for name in names[known:]:
-            young[name] = _PASSED_ONCE
-        last = young[names[-1]]
-        young[names[-1]] = Entry(last.prompts, _ends(prompt, len(names)))
+        young, counts = self._young, self.counts(names)
+        known = len(counts)
+        if known:
+            last = names[known - 1]
+            tail = self._young_tails[last] if last in self._young_tails else self._old_tails.get(last)
+            if tail is not None and _ends(prompt, known, tail.units) == tail:
+                self._young_tails[last] = None
+            else:
+                counts = [count + 1 for count in counts]
+            young.update(zip(names, counts, strict=False))
+        if known < len(names):
+            young.update(dict.fromkeys(names[known:], 1))
+        self._young_tails[names[-1]] = _ends(prompt, len(names))
         if len(young) > self._half:
             self._old, self._young = young, {}
+            self._old_tails, self._young_tails = self._young_tails, {}
 
     def counts(self, names: Sequence[int]) -> list[int]:
         """Return for each piece, up to the first unknown one, how many different prompts began with it."""
-        return [entry.prompts for entry in self._known(names)]
-
-    def _known(self, names: Sequence[int]) -> list[Entry]:
-        """Return the entries of the names, up to the first unknown one."""
         young, old = self._young, self._old
-        entries: list[Entry] = []
+        counts: list[int] = []
         for name in names:
-            entry = young.get(name) or old.get(name)
-            if entry is None:
+            count = young.get(name) or old.get(name)
+            if count is None:
                 break
-            entries.append(entry)
-        return entries
+            counts.append(count)
+        return counts
 
 
 def _ends(prompt: PromptAhead, pieces: int, units: int | None = None) -> Tail:

@@ -232,7 +232,7 @@ def weigh(
         work, usual_queued = prefill, queued
         if slow and worker in slow:
             work, queued = slow[worker] * work, slow[worker] * queued
-        copy = saved = 0.0
+        copy, lasting = 0.0, work
         if shared_copy and reached < shared:
             saved = shared_copy - copies.of(reached) if reached else shared_copy
             if slow and worker in slow:
@@ -241,14 +241,16 @@ def weigh(
                 holders_queue = 0.0 if idle else _shortest_queue(hits, scene, shared - copies.piece_tokens)
             # Where somebody who has it is idle, later prompts are better off there.
             copy = saved * holders_queue / (holders_queue + work)
-        # A copy is an investment: what it saves later prompts does not make them wait.
-        lasting = work - saved if work > saved else 0.0
+            # A copy is an investment: what it saves later prompts does not make them wait.
+            lasting = work - saved if work > saved else 0.0
         delay = delay_share * lasting * (2 * queued + lasting)
         # Nothing is known of the cache of a worker without events: it is as full as the others', or it would get every new
         # prompt.
-        room = ROOM_WEIGHT * new * (mean_pressure if hit.approximate else pressures.get(worker, 0.0))
-        if key_share is not None:
-            room *= key_share.price(worker)
+        room = 0.0
+        if mean_pressure:
+            room = ROOM_WEIGHT * new * (mean_pressure if hit.approximate else pressures.get(worker, 0.0))
+            if key_share is not None:
+                room *= key_share.price(worker)
         junction = bonus = 0.0
         if hit.full_attention > longest:
             # What a checkpoint there would add to what the next prompt with this beginning can reuse.
@@ -265,17 +267,17 @@ def weigh(
 def _shortest_queue(hits: Sequence[Hit], scene: ChoiceContext, beyond: int) -> float:
     """Return the least work in tokens that is queued at a worker which has, or computes, more of the prompt than this."""
     weights, pending = scene.weights, scene.pending
+    holders = [hit.worker for hit in hits if hit.disk > beyond]
+    if pending:
+        holders += [hit.worker for hit in hits if pending.get(hit.worker, 0) > beyond]
     shortest: float | None = None
-    for hit in hits:
-        worker = hit.worker
-        if hit.disk <= beyond and pending.get(worker, 0) <= beyond:
-            continue
+    for worker in holders:
         backlog, load = weights.burden(worker), weights.table.loads.get(worker, _NO_LOAD)
         queued = backlog.queued_tokens + backlog.decode_tokens * DECODE_TOKEN_COST
         if load.prefill_tokens:
             queued -= weights.progress_tokens(worker, load, scene.now)
+        if not queued:
+            return 0.0
         if shortest is None or queued < shortest:
             shortest = queued
-        if not shortest:
-            break
     return shortest or 0.0
