@@ -14,50 +14,35 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from key_traffic import ATTACK_BEGINS_S, ATTACK_EVERY_S, ATTACKER, PIECE_TOKENS, keys_traffic
+from key_traffic import ATTACK_BEGINS_S, ATTACK_EVERY_S, PIECE_TOKENS, keys_traffic, run_keys
 
 from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, geometry_of
 from kvrouter.replay.policies.names import NAMES
-from kvrouter.replay.runs.simulate import FOREVER, Simulation
 from kvrouter.router.load import key_shares
-from kvrouter.simulator.cache.text import PieceText
 from kvrouter.simulator.engine.timing import Timing
 
 REPLICAS, BLOCKS = 4, 1_800
 TIMING = Timing(prefill_tokens_per_s=10_000.0, step_base_s=0.01)
 
 
-def run(policy: str, prompts: int, span_s: float) -> list[str]:
+def row(policy: str, prompts: int, span_s: float) -> list[str]:
     """Return a row of the table: one run with this many prompts of the attacker."""
-    trace = keys_traffic(prompts, span_s)
-    geometry = geometry_of("llama", PIECE_TOKENS)
-    simulation = Simulation(trace, FleetShape(geometry, (ReplicaShape(BLOCKS, 0, TIMING),) * REPLICAS), policy, 1)
-    theirs: set[int] = set()
-    for number, request in enumerate(trace.requests):
-        simulation.arrive(number)
-        if request.key == ATTACKER:
-            hashes = PieceText.hash_numbers(request.pieces, request.prompt_tokens, PIECE_TOKENS, PIECE_TOKENS)
-            theirs.update(hashes.tolist())
-    simulation.advance(FOREVER)
-    made = simulation.run
-    of_attacker = [number for number, request in enumerate(trace.requests) if request.key == ATTACKER]
-    of_others = [number for number, request in enumerate(trace.requests) if request.key != ATTACKER]
-    held = [block for blocks in simulation.index.held_blocks() for block in blocks.tolist()]
-    places = Counter(made.worker[number] for number in of_attacker)
+    fleet = FleetShape(geometry_of("llama", PIECE_TOKENS), (ReplicaShape(BLOCKS, 0, TIMING),) * REPLICAS)
+    outcome = run_keys(keys_traffic(prompts, span_s), fleet, policy)
+    ttft_s = outcome.policy_run.ttft_s
     return [
         policy,
         str(prompts),
-        f"{sum(made.reused[n] for n in of_others) / sum(made.prompt[n] for n in of_others):.3f}",
-        f"{statistics.fmean(made.ttft_s[n] for n in of_others):.3f}",
-        f"{statistics.fmean(made.ttft_s[n] for n in of_attacker):.3f}" if prompts else "",
-        f"{sum(block in theirs for block in held) / max(1, len(held)):.3f}",
-        ", ".join(str(places[worker]) for worker in range(REPLICAS)) if prompts else "",
+        f"{outcome.others_reuse:.3f}",
+        f"{statistics.fmean(ttft_s[number] for number in outcome.others):.3f}",
+        f"{statistics.fmean(ttft_s[number] for number in outcome.attacks):.3f}" if prompts else "",
+        f"{outcome.attacker_blocks:.3f}",
+        ", ".join(str(outcome.attacker_places[worker]) for worker in range(REPLICAS)) if prompts else "",
     ]
 
 
@@ -79,14 +64,14 @@ def main() -> None:
         "others' reuse",
         "others' first token, s",
         "its first token, s",
-        "its share of all blocks at the end",
+        "its part of the memory at the end",
         "its prompts by replica",
     )
     print(_line(columns))
     print(_line("---" for _ in columns))
     for policy in arguments.policy or ["kv"]:
         for prompts in (0, arguments.prompts):
-            print(_line(run(policy, prompts, span_s)), flush=True)
+            print(_line(row(policy, prompts, span_s)), flush=True)
 
 
 if __name__ == "__main__":

@@ -157,8 +157,8 @@ class StockFeed:
         )
 
     def _void_blocks(self, incident: str) -> None:
-        """Void what is held because something that was said cannot be known. Where nothing proves yet that the engine is
-        the one that was known, what was learned of that one is void too: no proof is waited for any longer."""
+        """Void the blocks after something that could not be read. Where nothing proves yet that the engine is the one
+        that was known, also void what was learned of it: the void ends the wait for a proof."""
         contact = self._contact
         if contact.unproven and not contact.same_life:
             self._epoch.void_life(incident)

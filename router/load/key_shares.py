@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prompts of each API key wrote lately into the workers' caches, so that no key pushes out everybody else's.
-Pure.
+"""The tokens that each API key's prompts wrote lately into the workers' caches, so that no key pushes out everybody
+else's. Pure.
 
 Time is counted in writings of all pools (`ModelWrites.writings`): what was written earlier fades as an LRU cache forgets
-it. A key holds more than its fair part when it wrote more than its share of all keys that wrote anything. Such a key pays
-little where its own blocks are pushed out, and much where those of others are, so it stays with the workers that it has
-filled already until their queues are long.
+it. A key holds more than its fair part when it wrote more than its share of all keys that wrote anything. Its fair part
+are then the workers to which it wrote the most, as many as everybody would have. There it pays little where its own
+blocks are pushed out, and everywhere else much, so it gathers on its part until the queues there are long. Prompts that
+name no key are somebody's, but nobody knows whose: they count as others' and never pay more.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from heapq import nlargest
 from math import exp
 
 from kvrouter.router.common.ids import WorkerKey
@@ -19,11 +21,16 @@ from kvrouter.router.common.ids import WorkerKey
 # Each holds a number for each worker that it wrote to: some 10 MB at 512 workers. The key that was seen least lately is
 # forgotten first, and may then write its fair part again.
 MAX_KEYS = 256
-# A key that wrote a smaller part is not counted among those that share the memory.
-ACTIVE_SHARE_MIN = 0.001
-# How much dearer the blocks of others become with each fair part that a key holds beyond its own. From 3 to 30, one key
-# with 6,000 prompts of one beginning stays with one of four workers (docs/reference/benchmarks.md); with 1 it took two.
+# A key that wrote a smaller part is not counted among those that share the memory: chats that go on slowly beside a flood
+# write a thousandth of what it does.
+ACTIVE_SHARE_MIN = 0.0001
+# A key that wrote a smaller part floods nothing, however many others there are.
+FLOOD_SHARE_MIN = 0.05
+# How much dearer the blocks of others become with each fair part that a key holds beyond its own. With 10, a key whose
+# prompts one replica can answer stays with one of four; with 1 it took two (ADR 47).
 EXCESS_PRICE = 10.0
+# Further parts make nothing dearer: a price without bound would leave replicas idle beside long queues.
+EXCESS_MAX = 4.0
 # Weights grow by e for each writing of all pools; they are scaled back long before a float's precision suffers, and what
 # has become a millionth of a token is dropped.
 RESCALE_EXPONENT = 30.0
@@ -36,15 +43,17 @@ class KeyShare:
     __slots__ = ("_all", "_own", "excess")
 
     def __init__(self, excess: float, own: Mapping[WorkerKey, float], everybody: Mapping[WorkerKey, float]) -> None:
-        # How many fair parts it holds, above 1.
+        """excess: how many fair parts it holds, above 1 and at most EXCESS_MAX. own: what it wrote to the workers of its
+        fair part. everybody: what all wrote to each worker."""
         self.excess = excess
         self._own = own
         self._all = everybody
 
     def price(self, worker: WorkerKey) -> float:
-        """Return by how much more than usual it costs this key to push out a block of a worker's cache."""
+        """Return the factor on the price of room at a worker: below 1 where most of what was written is the key's own."""
         own = self._own.get(worker, 0.0)
-        share = min(1.0, own / self._all[worker]) if own else 0.0
+        # The sum may have lost a little to rounding.
+        share = own / max(own, self._all[worker]) if own else 0.0
         return share * max(0.0, 2.0 - self.excess) + (1.0 - share) * (1.0 + EXCESS_PRICE * (self.excess - 1.0))
 
 
@@ -61,12 +70,12 @@ class KeyShares:
         # The writings at which a token has the weight 1.
         self._began = 0.0
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
     def wrote(self, key: str, worker: WorkerKey, new_tokens: int, writings: float) -> None:
-        """Count the tokens of a prompt that its worker did not hold."""
-        if writings - self._began > RESCALE_EXPONENT:
+        """Count the tokens of a prompt that its worker did not hold. key: empty for a prompt that names none."""
+        if writings < self._began:
+            # The model's last worker went, and the writings of those that came since are counted from 0.
+            self._forget_all(writings)
+        elif writings - self._began > RESCALE_EXPONENT:
             self._fade(writings)
         weighted = new_tokens * exp(writings - self._began)
         tokens = self._tokens.setdefault(key, {})
@@ -76,30 +85,51 @@ class KeyShares:
         self._by_worker[worker] = self._by_worker.get(worker, 0.0) + weighted
         self._total += weighted
         if len(self._tokens) > self._max_keys:
-            oldest = next(iter(self._tokens))
-            del self._tokens[oldest]
-            self._sum()
+            self._drop(next(iter(self._tokens)))
 
     def share(self, key: str) -> KeyShare | None:
-        """Return what a key holds, None if that is no more than its fair part."""
-        wrote = self._by_key.get(key, 0.0)
-        if wrote * len(self._by_key) <= self._total:
+        """Return what a key holds, None if that is no more than its fair part, or there is no key."""
+        wrote = self._by_key.get(key, 0.0) if key else 0.0
+        if wrote <= self._total * max(FLOOD_SHARE_MIN, 1 / max(1, len(self._by_key))):
             return None
         active = sum(1 for tokens in self._by_key.values() if tokens >= ACTIVE_SHARE_MIN * self._total)
-        excess = wrote * active / self._total
-        return KeyShare(excess, self._tokens[key], self._by_worker) if excess > 1 else None
+        excess = min(EXCESS_MAX, wrote * active / self._total)
+        if excess <= 1:
+            return None
+        tokens = self._tokens[key]
+        part = nlargest(max(1, len(self._by_worker) // active), tokens, key=tokens.__getitem__)
+        return KeyShare(excess, {worker: tokens[worker] for worker in part}, self._by_worker)
+
+    def keep(self, workers: Collection[WorkerKey]) -> None:
+        """Forget what was written to all other workers."""
+        if self._by_worker.keys() <= set(workers):
+            return
+        for tokens in self._tokens.values():
+            for worker in [worker for worker in tokens if worker not in workers]:
+                del tokens[worker]
+        self._sum()
+
+    def _drop(self, key: str) -> None:
+        for worker, tokens in self._tokens.pop(key).items():
+            self._by_worker[worker] -= tokens
+        self._total -= self._by_key.pop(key)
 
     def _fade(self, writings: float) -> None:
         factor, self._began = exp(self._began - writings), writings
-        for key, tokens in list(self._tokens.items()):
-            kept = {worker: count * factor for worker, count in tokens.items() if count * factor >= FORGOTTEN_TOKENS}
-            if kept:
-                self._tokens[key] = kept
-            else:
-                del self._tokens[key]
+        for key, tokens in self._tokens.items():
+            faded = {worker: count * factor for worker, count in tokens.items()}
+            self._tokens[key] = {worker: count for worker, count in faded.items() if count >= FORGOTTEN_TOKENS}
+        self._sum()
+
+    def _forget_all(self, writings: float) -> None:
+        self._tokens.clear()
+        self._began = writings
         self._sum()
 
     def _sum(self) -> None:
+        """Add up what is there, and drop keys of which nothing is left."""
+        for key in [key for key, tokens in self._tokens.items() if not tokens]:
+            del self._tokens[key]
         self._by_key = {key: sum(tokens.values()) for key, tokens in self._tokens.items()}
         self._by_worker = {}
         for tokens in self._tokens.values():

@@ -56,13 +56,26 @@ NOTHING = Coming(0, 0, ())
 class PromptAhead:
     """One prompt as others are compared with it."""
 
-    __slots__ = ("checkpoints", "ends_s", "key", "names", "num_tokens", "step_tokens", "unit_tokens", "units", "worker")
+    __slots__ = (
+        "checkpoints",
+        "ends_s",
+        "key",
+        "names",
+        "new_tokens",
+        "num_tokens",
+        "step_tokens",
+        "unit_tokens",
+        "units",
+        "worker",
+    )
 
     def __init__(self, question: Question, names: list[int], hash_block_size: int) -> None:
         """names: as `names_of` returns them. Only they are compared of a prompt with images."""
         self.names = names
         self.step_tokens = step_of(question, hash_block_size)
         self.num_tokens = question.num_tokens
+        # What the worker that computes it neither has nor is computing.
+        self.new_tokens = question.num_tokens
         self.checkpoints: tuple[int, ...] = ()
         self.ends_s = 0.0
         self.worker: WorkerKey | None = None

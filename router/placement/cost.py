@@ -195,8 +195,11 @@ def weigh(
     delay_share = DELAY_WEIGHT * scene.busy / (1 - scene.busy) / (2 * weights.usual_prefill_tokens)
     pressures, mean_pressure = scene.writes.pressures()
     copies, key_share = scene.copies, scene.key_share
-    # The part of the prompt's beginning that others share and some worker has, or computes.
-    shared = min(copies.depth_tokens, max(longest, *pending.values()) if pending else longest)
+    # The part of the prompt's beginning that others share and some of these workers has, or computes.
+    shared = min(copies.depth_tokens, longest)
+    if pending and shared < copies.depth_tokens:
+        computed = max([pending.get(hit.worker, 0) for hit in hits])
+        shared = min(copies.depth_tokens, max(longest, computed))
     shared_copy = copies.of(shared) if shared else 0.0
     holders_queue: float | None = None
     costs: list[int] = []
@@ -239,7 +242,7 @@ def weigh(
                 saved *= slow[worker]
             if holders_queue is None:
                 holders_queue = 0.0 if idle else _shortest_queue(hits, scene, shared - copies.piece_tokens)
-            # Where somebody who has it is idle, later prompts are better off there.
+            # While a worker that has all of it is idle, later prompts are better off there.
             copy = saved * holders_queue / (holders_queue + work)
             # A copy is an investment: what it saves later prompts does not make them wait.
             lasting = work - saved if work > saved else 0.0
@@ -276,6 +279,7 @@ def _shortest_queue(hits: Sequence[Hit], scene: ChoiceContext, beyond: int) -> f
         queued = backlog.queued_tokens + backlog.decode_tokens * DECODE_TOKEN_COST
         if load.prefill_tokens:
             queued -= weights.progress_tokens(worker, load, scene.now)
+        queued *= weights.slowness.get(worker, 1.0)
         if not queued:
             return 0.0
         if shortest is None or queued < shortest:

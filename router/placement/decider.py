@@ -73,7 +73,7 @@ class HitSource(Protocol):
 
 
 class _ModelTraffic:
-    """What was placed of one model's prompts."""
+    """The prompts of one model that were placed so far."""
 
     __slots__ = ("busy", "keys", "turns")
 
@@ -149,6 +149,8 @@ class Decider:
                 ask, choice, others, scene, arriving, any(hit.worker in prefillers for hit in found.wanted)
             )
         prompt = PromptAhead(question, names, self._fleet.hash_block_size(question.model))
+        computes = choice if choice.prefill is None else choice.prefill
+        prompt.new_tokens -= max(computes.hit.gpu, scene.pending.get(computes.hit.worker, 0))
         expected = self._expected(question, choice, prompt, now)
         return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker), expected=expected), prompt
 
@@ -253,18 +255,20 @@ class Decider:
         self._popular.placed(prompt)
         writes, traffic = self._fleet.writes(worker.model), self._models[worker.model]
         traffic.turns += 1
-        traffic.keys.wrote(ask.fair_key, worker, ask.question.num_tokens - choice.hit.gpu, writes.writings)
+        computes = choice if choice.prefill is None else choice.prefill
+        key = ask.fair_key
+        traffic.keys.wrote(key, computes.hit.worker, prompt.new_tokens, writes.writings)
         traffic.busy.observe(self._busy_now(worker.model, len(writes.workers)), now)
         if choice.prefill is None:
             self._pending.sent(worker, names, now + ttl_s)
         else:
             there = choice.prefill.hit.worker
+            traffic.keys.wrote(key, worker, ask.question.num_tokens - choice.hit.gpu, writes.writings)
             self._fleet.sent(ask.question, there)
             self._pending.sent(there, names, now + ttl_s)
             self._arriving.sent(worker, names, now + ttl_s)
         if choice.expected is not None:
             prompt.checkpoints = choice.expected.checkpoints
-        computes = choice if choice.prefill is None else choice.prefill
         self._ahead.add(computes.hit.worker, prompt, now + (AHEAD_TTL_S if reserved else SELECTED_TTL_S))
         if ask.session_id:
             self._sessions.record_choice(ask.session_id, worker, ask.question.num_tokens, now)
@@ -314,6 +318,12 @@ class Decider:
         self._pending.expire(now)
         self._ahead.expire(now)
         self._arriving.expire(now)
+        workers = set(self._fleet.workers())
+        models = {worker.model for worker in workers}
+        for model in [model for model in self._models if model not in models]:
+            del self._models[model]
+        for traffic in self._models.values():
+            traffic.keys.keep(workers)
 
 
 def _furthest(some: Mapping[WorkerKey, int], others: Mapping[WorkerKey, int]) -> Mapping[WorkerKey, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import msgspec
+from xxhash import xxh3_64_hexdigest
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.question import Hit, Question
@@ -21,8 +22,8 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     max_tokens: the most that is generated, up to MAX_LIMIT_TOKENS, None: not known; pinned: this worker and no other, as
     `Pin` or by its name (`w0`, `w0@1`); selection_id: the client's own; may_hand_over: whether another worker may compute
     the prompt for the one that decodes it; dry_run: it is not sent where it is placed, so later choices must not count on
-    it; keeps_comparison: the placement's choice has the workers that were compared; key_name: of the API key
-    that the request came with."""
+    it; keeps_comparison: the placement's choice has the workers that were compared; key_name: of the API key that the
+    request came with."""
 
     question: Question
     session_id: str | None = None
@@ -36,9 +37,13 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def fair_key(self) -> str:
-        """Return the name under which this prompt's share of the memory counts: that of the API key, else the cache salt,
-        which nobody else's prompts have either."""
-        return self.key_name or self.question.cache_salt or ""
+        """Return the name under which this prompt's part of the memory counts: of its API key, else of its cache salt,
+        else none."""
+        if self.key_name:
+            return f"key {self.key_name}"
+        salt = self.question.cache_salt
+        # A salt may be as long as a body.
+        return f"salt {xxh3_64_hexdigest(salt.encode('utf-8', 'surrogatepass'))}" if salt else ""
 
 
 class PlacementOwner(Protocol):

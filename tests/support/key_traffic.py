@@ -5,10 +5,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from kvrouter.replay.fleet.fleet_shape import FleetShape
+from kvrouter.replay.runs.policy_run import PolicyRun
+from kvrouter.replay.runs.simulate import FOREVER, Simulation
 from kvrouter.replay.traces.request import Request, Trace
+from kvrouter.simulator.cache.text import PieceText
 
 PIECE_TOKENS = 16
 OTHERS, ATTACKER = 3, "attacker"
@@ -40,3 +47,39 @@ def keys_traffic(attacks: int, span_s: float) -> Trace:
         pieces = np.array([*text, next(ids)], np.uint64)
         requests.append(Request(time_s, PIECE_TOKENS * (len(pieces) - 1) + 1, 8, pieces, key=key))
     return Trace("keys", "made", PIECE_TOKENS, requests)
+
+
+class KeysOutcome(NamedTuple):
+    """One run of such traffic. Shares of tokens, and of the memory of all replicas at the end."""
+
+    others_reuse: float
+    attacker_blocks: float
+    # The attacker's prompts at each replica that had any.
+    attacker_places: Counter[int]
+    others: Sequence[int]
+    attacks: Sequence[int]
+    policy_run: PolicyRun
+
+
+def run_keys(trace: Trace, fleet: FleetShape, policy: str) -> KeysOutcome:
+    """Run the traffic in virtual time."""
+    simulation = Simulation(trace, fleet, policy, 1)
+    attacker_hashes: set[int] = set()
+    attacks, others = [], []
+    for number, request in enumerate(trace.requests):
+        simulation.arrive(number)
+        (attacks if request.key == ATTACKER else others).append(number)
+        if request.key == ATTACKER:
+            hashes = PieceText.hash_numbers(request.pieces, request.prompt_tokens, PIECE_TOKENS, PIECE_TOKENS)
+            attacker_hashes.update(hashes.tolist())
+    simulation.advance(FOREVER)
+    run = simulation.run
+    held_hashes = [block_hash for blocks in simulation.index.held_blocks() for block_hash in blocks.tolist()]
+    return KeysOutcome(
+        sum(run.reused[n] for n in others) / sum(run.prompt[n] for n in others),
+        sum(block_hash in attacker_hashes for block_hash in held_hashes) / sum(one.blocks for one in fleet.replicas),
+        Counter(run.worker[n] for n in attacks),
+        others,
+        attacks,
+        run,
+    )

@@ -15,6 +15,7 @@ from hypothesis import given
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.load.key_shares import KeyShare
 from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.session_affinity import SessionPlace
 from kvrouter.router.load.worker_load import PROGRESS_MAX, LoadModel
@@ -307,14 +308,15 @@ def written_out(one: Hit, hits: Sequence[Hit], scene: ChoiceContext, longest: in
     work, queued = factor * prefill, factor * waiting(worker, scene)
     reached = {hit.worker: max(hit.disk, scene.pending.get(hit.worker, 0)) for hit in hits}
     steps, piece_tokens = scene.copies.saved_tokens, scene.copies.piece_tokens
-    shared = min(max(longest, *scene.pending.values()), (len(steps) - 1) * piece_tokens)
+    shared = min(max(longest, *reached.values()), (len(steps) - 1) * piece_tokens)
     saved = factor * sum(
         (steps[token // piece_tokens + 1] - steps[token // piece_tokens]) / piece_tokens
         for token in range(reached[worker], shared)
     )
     relieved = min(
         (
-            waiting(holder, scene) + model.burden(holder).decode_tokens * DECODE_TOKEN_COST
+            model.slowness.get(holder, 1.0)
+            * (waiting(holder, scene) + model.burden(holder).decode_tokens * DECODE_TOKEN_COST)
             for holder in reached
             if reached[holder] > shared - piece_tokens
         ),
@@ -323,6 +325,7 @@ def written_out(one: Hit, hits: Sequence[Hit], scene: ChoiceContext, longest: in
     lasting, odds = max(0.0, work - saved), scene.busy / (1 - scene.busy)
     new = scene.num_tokens - max(one.gpu, scene.pending.get(worker, 0))
     room = ROOM_WEIGHT * new * scene.writes.pressures()[0].get(worker, 0.0)
+    room *= 1.0 if scene.key_share is None else scene.key_share.price(worker)
     share = SESSION_SHARE_BLIND if scene.blind or one.reason or one.approximate else SESSION_SHARE_KNOWN
     session = scene.session
     return {
@@ -356,13 +359,14 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
     scene = ChoiceContext(
         TOKENS,
         load,
-        {key("c"): rng.randrange(TOKENS)},
+        {key(name): rng.randrange(TOKENS) for name in rng.sample("cde", 2)},
         SessionPlace(key(rng.choice("abcd")), rng.randrange(400), 1.0),
         blind=rng.random() < 0.5,
         now=rng.uniform(0, 5),
         writes=some_writes(rng),
         copies=Copies([0.0, *itertools.accumulate(rng.uniform(1, 16) for _ in range(rng.randrange(8)))], 16),
         busy=rng.uniform(0.0, 0.9),
+        key_share=rng.choice([None, KeyShare(rng.uniform(1, 4), {key("a"): 1.0}, {key("a"): 2.0, key("b"): 1.0})]),
     )
     longest = max(one.disk for one in hits)
     found = weigh(hits, scene, longest)

@@ -166,7 +166,11 @@ def test_what_voids_an_unproven_epoch_voids_what_was_learned_with_it(odd: Batch)
 
 def test_what_voids_an_epoch_of_a_proven_engine_keeps_what_was_learned() -> None:
     for odd in UNREADABLE.values():
-        ingest = feed(live(url=URL), batch(4, root(CBOR, 16), stored([5], 1, kind="mamba")), odd)
+        ingest = feed(live(url=URL), batch(4, root(CBOR, 16), stored([5], 1, kind="mamba")))
+        ingest.allow_ranks(frozenset({0}))
+        before = ingest.held.epoch
+        feed(ingest, odd)
+        assert ingest.held.epoch != before and not any(ingest.held.blocks.counts().values())
         assert ingest.profile.identity.scheme == CBOR and len(ingest.profile.catalog.groups) == 2
 
 

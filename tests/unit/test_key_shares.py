@@ -8,7 +8,7 @@ import random
 import pytest
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.load.key_shares import EXCESS_PRICE, KeyShares
+from kvrouter.router.load.key_shares import EXCESS_MAX, EXCESS_PRICE, KeyShares
 
 A, B = WorkerKey("m", "a"), WorkerKey("m", "b")
 
@@ -17,7 +17,12 @@ def test_one_key_alone_and_keys_that_write_alike_pay_what_is_usual() -> None:
     shares = KeyShares()
     for _ in range(10):
         shares.wrote("", A, 1_000, 0.0)
+    shares.wrote("one", A, 1, 0.0)
+    # Prompts without a key are somebody's, but nobody knows whose.
     assert shares.share("") is None and shares.share("never seen") is None
+    alone = KeyShares()
+    alone.wrote("one", A, 1_000, 0.0)
+    assert alone.share("one") is None
     alike = KeyShares()
     for key in ("one", "two", "three"):
         alike.wrote(key, A, 500, 0.0)
@@ -39,13 +44,25 @@ def test_a_key_that_holds_twice_its_fair_part_pays_for_the_blocks_of_others_alon
 
 def test_the_price_rises_from_the_usual_one_with_what_is_held() -> None:
     prices = []
-    for tokens in range(100, 1_000, 50):
+    for tokens in range(100, 5_000, 50):
         shares = KeyShares()
-        for key, worker, count in (("this", A, tokens), ("other", A, 100), ("other", B, 1), ("third", B, 99)):
-            shares.wrote(key, worker, count, 0.0)
+        shares.wrote("this", A, tokens, 0.0)
+        for other in range(6):
+            shares.wrote(f"other {other}", B, 100, 0.0)
         share = shares.share("this")
         prices.append(1.0 if share is None else share.price(B))
-    assert prices[0] == 1.0 and prices == sorted(prices) and prices[-1] > 10
+    assert prices[0] == 1.0 and prices == sorted(prices)
+    assert prices[-1] == prices[-20] == pytest.approx(1 + EXCESS_PRICE * (EXCESS_MAX - 1))
+
+
+def test_a_key_among_many_small_ones_pays_up_to_a_bound_and_the_small_ones_never() -> None:
+    shares = KeyShares()
+    shares.wrote("large", A, 8_000, 0.0)
+    for number in range(200):
+        shares.wrote(f"small {number}", B, 10, 0.0)
+    shares.wrote("small 7", B, 90, 0.0)
+    large = shares.share("large")
+    assert large is not None and large.excess == EXCESS_MAX and shares.share("small 7") is None
 
 
 def test_what_was_written_long_ago_counts_no_longer() -> None:
@@ -56,17 +73,44 @@ def test_what_was_written_long_ago_counts_no_longer() -> None:
     for writings in range(1, 100):
         for key in ("steady", "another"):
             shares.wrote(key, B, 100, float(writings))
-    assert shares.share("burst") is None and len(shares) == 2
+    assert shares.share("burst") is None
+
+
+def test_writings_that_begin_again_begin_the_books_again() -> None:
+    """The model's last worker went, and another one came."""
+    shares = KeyShares()
+    for key, tokens in (("before", 9_000), ("other", 1_000)):
+        shares.wrote(key, A, tokens, 100.0)
+    assert shares.share("before") is not None
+    for key, tokens in (("after", 9_000), ("before", 1_000)):
+        shares.wrote(key, B, tokens, 0.0)
+    after = shares.share("after")
+    assert shares.share("before") is None and after is not None and after.excess == pytest.approx(1.8)
+
+
+def check_sums(shares: KeyShares) -> None:
+    by_key = {key: sum(tokens.values()) for key, tokens in shares._tokens.items()}
+    assert shares._by_key == pytest.approx(by_key) and shares._total == pytest.approx(sum(by_key.values()))
+    by_worker = {worker: 0.0 for tokens in shares._tokens.values() for worker in tokens}
+    for tokens in shares._tokens.values():
+        for worker, count in tokens.items():
+            by_worker[worker] += count
+    kept = {worker: count for worker, count in shares._by_worker.items() if worker in by_worker}
+    assert kept == pytest.approx(by_worker, rel=1e-6)
 
 
 def test_memory_is_bounded_and_the_sums_are_those_of_what_is_kept() -> None:
     rng = random.Random(1)
     shares = KeyShares(max_keys=8)
     writings = 0.0
-    for _ in range(5_000):
+    for step in range(5_000):
         writings += rng.random() / 10
-        shares.wrote(f"k{rng.randrange(20)}", WorkerKey("m", f"w{rng.randrange(50)}"), rng.randrange(2_000), writings)
-        assert len(shares) <= 8
-    by_key = {key: sum(tokens.values()) for key, tokens in shares._tokens.items()}
-    assert shares._by_key == pytest.approx(by_key) and shares._total == pytest.approx(sum(by_key.values()))
-    assert sum(shares._by_worker.values()) == pytest.approx(shares._total)
+        workers = [WorkerKey("m", f"w{number}") for number in range(step // 100, step // 100 + 10)]
+        shares.wrote(f"k{rng.randrange(20)}", rng.choice(workers), rng.randrange(2_000), writings)
+        assert len(shares._tokens) <= 8
+        if step % 50 == 0:
+            shares.keep(workers)
+            assert shares._by_worker.keys() <= set(workers)
+            check_sums(shares)
+    shares.keep([])
+    assert not shares._tokens and not shares._by_worker and not shares._total

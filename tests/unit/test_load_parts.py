@@ -258,10 +258,10 @@ def test_block_hashes_are_names_already() -> None:
     hashes = np.arange(1, 65, dtype=np.uint64)
     pending = PendingPrefixes()
     names, step = names_of(Question("m", 1_025, block_hashes=hashes), 16, 7)
-    assert (names, step) == ([16, 32, 48, 64], 256)
-    pending.sent(A, names[:2], 10.0)
+    assert (names, step) == ([8, 16, 24, 32, 40, 48, 56, 64], 128)
+    pending.sent(A, names[:4], 10.0)
     assert pending.tokens(names, step, 1_025, 0.0) == {A: 512}
-    assert names_of(Question("m", 5, block_hashes=np.empty(0, np.uint64)), 1, 7) == ([], 256)
+    assert names_of(Question("m", 5, block_hashes=np.empty(0, np.uint64)), 1, 7) == ([], 128)
 
 
 def test_the_first_token_ends_it_soon_and_never_later() -> None:

@@ -97,6 +97,6 @@ def test_memory_is_bounded_and_what_is_in_use_stays() -> None:
     popular = PrefixPopularity(max_names=100)
     for number in range(10_000):
         popular.placed(prompt_of([*SHARED, *[1_000 + number] * PIECE]))
-        assert len(popular) <= 104
+        assert len(popular) <= 104 and len(popular._young_tails) + len(popular._old_tails) <= 104
     assert popular.counts(prompt_of(SHARED).names) == [10_000, 10_000]
     assert popular.counts(prompt_of([1_000] * PIECE).names) == []
