@@ -65,7 +65,8 @@ def run_keys(trace: Trace, fleet: FleetShape, policy: str) -> KeysOutcome:
     """Run the traffic in virtual time."""
     simulation = Simulation(trace, fleet, policy, 1)
     attacker_hashes: set[int] = set()
-    attacks, others = [], []
+    attacks: list[int] = []
+    others: list[int] = []
     for number, request in enumerate(trace.requests):
         simulation.arrive(number)
         (attacks if request.key == ATTACKER else others).append(number)
