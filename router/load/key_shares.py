@@ -26,9 +26,9 @@ MAX_KEYS = 256
 ACTIVE_SHARE_MIN = 0.0001
 # A key that wrote a smaller part floods nothing, however many others there are.
 FLOOD_SHARE_MIN = 0.05
-# How much dearer the blocks of others become with each fair part that a key holds beyond its own. With 10, a key whose
+# How much dearer the blocks of others become with each fair part that a key holds beyond its own. With 30, a key whose
 # prompts one replica can answer stays with one of four; with 1 it took two (ADR 47).
-EXCESS_PRICE = 10.0
+EXCESS_PRICE = 30.0
 # Further parts make nothing dearer: a price without bound would leave replicas idle beside long queues.
 EXCESS_MAX = 4.0
 # Weights grow by e for each writing of all pools; they are scaled back long before a float's precision suffers, and what

@@ -55,7 +55,7 @@ JUNCTION_SHARE = 0.9
 # evicts another one, and computing that again costs more than the wait; how much depends on the workload. From a sweep
 # from 0 to 16 (docs/reference/benchmarks.md): up to this value reuse grows and first tokens come as soon, or sooner
 # under load; beyond it they come later.
-DELAY_WEIGHT = 4.0
+DELAY_WEIGHT = 8.0
 
 # A block that is pushed out and computed again pushes out another one. Where it comes back with probability p, a block
 # is worth p / (1 - p) of them: 2 at p = 2/3, and where all pools are written alike half of this weight remains.

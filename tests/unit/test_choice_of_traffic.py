@@ -98,7 +98,7 @@ def test_one_key_with_one_long_beginning_keeps_to_its_fair_part_of_the_memory() 
     """Chats of three keys take the memory of three of four replicas, and one replica can answer the fourth key."""
     fleet = FleetShape(geometry_of("llama", PIECE_TOKENS), (ReplicaShape(1_800, 0, TIMING),) * 4)
     alone, attacked = (run_keys(keys_traffic(attacks, 150.0), fleet, "kv") for attacks in (0, 3_000))
-    assert attacked.others_reuse > alone.others_reuse - 0.035
+    assert attacked.others_reuse > alone.others_reuse - 0.04
     assert max(attacked.attacker_places.values()) > 0.97 * 3_000
 
 
