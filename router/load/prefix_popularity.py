@@ -35,7 +35,7 @@ class PrefixPopularity:
         # How many prompts had each piece.
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
-        # By the last piece of a prompt, how it ended behind that, until it is continued.
+        # How the last prompt that ended behind a piece did so, until it is continued.
         self._young_tails: dict[int, Tail | None] = {}
         self._old_tails: dict[int, Tail | None] = {}
 

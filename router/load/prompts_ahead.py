@@ -74,7 +74,7 @@ class PromptAhead:
         self.names = names
         self.step_tokens = step_of(question, hash_block_size)
         self.num_tokens = question.num_tokens
-        # What the worker that computes it neither has nor is computing.
+        # Its tokens that the worker which computes it neither has nor is just computing.
         self.new_tokens = question.num_tokens
         self.checkpoints: tuple[int, ...] = ()
         self.ends_s = 0.0
