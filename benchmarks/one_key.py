@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: one API key with 10,000 prompts behind one long beginning holds at most its fair part of the caches, and what
-other keys reuse falls by at most 3 points.
+"""Claim: one API key with 10,000 prompts behind one long beginning keeps to its fair part of the workers, and what other
+keys reuse falls by some 3 points.
 
 Three keys have chats that fill the memory of three of four simulated replicas, and the fourth key's prompts share
 4,096 tokens (`tests/support/key_traffic.py`); one replica can answer them. In virtual time, so the machine does not
 matter.
 
-    python benchmarks/one_key.py [--prompts 10000] [--price 10] [--policy kv]
+    python benchmarks/one_key.py [--prompts 10000] [--price 30] [--policy kv]
 """
 
 from __future__ import annotations

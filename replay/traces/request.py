@@ -20,8 +20,8 @@ class TraceError(SettingError):
 class Request:
     """One request. time_s: seconds after the trace's first one. pieces: (n,) ids below 2**52, one for each piece of the
     prompt, the last one mostly not full; equal ids at equal places mean equal prompts up to the piece's end. session:
-    the id of the conversation or user that it belongs to, None where the trace names none. key:
-    the API key that it comes with, empty where the trace names none."""
+    the id of the conversation or user that it belongs to, None where the trace names none. key: the API key that it
+    comes with, empty where the trace names none."""
 
     time_s: float
     prompt_tokens: int

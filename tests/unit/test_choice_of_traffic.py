@@ -94,7 +94,7 @@ def test_documents_that_one_replica_each_answers_with_ease_are_not_copied() -> N
     assert found["kv"] > max(found.values()) - 0.01, found
 
 
-def test_one_key_with_one_long_beginning_keeps_to_its_fair_part_of_the_memory() -> None:
+def test_one_key_with_one_long_beginning_keeps_to_its_fair_part_of_the_workers() -> None:
     """Chats of three keys take the memory of three of four replicas, and one replica can answer the fourth key."""
     fleet = FleetShape(geometry_of("llama", PIECE_TOKENS), (ReplicaShape(1_800, 0, TIMING),) * 4)
     alone, attacked = (run_keys(keys_traffic(attacks, 150.0), fleet, "kv") for attacks in (0, 3_000))
