@@ -3,7 +3,8 @@
 
     python .ci/prose.py [PATH...]
 
-Prints `file:line: word: use X`. It skips code itself, quotations in backticks and blocks of code.
+Prints `file:line: word: use X`. It skips code itself, quotations in backticks and blocks of code. A line of a page that
+only looks like an item of a list fails too: GitHub and the documentation's site show it differently.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ WORDS = {
 }
 PATTERN = re.compile(r"\b(?:" + "|".join(f"(?:{word})" for word in WORDS) + r")\b", re.IGNORECASE)
 RULES = [(re.compile(rf"\A(?:{word})\Z", re.IGNORECASE), better) for word, better in WORDS.items()]
+
+# A wrapped line that happens to begin like an item: GitHub starts a list there, mkdocs does not.
+ITEM = re.compile(r"\s*(?:[-*+]|1[.)])\s")
+IN_LIST = re.compile(r"\s*(?:[-*+]|\d+[.)])\s|\s|\Z")
 
 # Quotations and the targets of links have their own words.
 QUOTED = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)")
@@ -107,6 +112,15 @@ def problems(path: Path, shown: str) -> Iterator[str]:
             yield f"{shown}:{number}: {found[0]}: use {better}"
 
 
+def false_items(path: Path, shown: str) -> Iterator[str]:
+    """`file:line: ...` for each line that begins like an item of a list right below a line of a paragraph."""
+    before = ""
+    for number, line in page_lines(path.read_text()):
+        if ITEM.match(line) and not IN_LIST.match(before):
+            yield f"{shown}:{number}: begins like an item of a list: wrap the paragraph differently, or leave a line empty"
+        before = line
+
+
 def tracked() -> list[str]:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     names = [name for name in listed.split("\0") if Path(name).suffix in SUFFIXES or Path(name).name in NAMES]
@@ -115,7 +129,9 @@ def tracked() -> list[str]:
 
 def main() -> int:
     names = sys.argv[1:] or tracked()
-    found = [problem for name in names if (ROOT / name).is_file() for problem in problems(ROOT / name, name)]
+    files = [(ROOT / name, name) for name in names if (ROOT / name).is_file()]
+    found = [problem for path, name in files for problem in problems(path, name)]
+    found += [problem for path, name in files if path.suffix == ".md" for problem in false_items(path, name)]
     print("\n".join(found))
     return 1 if found else 0
 
