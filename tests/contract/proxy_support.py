@@ -118,9 +118,11 @@ class FirstFit:
     def __init__(self, core: InOrder, unavailable: Callable[[WorkerKey], str | None]) -> None:
         self._core = core
         self._unavailable = unavailable
+        self.requests: list[PlacementRequest] = []
         self.placed: list[Placed] = []
 
     async def place(self, ask: PlacementRequest) -> Placed:
+        self.requests.append(ask)
         question, why = ask.question, ""
         of_model = [r for r in self._core.registrations() if r.worker.model == question.model]
         if ask.pinned is not None:

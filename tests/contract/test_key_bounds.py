@@ -198,3 +198,13 @@ def test_what_a_request_writes_counts_for_its_key(file: Path, core: TinyCore, mo
     assert call(app, "POST", "/reservations", {**PROMPT, "worker_id": "w0"}, headers=bearer("old")).status < 300
     assert call(build(core, tokens=TinyTokens())[0], "POST", "/select", salted).status == 200
     assert counted[:3] == ["key old"] * 3 and counted[3].startswith("salt ") and len(counted) == 4
+
+
+def test_a_proxied_prompt_counts_for_its_key(file: Path) -> None:
+    body = {"model": "m", "prompt": [1, 2, 3], "cache_salt": "mine"}
+    with ScriptedEngine(plain(b"{}")) as engine:
+        for settings, headers in (({"api_keys_file": str(file)}, bearer("old")), ({}, {})):
+            with proxying(worker("w0", engine.url), **settings) as router:
+                assert router.post("/v1/completions", body, headers)[0] == 200
+                (request,) = router.placing.requests
+                assert request.fair_key == "key old" if headers else request.fair_key.startswith("salt ")
