@@ -2,19 +2,21 @@
 """Claim: on any shape of traffic, the router's policy is as good as the best simpler rule.
 
     python benchmarks/choice_shapes.py run --results FILE [--seed N] [--shapes FROM:TO] [--rotations FROM:TO]
-        [--policy NAME]... [--label NAME] [--jobs N]
+        [--policy NAME]... [--label NAME] [--set CONSTANT=VALUE]... [--jobs N]
     python benchmarks/choice_shapes.py report --results FILE... [--label NAME] [--json FILE] [--plot FOLDER]
     python benchmarks/choice_shapes.py list [--seed N] [--shapes FROM:TO]
 
 `run` draws shapes from a seed (traffic/shape.py) and runs each policy over each in virtual time, as `kvrouter replay`
 does; `pooled` is one cache with all the memory. A run that the file already has is not made again, so it can be stopped
-with Ctrl-C and continued. `--label` names the runs of `kv`, to compare versions of it. `report` compares kv with the
-peers, each figure with the best peer of that very figure.
+with Ctrl-C and continued. `--label` names the runs of `kv`, to compare versions of it, and `--set
+placement.cost.DELAY_WEIGHT=16` gives a constant of `kvrouter.router` another value, to see how much it matters. `report`
+compares kv with the peers, each figure with the best peer of that very figure.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import sys
@@ -57,12 +59,31 @@ def run_policy(shape: Shape, policy: str, label: str) -> Outcome:
     return Outcome(shape.seed, shape.number, shape.is_rotation, label, *values, time.perf_counter() - begun_s)
 
 
+def set_constants(values: Sequence[tuple[str, str, float]]) -> None:
+    """Give constants of the router other values in this process. values: module, name and value of each."""
+    for module, name, value in values:
+        setattr(importlib.import_module(module), name, value)
+
+
+def constant(text: str) -> tuple[str, str, float]:
+    """Return module, name and value that ROOM.FILE.NAME=VALUE means."""
+    path, _, value = text.partition("=")
+    module, _, name = f"kvrouter.router.{path}".rpartition(".")
+    try:
+        old = getattr(importlib.import_module(module), name)
+        return module, name, type(old)(value)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like placement.cost.DELAY_WEIGHT=16: {error}") from None
+
+
 def _task(task: tuple[Shape, str, str]) -> Outcome:
     return run_policy(*task)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the runs that the file lacks."""
+    if arguments.set and not arguments.label:
+        sys.exit("--set makes another kv: name it with --label")
     shapes = [draw(arguments.seed, number) for number in arguments.shapes]
     shapes += [draw_rotation(arguments.seed, number) for number in arguments.rotations]
     path: Path = arguments.results
@@ -74,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             if (shape.seed, shape.number, shape.is_rotation, label) not in done:
                 tasks.append((shape, policy, label))
     begun_s = time.monotonic()
-    with path.open("ab") as file, multiprocessing.Pool(arguments.jobs) as pool:
+    with path.open("ab") as file, multiprocessing.Pool(arguments.jobs, set_constants, [arguments.set]) as pool:
         try:
             for count, outcome in enumerate(pool.imap_unordered(_task, tasks), 1):
                 file.write(msgspec.json.encode(outcome) + b"\n")
@@ -128,6 +149,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("--results", type=Path, required=True, help="one JSON object a run")
     running.add_argument("--policy", action="append", choices=CHOICES, help="all, unless given")
     running.add_argument("--label", help="the name of kv's runs")
+    running.add_argument(
+        "--set",
+        type=constant,
+        action="append",
+        default=[],
+        metavar="CONSTANT=VALUE",
+        help="placement.cost.DELAY_WEIGHT=16",
+    )
     running.add_argument("--jobs", type=int, default=2, help="processes")
     running.add_argument("--rotations", type=numbers, default=range(0), help="shapes of strict rotation")
     listing = commands.add_parser("list", help="print the shapes")
