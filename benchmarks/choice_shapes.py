@@ -7,10 +7,11 @@
     python benchmarks/choice_shapes.py list [--seed N] [--shapes FROM:TO]
 
 `run` draws shapes from a seed (traffic/shape.py) and runs each policy over each in virtual time, as `kvrouter replay`
-does; `pooled` is one cache with all the memory. A run that the file already has is not made again, so it can be stopped
-with Ctrl-C and continued. `--label` names the runs of `kv`, to compare versions of it, and `--set
-placement.cost.DELAY_WEIGHT=16` gives a constant of `kvrouter.router` another value, to see how much it matters. `report`
-compares kv with the peers, each figure with the best peer of that very figure.
+does. `pooled` is one cache with all the memory, and `endless` one whose memory never ends, which no choice can surpass.
+A run that the file already has is not made again, so it can be stopped with Ctrl-C and continued. `--label` names the
+runs of `kv`, to compare versions of it, and `--set placement.cost.DELAY_WEIGHT=16` gives a constant of `kvrouter.router`,
+in the file that uses it, another value, to see how much it matters. `report` compares kv with the peers, each figure with
+the best peer of that very figure.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-from traffic.outcome import POOLED, Outcome, by_shape
+from traffic.outcome import ENDLESS, POOLED, Outcome, by_shape
 from traffic.prompts import trace_and_fleet
 from traffic.report import report_text, report_values
 from traffic.shape import Shape, draw, draw_rotation
 
 from kvrouter.replay.policies.names import COMPARED, OWN
-from kvrouter.replay.runs.pooled import pooled_reuse
+from kvrouter.replay.runs.pooled import endless_reuse, pooled_reuse
 from kvrouter.replay.runs.simulate import simulate
 
 # full_attention_only has this router's own load and progress, which no peer has.
 PEERS = tuple(name for name in COMPARED if name not in (OWN, "full_attention_only"))
-CHOICES = (OWN, *PEERS, POOLED)
+CHOICES = (OWN, *PEERS, POOLED, ENDLESS)
 
 
 def run_policy(shape: Shape, policy: str, label: str) -> Outcome:
     """Run one policy over one shape. label: the name of the outcome."""
     begun_s = time.perf_counter()
     trace, fleet = trace_and_fleet(shape)
-    if policy == POOLED:
-        reused = sum(pooled_reuse(trace, fleet))
+    if policy in (POOLED, ENDLESS):
+        reused = sum(pooled_reuse(trace, fleet) if policy == POOLED else endless_reuse(trace, fleet.geometry))
         values = (len(trace.requests), trace.prompt_tokens, reused, 0.0, 0.0, 1.0)
     else:
         found = simulate(trace, fleet, policy, 1).summary()

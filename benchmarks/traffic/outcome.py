@@ -13,11 +13,13 @@ REUSE_SHARE_ADDED = 0.005
 TTFT_ADDED_S = 0.002
 # A peer is ahead where it is better by this share; and a peer's first tokens count as no later than ours up to this.
 AHEAD_SHARE = 0.03
+# Bounds: one cache with all the memory, and one whose memory never ends, which no choice can surpass.
 POOLED = "pooled"
+ENDLESS = "endless"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A run. Tokens, and seconds of virtual time. POOLED has reuse alone."""
+    """A run. Tokens, and seconds of virtual time. POOLED and ENDLESS have reuse alone."""
 
     seed: int
     number: int
@@ -52,14 +54,15 @@ class Verdict(msgspec.Struct, frozen=True):
     ttft: float
     throughput: float
     of_pooled: float
+    of_endless: float
     # The peers that are ahead in both reuse and first tokens.
     ahead: tuple[str, ...]
     # The champions of reuse, of reuse among soon, of first tokens and of throughput.
     champions: tuple[str, str, str, str]
 
 
-def verdict(own: Outcome, peers: Sequence[Outcome], pooled: Outcome) -> Verdict:
-    """Compare one run with its peers' on the same shape."""
+def verdict(own: Outcome, peers: Sequence[Outcome], pooled: Outcome, endless: Outcome) -> Verdict:
+    """Compare one run with its peers' and the bounds' on the same shape."""
     most = max(peers, key=lambda peer: peer.reuse)
     soonest = min(peers, key=lambda peer: peer.ttft_mean_s)
     fastest = max(peers, key=lambda peer: peer.per_second)
@@ -77,6 +80,7 @@ def verdict(own: Outcome, peers: Sequence[Outcome], pooled: Outcome) -> Verdict:
         ttft_ratio(own, soonest),
         own.per_second / fastest.per_second,
         reuse_ratio(own, pooled),
+        reuse_ratio(own, endless),
         tuple(ahead),
         (most.policy, best_soon.policy, soonest.policy, fastest.policy),
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from traffic.outcome import POOLED, Outcome, Verdict, geometric_mean, mean, reuse_ratio, verdict
+from traffic.outcome import ENDLESS, POOLED, Outcome, Verdict, geometric_mean, mean, reuse_ratio, verdict
 from traffic.shape import Shape, classes, draw, draw_rotation
 
 # A ratio below this counts as worse.
@@ -31,6 +31,7 @@ class Row(msgspec.Struct, frozen=True):
     ttft_below: float
     throughput_worst: float
     of_pooled: float
+    of_endless: float
     # The share of shapes where a peer is ahead in both.
     ahead: float
 
@@ -59,7 +60,7 @@ def report_values(
     shapes: Mapping[tuple[int, int, bool], Mapping[str, Outcome]], own: str, peers: Sequence[str]
 ) -> Report:
     """Compare `own` with the peers on every shape that all of them have run on."""
-    needed = {own, POOLED, *peers}
+    needed = {own, POOLED, ENDLESS, *peers}
     by_class: dict[str, list[Verdict]] = {}
     verdicts: dict[str, Verdict] = {}
     worse: list[Worse] = []
@@ -69,7 +70,7 @@ def report_values(
         if not needed <= runs.keys():
             continue
         shape = draw_rotation(seed, number) if is_rotation else draw(seed, number)
-        found = verdict(runs[own], [runs[peer] for peer in peers], runs[POOLED])
+        found = verdict(runs[own], [runs[peer] for peer in peers], runs[POOLED], runs[ENDLESS])
         verdicts[shape.name] = found
         for name in classes(shape) if is_rotation else (ALL, *classes(shape)):
             by_class.setdefault(name, []).append(found)
@@ -105,6 +106,7 @@ def _row(found: Sequence[Verdict], *, is_saturated: bool) -> Row:
         mean(float(one.ttft < BAR) for one in found),
         min(one.throughput for one in found) if is_saturated else 1.0,
         mean(one.of_pooled for one in found),
+        mean(one.of_endless for one in found),
         mean(float(bool(one.ahead)) for one in found),
     )
 
@@ -124,8 +126,8 @@ def report_text(found: Report) -> str:
     """Write the report as Markdown."""
     lines = [
         "| class | shapes | reuse: mean, worst | among soon, worst | TTFT: mean, worst, below 0.97 | throughput, worst "
-        "| of pooled | a peer ahead in both |",
-        "|---|---|---|---|---|---|---|---|",
+        "| of pooled | of endless | a peer ahead in both |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     order = sorted(found.rows, key=lambda name: (name != ALL, name == ROTATION, name))
     for name in order:
@@ -134,7 +136,7 @@ def report_text(found: Report) -> str:
         lines.append(
             f"| {name} | {row.shapes} | {row.reuse_mean:.3f}, {row.reuse_worst:.3f} | {row.reuse_among_soon_worst:.3f} "
             f"| {row.ttft_mean:.3f}, {row.ttft_worst:.3f}, {row.ttft_below:.1%} | {throughput} | {row.of_pooled:.3f} "
-            f"| {row.ahead:.1%} |"
+            f"| {row.of_endless:.3f} | {row.ahead:.1%} |"
         )
     lines += ["", "| policy | reuse, mean | of pooled | TTFT, geometric mean, s |", "|---|---|---|---|"]
     for policy, (reuse, pooled, ttft_s) in found.policies.items():

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from traffic.outcome import POOLED, Outcome, verdict
+from traffic.outcome import ENDLESS, POOLED, Outcome, verdict
 from traffic.prompts import trace_and_fleet
 from traffic.report import report_values
 from traffic.shape import PIECE_TOKENS, QUOTA, Shape, classes, draw, draw_rotation
@@ -53,17 +53,18 @@ def test_a_shape_is_the_same_traffic_each_time_and_keeps_its_words(shape: Shape)
 def test_each_figure_is_compared_with_its_own_champion() -> None:
     own = outcome("kv", 500, 0.098)
     peers = [outcome("a", 700, 0.200), outcome("b", 510, 0.099), outcome("c", 100, 0.050, span_s=5.0)]
-    found = verdict(own, peers, outcome(POOLED, 800, 0.0))
+    found = verdict(own, peers, outcome(POOLED, 800, 0.0), outcome(ENDLESS, 1_000, 0.0))
     assert found.champions == ("a", "b", "c", "c") and not found.ahead
     assert found.reuse == pytest.approx(0.505 / 0.705) and found.reuse_among_soon == pytest.approx(0.505 / 0.515)
     assert found.ttft == pytest.approx(0.052 / 0.1) and found.throughput == pytest.approx(0.5)
     assert found.of_pooled == pytest.approx(0.505 / 0.805)
-    assert verdict(own, [outcome("d", 600, 0.090)], own).ahead == ("d",)
+    assert found.of_endless == pytest.approx(0.505 / 1.005)
+    assert verdict(own, [outcome("d", 600, 0.090)], own, own).ahead == ("d",)
 
 
 def test_a_report_names_the_shapes_on_which_a_peer_is_better() -> None:
     runs = {policy: outcome(policy, reused, ttft_s) for policy, reused, ttft_s in (
-        ("kv", 500, 0.1), ("a", 600, 0.05), ("b", 100, 0.2), (POOLED, 600, 0.0)
+        ("kv", 500, 0.1), ("a", 600, 0.05), ("b", 100, 0.2), (POOLED, 600, 0.0), (ENDLESS, 800, 0.0)
     )}  # fmt: skip
     found = report_values({(SEED, 0, False): runs, (SEED, 1, False): {"kv": runs["kv"]}}, "kv", ("a", "b"))
     assert found.rows["all"].shapes == 1 and found.rows["all"].ahead == 1 and found.differ == 1
