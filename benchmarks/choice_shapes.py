@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: on any shape of traffic, the router's policy is as good as the best simpler rule.
 
-    python benchmarks/choice_shapes.py run --results FILE [--seed N] [--shapes FROM:TO] [--rotations FROM:TO]
-        [--policy NAME]... [--label NAME] [--set CONSTANT=VALUE]... [--jobs N]
+    python benchmarks/choice_shapes.py run --results FILE [--seed N] [--shapes FROM:TO,...] [--rotations FROM:TO,...]
+        [--longer N] [--policy NAME]... [--label NAME] [--set CONSTANT=VALUE]... [--jobs N]
     python benchmarks/choice_shapes.py report --results FILE... [--label NAME] [--json FILE] [--plot FOLDER]
-    python benchmarks/choice_shapes.py list [--seed N] [--shapes FROM:TO]
+    python benchmarks/choice_shapes.py list [--seed N] [--shapes FROM:TO,...]
 
 `run` draws shapes from a seed (traffic/shape.py) and runs each policy over each in virtual time, as `kvrouter replay`
 does. `pooled` is one cache with all the memory, and `endless` one whose memory never ends, which no choice can surpass.
 A run that the file already has is not made again, so it can be stopped with Ctrl-C and continued. `--label` names the
 runs of `kv`, to compare versions of it, and `--set placement.cost.DELAY_WEIGHT=16` gives a constant of `kvrouter.router`,
-in the file that uses it, another value, to see how much it matters. `report` compares kv with the peers, each figure with
+in the file that uses it, another value, to see how much it matters. `--longer 4` gives each shape four times as many
+requests, and memory in proportion, which shows what is paid once at the beginning; keep its results in a file of their
+own. `report` compares kv with the peers, each figure with
 the best peer of that very figure.
 """
 
@@ -87,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.exit("--set makes another kv: name it with --label")
     shapes = [draw(arguments.seed, number) for number in arguments.shapes]
     shapes += [draw_rotation(arguments.seed, number) for number in arguments.rotations]
+    shapes = [msgspec.structs.replace(shape, requests=shape.requests * arguments.longer) for shape in shapes]
     path: Path = arguments.results
     done = {(one.seed, one.number, one.rotation, one.policy) for one in read([path])}
     tasks = []
@@ -136,10 +139,13 @@ def list_shapes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def numbers(text: str) -> range:
-    """Return the range that FROM:TO means."""
-    first, _, end = text.partition(":")
-    return range(int(first), int(end))
+def numbers(text: str) -> list[int]:
+    """Return the numbers that FROM:TO and single ones mean, separated by commas."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, colon, end = part.partition(":")
+        found += range(int(first), int(end) if colon else int(first) + 1)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,12 +165,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="placement.cost.DELAY_WEIGHT=16",
     )
     running.add_argument("--jobs", type=int, default=2, help="processes")
-    running.add_argument("--rotations", type=numbers, default=range(0), help="shapes of strict rotation")
+    running.add_argument("--rotations", type=numbers, default=[], help="shapes of strict rotation")
+    running.add_argument("--longer", type=int, default=1, metavar="N", help="this many times as many requests")
     listing = commands.add_parser("list", help="print the shapes")
     listing.set_defaults(call=list_shapes)
     for one in (running, listing):
         one.add_argument("--seed", type=int, default=1)
-        one.add_argument("--shapes", type=numbers, default=range(20), help="FROM:TO")
+        one.add_argument("--shapes", type=numbers, default=numbers("0:20"), help="FROM:TO, or single numbers")
     reporting = commands.add_parser("report", help="compare kv with the peers")
     reporting.set_defaults(call=report)
     reporting.add_argument("--results", type=Path, nargs="+", required=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from traffic.outcome import ENDLESS, POOLED, Outcome, Verdict, geometric_mean, mean, reuse_ratio, verdict
+from traffic.outcome import ENDLESS, POOLED, Outcome, Verdict, geometric_mean, mean, reuse_ratio, ttft_ratio, verdict
 from traffic.shape import Shape, classes, draw, draw_rotation
 
 # A ratio below this counts as worse.
@@ -52,8 +52,11 @@ class Report(msgspec.Struct, frozen=True):
     # The share of shapes on which the policies differ by over DIFFER_SHARE.
     differ: float
     worse: list[Worse]
-    # Each shape's verdict, for plots.
+    # Each shape's verdict, and its pace and the ratios of each policy to the best peer of the shape, for plots.
     verdicts: dict[str, Verdict]
+    paces: dict[str, str]
+    reuse_ratios: dict[str, list[float]]
+    ttft_ratios: dict[str, list[float]]
 
 
 def report_values(
@@ -63,6 +66,7 @@ def report_values(
     needed = {own, POOLED, ENDLESS, *peers}
     by_class: dict[str, list[Verdict]] = {}
     verdicts: dict[str, Verdict] = {}
+    paces: dict[str, str] = {}
     worse: list[Worse] = []
     whole: list[Mapping[str, Outcome]] = []
     differ = 0
@@ -71,11 +75,11 @@ def report_values(
             continue
         shape = draw_rotation(seed, number) if is_rotation else draw(seed, number)
         found = verdict(runs[own], [runs[peer] for peer in peers], runs[POOLED], runs[ENDLESS])
-        verdicts[shape.name] = found
         for name in classes(shape) if is_rotation else (ALL, *classes(shape)):
             by_class.setdefault(name, []).append(found)
         if is_rotation:
             continue
+        verdicts[shape.name], paces[shape.name] = found, shape.pace
         whole.append(runs)
         differ += _differ([runs[peer] for peer in peers])
         if _is_worse(found, shape):
@@ -92,7 +96,28 @@ def report_values(
     if SATURATED in rows and ALL in rows:
         # Only a saturated fleet has a throughput of its own: any other serves what comes.
         rows[ALL] = msgspec.structs.replace(rows[ALL], throughput_worst=rows[SATURATED].throughput_worst)
-    return Report(own, rows, policies, differ / max(1, len(whole)), worse, verdicts)
+    best_of = [
+        (max((runs[peer] for peer in peers), key=_reuse), min((runs[peer] for peer in peers), key=_ttft))
+        for runs in whole
+    ]
+    reuse_ratios = {
+        policy: [reuse_ratio(runs[policy], most) for runs, (most, _) in zip(whole, best_of, strict=True)]
+        for policy in policies
+    }
+    ttft_ratios = {
+        policy: [ttft_ratio(runs[policy], soonest) for runs, (_, soonest) in zip(whole, best_of, strict=True)]
+        for policy in policies
+    }
+    differs = differ / max(1, len(whole))
+    return Report(own, rows, policies, differs, worse, verdicts, paces, reuse_ratios, ttft_ratios)
+
+
+def _reuse(one: Outcome) -> float:
+    return one.reuse
+
+
+def _ttft(one: Outcome) -> float:
+    return one.ttft_mean_s
 
 
 def _row(found: Sequence[Verdict], *, is_saturated: bool) -> Row:
