@@ -203,8 +203,8 @@ def test_what_a_request_writes_counts_for_its_key(file: Path, core: TinyCore, mo
 def test_a_proxied_prompt_counts_for_its_key(file: Path) -> None:
     body = {"model": "m", "prompt": [1, 2, 3], "cache_salt": "mine"}
     with ScriptedEngine(plain(b"{}")) as engine:
-        for settings, headers in (({"api_keys_file": str(file)}, bearer("old")), ({}, {})):
-            with proxying(worker("w0", engine.url), **settings) as router:
+        for keys_file, headers, name in ((str(file), bearer("old"), "key old"), (None, {}, "salt ")):
+            with proxying(worker("w0", engine.url), api_keys_file=keys_file) as router:
                 assert router.post("/v1/completions", body, headers)[0] == 200
                 (request,) = router.placing.requests
-                assert request.fair_key == "key old" if headers else request.fair_key.startswith("salt ")
+                assert request.fair_key.startswith(name)

@@ -54,6 +54,12 @@ def is_shared(one: RouterProcess, two: RouterProcess) -> bool:
     return sorted((held(one), held(two))) == [0, 1] and all(row["state"] == "live" and row["credited"] for row in shown)
 
 
+def has_described_cache(row: dict[str, Any]) -> bool:
+    """The worker's row has the cache of an engine that reuses nothing, as its metrics page describes it."""
+    described: bool = row["engine_cache"] == {"prefix_caching": False, "block_size": 32, "blocks": 9, "tokens": None}
+    return described
+
+
 def is_judged_silent(clinic: Clinic) -> bool:
     """Send one more prompt, and say whether the doctor now finds that the engine reports no cached tokens."""
     clinic.complete(MODEL, CACHED)
@@ -145,9 +151,8 @@ def test_an_engine_without_prefix_caching_says_so_at_once_at_every_router(
     for clinic in clinics:
         finding = clinic.find("KV202", "worker w")
         assert "prefix caching is off" in finding.evidence and "--enable-prefix-caching" in finding.fix
-        cache = {"prefix_caching": False, "block_size": 32, "blocks": 9, "tokens": None}
         # The other router shows what Redis has of the worker, which begins again with the engine's process.
-        clinic.router.wait_row("w", lambda row, cache=cache: row["engine_cache"] == cache, "its cache is known")
+        clinic.router.wait_row("w", has_described_cache, "its cache is known")
     engine.start(3_000.5, line.format(True))
     for clinic in clinics:
         clinic.wait_gone("KV202")
