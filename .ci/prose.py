@@ -56,7 +56,8 @@ WORDS = {
 PATTERN = re.compile(r"\b(?:" + "|".join(f"(?:{word})" for word in WORDS) + r")\b", re.IGNORECASE)
 RULES = [(re.compile(rf"\A(?:{word})\Z", re.IGNORECASE), better) for word, better in WORDS.items()]
 
-# A wrapped line that happens to begin like an item: GitHub starts a list there, mkdocs does not.
+# A wrapped line that happens to begin like an item: GitHub starts a list there, mkdocs does not. Only the number 1
+# may interrupt a paragraph (CommonMark, "List items").
 ITEM = re.compile(r"\s*(?:[-*+]|1[.)])\s")
 IN_LIST = re.compile(r"\s*(?:[-*+]|\d+[.)])\s|\s|\Z")
 

@@ -12,8 +12,7 @@ A run that the file already has is not made again, so it can be stopped with Ctr
 runs of `kv`, to compare versions of it, and `--set placement.cost.DELAY_WEIGHT=16` gives a constant of `kvrouter.router`,
 in the file that uses it, another value, to see how much it matters. `--longer 4` gives each shape four times as many
 requests, and memory in proportion, which shows what is paid once at the beginning; keep its results in a file of their
-own. `report` compares kv with the peers, each figure with
-the best peer of that very figure.
+own. `report` compares kv with the peers, each figure with the best peer of that very figure.
 """
 
 from __future__ import annotations

@@ -73,6 +73,8 @@ def _distributions(path: Path, report: Report) -> None:
 
 
 def _steps(axes: Any, own: str, ratios: Mapping[str, Sequence[float]], limits: tuple[float, float]) -> None:
+    # One of the peers stands for all of them.
+    labels = {own: "kv", next(policy for policy in ratios if policy != own): "a peer"}
     for policy, values in ratios.items():
         shares = [(place + 1) / len(values) for place in range(len(values))]
         is_own = policy == own
@@ -81,7 +83,7 @@ def _steps(axes: Any, own: str, ratios: Mapping[str, Sequence[float]], limits: t
             shares,
             color=OWN_COLOUR if is_own else PEER_COLOUR,
             linewidth=2.2 if is_own else 0.9,
-            label="kv" if is_own else "a peer" if policy == next(name for name in ratios if name != own) else None,
+            label=labels.get(policy),
         )
     axes.axvline(BAR, color=LINE_COLOUR, linewidth=0.8)
 

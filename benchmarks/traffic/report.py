@@ -96,28 +96,15 @@ def report_values(
     if SATURATED in rows and ALL in rows:
         # Only a saturated fleet has a throughput of its own: any other serves what comes.
         rows[ALL] = msgspec.structs.replace(rows[ALL], throughput_worst=rows[SATURATED].throughput_worst)
-    best_of = [
-        (max((runs[peer] for peer in peers), key=_reuse), min((runs[peer] for peer in peers), key=_ttft))
-        for runs in whole
-    ]
-    reuse_ratios = {
-        policy: [reuse_ratio(runs[policy], most) for runs, (most, _) in zip(whole, best_of, strict=True)]
-        for policy in policies
-    }
-    ttft_ratios = {
-        policy: [ttft_ratio(runs[policy], soonest) for runs, (_, soonest) in zip(whole, best_of, strict=True)]
-        for policy in policies
-    }
+    reuse_ratios: dict[str, list[float]] = {policy: [] for policy in policies}
+    ttft_ratios: dict[str, list[float]] = {policy: [] for policy in policies}
+    for runs, found in zip(whole, verdicts.values(), strict=True):
+        most, _, soonest, _ = (runs[champion] for champion in found.champions)
+        for policy in policies:
+            reuse_ratios[policy].append(reuse_ratio(runs[policy], most))
+            ttft_ratios[policy].append(ttft_ratio(runs[policy], soonest))
     differs = differ / max(1, len(whole))
     return Report(own, rows, policies, differs, worse, verdicts, paces, reuse_ratios, ttft_ratios)
-
-
-def _reuse(one: Outcome) -> float:
-    return one.reuse
-
-
-def _ttft(one: Outcome) -> float:
-    return one.ttft_mean_s
 
 
 def _row(found: Sequence[Verdict], *, is_saturated: bool) -> Row:

@@ -56,8 +56,7 @@ def is_shared(one: RouterProcess, two: RouterProcess) -> bool:
 
 def has_described_cache(row: dict[str, Any]) -> bool:
     """The worker's row has the cache of an engine that reuses nothing, as its metrics page describes it."""
-    described: bool = row["engine_cache"] == {"prefix_caching": False, "block_size": 32, "blocks": 9, "tokens": None}
-    return described
+    return bool(row["engine_cache"] == {"prefix_caching": False, "block_size": 32, "blocks": 9, "tokens": None})
 
 
 def is_judged_silent(clinic: Clinic) -> bool:
@@ -94,6 +93,7 @@ def test_what_was_judged_ends_with_the_engines_process_at_every_router(engine: E
     for clinic in clinics:
         # A prompt that comes while the worker is being handed over is not predicted to hit: send until it is enough.
         until(partial(is_judged_silent, clinic), "an engine that names no cached tokens is not found")
+        clinic.find("KV401", "worker w")
         assert "cached_tokens" in str(clinic.router.request("GET", "/health"))
     engine.start(2_000.5)
     for clinic in clinics:
