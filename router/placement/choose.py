@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the worker with the lowest cost (`cost.py`), and says why. Pure: hits and load in, choice out.
 
-Saturated workers are skipped while any other is not; affinity never overrides this.
+A saturated worker is skipped while another one that is not has no more load; affinity never overrides this.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
     def best(self, most: int | None = None) -> list[int]:
         """The places of the cheapest workers, the chosen one first: it is the best whatever chance or another policy
         said. most: of them."""
-        hits, costs, saturated = self.hits, self.found.costs, self.found.saturated
+        hits, costs, skipped = self.hits, self.found.costs, self.found.skipped
         chosen = self.chosen
-        others = [(i in saturated, costs[i], -hit.gpu, -hit.cpu, i) for i, hit in enumerate(hits) if i != chosen]
+        others = [(i in skipped, costs[i], -hit.gpu, -hit.cpu, i) for i, hit in enumerate(hits) if i != chosen]
         best = sorted(others) if most is None or most >= len(hits) else nsmallest(most - 1, others)
         return [chosen, *[one[-1] for one in best]]
 
@@ -95,10 +95,11 @@ def choose(hits: Sequence[Hit], scene: ChoiceContext, rng: Random) -> Choice:
     """One of `hits`, which must not be empty; its url is left to the caller."""
     longest = max([hit.disk for hit in hits])
     found = weigh(hits, scene, longest)
-    chosen, free = _pick(hits, found, scene, rng)
+    skipped = found.skipped
+    chosen = _pick(hits, found, skipped, scene, rng)
     hit = hits[chosen]
     best = chosen if hit.disk == longest else next(i for i, other in enumerate(hits) if other.disk == longest)
-    lost = "" if best == chosen else _loss(hits, best, chosen, found.saturated, scene)
+    lost = "" if best == chosen else _loss(hits, best, chosen, skipped, scene)
     return Choice(
         hit,
         None,
@@ -108,25 +109,24 @@ def choose(hits: Sequence[Hit], scene: ChoiceContext, rng: Random) -> Choice:
         int(found.terms[chosen][1] + 0.5),
         longest,
         lost,
-        not free,
+        len(found.saturated) == len(hits),
     )
 
 
-def _pick(hits: Sequence[Hit], found: Costs, scene: ChoiceContext, rng: Random) -> tuple[int, int]:
-    """The chosen one, and how many were not saturated."""
-    costs, loads, saturated = found.costs, found.loads, found.saturated
-    if not saturated or len(saturated) == len(hits):
-        contest = PolicyInput(hits, costs, loads, scene.num_tokens, scene.turn)
-        return scene.policy.pick(contest, rng), len(hits) - len(saturated)
-    free = [i for i in range(len(hits)) if i not in saturated]
+def _pick(hits: Sequence[Hit], found: Costs, skipped: set[int], scene: ChoiceContext, rng: Random) -> int:
+    """Return the place of the chosen one."""
+    costs, loads = found.costs, found.loads
+    if not skipped:
+        return scene.policy.pick(PolicyInput(hits, costs, loads, scene.num_tokens, scene.turn), rng)
+    free = [i for i in range(len(hits)) if i not in skipped]
     contest = PolicyInput(
         [hits[i] for i in free], [costs[i] for i in free], [loads[i] for i in free], scene.num_tokens, scene.turn
     )
-    return free[scene.policy.pick(contest, rng)], len(free)
+    return free[scene.policy.pick(contest, rng)]
 
 
-def _loss(hits: Sequence[Hit], best: int, chosen: int, saturated: set[int], scene: ChoiceContext) -> str:
-    if best in saturated and chosen not in saturated:
+def _loss(hits: Sequence[Hit], best: int, chosen: int, skipped: set[int], scene: ChoiceContext) -> str:
+    if best in skipped:
         return LOAD
     if scene.policy is not LEAST_COST:
         return TEMPERATURE if scene.policy.softened else POLICY
@@ -172,7 +172,7 @@ def _reason(hits: Sequence[Hit], found: Costs, best: int, chosen: int, lost: str
 
 
 def _but(lost: str, best: int, found: Costs) -> str:
-    if best in found.saturated:
+    if best in found.skipped:
         return "it is saturated"
     if lost == LOAD:
         return f"has {found.loads[best]} tokens of load"
@@ -189,13 +189,13 @@ def _but(lost: str, best: int, found: Costs) -> str:
 
 def _among(hits: Sequence[Hit], found: Costs, chosen: int) -> str:
     """Who else could as well have been chosen; where the load alone was different, that it decided."""
-    costs, loads, saturated = found.costs, found.loads, found.saturated
+    costs, loads, skipped = found.costs, found.loads, found.skipped
     hit, cost, tokens = hits[chosen], costs[chosen], hits[chosen].disk
     alike = [i for i, other in enumerate(hits) if other.disk == tokens]
     if len(alike) == 1:
         return ""
     equal = [i for i in alike if (hits[i].gpu, hits[i].cpu) == (hit.gpu, hit.cpu)]
-    ties = sum(costs[i] == cost and (i in saturated) == (chosen in saturated) for i in equal)
+    ties = sum(costs[i] == cost and i not in skipped for i in equal)
     text = f"; chosen at random among {ties} equals" if ties > 1 else ""
     if len(equal) > ties and any(loads[i] > loads[chosen] for i in equal):
         text = f"; the least loaded of {len(equal)} that reuse as much{text}"

@@ -164,6 +164,16 @@ class Costs(msgspec.Struct, frozen=True, gc=False):
     # Places of the hits whose workers are saturated.
     saturated: set[int]
 
+    @property
+    def skipped(self) -> set[int]:
+        """Return the places of the saturated workers that get nothing: those with at least as much load as another worker
+        that is not saturated. Without the condition, one that has just restarted got all prompts, whatever its queue."""
+        saturated, loads = self.saturated, self.loads
+        if not saturated or len(saturated) == len(loads):
+            return set()
+        least = min(load for i, load in enumerate(loads) if i not in saturated)
+        return {i for i in saturated if loads[i] >= least}
+
     def memory_tokens(self, i: int) -> float:
         """Return what the worker at this place costs because of its memory."""
         return self.terms[i][6] - self.terms[i][7]

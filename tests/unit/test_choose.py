@@ -147,6 +147,18 @@ def test_an_engine_whose_cache_is_full_and_where_prompts_wait_is_saturated() -> 
     assert name_of(chosen(hit("a", 192), hit("b", 0), weights=load)) == "b"
 
 
+def test_a_saturated_worker_is_not_skipped_for_one_with_a_longer_queue() -> None:
+    """An engine that has just restarted has an empty cache, so it is the one that is never full: without this it got
+    every prompt, behind a queue that was twelve times as long as the others'."""
+    load = weights(full=500, restarted=6_000)
+    load.engine_said(key("full"), EngineLoad(1, 5, 0.99), 0.0)
+    assert load.burden(key("full")).saturated and not load.burden(key("restarted")).saturated
+    choice = chosen(hit("full", 0), hit("restarted", 0), weights=load)
+    assert (name_of(choice), choice.all_saturated) == ("full", False) and "saturated" not in choice.reason
+    kept = chosen(hit("full", 192), hit("restarted", 0), hit("empty", 0), weights=load)
+    assert (name_of(kept), kept.lost) == ("empty", "load") and "it is saturated" in kept.reason
+
+
 def test_a_prompt_that_is_just_being_computed_is_worth_what_it_will_be() -> None:
     choice = chosen(hit("a", 0), hit("b", 64), pending={key("a"): 128}, weights=weights(a=10))
     assert name_of(choice) == "a" and choice.hit.disk == 0 and choice.lost == "affinity"
@@ -379,7 +391,8 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
             assert getattr(candidate.parts, name) == pytest.approx(value, abs=0.51), name
         assert candidate.saturated == load.burden(one.worker).saturated
     assert weigh(hits, scene, longest) == found
-    free = [one for one in explained if not one.saturated] or explained
+    least = min((one.load for one in explained if not one.saturated), default=0)
+    free = [one for one in explained if not one.saturated or found.loads[explained.index(one)] < least] or explained
     assert min(one.cost for one in free) == found.costs[hits.index(choose(hits, scene, rng).hit)]
 
 
