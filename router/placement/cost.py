@@ -31,7 +31,7 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.load.key_shares import KeyShare
 from kvrouter.router.load.load_table import WorkerLoad
 from kvrouter.router.load.session_affinity import SessionPlace
-from kvrouter.router.load.worker_load import LoadModel
+from kvrouter.router.load.worker_load import Correction, LoadModel
 from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.policies import LEAST_COST, Policy
@@ -194,12 +194,7 @@ def weigh(
     """Return the cost of each hit's worker. longest: hit of all workers. idle: as if nothing else were to be done."""
     weights, num_tokens, pending, session = scene.weights, scene.num_tokens, scene.pending, scene.session
     loads, corrections = ({}, {}) if idle else (weights.table.loads, weights.corrections)
-    slow, limit, cpu_cost, disk_cost = (
-        weights.slowness,
-        weights.saturation_tokens,
-        weights.tiers.cpu,
-        weights.tiers.disk,
-    )
+    slow, cpu_cost, disk_cost = weights.slowness, weights.tiers.cpu, weights.tiers.disk
     # The relative value of the queue M/G/1 is r / (1 - r) * u * u / (2 * m) for u tokens of work in it; `delay` is the
     # difference that a prompt makes.
     delay_share = DELAY_WEIGHT * scene.busy / (1 - scene.busy) / (2 * weights.usual_prefill_tokens)
@@ -211,27 +206,15 @@ def weigh(
         computed = max([pending.get(hit.worker, 0) for hit in hits])
         shared = min(copies.depth_tokens, max(longest, computed))
     shared_copy = copies.of(shared) if shared else 0.0
-    holders_queue: float | None = None
+    queues, saturated = _queues(hits, scene, loads, corrections)
+    relief = -1.0
     costs: list[int] = []
     burdens: list[int] = []
     terms: list[Terms] = []
-    saturated: set[int] = set()
     # One loop: a call for each of some hundred workers would be half of the time of a choice.
     for i, hit in enumerate(hits):
         worker = hit.worker
-        load = loads.get(worker, _NO_LOAD)
-        queued: float = load.prefill_tokens
-        decode: float = load.decode_tokens
-        if corrections and (correction := corrections.get(worker)) is not None:
-            queued += correction.foreign_prefill_tokens
-            decode += correction.foreign_decode_tokens
-            if weights.is_saturated(int(queued), correction):
-                saturated.add(i)
-        elif queued > limit:
-            saturated.add(i)
-        if load.prefill_tokens:
-            queued -= weights.progress_tokens(worker, load, scene.now)
-        decode *= DECODE_TOKEN_COST
+        usual_queued, decode = queues[i]
         reached = hit.disk
         prefill: float = num_tokens - reached
         new = num_tokens - hit.gpu
@@ -241,19 +224,16 @@ def weigh(
             prefill = min(prefill, num_tokens - coming)
             new = min(new, num_tokens - coming)
             reached = max(reached, coming)
-        burdens.append(int(queued + decode + 0.5))
-        work, usual_queued = prefill, queued
-        if slow and worker in slow:
-            work, queued = slow[worker] * work, slow[worker] * queued
+        burdens.append(int(usual_queued + decode + 0.5))
+        slowness = slow.get(worker, 1.0) if slow else 1.0
+        work, queued = slowness * prefill, slowness * usual_queued
         copy, lasting = 0.0, work
         if shared_copy and reached < shared:
-            saved = shared_copy - copies.of(reached) if reached else shared_copy
-            if slow and worker in slow:
-                saved *= slow[worker]
-            if holders_queue is None:
-                holders_queue = 0.0 if idle else _shortest_queue(hits, scene, shared - copies.piece_tokens)
+            saved = slowness * (shared_copy - copies.of(reached) if reached else shared_copy)
+            if relief < 0:
+                relief = _shortest_queue(hits, queues, scene, shared - copies.piece_tokens)
             # While a worker that has all of it is idle, later prompts are better off there.
-            copy = saved * holders_queue / (holders_queue + work)
+            copy = saved * relief / (relief + work)
             # A copy is an investment: what it saves later prompts does not make them wait.
             lasting = work - saved if work > saved else 0.0
         delay = delay_share * lasting * (2 * queued + lasting)
@@ -277,21 +257,45 @@ def weigh(
     return Costs(costs, burdens, terms, saturated)
 
 
-def _shortest_queue(hits: Sequence[Hit], scene: ChoiceContext, beyond: int) -> float:
-    """Return the least work in tokens that is queued at a worker which has, or computes, more of the prompt than this."""
-    weights, pending = scene.weights, scene.pending
-    holders = [hit.worker for hit in hits if hit.disk > beyond]
-    if pending:
-        holders += [hit.worker for hit in hits if pending.get(hit.worker, 0) > beyond]
-    shortest: float | None = None
-    for worker in holders:
-        backlog, load = weights.burden(worker), weights.table.loads.get(worker, _NO_LOAD)
-        queued = backlog.queued_tokens + backlog.decode_tokens * DECODE_TOKEN_COST
+def _queues(
+    hits: Sequence[Hit],
+    scene: ChoiceContext,
+    loads: Mapping[WorkerKey, WorkerLoad],
+    corrections: Mapping[WorkerKey, Correction],
+) -> tuple[list[tuple[float, float]], set[int]]:
+    """Return what is queued and what decoding costs at each hit's worker, in tokens at the usual speed, without what is
+    computed already of the prompt under way; and the places of the saturated workers."""
+    weights, limit = scene.weights, scene.weights.saturation_tokens
+    queues: list[tuple[float, float]] = []
+    saturated: set[int] = set()
+    for i, hit in enumerate(hits):
+        worker = hit.worker
+        load = loads.get(worker, _NO_LOAD)
+        queued: float = load.prefill_tokens
+        decode: float = load.decode_tokens
+        if corrections and (correction := corrections.get(worker)) is not None:
+            queued += correction.foreign_prefill_tokens
+            decode += correction.foreign_decode_tokens
+            if weights.is_saturated(int(queued), correction):
+                saturated.add(i)
+        elif queued > limit:
+            saturated.add(i)
         if load.prefill_tokens:
             queued -= weights.progress_tokens(worker, load, scene.now)
-        queued *= weights.slowness.get(worker, 1.0)
-        if not queued:
-            return 0.0
-        if shortest is None or queued < shortest:
-            shortest = queued
-    return shortest or 0.0
+        queues.append((queued, decode * DECODE_TOKEN_COST))
+    return queues, saturated
+
+
+def _shortest_queue(
+    hits: Sequence[Hit], queues: Sequence[tuple[float, float]], scene: ChoiceContext, beyond: int
+) -> float:
+    """Return the least work in tokens that is queued at a worker which has, or computes, more of the prompt than this."""
+    pending, slow = scene.pending, scene.weights.slowness
+    return min(
+        [
+            (queued + decode) * slow.get(hit.worker, 1.0)
+            for hit, (queued, decode) in zip(hits, queues, strict=True)
+            if hit.disk > beyond or pending.get(hit.worker, 0) > beyond
+        ],
+        default=0.0,
+    )
