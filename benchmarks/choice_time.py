@@ -34,7 +34,8 @@ from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.choose import choose
-from kvrouter.router.placement.cost import ChoiceContext, Copies
+from kvrouter.router.placement.copies import Copies
+from kvrouter.router.placement.cost import ChoiceContext
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.placer import Placer

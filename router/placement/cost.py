@@ -18,7 +18,7 @@ its copy of a popular beginning saves the next ones.
 - session: a bonus for the worker that has the session.
 
 Invariants: a cost is a whole number, so equal costs are equal, and ties are real; of two workers the one that is no
-worse in any respect costs no more."""
+worse in any respect costs no more. Compiled, see `setup.py`: a call in C has no keyword-only arguments."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from kvrouter.router.load.session_affinity import SessionPlace
 from kvrouter.router.load.worker_load import Correction, LoadModel
 from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.question import Hit
+from kvrouter.router.placement.copies import NO_COPIES, Copies
 from kvrouter.router.placement.policies import LEAST_COST, Policy
 
 # What a token of context that is being decoded costs a new prompt. Its chunks share their steps with the running
@@ -70,29 +71,6 @@ SESSION_SHARE_BLIND = 0.5
 _NO_LOAD = WorkerLoad()
 
 
-class Copies(msgspec.Struct, frozen=True, gc=False):
-    """The tokens that a copy of the first pieces of a prompt saves the next prompts that begin so."""
-
-    # Saved tokens for each number of pieces from the first on, beginning with 0. Empty where no other prompt began so.
-    saved_tokens: Sequence[float] = ()
-    # The length of a piece.
-    piece_tokens: int = 1
-
-    @property
-    def depth_tokens(self) -> int:
-        """Return how much of the prompt's beginning others share."""
-        return max(0, len(self.saved_tokens) - 1) * self.piece_tokens
-
-    def of(self, hit_tokens: int) -> float:
-        """Return what a copy of a beginning of this length saves: of a piece in part, its part."""
-        piece, rest = divmod(hit_tokens, self.piece_tokens)
-        saved = self.saved_tokens
-        if piece >= len(saved) - 1:
-            return saved[-1]
-        return saved[piece] + (saved[piece + 1] - saved[piece]) * rest / self.piece_tokens
-
-
-NO_COPIES = Copies()
 NO_WRITES = ModelWrites()
 
 
@@ -188,7 +166,6 @@ def weigh(
     hits: Sequence[Hit],
     scene: ChoiceContext,
     longest: int,
-    *,
     idle: bool = False,
 ) -> Costs:
     """Return the cost of each hit's worker. longest: hit of all workers. idle: as if nothing else were to be done."""

@@ -31,7 +31,8 @@ from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.admission_queue import RETRY_AFTER_S
 from kvrouter.router.placement.candidates import candidates, no_worker_error, split_by_role
 from kvrouter.router.placement.choose import Choice, choose
-from kvrouter.router.placement.cost import NO_COPIES, ChoiceContext, Copies
+from kvrouter.router.placement.copies import copies_of
+from kvrouter.router.placement.cost import ChoiceContext
 from kvrouter.router.placement.expected_reuse import ExpectedReuse, ReuseShares
 from kvrouter.router.placement.lost_reuse import count_losses
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
@@ -180,7 +181,7 @@ class Decider:
             blind=question.is_blind,
             now=now,
             writes=writes,
-            copies=self._copies(names, step_tokens, len(writes.workers)),
+            copies=copies_of(self._popular.counts(names), step_tokens, len(writes.workers)),
             key_share=traffic.keys.share(ask.fair_key),
             busy=traffic.busy.at_least(self._busy_now(question.model, len(writes.workers))),
         )
@@ -190,17 +191,6 @@ class Decider:
         loads = self._weights.table.loads
         busy = sum(1 for worker, load in loads.items() if load.prefill_tokens and worker.model == model)
         return min(1.0, busy / max(1, workers))
-
-    def _copies(self, names: list[int], piece_tokens: int, workers: int) -> Copies:
-        """Return what copies of the prompt's beginnings save: a piece that k different prompts began with is wanted by
-        (k - 1) / workers others at each worker; with x of them, 1 - 1 / (1 + x) of it is saved."""
-        saved_tokens = [0.0]
-        for count in self._popular.counts(names):
-            if count < 2:
-                break
-            wanted = (count - 1) / max(1, workers)
-            saved_tokens.append(saved_tokens[-1] + piece_tokens * wanted / (1 + wanted))
-        return Copies(saved_tokens, piece_tokens) if len(saved_tokens) > 1 else NO_COPIES
 
     def _with_prefill(
         self,

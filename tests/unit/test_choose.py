@@ -24,6 +24,7 @@ from kvrouter.router.matching.cache_writes import ModelWrites
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement import choose as choosing
 from kvrouter.router.placement.choose import LOST_REASONS, Choice, choose
+from kvrouter.router.placement.copies import Copies
 from kvrouter.router.placement.cost import (
     DECODE_TOKEN_COST,
     DELAY_WEIGHT,
@@ -32,7 +33,6 @@ from kvrouter.router.placement.cost import (
     SESSION_SHARE_BLIND,
     SESSION_SHARE_KNOWN,
     ChoiceContext,
-    Copies,
     CostTerms,
     weigh,
 )

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a copy of a prompt's beginning saves the next prompts that begin so. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Copies(msgspec.Struct, frozen=True, gc=False):
+    """The tokens that a copy of the first pieces of a prompt saves the next prompts that begin so."""
+
+    # Saved tokens for each number of pieces from the first on, beginning with 0. Empty where no other prompt began so.
+    saved_tokens: Sequence[float] = ()
+    # The length of a piece.
+    piece_tokens: int = 1
+
+    @property
+    def depth_tokens(self) -> int:
+        """Return how much of the prompt's beginning others share."""
+        return max(0, len(self.saved_tokens) - 1) * self.piece_tokens
+
+    def of(self, hit_tokens: int) -> float:
+        """Return what a copy of a beginning of this length saves: of a piece in part, its part."""
+        piece, rest = divmod(hit_tokens, self.piece_tokens)
+        saved = self.saved_tokens
+        if piece >= len(saved) - 1:
+            return saved[-1]
+        return saved[piece] + (saved[piece + 1] - saved[piece]) * rest / self.piece_tokens
+
+
+NO_COPIES = Copies()
+
+
+def copies_of(counts: Sequence[int], piece_tokens: int, workers: int) -> Copies:
+    """Return what copies of a prompt's beginnings save.
+
+    A piece that k different prompts began with is wanted by (k - 1) / workers others at each worker; where x others want
+    it, a copy saves 1 - 1 / (1 + x) of it.
+
+    Args:
+        counts: How many different prompts began with each piece, from the first piece on.
+        piece_tokens: The length of a piece.
+        workers: The number of workers of the model.
+    """
+    saved_tokens = [0.0]
+    for count in counts:
+        if count < 2:
+            break
+        wanted = (count - 1) / max(1, workers)
+        saved_tokens.append(saved_tokens[-1] + piece_tokens * wanted / (1 + wanted))
+    return Copies(saved_tokens, piece_tokens) if len(saved_tokens) > 1 else NO_COPIES
