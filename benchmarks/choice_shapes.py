@@ -2,8 +2,9 @@
 """Claim: on any shape of traffic, the router's policy is as good as the best simpler rule.
 
     python benchmarks/choice_shapes.py run --results FILE [--seed N] [--shapes FROM:TO,...] [--rotations FROM:TO,...]
-        [--longer N] [--policy NAME]... [--label NAME] [--set CONSTANT=VALUE]... [--jobs N]
+        [--longer N] [--chance N] [--policy NAME]... [--label NAME] [--set CONSTANT=VALUE]... [--jobs N]
     python benchmarks/choice_shapes.py report --results FILE... [--label NAME] [--json FILE] [--plot FOLDER]
+    python benchmarks/choice_shapes.py chance --results FILE --again FILE... [--policy NAME]...
     python benchmarks/choice_shapes.py list [--seed N] [--shapes FROM:TO,...]
 
 `run` draws shapes from a seed (traffic/shape.py) and runs each policy over each in virtual time, as `kvrouter replay`
@@ -13,6 +14,9 @@ runs of `kv`, to compare versions of it, and `--set placement.cost.DELAY_WEIGHT=
 in the file that uses it, another value, to see how much it matters. `--longer 4` gives each shape four times as many
 requests, and memory in proportion, which shows what is paid once at the beginning; keep its results in a file of their
 own. `report` compares kv with the peers, each figure with the best peer of that very figure.
+
+`--chance 2` gives the policies another seed for what they leave to chance, as ties, and `chance` compares the usual runs
+with the best of such runs: how far a policy is from itself bounds what a comparison with others can show.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-from traffic.outcome import ENDLESS, POOLED, Outcome, by_shape
+from traffic.outcome import ENDLESS, POOLED, Outcome, by_shape, mean, ttft_ratio
 from traffic.prompts import trace_and_fleet
 from traffic.report import report_text, report_values
 from traffic.shape import Shape, draw, draw_rotation
@@ -41,15 +45,16 @@ PEERS = tuple(name for name in COMPARED if name not in (OWN, "full_attention_onl
 CHOICES = (OWN, *PEERS, POOLED, ENDLESS)
 
 
-def run_policy(shape: Shape, policy: str, label: str) -> Outcome:
-    """Run one policy over one shape. label: the name of the outcome."""
+def run_policy(shape: Shape, policy: str, label: str, chance: int) -> Outcome:
+    """Run one policy over one shape. label: the name of the outcome. chance: the seed of what the policy leaves to
+    chance."""
     begun_s = time.perf_counter()
     trace, fleet = trace_and_fleet(shape)
     if policy in (POOLED, ENDLESS):
         reused = sum(pooled_reuse(trace, fleet) if policy == POOLED else endless_reuse(trace, fleet.geometry))
         values = (len(trace.requests), trace.prompt_tokens, reused, 0.0, 0.0, 1.0)
     else:
-        found = simulate(trace, fleet, policy, 1).summary()
+        found = simulate(trace, fleet, policy, chance).summary()
         values = (
             found.requests,
             found.prompt_tokens,
@@ -78,7 +83,7 @@ def constant(text: str) -> tuple[str, str, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not like placement.cost.DELAY_WEIGHT=16: {error}") from None
 
 
-def _task(task: tuple[Shape, str, str]) -> Outcome:
+def _task(task: tuple[Shape, str, str, int]) -> Outcome:
     return run_policy(*task)
 
 
@@ -96,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         for policy in arguments.policy or CHOICES:
             label = (arguments.label or policy) if policy == OWN else policy
             if (shape.seed, shape.number, shape.is_rotation, label) not in done:
-                tasks.append((shape, policy, label))
+                tasks.append((shape, policy, label, arguments.chance))
     begun_s = time.monotonic()
     with path.open("ab") as file, multiprocessing.Pool(arguments.jobs, set_constants, [arguments.set]) as pool:
         try:
@@ -128,6 +133,23 @@ def report(arguments: argparse.Namespace) -> int:
 
         write_plots(arguments.plot, found)
     print(report_text(found))
+    return 0
+
+
+def compare_chance(arguments: argparse.Namespace) -> int:
+    """Print how far each policy is from the best of its own runs with other chances."""
+    usual, others = by_shape(read([arguments.results])), [by_shape(read([path])) for path in arguments.again]
+    print("| policy | shapes | first token by the soonest other run's: mean | worst | below 0.97 | below 0.93 |")
+    print("|---|---|---|---|---|---|")
+    for policy in arguments.policy or [OWN, *PEERS]:
+        ratios = []
+        for key, runs in usual.items():
+            again = [other[key][policy] for other in others if policy in other.get(key, {})]
+            if policy in runs and len(again) == len(others):
+                ratios.append(min(ttft_ratio(runs[policy], other) for other in again))
+        if ratios:
+            shares = [f"{sum(ratio < limit for ratio in ratios) / len(ratios):.0%}" for limit in (0.97, 0.93)]
+            print(f"| {policy} | {len(ratios)} | {mean(ratios):.3f} | {min(ratios):.3f} | {' | '.join(shares)} |")
     return 0
 
 
@@ -166,6 +188,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("--jobs", type=int, default=2, help="processes")
     running.add_argument("--rotations", type=numbers, default=[], help="shapes of strict rotation")
     running.add_argument("--longer", type=int, default=1, metavar="N", help="this many times as many requests")
+    running.add_argument("--chance", type=int, default=1, metavar="N", help="the seed of what policies leave to chance")
+    again = commands.add_parser("chance", help="compare policies with themselves")
+    again.set_defaults(call=compare_chance)
+    again.add_argument("--results", type=Path, required=True, help="the usual runs")
+    again.add_argument(
+        "--again", type=Path, nargs="+", required=True, help="runs with other values of --chance, a file for each"
+    )
+    again.add_argument("--policy", action="append", choices=[OWN, *PEERS], help="all, unless given")
     listing = commands.add_parser("list", help="print the shapes")
     listing.set_defaults(call=list_shapes)
     for one in (running, listing):

@@ -168,6 +168,8 @@ def _reason(hits: Sequence[Hit], found: Costs, best: int, chosen: int, lost: str
         text += f"; {printable(other.worker.route_name)} would reuse {other.disk}, but {why}"
     elif scene.policy.name == KV:
         text += _among(hits, found, chosen)
+    if scene.key_share is not None:
+        text += f"; its API key holds {scene.key_share.excess:.1f} times its fair part of the memory"
     return f"{text}; all workers are saturated" if len(found.saturated) == len(hits) else text
 
 

@@ -149,6 +149,8 @@ class Decider:
             choice = self._with_prefill(
                 ask, choice, others, scene, arriving, any(hit.worker in prefillers for hit in found.wanted)
             )
+        if scene.key_share is not None and not ask.dry_run:
+            self._metrics.over_share(question.model).inc()
         prompt = PromptAhead(question, names, self._fleet.hash_block_size(question.model))
         computes = choice if choice.prefill is None else choice.prefill
         prompt.new_tokens -= max(computes.hit.gpu, scene.pending.get(computes.hit.worker, 0))

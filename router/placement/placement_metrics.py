@@ -41,6 +41,13 @@ class PlacementMetrics:
             "What the best worker would have reused more than the chosen one, by why",
             reason=LOST_REASONS,
         )
+        self.over_share = registry.per_model(
+            counter(
+                "prompts_over_share_total",
+                "Prompts of an API key that holds more than its fair part of the memory",
+                MODEL,
+            ).labels
+        )
         self.prefill_decisions = registry.counters(
             "prefill_decisions_total",
             "Prompts of models with prefill workers, by where and why they are computed",

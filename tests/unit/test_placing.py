@@ -217,6 +217,18 @@ def test_pins_exclusions_and_unavailable_workers() -> None:
         stage.placing.reserve(ask(exclude_worker_ids=frozenset({"a", "b", "c"})))
 
 
+def test_a_key_that_floods_is_named_and_counted() -> None:
+    stage = Stage(hit("a"), hit("b"))
+    quiet = stage.placing.reserve(ask(1, key_name="quiet"))
+    for seed in range(2, 6):
+        stage.placing.reserve(ask(seed, key_name="loud"))
+    dry = stage.placing.choose(ask(9, key_name="loud", dry_run=True))
+    assert "its API key holds 1.6 times its fair part of the memory" in dry.reason
+    assert "fair part" not in quiet.choice.reason
+    # The third and the fourth one, which found 2 of 3 and 3 of 4 parts written by their key; a dry run is none.
+    assert stage.counted("prompts_over_share_total") == 2
+
+
 def test_each_lost_token_has_its_reason() -> None:
     stage = Stage(hit("a", 900), hit("b", 800), hit("c", 100), unavailable={"b": "draining"})
     choice = stage.placing.choose(ask(exclude_worker_ids=frozenset({"a"})))
