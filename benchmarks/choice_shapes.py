@@ -31,9 +31,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
-from traffic.outcome import ENDLESS, POOLED, Outcome, by_shape, mean, ttft_ratio
+from traffic.outcome import ENDLESS, POOLED, Outcome, by_shape, mean, verdict
 from traffic.prompts import trace_and_fleet
-from traffic.report import report_text, report_values
+from traffic.report import BAR, report_text, report_values
 from traffic.shape import Shape, draw, draw_rotation
 
 from kvrouter.replay.policies.names import COMPARED, OWN
@@ -137,19 +137,25 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def compare_chance(arguments: argparse.Namespace) -> int:
-    """Print how far each policy is from the best of its own runs with other chances."""
+    """Print how each policy compares with its own runs with other chances, as if those were its peers."""
     usual, others = by_shape(read([arguments.results])), [by_shape(read([path])) for path in arguments.again]
-    print("| policy | shapes | first token by the soonest other run's: mean | worst | below 0.97 | below 0.93 |")
+    print(
+        "| policy | shapes | reuse, mean | among soon, worst | first token: mean, worst, below 0.97 | ahead in both |"
+    )
     print("|---|---|---|---|---|---|")
     for policy in arguments.policy or [OWN, *PEERS]:
-        ratios = []
+        found = []
         for key, runs in usual.items():
             again = [other[key][policy] for other in others if policy in other.get(key, {})]
             if policy in runs and len(again) == len(others):
-                ratios.append(min(ttft_ratio(runs[policy], other) for other in again))
-        if ratios:
-            shares = [f"{sum(ratio < limit for ratio in ratios) / len(ratios):.0%}" for limit in (0.97, 0.93)]
-            print(f"| {policy} | {len(ratios)} | {mean(ratios):.3f} | {min(ratios):.3f} | {' | '.join(shares)} |")
+                found.append(verdict(runs[policy], again, runs[policy], runs[policy]))
+        if found:
+            ttft = [one.ttft for one in found]
+            print(
+                f"| {policy} | {len(found)} | {mean(one.reuse for one in found):.3f} | "
+                f"{min(one.reuse_among_soon for one in found):.3f} | {mean(ttft):.3f}, {min(ttft):.3f}, "
+                f"{mean(ratio < BAR for ratio in ttft):.0%} | {mean(bool(one.ahead) for one in found):.1%} |"
+            )
     return 0
 
 
