@@ -2,7 +2,8 @@
 """Claim: on any shape of traffic, the router's policy is as good as the best simpler rule.
 
     python benchmarks/choice_shapes.py run --results FILE [--seed N] [--shapes FROM:TO,...] [--rotations FROM:TO,...]
-        [--longer N] [--chance N] [--policy NAME]... [--label NAME] [--set CONSTANT=VALUE]... [--jobs N]
+        [--longer N] [--vary FIELD=VALUE]... [--chance N] [--policy NAME]... [--label NAME] [--set CONSTANT=VALUE]...
+        [--jobs N]
     python benchmarks/choice_shapes.py report --results FILE... [--label NAME] [--json FILE] [--plot FOLDER]
     python benchmarks/choice_shapes.py chance --results FILE --again FILE... [--policy NAME]...
     python benchmarks/choice_shapes.py list [--seed N] [--shapes FROM:TO,...]
@@ -12,8 +13,9 @@ does. `pooled` is one cache with all the memory, and `endless` one whose memory 
 A run that the file already has is not made again, so it can be stopped with Ctrl-C and continued. `--label` names the
 runs of `kv`, to compare versions of it, and `--set placement.cost.DELAY_WEIGHT=16` gives a constant of `kvrouter.router`,
 in the file that uses it, another value, to see how much it matters. `--longer 4` gives each shape four times as many
-requests, and memory in proportion, which shows what is paid once at the beginning; keep its results in a file of their
-own. `report` compares kv with the peers, each figure with the best peer of that very figure.
+requests, and memory in proportion, which shows what is paid once at the beginning, and `--vary turns=3` changes a field
+of each shape (`list` shows them); keep their results in files of their own. `report` compares kv with the peers, each
+figure with the best peer of that very figure.
 
 `--chance 2` gives the policies another seed for what they leave to chance, as ties, and `chance` compares the usual runs
 with the best of such runs: how far a policy is from itself bounds what a comparison with others can show.
@@ -29,6 +31,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import get_type_hints
 
 import msgspec
 from traffic.outcome import ENDLESS, POOLED, Outcome, by_shape, mean, verdict
@@ -83,6 +86,15 @@ def constant(text: str) -> tuple[str, str, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not like placement.cost.DELAY_WEIGHT=16: {error}") from None
 
 
+def change(text: str) -> tuple[str, object]:
+    """Return the field of a shape that FIELD=VALUE means, and its value."""
+    name, _, value = text.partition("=")
+    try:
+        return name, msgspec.convert(value, get_type_hints(Shape)[name], strict=False)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like turns=3: {error}") from None
+
+
 def _task(task: tuple[Shape, str, str, int]) -> Outcome:
     return run_policy(*task)
 
@@ -93,7 +105,10 @@ def run(arguments: argparse.Namespace) -> int:
         sys.exit("--set makes another kv: name it with --label")
     shapes = [draw(arguments.seed, number) for number in arguments.shapes]
     shapes += [draw_rotation(arguments.seed, number) for number in arguments.rotations]
-    shapes = [msgspec.structs.replace(shape, requests=shape.requests * arguments.longer) for shape in shapes]
+    shapes = [
+        msgspec.structs.replace(shape, requests=shape.requests * arguments.longer, **dict(arguments.vary))
+        for shape in shapes
+    ]
     path: Path = arguments.results
     done = {(one.seed, one.number, one.rotation, one.policy) for one in read([path])}
     tasks = []
@@ -194,6 +209,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     running.add_argument("--jobs", type=int, default=2, help="processes")
     running.add_argument("--rotations", type=numbers, default=[], help="shapes of strict rotation")
     running.add_argument("--longer", type=int, default=1, metavar="N", help="this many times as many requests")
+    running.add_argument(
+        "--vary",
+        type=change,
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="turns=3: another field of each shape",
+    )
     running.add_argument("--chance", type=int, default=1, metavar="N", help="the seed of what policies leave to chance")
     again = commands.add_parser("chance", help="compare policies with themselves")
     again.set_defaults(call=compare_chance)
