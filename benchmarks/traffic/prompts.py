@@ -47,7 +47,7 @@ class Turn(NamedTuple):
     answer_tokens: int
 
 
-class _Pieces:
+class Pieces:
     """Ids of pieces by their path: an id stands for all pieces before it too."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class _Pieces:
 def trace_and_fleet(shape: Shape) -> tuple[Trace, FleetShape]:
     """Return the requests and the replicas of a shape; equal shapes give equal ones."""
     rng = random.Random(f"{shape.seed}/{shape.number}/{shape.order}/prompts")
-    pieces = _Pieces()
+    pieces = Pieces()
     turns = _ordered(shape, _chats(shape, pieces, rng), rng)[: shape.requests]
     unique_tokens = PIECE_TOKENS * len({piece for turn in turns for piece in turn.pieces})
     times_s = _times(shape, turns, unique_tokens, rng)
@@ -79,7 +79,7 @@ def trace_and_fleet(shape: Shape) -> tuple[Trace, FleetShape]:
     return trace, _fleet(shape, turns, unique_tokens, trace.span_s, rng)
 
 
-def _chats(shape: Shape, pieces: _Pieces, rng: random.Random) -> list[list[Turn]]:
+def _chats(shape: Shape, pieces: Pieces, rng: random.Random) -> list[list[Turn]]:
     """Return chats, each a list of its turns, until there are enough requests."""
     shared_tokens = [_around(rng, shape.shared_tokens) for _ in range(shape.beginnings)]
     weights = [1 / (rank + 1) ** shape.skew for rank in range(shape.beginnings)]
@@ -107,7 +107,7 @@ def _chats(shape: Shape, pieces: _Pieces, rng: random.Random) -> list[list[Turn]
 
 
 def _beginning(
-    shape: Shape, pieces: _Pieces, shared_tokens: list[int], weights: list[float], share: float, rng: random.Random
+    shape: Shape, pieces: Pieces, shared_tokens: list[int], weights: list[float], share: float, rng: random.Random
 ) -> list[int]:
     """Return the path of a beginning, by popularity. share: of the run that is over, for the drift of popularity."""
     path: list[int] = []
