@@ -141,6 +141,10 @@ def report(arguments: argparse.Namespace) -> int:
     """Print the comparison."""
     shapes = by_shape(read(arguments.results))
     found = report_values(shapes, arguments.label or OWN, PEERS)
+    if not found.rows:
+        needed = (arguments.label or OWN, *PEERS, POOLED, ENDLESS)
+        lacking = [name for name in needed if not any(name in runs for runs in shapes.values())]
+        sys.exit(f"no shape has all runs; none has {', '.join(lacking)}" if lacking else "no shape has all runs")
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(msgspec.to_builtins(found), indent=1) + "\n")
     if arguments.plot is not None:
