@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the worker with the lowest cost (`cost.py`), and says why. Pure: hits and load in, choice out.
+"""The choice of the worker with the lowest cost (`cost.py`), and the reason for it. Pure: hits and load in, choice out.
 
 A saturated worker is skipped while another one that is not has no more load; affinity never overrides this.
 """
@@ -32,121 +32,133 @@ LOST_REASONS = (EXCLUSION, STATE, LOAD, AFFINITY, TEMPERATURE, POLICY, MEMORY, T
 
 
 class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The workers of a choice, as they were compared. chosen: place of the chosen one; pending: tokens of the prompt that
-    are being computed at a worker."""
+    """The workers of a choice, as they were compared."""
 
     hits: Sequence[Hit]
-    found: Costs
+    costs: Costs
+    # The place of the chosen worker among the hits.
     chosen: int
+    # The tokens of the prompt that are being computed at each worker.
     pending: Mapping[WorkerKey, int]
 
-    def best(self, most: int | None = None) -> list[int]:
-        """The places of the cheapest workers, the chosen one first: it is the best whatever chance or another policy
-        said. most: of them."""
-        hits, costs, skipped = self.hits, self.found.costs, self.found.skipped
+    def best(self, limit: int | None = None) -> list[int]:
+        """Return the places of the cheapest workers, the chosen one first, even where chance or another policy chose it.
+
+        Args:
+            limit: How many places to return; None: all.
+        """
+        hits, costs, skipped = self.hits, self.costs.totals, self.costs.skipped
         chosen = self.chosen
-        others = [(i in skipped, costs[i], -hit.gpu, -hit.cpu, i) for i, hit in enumerate(hits) if i != chosen]
-        best = sorted(others) if most is None or most >= len(hits) else nsmallest(most - 1, others)
-        return [chosen, *[one[-1] for one in best]]
+        ranks = [(i in skipped, costs[i], -hit.gpu, -hit.cpu, i) for i, hit in enumerate(hits) if i != chosen]
+        best = sorted(ranks) if limit is None or limit >= len(hits) else nsmallest(limit - 1, ranks)
+        return [chosen, *[rank[-1] for rank in best]]
 
     def candidates(self) -> list[Candidate]:
-        """All of them, best first."""
+        """Return all workers, the best one first."""
         pending = self.pending
-        return [self.found.candidate(i, hit := self.hits[i], pending.get(hit.worker, 0)) for i in self.best()]
+        return [self.costs.candidate(i, hit := self.hits[i], pending.get(hit.worker, 0)) for i in self.best()]
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
-    """The chosen worker and a sentence why. prefill_tokens: what it must do before the first token, in computed tokens.
-    best_hit_tokens: the longest hit of all workers compared; lost: why the chosen one has less, empty if it does not.
-    comparison: of the workers, None where it is not kept. all_saturated: every worker was saturated. prefill: the
-    worker that computes the prompt and hands it over, None where the chosen one does that itself; alone_tokens: what
-    prefill_tokens would be then. expected: what the prompts ahead add to the hit."""
+    """The chosen worker, and why it was chosen."""
 
     hit: Hit
     url: str | None
+    # A sentence for people.
     reason: str
+    # The workers that were compared, None where they are not kept.
     comparison: Comparison | None = None
+    # The worker's work before the first token, in computed tokens.
     prefill_tokens: int = 0
     queued_tokens: int = 0
+    # The longest hit of all workers that were compared.
     best_hit_tokens: int = 0
+    # Why the chosen worker has a shorter hit: one of LOST_REASONS, or empty if its hit is the longest.
     lost: str = ""
     all_saturated: bool = False
+    # The worker that computes the prompt and hands it over, None where the chosen one computes it.
     prefill: Choice | None = None
+    # The work before the first token if the chosen worker computed the prompt itself.
     alone_tokens: int = 0
+    # The reuse that prompts ahead of this one add to the hit, None where nothing is known of them.
     expected: ExpectedReuse | None = None
 
     @property
     def expected_tokens(self) -> int:
-        """The reuse expected of the chosen worker, never below its hit."""
+        """Return the reuse that is expected at the chosen worker, never below its hit."""
         return self.hit.disk if self.expected is None else self.expected.tokens
 
     @property
     def candidates(self) -> list[Candidate]:
-        """The workers compared, best first; none where they are not kept."""
+        """Return the workers that were compared, the best one first; none where they are not kept."""
         return [] if self.comparison is None else self.comparison.candidates()
 
     def alone(self) -> Choice:
-        """The same without the other workers, which take memory."""
-        there = self.prefill and self.prefill.alone()
-        return msgspec.structs.replace(self, comparison=None, prefill=there)
+        """Return this choice without the other workers, which take memory."""
+        prefill = self.prefill and self.prefill.alone()
+        return msgspec.structs.replace(self, comparison=None, prefill=prefill)
 
 
-def choose(hits: Sequence[Hit], scene: ChoiceContext, rng: Random) -> Choice:
-    """One of `hits`, which must not be empty; its url is left to the caller."""
+def choose(hits: Sequence[Hit], context: ChoiceContext, rng: Random) -> Choice:
+    """Choose one of `hits`, which must not be empty. The caller fills in its URL."""
     longest = max([hit.disk for hit in hits])
-    found = weigh(hits, scene, longest)
-    skipped = found.skipped
-    chosen = _pick(hits, found, skipped, scene, rng)
+    costs = weigh(hits, context, longest)
+    skipped = costs.skipped
+    chosen = _pick(hits, costs, skipped, context, rng)
     hit = hits[chosen]
     best = chosen if hit.disk == longest else next(i for i, other in enumerate(hits) if other.disk == longest)
-    lost = "" if best == chosen else _loss(hits, best, chosen, skipped, scene)
+    lost = "" if best == chosen else _loss(hits, best, chosen, skipped, context)
     return Choice(
         hit,
         None,
-        _reason(hits, found, best, chosen, lost, scene),
-        Comparison(hits, found, chosen, scene.pending),
-        int(found.terms[chosen][0] + 0.5),
-        int(found.terms[chosen][1] + 0.5),
+        _reason(hits, costs, best, chosen, lost, context),
+        Comparison(hits, costs, chosen, context.pending),
+        int(costs.terms[chosen][0] + 0.5),
+        int(costs.terms[chosen][1] + 0.5),
         longest,
         lost,
-        len(found.saturated) == len(hits),
+        len(costs.saturated) == len(hits),
     )
 
 
-def _pick(hits: Sequence[Hit], found: Costs, skipped: set[int], scene: ChoiceContext, rng: Random) -> int:
-    """Return the place of the chosen one."""
-    costs, loads = found.costs, found.loads
+def _pick(hits: Sequence[Hit], costs: Costs, skipped: set[int], context: ChoiceContext, rng: Random) -> int:
+    """Return the place of the chosen worker."""
+    loads = costs.loads
     if not skipped:
-        return scene.policy.pick(PolicyInput(hits, costs, loads, scene.num_tokens, scene.turn), rng)
+        return context.policy.pick(PolicyInput(hits, costs.totals, loads, context.num_tokens, context.turn), rng)
     free = [i for i in range(len(hits)) if i not in skipped]
     contest = PolicyInput(
-        [hits[i] for i in free], [costs[i] for i in free], [loads[i] for i in free], scene.num_tokens, scene.turn
+        [hits[i] for i in free],
+        [costs.totals[i] for i in free],
+        [loads[i] for i in free],
+        context.num_tokens,
+        context.turn,
     )
-    return free[scene.policy.pick(contest, rng)]
+    return free[context.policy.pick(contest, rng)]
 
 
-def _loss(hits: Sequence[Hit], best: int, chosen: int, skipped: set[int], scene: ChoiceContext) -> str:
+def _loss(hits: Sequence[Hit], best: int, chosen: int, skipped: set[int], context: ChoiceContext) -> str:
     if best in skipped:
         return LOAD
-    if scene.policy is not LEAST_COST:
-        return TEMPERATURE if scene.policy.softened else POLICY
+    if context.policy is not LEAST_COST:
+        return TEMPERATURE if context.policy.softened else POLICY
     worker = hits[chosen].worker
     longest = hits[best].disk
-    idle = weigh((hits[best], hits[chosen]), scene, longest, idle=True)
-    there, here = idle.costs
-    if hits[best].worker in scene.weights.slowness or there <= here:
+    idle = weigh((hits[best], hits[chosen]), context, longest, idle=True)
+    there, here = idle.totals
+    if hits[best].worker in context.weights.slowness or there <= here:
         return LOAD
     if there - idle.memory_tokens(0) <= here - idle.memory_tokens(1):
         return MEMORY
-    if worker in scene.pending or (scene.session is not None and scene.session.worker == worker):
+    if worker in context.pending or (context.session is not None and context.session.worker == worker):
         return AFFINITY
     if hits[chosen].full_attention > longest:
         return AFFINITY
     return TIER
 
 
-def _reason(hits: Sequence[Hit], found: Costs, best: int, chosen: int, lost: str, scene: ChoiceContext) -> str:
-    hit, num_tokens = hits[chosen], scene.num_tokens
+def _reason(hits: Sequence[Hit], costs: Costs, best: int, chosen: int, lost: str, context: ChoiceContext) -> str:
+    hit, num_tokens = hits[chosen], context.num_tokens
     if hit.disk == 0:
         text = f"no worker holds a reusable prefix of the {num_tokens} tokens"
         if hits[best].disk:
@@ -160,24 +172,24 @@ def _reason(hits: Sequence[Hit], found: Costs, best: int, chosen: int, lost: str
         if hit.disk > hit.cpu:
             tiers.append(f"{hit.disk - hit.cpu} more from storage")
         text = f"reuses {hit.disk} of {num_tokens} tokens ({', '.join(tiers)})"
-    if (coming := scene.pending.get(hit.worker, 0)) > hit.disk:
+    if (coming := context.pending.get(hit.worker, 0)) > hit.disk:
         text += f"; {coming} tokens of it are being computed there"
     if lost:
         other = hits[best]
-        why = _but(lost, best, found)
+        why = _but(lost, best, costs)
         text += f"; {printable(other.worker.route_name)} would reuse {other.disk}, but {why}"
-    elif scene.policy.name == KV:
-        text += _among(hits, found, chosen)
-    if scene.key_share is not None:
-        text += f"; its API key holds {scene.key_share.excess:.1f} times its fair part of the memory"
-    return f"{text}; all workers are saturated" if len(found.saturated) == len(hits) else text
+    elif context.policy.name == KV:
+        text += _among(hits, costs, chosen)
+    if context.key_share is not None:
+        text += f"; its API key holds {context.key_share.excess:.1f} times its fair part of the memory"
+    return f"{text}; all workers are saturated" if len(costs.saturated) == len(hits) else text
 
 
-def _but(lost: str, best: int, found: Costs) -> str:
-    if best in found.skipped:
+def _but(lost: str, best: int, costs: Costs) -> str:
+    if best in costs.skipped:
         return "it is saturated"
     if lost == LOAD:
-        return f"has {found.loads[best]} tokens of load"
+        return f"has {costs.loads[best]} tokens of load"
     if lost == AFFINITY:
         return "the session, or a prompt with the same beginning, was here"
     if lost == TEMPERATURE:
@@ -189,15 +201,15 @@ def _but(lost: str, best: int, found: Costs) -> str:
     return "the policy is not kv"
 
 
-def _among(hits: Sequence[Hit], found: Costs, chosen: int) -> str:
-    """Who else could as well have been chosen; where the load alone was different, that it decided."""
-    costs, loads, skipped = found.costs, found.loads, found.skipped
-    hit, cost, tokens = hits[chosen], costs[chosen], hits[chosen].disk
+def _among(hits: Sequence[Hit], costs: Costs, chosen: int) -> str:
+    """Say how many workers were as good as the chosen one, or that the load alone decided."""
+    loads, skipped = costs.loads, costs.skipped
+    hit, cost, tokens = hits[chosen], costs.totals[chosen], hits[chosen].disk
     alike = [i for i, other in enumerate(hits) if other.disk == tokens]
     if len(alike) == 1:
         return ""
     equal = [i for i in alike if (hits[i].gpu, hits[i].cpu) == (hit.gpu, hit.cpu)]
-    ties = sum(costs[i] == cost and i not in skipped for i in equal)
+    ties = sum(costs.totals[i] == cost and i not in skipped for i in equal)
     text = f"; chosen at random among {ties} equals" if ties > 1 else ""
     if len(equal) > ties and any(loads[i] > loads[chosen] for i in equal):
         text = f"; the least loaded of {len(equal)} that reuse as much{text}"

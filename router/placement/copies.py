@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a copy of a prompt's beginning saves the next prompts that begin so. Pure."""
+"""The tokens that a copy of a prompt's beginning saves the next prompts that begin so. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Copies(msgspec.Struct, frozen=True, gc=False):
         return max(0, len(self.saved_tokens) - 1) * self.piece_tokens
 
     def of(self, hit_tokens: int) -> float:
-        """Return what a copy of a beginning of this length saves: of a piece in part, its part."""
+        """Return the tokens that a copy of a beginning of this length saves; a part of a piece saves its part."""
         piece, rest = divmod(hit_tokens, self.piece_tokens)
         saved = self.saved_tokens
         if piece >= len(saved) - 1:
@@ -34,7 +34,7 @@ NO_COPIES = Copies()
 
 
 def copies_of(counts: Sequence[int], piece_tokens: int, workers: int) -> Copies:
-    """Return what copies of a prompt's beginnings save.
+    """Return the tokens that copies of a prompt's beginnings save.
 
     A piece that k different prompts began with is wanted by (k - 1) / workers others at each worker; where x others want
     it, a copy saves 1 - 1 / (1 + x) of it.

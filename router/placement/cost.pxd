@@ -8,10 +8,10 @@ from libc.stdint cimport int64_t
     decode=double, prefill=double, new=double, slowness=double, work=double, queued=double, copy=double, lasting=double,
     saved=double, delay=double, room=double, junction=double, bonus=double,
 )
-cpdef object weigh(object hits, object scene, int64_t longest, bint idle=*)
+cpdef object weigh(object hits, object context, int64_t longest, bint idle=*)
 
 @cython.locals(i=cython.Py_ssize_t, limit=int64_t, queued=double, decode=double)
-cpdef tuple _queues(object hits, object scene, object loads, object corrections)
+cpdef tuple _queues(object hits, object context, object loads, object corrections)
 
 @cython.locals(queued=double, decode=double)
-cpdef double _shortest_queue(object hits, list queues, object scene, int64_t beyond) except -1
+cpdef double _shortest_queue(object hits, list queues, object context, int64_t beyond) except -1

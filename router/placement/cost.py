@@ -75,7 +75,7 @@ NO_WRITES = ModelWrites()
 
 
 class ChoiceContext(msgspec.Struct, frozen=True, gc=False):
-    """Everything that counts besides the hits."""
+    """Everything that counts in a choice besides the hits."""
 
     num_tokens: int
     weights: LoadModel
@@ -116,14 +116,16 @@ class CostTerms(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One worker in a choice. cost: the sum of `parts`; load: what of it is others' work; pending: tokens of the prompt
-    that are just being computed there."""
+    """One worker in a choice."""
 
     hit: Hit
+    # The sum of `parts`.
     cost: int
+    # The part of the cost that is others' work.
     load: int
     parts: CostTerms
     saturated: bool
+    # Tokens of the prompt that the worker is computing now.
     pending: int
 
 
@@ -135,7 +137,8 @@ Terms = tuple[float, float, float, float, float, float, float, float, float, flo
 class Costs(msgspec.Struct, frozen=True, gc=False):
     """The costs of all hits' workers, in tokens."""
 
-    costs: list[int]
+    # The sum of each worker's terms.
+    totals: list[int]
     # The part of each cost that is others' work there.
     loads: list[int]
     terms: list[Terms]
@@ -159,31 +162,38 @@ class Costs(msgspec.Struct, frozen=True, gc=False):
     def candidate(self, i: int, hit: Hit, pending_tokens: int) -> Candidate:
         """Return the worker at this place, whose hit it is."""
         parts = CostTerms(*map(round, self.terms[i][2:]))
-        return Candidate(hit, self.costs[i], parts.load, parts, i in self.saturated, pending_tokens)
+        return Candidate(hit, self.totals[i], parts.load, parts, i in self.saturated, pending_tokens)
 
 
 def weigh(
     hits: Sequence[Hit],
-    scene: ChoiceContext,
+    context: ChoiceContext,
     longest: int,
     idle: bool = False,
 ) -> Costs:
-    """Return the cost of each hit's worker. longest: hit of all workers. idle: as if nothing else were to be done."""
-    weights, num_tokens, pending, session = scene.weights, scene.num_tokens, scene.pending, scene.session
+    """Return the cost of each hit's worker.
+
+    Args:
+        hits: A hit for each worker.
+        context: Everything else that counts.
+        longest: The longest hit of all workers, in tokens.
+        idle: Whether to ignore all other work, as if the fleet were idle.
+    """
+    weights, num_tokens, pending, session = context.weights, context.num_tokens, context.pending, context.session
     loads, corrections = ({}, {}) if idle else (weights.table.loads, weights.corrections)
     slow, cpu_cost, disk_cost = weights.slowness, weights.tiers.cpu, weights.tiers.disk
     # The relative value of the queue M/G/1 is r / (1 - r) * u * u / (2 * m) for u tokens of work in it; `delay` is the
     # difference that a prompt makes.
-    delay_share = DELAY_WEIGHT * scene.busy / (1 - scene.busy) / (2 * weights.usual_prefill_tokens)
-    pressures, mean_pressure = scene.writes.pressures()
-    copies, key_share = scene.copies, scene.key_share
+    delay_share = DELAY_WEIGHT * context.busy / (1 - context.busy) / (2 * weights.usual_prefill_tokens)
+    pressures, mean_pressure = context.writes.pressures()
+    copies, key_share = context.copies, context.key_share
     # The part of the prompt's beginning that others share and some of these workers has, or computes.
     shared = min(copies.depth_tokens, longest)
     if pending and shared < copies.depth_tokens:
         computed = max([pending.get(hit.worker, 0) for hit in hits])
         shared = min(copies.depth_tokens, max(longest, computed))
     shared_copy = copies.of(shared) if shared else 0.0
-    queues, saturated = _queues(hits, scene, loads, corrections)
+    queues, saturated = _queues(hits, context, loads, corrections)
     relief = -1.0
     costs: list[int] = []
     burdens: list[int] = []
@@ -208,7 +218,7 @@ def weigh(
         if shared_copy and reached < shared:
             saved = slowness * (shared_copy - copies.of(reached) if reached else shared_copy)
             if relief < 0:
-                relief = _shortest_queue(hits, queues, scene, shared - copies.piece_tokens)
+                relief = _shortest_queue(hits, queues, context, shared - copies.piece_tokens)
             # While a worker that has all of it is idle, later prompts are better off there.
             copy = saved * relief / (relief + work)
             # A copy is an investment: what it saves later prompts does not make them wait.
@@ -227,7 +237,7 @@ def weigh(
             junction = (hit.full_attention - longest) * JUNCTION_SHARE
         if session is not None and session.worker == worker:
             # Without credit, or with a guess for a hit, a worker may hold anything.
-            known = not (scene.blind or hit.reason or hit.approximate)
+            known = not (context.blind or hit.reason or hit.approximate)
             bonus = min(session.tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
         costs.append(floor(work + queued + decode + delay + room - copy - junction - bonus + 0.5))
         terms.append((prefill, usual_queued, work, queued, decode, delay, room, copy, junction, bonus))
@@ -236,13 +246,15 @@ def weigh(
 
 def _queues(
     hits: Sequence[Hit],
-    scene: ChoiceContext,
+    context: ChoiceContext,
     loads: Mapping[WorkerKey, WorkerLoad],
     corrections: Mapping[WorkerKey, Correction],
 ) -> tuple[list[tuple[float, float]], set[int]]:
-    """Return what is queued and what decoding costs at each hit's worker, in tokens at the usual speed, without what is
-    computed already of the prompt under way; and the places of the saturated workers."""
-    weights, limit = scene.weights, scene.weights.saturation_tokens
+    """Return the work that waits at each hit's worker, and the places of the saturated workers.
+
+    The work is what is queued, less the computed part of the prompt under way, and what decoding costs; both in tokens at
+    the usual speed."""
+    weights, limit = context.weights, context.weights.saturation_tokens
     queues: list[tuple[float, float]] = []
     saturated: set[int] = set()
     for i, hit in enumerate(hits):
@@ -258,16 +270,17 @@ def _queues(
         elif queued > limit:
             saturated.add(i)
         if load.prefill_tokens:
-            queued -= weights.progress_tokens(worker, load, scene.now)
+            queued -= weights.progress_tokens(worker, load, context.now)
         queues.append((queued, decode * DECODE_TOKEN_COST))
     return queues, saturated
 
 
 def _shortest_queue(
-    hits: Sequence[Hit], queues: Sequence[tuple[float, float]], scene: ChoiceContext, beyond: int
+    hits: Sequence[Hit], queues: Sequence[tuple[float, float]], context: ChoiceContext, beyond: int
 ) -> float:
-    """Return the least work in tokens that is queued at a worker which has, or computes, more of the prompt than this."""
-    pending, slow = scene.pending, scene.weights.slowness
+    """Return the least work in tokens that waits at a worker which has, or computes, more than `beyond` tokens of the
+    prompt; 0 if there is none."""
+    pending, slow = context.pending, context.weights.slowness
     return min(
         [
             (queued + decode) * slow.get(hit.worker, 1.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides where a prompt goes, from hits, load, pending prefixes and the workers' availability.
+"""The decision where a prompt goes, from hits, load, pending prefixes and the workers' availability.
 
 Synchronous, no I/O, for one asyncio loop. Everything that decides is pure (`candidates.py`, `choose.py`,
 `prefill_split.py`); this joins it with the fleet and remembers what went where. Nothing is reserved here.
@@ -44,19 +44,19 @@ NOBODY: frozenset[WorkerKey] = frozenset()
 
 
 class HitSource(Protocol):
-    """What a decision needs from the core."""
+    """The part of the core that a decision needs."""
 
     def hits(self, question: Question) -> Sequence[Hit]:
-        """One hit for each worker of the model. Raises UnknownModel."""
+        """Return one hit for each worker of the model. Raises UnknownModel."""
         ...
 
     async def hash_ahead(self, question: Question) -> None:
-        """Before `hits`: hashes a long prompt in turns. Raises UnknownModel."""
+        """Hash a long prompt in turns, before `hits` is called. Raises UnknownModel."""
 
     def url(self, worker: WorkerKey) -> str | None: ...
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
-        """The prompt is on its way there."""
+        """Note that the prompt is on its way to the worker."""
 
     def hash_block_size(self, model: str) -> int: ...
 
@@ -85,7 +85,7 @@ class _ModelTraffic:
 
 
 class Decider:
-    """Which worker takes a prompt, and which one computes it."""
+    """The choice of the worker that takes a prompt, and of the one that computes it."""
 
     def __init__(
         self,
@@ -98,8 +98,12 @@ class Decider:
         unavailable: Callable[[WorkerKey], str | None],
         prefillers: Callable[[str], frozenset[WorkerKey]],
     ) -> None:
-        """unavailable: why a worker takes no requests now, None if it does. prefillers: those of a model that only
-        compute prompts."""
+        """Decide for the workers of this fleet.
+
+        Args:
+            unavailable: Returns why a worker takes no requests now, None if it does.
+            prefillers: Returns the workers of a model that only compute prompts.
+        """
         self._fleet = fleet
         self._weights = weights
         self._metrics = metrics
@@ -119,8 +123,18 @@ class Decider:
         self._models: defaultdict[str, _ModelTraffic] = defaultdict(_ModelTraffic)
 
     def decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
-        """The choice, and the prompt as later ones are compared with it. anyway: ignore the workers' roles. Raises
-        UnknownModel, UnknownWorker, NoWorker."""
+        """Choose a worker. Return the choice, and the prompt in the form with which later ones are compared.
+
+        Args:
+            ask: The request.
+            now: The time by the clock of the load.
+            anyway: Whether to ignore the workers' roles.
+
+        Raises:
+            UnknownModel: No worker serves the model.
+            UnknownWorker: The request names a worker that does not exist.
+            NoWorker: No worker may take the prompt now.
+        """
         question, unavailable = ask.question, self._unavailable
         everybody = self._fleet.hits(question)
         found = candidates(everybody, question, ask.pinned, unavailable)
@@ -130,14 +144,16 @@ class Decider:
             wanted = [hit.worker for hit in found.wanted if hit.worker in prefillers]
             raise no_worker_error(question.model, found, RETRY_AFTER_S, wanted)
         names, step_tokens = self._names(question)
-        scene = self._scene(ask, names, step_tokens, now)
+        context = self._scene(ask, names, step_tokens, now)
         if not prefillers:
-            choice = choose(hits, scene, self._rng)
+            choice = choose(hits, context, self._rng)
             if not ask.dry_run:
                 count_losses(self._metrics, choice, everybody, found.wanted)
         else:
             arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
-            here = msgspec.structs.replace(scene, pending=_furthest(scene.pending, arriving)) if arriving else scene
+            here = (
+                msgspec.structs.replace(context, pending=_furthest(context.pending, arriving)) if arriving else context
+            )
             choice = choose(hits, here, self._rng)
             if not ask.dry_run:
                 count_losses(
@@ -147,19 +163,19 @@ class Decider:
                     split_by_role(found.wanted, prefillers)[0],
                 )
             choice = self._with_prefill(
-                ask, choice, others, scene, arriving, any(hit.worker in prefillers for hit in found.wanted)
+                ask, choice, others, context, arriving, any(hit.worker in prefillers for hit in found.wanted)
             )
-        if scene.key_share is not None and not ask.dry_run:
+        if context.key_share is not None and not ask.dry_run:
             self._metrics.over_share(question.model).inc()
         prompt = PromptAhead(question, names, self._fleet.hash_block_size(question.model))
         computes = choice if choice.prefill is None else choice.prefill
-        prompt.new_tokens -= max(computes.hit.gpu, scene.pending.get(computes.hit.worker, 0))
+        prompt.new_tokens -= max(computes.hit.gpu, context.pending.get(computes.hit.worker, 0))
         expected = self._expected(question, choice, prompt, now)
         return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker), expected=expected), prompt
 
     def takers(self, model: str) -> list[WorkerKey]:
-        """The workers that may take a prompt of this model now. Raises UnknownModel, and NoWorker with the reasons if
-        none may."""
+        """Return the workers that may take a prompt of this model now. Raises UnknownModel, and NoWorker with the reasons
+        if none may."""
         question = Question(model, 1, block_hashes=np.empty(0, np.uint64))
         found = candidates(self._fleet.hits(question), question, None, self._unavailable)
         hits, others = split_by_role(found.hits, self._prefillers(model))
@@ -199,16 +215,15 @@ class Decider:
         ask: PlacementRequest,
         choice: Choice,
         others: list[Hit],
-        scene: ChoiceContext,
+        context: ChoiceContext,
         arriving: Mapping[WorkerKey, int],
         wants_any: bool,
     ) -> Choice:
-        """The choice, with one of `others` to compute the prompt where that is worth it; what was decided is
-        counted."""
+        """Return the choice, with one of `others` to compute the prompt where that is worth it, and count the outcome."""
         if not ask.may_hand_over or ask.pinned is not None:
             outcome = PrefillOutcome.REQUEST
         elif others:
-            choice, outcome = with_prefill(choice, others, scene, self._rules, self._rng, arriving=arriving)
+            choice, outcome = with_prefill(choice, others, context, self._rules, self._rng, arriving=arriving)
         else:
             outcome = PrefillOutcome.UNAVAILABLE if wants_any else PrefillOutcome.EXCLUDED
         if not ask.dry_run:
@@ -219,7 +234,7 @@ class Decider:
         return msgspec.structs.replace(choice, prefill=msgspec.structs.replace(choice.prefill, url=url))
 
     def another_prefill(self, ask: PlacementRequest, choice: Choice, now: float) -> Choice | None:
-        """Who else would compute the prompt for the worker that was chosen, None where that is worth nothing."""
+        """Return another worker to compute the prompt for the chosen one, None where that is worth nothing."""
         question = ask.question
         try:
             found = candidates(self._fleet.hits(question), question, ask.pinned, self._unavailable)
@@ -232,15 +247,15 @@ class Decider:
         names, step_tokens = self._names(question)
         arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
         alone = msgspec.structs.replace(choice, prefill=None)
-        scene = self._scene(ask, names, step_tokens, now)
-        found_choice, _ = with_prefill(alone, others, scene, self._rules, self._rng, arriving=arriving)
+        context = self._scene(ask, names, step_tokens, now)
+        found_choice, _ = with_prefill(alone, others, context, self._rules, self._rng, arriving=arriving)
         there = found_choice.prefill
         return there and msgspec.structs.replace(there, url=self._fleet.url(there.hit.worker))
 
     def record_choice(
         self, ask: PlacementRequest, choice: Choice, prompt: PromptAhead, now: float, *, reserved: bool
     ) -> None:
-        """Remember that the prompt goes there now. reserved: the outcome will be reported."""
+        """Remember that the prompt goes to the chosen worker now. reserved: whether its outcome will be reported."""
         worker, names = choice.hit.worker, prompt.names
         ttl_s = PENDING_TTL_S if reserved else SELECTED_TTL_S
         self._fleet.sent(ask.question, worker)
@@ -287,25 +302,25 @@ class Decider:
     # -- what is on its way
 
     def mark_pending(self, worker: WorkerKey, names: list[int], now: float) -> None:
-        """It computes, or receives, the prompt of these beginnings from now on."""
+        """Note that a worker computes, or receives, the prompt with these beginnings from now on."""
         self._pending.sent(worker, names, now + PENDING_TTL_S)
         self._arriving.settle(worker, names, now)
         self._ahead.move(worker, names, now + AHEAD_TTL_S)
 
     def computed(self, worker: WorkerKey, names: list[int], now: float) -> None:
-        """It has it: the engine's events take over."""
+        """Note that a worker has computed the prompt: the engine's events take over."""
         self._pending.settle(worker, names, now + SETTLE_S)
         self._arriving.settle(worker, names, now)
         self._ahead.settle(worker, names, now + ARRIVAL_S)
 
     def failed(self, worker: WorkerKey, names: list[int], now: float) -> None:
-        """It may never have come to it."""
+        """Forget a prompt that may never have come to the worker."""
         self._pending.settle(worker, names, now)
         self._arriving.settle(worker, names, now)
         self._ahead.settle(worker, names, now)
 
     def expire(self, now: float) -> None:
-        """Drop what is too old."""
+        """Drop entries that are too old."""
         self._sessions.expire(now)
         self._pending.expire(now)
         self._ahead.expire(now)
@@ -319,5 +334,5 @@ class Decider:
 
 
 def _furthest(some: Mapping[WorkerKey, int], others: Mapping[WorkerKey, int]) -> Mapping[WorkerKey, int]:
-    """The larger value of each worker."""
+    """Return the larger value of each worker."""
     return {**some, **{worker: max(tokens, some.get(worker, 0)) for worker, tokens in others.items()}}

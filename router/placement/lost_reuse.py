@@ -11,7 +11,14 @@ from kvrouter.router.placement.placement_metrics import PlacementMetrics
 
 
 def count_losses(metrics: PlacementMetrics, choice: Choice, everybody: Sequence[Hit], wanted: Sequence[Hit]) -> None:
-    """Tokens that the best of all workers would have reused and this one does not. wanted: not excluded."""
+    """Count the tokens that the best of all workers would have reused and the chosen one does not.
+
+    Args:
+        metrics: The counters.
+        choice: The chosen worker.
+        everybody: The hits of all workers.
+        wanted: The hits of those that the client did not exclude.
+    """
     best = max([hit.disk for hit in everybody])
     if best == 0:
         return

@@ -58,7 +58,7 @@ class SplitRules(msgspec.Struct, frozen=True):
 def with_prefill(
     choice: Choice,
     prefillers: Sequence[Hit],
-    scene: ChoiceContext,
+    context: ChoiceContext,
     rules: SplitRules,
     rng: Random,
     *,
@@ -66,25 +66,25 @@ def with_prefill(
 ) -> tuple[Choice, PrefillOutcome]:
     """`choice` of the worker that decodes, with the one that computes the prompt for it where that is worth it.
 
-    prefillers: the hits of the prefill workers that take something now; there must be one. scene: of the choice, its
+    prefillers: the hits of the prefill workers that take something now; there must be one. context: of the choice, its
     pending prefixes only those that are computed where they are pending. arriving: prefixes that are on their way to a
     worker by a hand-over: what is on its way need not be computed nor sent twice, but is not there yet."""
-    hit, num_tokens = choice.hit, scene.num_tokens
-    found_here = weigh((hit,), scene, hit.disk)
+    hit, num_tokens = choice.hit, context.num_tokens
+    found_here = weigh((hit,), context, hit.disk)
     alone_tokens = found_here.terms[0][0]
     choice = msgspec.structs.replace(choice, prefill_tokens=round(alone_tokens))
     if alone_tokens < rules.min_tokens:
         return choice, PrefillOutcome.SHORT
     # A session is where it is decoded.
-    there = choose(prefillers, msgspec.structs.replace(scene, session=None), rng)
+    there = choose(prefillers, msgspec.structs.replace(context, session=None), rng)
     if there.all_saturated:
         return choice, PrefillOutcome.SATURATED
     sent_tokens = num_tokens - max(hit.gpu, arriving.get(hit.worker, 0))
     handover_tokens = rules.handover_tokens(sent_tokens)
     here_parts = found_here.candidate(0, hit, 0).parts
-    there_parts = weigh((there.hit,), scene, there.hit.disk).candidate(0, there.hit, 0).parts
+    there_parts = weigh((there.hit,), context, there.hit.disk).candidate(0, there.hit, 0).parts
     cost_there = there_parts.prefill + there_parts.load + handover_tokens
-    running = min(scene.weights.burden(hit.worker).requests, DISTURBED_MAX)
+    running = min(context.weights.burden(hit.worker).requests, DISTURBED_MAX)
     cost_here = here_parts.prefill * (1 + running) + here_parts.load
     if cost_there >= cost_here:
         return choice, PrefillOutcome.CHEAPER_HERE

@@ -96,10 +96,10 @@ def decision_of(selection_id: str, time_s: float, ask: PlacementRequest, choice:
 def _kept(choice: Choice) -> KeptChoice:
     compared = choice.comparison
     assert compared is not None
-    hits, found, pending = compared.hits, compared.found, compared.pending
+    hits, costs, pending = compared.hits, compared.costs, compared.pending
     order = compared.best(KEPT_CANDIDATES)
     kept = [hits[i] for i in order]
-    saturated = found.saturated
+    saturated = costs.saturated
     return KeptChoice(
         choice.url,
         choice.reason,
@@ -108,9 +108,9 @@ def _kept(choice: Choice) -> KeptChoice:
         choice.prefill_tokens,
         choice.queued_tokens,
         kept,
-        [found.costs[i] for i in order],
-        [found.loads[i] for i in order],
-        [found.terms[i] for i in order],
+        [costs.totals[i] for i in order],
+        [costs.loads[i] for i in order],
+        [costs.terms[i] for i in order],
         [place for place, i in enumerate(order) if i in saturated] if saturated else [],
         [pending.get(hit.worker, 0) for hit in kept] if pending else [0] * len(kept),
         len(hits),

@@ -285,7 +285,7 @@ def test_a_worker_that_is_no_worse_in_any_respect_costs_no_more(data: st.DataObj
     scene = ChoiceContext(
         tokens, load, session=session, blind=data.draw(st.booleans()), writes=writes, copies=copies, busy=busy
     )
-    less, more = weigh((better, worse), scene, near).costs
+    less, more = weigh((better, worse), scene, near).totals
     assert less <= more
 
 
@@ -383,7 +383,7 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
     longest = max(one.disk for one in hits)
     found = weigh(hits, scene, longest)
     explained = [found.candidate(i, one, 0) for i, one in enumerate(hits)]
-    for one, cost, candidate in zip(hits, found.costs, explained, strict=True):
+    for one, cost, candidate in zip(hits, found.totals, explained, strict=True):
         terms = written_out(one, hits, scene, longest)
         total = sum(-value if name in ("copy", "junction", "session") else value for name, value in terms.items())
         assert cost == candidate.cost == pytest.approx(total, abs=0.51)
@@ -393,7 +393,7 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
     assert weigh(hits, scene, longest) == found
     least = min((one.load for one in explained if not one.saturated), default=0)
     free = [one for one in explained if not one.saturated or found.loads[explained.index(one)] < least] or explained
-    assert min(one.cost for one in free) == found.costs[hits.index(choose(hits, scene, rng).hit)]
+    assert min(one.cost for one in free) == found.totals[hits.index(choose(hits, scene, rng).hit)]
 
 
 def full_caches(**written: int) -> ModelWrites:
