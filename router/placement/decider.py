@@ -144,7 +144,7 @@ class Decider:
             wanted = [hit.worker for hit in found.wanted if hit.worker in prefillers]
             raise no_worker_error(question.model, found, RETRY_AFTER_S, wanted)
         names, step_tokens = self._names(question)
-        context = self._scene(ask, names, step_tokens, now)
+        context = self._context(ask, names, step_tokens, now)
         if not prefillers:
             choice = choose(hits, context, self._rng)
             if not ask.dry_run:
@@ -186,7 +186,7 @@ class Decider:
     def _names(self, question: Question) -> tuple[list[int], int]:
         return names_of(question, self._fleet.hash_block_size(question.model), self._pending_seed)
 
-    def _scene(self, ask: PlacementRequest, names: list[int], step_tokens: int, now: float) -> ChoiceContext:
+    def _context(self, ask: PlacementRequest, names: list[int], step_tokens: int, now: float) -> ChoiceContext:
         question = ask.question
         writes, traffic = self._fleet.writes(question.model), self._models[question.model]
         return ChoiceContext(
@@ -247,7 +247,7 @@ class Decider:
         names, step_tokens = self._names(question)
         arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
         alone = msgspec.structs.replace(choice, prefill=None)
-        context = self._scene(ask, names, step_tokens, now)
+        context = self._context(ask, names, step_tokens, now)
         found_choice, _ = with_prefill(alone, others, context, self._rules, self._rng, arriving=arriving)
         there = found_choice.prefill
         return there and msgspec.structs.replace(there, url=self._fleet.url(there.hit.worker))
