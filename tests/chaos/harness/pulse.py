@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's HTTP server says of its life: /health, and in /metrics since when its process lives."""
+"""The HTTP server of a simulated engine: /health, and in /metrics the time at which its process began."""
 
 from __future__ import annotations
 
@@ -8,21 +8,38 @@ import contextlib
 
 
 class PulseServer:
-    """One life's. Stalled, it takes requests and answers none."""
+    """The server of one life of an engine. While it is stalled, it takes requests and answers none."""
 
     def __init__(self, start_s: float) -> None:
         self.stalled = False
         self.port = 0
         self._body = f"process_start_time_seconds {start_s}\n".encode()
         self._server: asyncio.Server | None = None
+        # The task of each connection. A task that is cancelled before its first step cannot close the connection, so
+        # the transport is kept beside it.
+        self._connections: dict[asyncio.Task[None], asyncio.WriteTransport] = {}
 
     async def open(self) -> None:
-        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        """Listen on a free port."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        """Stop listening, and cut all connections."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        for task, transport in self._connections.items():
+            task.cancel()
+            transport.abort()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._server is None:
+            writer.transport.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._answer(reader, writer))
+        self._connections[task] = writer.transport
+        task.add_done_callback(self._connections.pop)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
