@@ -76,7 +76,7 @@ def row(policy: str, chats_per_s: float, seeds: int) -> list[str]:
                     new.append(worker)
             known.add(request.session)
         shares.append(new.count(FRESH) * REPLICAS / len(new))
-    means = [float(np.mean(times_s)) for times_s in (before_s, after_s)]
+    means = [mean(times_s) for times_s in (before_s, after_s)]
     p99s = [float(np.percentile(times_s, 99)) for times_s in (before_s, after_s)]
     return [
         policy,

@@ -111,7 +111,7 @@ def choose(hits: Sequence[Hit], context: ChoiceContext, rng: Random) -> Choice:
     return Choice(
         hit,
         None,
-        _reason(hits, costs, best, chosen, lost, context),
+        _reason(hits, costs, skipped, best, chosen, lost, context),
         Comparison(hits, costs, chosen, context.pending),
         int(costs.terms[chosen][0] + 0.5),
         int(costs.terms[chosen][1] + 0.5),
@@ -157,7 +157,15 @@ def _loss(hits: Sequence[Hit], best: int, chosen: int, skipped: set[int], contex
     return TIER
 
 
-def _reason(hits: Sequence[Hit], costs: Costs, best: int, chosen: int, lost: str, context: ChoiceContext) -> str:
+def _reason(
+    hits: Sequence[Hit],
+    costs: Costs,
+    skipped: set[int],
+    best: int,
+    chosen: int,
+    lost: str,
+    context: ChoiceContext,
+) -> str:
     hit, num_tokens = hits[chosen], context.num_tokens
     if hit.disk == 0:
         text = f"no worker holds a reusable prefix of the {num_tokens} tokens"
@@ -176,17 +184,17 @@ def _reason(hits: Sequence[Hit], costs: Costs, best: int, chosen: int, lost: str
         text += f"; {coming} tokens of it are being computed there"
     if lost:
         other = hits[best]
-        why = _but(lost, best, costs)
+        why = _but(lost, best, costs, skipped)
         text += f"; {printable(other.worker.route_name)} would reuse {other.disk}, but {why}"
     elif context.policy.name == KV:
-        text += _among(hits, costs, chosen)
+        text += _among(hits, costs, skipped, chosen)
     if context.key_share is not None:
         text += f"; its API key holds {context.key_share.excess:.1f} times its fair part of the memory"
     return f"{text}; all workers are saturated" if len(costs.saturated) == len(hits) else text
 
 
-def _but(lost: str, best: int, costs: Costs) -> str:
-    if best in costs.skipped:
+def _but(lost: str, best: int, costs: Costs, skipped: set[int]) -> str:
+    if best in skipped:
         return "it is saturated"
     if lost == LOAD:
         return f"has {costs.loads[best]} tokens of load"
@@ -201,9 +209,9 @@ def _but(lost: str, best: int, costs: Costs) -> str:
     return "the policy is not kv"
 
 
-def _among(hits: Sequence[Hit], costs: Costs, chosen: int) -> str:
+def _among(hits: Sequence[Hit], costs: Costs, skipped: set[int], chosen: int) -> str:
     """Say how many workers were as good as the chosen one, or that the load alone decided."""
-    loads, skipped = costs.loads, costs.skipped
+    loads = costs.loads
     hit, cost, tokens = hits[chosen], costs.totals[chosen], hits[chosen].disk
     alike = [i for i, other in enumerate(hits) if other.disk == tokens]
     if len(alike) == 1:

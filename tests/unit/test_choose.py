@@ -391,8 +391,9 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
             assert getattr(candidate.parts, name) == pytest.approx(value, abs=0.51), name
         assert candidate.saturated == load.burden(one.worker).saturated
     assert weigh(hits, scene, longest) == found
-    least = min((one.load for one in explained if not one.saturated), default=0)
-    free = [one for one in explained if not one.saturated or found.loads[explained.index(one)] < least] or explained
+    loaded = list(zip(explained, found.loads, strict=True))
+    least = min((load for one, load in loaded if not one.saturated), default=0)
+    free = [one for one, load in loaded if not one.saturated or load < least] or explained
     assert min(one.cost for one in free) == found.totals[hits.index(choose(hits, scene, rng).hit)]
 
 
