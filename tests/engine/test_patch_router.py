@@ -35,6 +35,11 @@ WORKER = "w"
 # Batches before the router joins: twice vLLM's replay buffer.
 LATE_BATCHES = 20_000
 PROBES = 1_000
+# How many questions with a hit make the comparison worth its name. How many of a thousand have one depends on what the
+# copies to the CPU tier had finished when the work ended: 94 in one run of CI, above 100 in all before.
+HITS = 100
+# Ask no more than this many times PROBES for them.
+MOST_ROUNDS = 5
 
 
 @contextmanager
@@ -148,7 +153,13 @@ def test_a_router_that_joins_after_20000_batches(
             assert row["patch"]["mismatches"] == 0 and row["patch"]["snapshots"] == 1
             gpu = {place: count for place, count in row["residency"].items() if place.endswith(":GPU") and count}
             assert gpu == resident(oracle)
-            equal, hits = compare(router, oracle, tree, PROBES)
+            probes = hits = 0
+            for _ in range(MOST_ROUNDS):
+                equal, equal_hits = compare(router, oracle, tree, PROBES)
+                probes += equal
+                hits += equal_hits
+                if hits >= HITS:
+                    break
             work(oracle, tree, rng, 50)
             idle(oracle)
             row = proven(router, oracle)
@@ -156,18 +167,17 @@ def test_a_router_that_joins_after_20000_batches(
             compare(router, oracle, tree, 100)
         table(
             "A router that joins late (20,000 batches, twice the replay buffer), by snapshot",
-            ("set", "batches", "blocks", "joined after s", "probes", "equal", "with a hit"),
+            ("set", "batches", "blocks", "joined after s", "equal probes", "with a hit"),
             (
                 case.name,
                 str(LATE_BATCHES),
                 str(sum(row["residency"].values())),
                 f"{joined_s:.2f}",
-                str(PROBES),
-                str(equal),
+                str(probes),
                 str(hits),
             ),
         )
-        assert hits >= PROBES // 10
+        assert hits >= HITS
 
 
 def test_resets_are_known_with_the_engine_idle(router: RouterProcess, model: Path, seed: int) -> None:
