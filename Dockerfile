@@ -23,10 +23,11 @@ COPY router/ router/
 COPY engine_patch/ engine_patch/
 COPY simulator/ simulator/
 COPY replay/ replay/
+COPY shadow/ shadow/
 # The modules that decide are compiled here; an image in which one is not would be a hundred times slower.
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 RUN pip --python /opt/kvrouter install --no-deps --no-index /wheels/*.whl
-RUN /opt/kvrouter/bin/python -c "from kvrouter.router.common.compiled import caution; raise SystemExit(caution())"
+RUN /opt/kvrouter/bin/python -c "from kvrouter.router.base.common.compiled import caution; raise SystemExit(caution())"
 
 FROM python:3.11.14-slim-bookworm
 LABEL org.opencontainers.image.title="hybrid-kv-router" \

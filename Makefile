@@ -36,7 +36,7 @@ help:
 	@echo "make clean        remove .venv and caches"
 
 # Strict editable installs link the files that exist now, so a new file needs a new install.
-SOURCES := setup.py $(shell find client events router engine_patch simulator replay -name '*.py' -o -name '*.p[yx][xd]' -o -name '*.h')
+SOURCES := setup.py $(shell find client events router engine_patch simulator replay shadow -name '*.py' -o -name '*.p[yx][xd]' -o -name '*.h')
 
 # runtime: what the router needs; installed: that and what development needs.
 $(VENV)/runtime $(VENV)/installed: pyproject.toml $(SOURCES)
@@ -114,7 +114,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/python .ci/prose.py
-	$(BIN)/mypy -p kvrouter.client -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator -p kvrouter.replay
+	$(BIN)/mypy -p kvrouter.client -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator -p kvrouter.replay -p kvrouter.shadow
 	MYPYPATH=$(HELPERS) $(BIN)/mypy tests
 	MYPYPATH=benchmarks:tests/chaos $(BIN)/mypy benchmarks
 

@@ -65,8 +65,8 @@ IN_LIST = re.compile(r"\s*(?:[-*+]|\d+[.)])\s|\s|\Z")
 QUOTED = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)")
 # Where the help text of a metric, which users may have copied, has such a word.
 METRICS = (
-    "router/discovery/discovery_metrics.py",
-    "router/streams/stream_metrics.py",
+    "router/follow/discovery/discovery_metrics.py",
+    "router/follow/streams/stream_metrics.py",
 )
 SUFFIXES = {".py", ".md", ".yml", ".yaml"}
 NAMES = {"Makefile", "Dockerfile"}

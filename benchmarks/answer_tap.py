@@ -20,16 +20,16 @@ import msgspec
 import numpy as np
 from report import Result, machine, markdown, save
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.placement.choose import Choice
-from kvrouter.router.placement.placement_request import Placement, PlacementRequest
-from kvrouter.router.quality.answer_tap import AnswerTap
-from kvrouter.router.quality.concurrency import Concurrency
-from kvrouter.router.quality.quality_metrics import QualityMetrics
-from kvrouter.router.quality.request_watch import Quality
-from kvrouter.router.quality.tracing import Tracing
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.observe.quality.answer_tap import AnswerTap
+from kvrouter.router.observe.quality.concurrency import Concurrency
+from kvrouter.router.observe.quality.quality_metrics import QualityMetrics
+from kvrouter.router.observe.quality.request_watch import Quality
+from kvrouter.router.observe.quality.tracing import Tracing
+from kvrouter.router.route.placement.choose import Choice
+from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 
 WORKER = WorkerKey("m", "w0", 0)
 PATH = "/v1/chat/completions"

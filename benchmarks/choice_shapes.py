@@ -11,7 +11,7 @@
 `run` draws shapes from a seed (traffic/shape.py) and runs each policy over each in virtual time, as `kvrouter replay`
 does. `pooled` is one cache with all the memory, and `endless` one whose memory never ends, which no choice can surpass.
 A run that the file already has is not made again, so it can be stopped with Ctrl-C and continued. `--label` names the
-runs of `kv`, to compare versions of it, and `--set placement.cost.DELAY_WEIGHT=16` gives a constant of `kvrouter.router`,
+runs of `kv`, to compare versions of it, and `--set route.placement.cost.DELAY_WEIGHT=16` gives a constant of `kvrouter.router`,
 in the file that uses it, another value, to see how much it matters. `--longer 4` gives each shape four times as many
 requests, and memory in proportion, which shows what is paid once at the beginning, and `--vary turns=3` changes a field
 of each shape (`list` shows them); keep their results in files of their own. `report` compares kv with the peers, each
@@ -76,14 +76,16 @@ def set_constants(values: Sequence[tuple[str, str, float]]) -> None:
 
 
 def constant(text: str) -> tuple[str, str, float]:
-    """Return module, name and value that ROOM.FILE.NAME=VALUE means."""
+    """Return module, name and value that WING.ROOM.FILE.NAME=VALUE means."""
     path, _, value = text.partition("=")
     module, _, name = f"kvrouter.router.{path}".rpartition(".")
     try:
         old = getattr(importlib.import_module(module), name)
         return module, name, type(old)(value)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like placement.cost.DELAY_WEIGHT=16: {error}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not like route.placement.cost.DELAY_WEIGHT=16: {error}"
+        ) from None
 
 
 def change(text: str) -> tuple[str, object]:
@@ -208,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="CONSTANT=VALUE",
-        help="placement.cost.DELAY_WEIGHT=16",
+        help="route.placement.cost.DELAY_WEIGHT=16",
     )
     running.add_argument("--jobs", type=int, default=2, help="processes")
     running.add_argument("--rotations", type=numbers, default=[], help="shapes of strict rotation")

@@ -22,26 +22,26 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from report import machine
 
-from kvrouter.router.common.ids import GPU, Place, WorkerKey
-from kvrouter.router.config.settings import Config
-from kvrouter.router.kvcache.block_hash import HashScheme
-from kvrouter.router.kvcache.catalog import Group, build_catalog
-from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.kvcache.resume_rule import ResumeRule
-from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.router.matching.cache_writes import ModelWrites
-from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
-from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.placement.choose import choose
-from kvrouter.router.placement.copies import Copies
-from kvrouter.router.placement.cost import ChoiceContext
-from kvrouter.router.placement.placement_metrics import PlacementMetrics
-from kvrouter.router.placement.placement_request import PlacementRequest
-from kvrouter.router.placement.placer import Placer
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.workers.registration import CatalogSpec
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.index.matching.cache_writes import ModelWrites
+from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.index.matching.mirror import Mirror
+from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
+from kvrouter.router.model.kvcache.block_hash import HashScheme
+from kvrouter.router.model.kvcache.catalog import Group, build_catalog
+from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.model.kvcache.resume_rule import ResumeRule
+from kvrouter.router.model.workers.registration import CatalogSpec
+from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.route.placement.choose import choose
+from kvrouter.router.route.placement.copies import Copies
+from kvrouter.router.route.placement.cost import ChoiceContext
+from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
+from kvrouter.router.route.placement.placement_request import PlacementRequest
+from kvrouter.router.route.placement.placer import Placer
 
 WORKERS = (8, 64, 512)
 BLOCKS, BLOCK_TOKENS = 512, 16

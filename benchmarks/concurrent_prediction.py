@@ -29,7 +29,7 @@ from report import machine
 from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, blocks_of
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.request import Request, Trace
-from kvrouter.router.placement.policies import KV
+from kvrouter.router.route.placement.policies import KV
 from kvrouter.simulator.cache.shapes import SHAPES, make_geometry
 
 WORKERS = 4

@@ -43,7 +43,7 @@ from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.formats import read_trace
 from kvrouter.replay.traces.mooncake import PIECE_TOKENS
 from kvrouter.replay.traces.request import Trace
-from kvrouter.router.placement.policies import KV, OTHERS
+from kvrouter.router.route.placement.policies import KV, OTHERS
 from kvrouter.simulator.cache.shapes import SHAPES
 
 # The size of the trace's pieces: the trace says nothing finer.

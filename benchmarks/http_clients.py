@@ -27,11 +27,11 @@ from processes import HERE
 from proxy_overhead import Prompts
 from report import machine, markdown
 
-from kvrouter.router.common.direct_task import directly
-from kvrouter.router.proxy.headers import request_head
-from kvrouter.router.upstream.origin import target_of
-from kvrouter.router.upstream.pool import Pool
-from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.base.common.direct_task import directly
+from kvrouter.router.model.upstream.origin import target_of
+from kvrouter.router.model.upstream.pool import Pool
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.serve.proxy.headers import request_head
 
 PATH = "/v1/completions"
 HEADERS = {"content-type": "application/json", "x-request-id": "x"}

@@ -29,19 +29,19 @@ from http_client import HttpClient
 from processes import cpu_s
 from report import machine, markdown
 
-from kvrouter.router.access.access import Access
-from kvrouter.router.access.certificate import CertificateFiles, read_certificate
-from kvrouter.router.api.http.deadlines import HttpLimits
-from kvrouter.router.api.http.guard import Guard
-from kvrouter.router.api.http.http_api import HttpApi
-from kvrouter.router.api.http.http_connection import connection_factory
-from kvrouter.router.api.http.request import HttpRequest
-from kvrouter.router.api.http_metrics import HttpMetrics
-from kvrouter.router.api.scopes import OPEN_PATHS, RouteTable
-from kvrouter.router.api.versioned_paths import VersionedPaths
-from kvrouter.router.common.shutdown import Shutdown
-from kvrouter.router.config.settings import Config
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.base.common.shutdown import Shutdown
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.serve.access.access import Access
+from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
+from kvrouter.router.serve.api.http.deadlines import HttpLimits
+from kvrouter.router.serve.api.http.guard import Guard
+from kvrouter.router.serve.api.http.http_api import HttpApi
+from kvrouter.router.serve.api.http.http_connection import connection_factory
+from kvrouter.router.serve.api.http.request import HttpRequest
+from kvrouter.router.serve.api.http_metrics import HttpMetrics
+from kvrouter.router.serve.api.scopes import OPEN_PATHS, RouteTable
+from kvrouter.router.serve.api.versioned_paths import VersionedPaths
 
 OWN, ASGI, TLS = WAYS = ("own connection", "ASGI under uvicorn", "own connection, TLS")
 # A hot path, and one of the ASGI application behind it.

@@ -29,20 +29,20 @@ from pathlib import Path
 import numpy as np
 from report import machine
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import Config
-from kvrouter.router.kvcache.resume_rule import ResumeRule
-from kvrouter.router.load.load_sync import LoadShare
-from kvrouter.router.load.load_table import LoadTable
-from kvrouter.router.load.worker_load import LoadModel
-from kvrouter.router.matching.cache_writes import ModelWrites
-from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.placement.cost import NO_WRITES
-from kvrouter.router.placement.placement_metrics import PlacementMetrics
-from kvrouter.router.placement.placement_request import PlacementRequest
-from kvrouter.router.placement.placer import Placer
-from kvrouter.router.redis_client.servers import Servers
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.index.matching.cache_writes import ModelWrites
+from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.kvcache.resume_rule import ResumeRule
+from kvrouter.router.route.load.load_sync import LoadShare
+from kvrouter.router.route.load.load_table import LoadTable
+from kvrouter.router.route.load.worker_load import LoadModel
+from kvrouter.router.route.placement.cost import NO_WRITES
+from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
+from kvrouter.router.route.placement.placement_request import PlacementRequest
+from kvrouter.router.route.placement.placer import Placer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 

@@ -22,7 +22,7 @@ from report import Others, machine, markdown, progress
 from workload import BLOCK_TOKENS, MODEL, VOCABULARY, Chain, Frame, stored, write_frames
 
 from kvrouter.events.vllm.codec import encode_batch
-from kvrouter.router.kvcache.block_hash import HashScheme, hash_chain
+from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_chain
 
 WORKERS = 4
 EVENT_BLOCKS = 512

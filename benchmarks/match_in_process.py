@@ -14,15 +14,15 @@ import numpy as np
 from report import Row, Settings, below, median_row, progress, run
 from workload import BLOCK_TOKENS, CHAIN_BLOCKS, MODEL, WORKERS, Chain, Workload, chains_for, places
 
-from kvrouter.router.common.ids import GPU, Place, WorkerKey
-from kvrouter.router.kvcache.block_hash import HashScheme
-from kvrouter.router.kvcache.catalog import Group, build_catalog
-from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
-from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.matching.question import Question
-from kvrouter.router.workers.registration import CatalogSpec
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
+from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.index.matching.mirror import Mirror
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.kvcache.block_hash import HashScheme
+from kvrouter.router.model.kvcache.catalog import Group, build_catalog
+from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.model.workers.registration import CatalogSpec
+from kvrouter.router.model.workers.stream_state import StreamState
 
 MIRROR_BYTES = 1 << 30
 MEMORY_BYTES = 256 << 20

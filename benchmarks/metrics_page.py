@@ -14,10 +14,10 @@ import time
 
 from report import machine
 
-from kvrouter.router.common.ids import TIERS, WorkerKey
-from kvrouter.router.server.router_metrics import RouterMetrics
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.app.server.router_metrics import RouterMetrics
+from kvrouter.router.base.common.ids import TIERS, WorkerKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.workers.stream_state import StreamState
 
 GROUPS = 6
 BLOCKS = 5_000

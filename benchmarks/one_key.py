@@ -23,7 +23,7 @@ from key_traffic import ATTACK_BEGINS_S, ATTACK_EVERY_S, PIECE_TOKENS, keys_traf
 
 from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, geometry_of
 from kvrouter.replay.policies.names import NAMES
-from kvrouter.router.load import key_shares
+from kvrouter.router.route.load import key_shares
 from kvrouter.simulator.engine.timing import Timing
 
 REPLICAS, BLOCKS = 4, 1_800

@@ -25,15 +25,15 @@ import zmq
 from processes import rss_bytes
 from workload import BLOCK_TOKENS, MODEL
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import Config
-from kvrouter.router.core.core_metrics import CoreMetrics
-from kvrouter.router.core.router_core import Core
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore
-from kvrouter.router.redis_client.resp import command
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.workers.registration import Registration
+from kvrouter.router.app.core.core_metrics import CoreMetrics
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.redis_client.embedded_valkey import EmbeddedStore
+from kvrouter.router.base.redis_client.resp import command
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.workers.registration import Registration
 
 TOKEN = "bench"
 # The follower and the allocator of Valkey settle within this.

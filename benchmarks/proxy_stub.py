@@ -21,9 +21,9 @@ from typing import Any
 import httptools
 import uvloop
 
-from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
-from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
-from kvrouter.router.tokens.token_request import TokenRequest, read
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
+from kvrouter.router.route.tokens.token_request import TokenRequest, read
 
 CHUNKS = 32
 # A fast decode step; longer than all that stands in front takes for a chunk.

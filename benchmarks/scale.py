@@ -30,15 +30,15 @@ from numpy.typing import NDArray
 from processes import rss_bytes
 from report import PAGE, Others, Result, machine, markdown, number, progress, save, write_part
 
-from kvrouter.router.common.ids import GPU, Place, WorkerKey
-from kvrouter.router.kvcache.block_hash import HashScheme
-from kvrouter.router.kvcache.catalog import Group, build_catalog
-from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
-from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.matching.question import Question
-from kvrouter.router.workers.registration import CatalogSpec
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
+from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.index.matching.mirror import Mirror
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.kvcache.block_hash import HashScheme
+from kvrouter.router.model.kvcache.catalog import Group, build_catalog
+from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.model.workers.registration import CatalogSpec
+from kvrouter.router.model.workers.stream_state import StreamState
 
 HERE = Path(__file__).resolve().parent
 BEGIN = "<!-- table: written by benchmarks/scale.py -->"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.wire import WireStored
-from kvrouter.router.kvcache.block_hash import HashScheme, hash_chain
+from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_chain
 
 MODEL = "m"
 BLOCK_TOKENS = 16

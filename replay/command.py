@@ -33,7 +33,7 @@ from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.formats import AUTO, FORMATS, read_trace, recognised
 from kvrouter.replay.traces.reader import BYTES_PER_TOKEN, OUTPUT_TOKENS, ReadOptions
 from kvrouter.replay.traces.request import Trace
-from kvrouter.router.common.errors import SettingError
+from kvrouter.router.base.common.errors import SettingError
 from kvrouter.simulator.cache.shapes import SHAPES
 from kvrouter.simulator.engine.timing import Timing
 

@@ -3,7 +3,7 @@
 
 import sys
 
-from kvrouter.router.common import compiled
+from kvrouter.router.base.common import compiled
 
 if not compiled.wanted():
     sys.meta_path.insert(0, compiled.SourceFinder)

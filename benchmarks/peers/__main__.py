@@ -27,7 +27,7 @@ from processes import HERE
 from report import PAGE, Others, machine, progress, write_part
 from workload import SIX_GROUPS
 
-from kvrouter.router.common.compiled import caution, wanted
+from kvrouter.router.base.common.compiled import caution, wanted
 from peers import ingest, memory, proxy, query, selection, two_processes
 from peers.packages import VERSIONS, Package, PeerSettings, environment
 from peers.table import Findings, Group, PeerRow, page_part, table

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from kvrouter.router.redis_client.resp import command
+from kvrouter.router.base.redis_client.resp import command
 
 TIER_FIELDS, JSON_FIELDS = "llm-d, pod@tier fields", "llm-d, JSON fields"
 

@@ -20,7 +20,7 @@ from processes import Publisher, rss_bytes
 from report import progress
 from workload import WORKERS, last_placed
 
-from kvrouter.router.index.store import IndexStore
+from kvrouter.router.index.store.store import IndexStore
 from peers import llm_d
 from peers.dynamo import INDEXER, Dynamo
 from peers.packages import PeerSettings

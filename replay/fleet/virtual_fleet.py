@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, Restarted, fingerprint
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.ingest.pending_commit import PendingCommit
-from kvrouter.router.kvcache.offload_connectors import OFFLOADING
-from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.kvcache.resume_rule import ResumeRule, resume_rule
-from kvrouter.router.matching.cache_writes import ModelWrites
-from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
-from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
-from kvrouter.router.workers.stream_state import credited
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.index.ingest.pending_commit import PendingCommit
+from kvrouter.router.index.matching.cache_writes import ModelWrites
+from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.index.matching.mirror import Mirror
+from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.model.kvcache.offload_connectors import OFFLOADING
+from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.model.kvcache.resume_rule import ResumeRule, resume_rule
+from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.model.workers.stream_state import credited
 from kvrouter.simulator.cache.cpu_tier import CacheEvent
 from kvrouter.simulator.cache.shapes import FULL_KINDS, Geometry
 from kvrouter.simulator.http.event_stream import to_wire

@@ -16,7 +16,7 @@ from kvrouter.replay.policies.routing import Router
 from kvrouter.replay.policies.session_hash import SessionHash
 from kvrouter.replay.policies.this_router import ThisRouter
 from kvrouter.replay.policies.vllm_router import VllmRouter
-from kvrouter.router.placement.policies import KV
+from kvrouter.router.route.placement.policies import KV
 
 # The number of workers and the tokens of a piece -> the rule.
 RULES: dict[str, Callable[[int, int], Rule]] = {

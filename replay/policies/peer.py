@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from kvrouter.replay.fleet.virtual_fleet import MODEL, VirtualFleet
 from kvrouter.replay.policies.routing import Arrival, EngineLoads
-from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.router.matching.question import Question
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
 
 # What each engine would say of itself now, in the order of the workers.
 EngineLoads: TypeAlias = Callable[[], Sequence[EngineLoad]]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """This router in virtual time: its own cost, load and placing, under any of its policies.
 
-Source: router/placement/, this version. `kv` is what `kvrouter serve` does; `round_robin`, `random`, `least_load`,
+Source: router/route/placement/, this version. `kv` is what `kvrouter serve` does; `round_robin`, `random`, `least_load`,
 `prefix_only` and `full_attention_only` see the same workers, hits and load (docs/explanation/choosing.md)."""
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import random
 
 from kvrouter.replay.fleet.virtual_fleet import MODEL, VirtualFleet
 from kvrouter.replay.policies.routing import Arrival, EngineLoads
-from kvrouter.router.config.settings import Config
-from kvrouter.router.matching.question import Question
-from kvrouter.router.placement.candidates import Pin
-from kvrouter.router.placement.placement_metrics import PlacementMetrics
-from kvrouter.router.placement.placement_request import Placement, PlacementRequest
-from kvrouter.router.placement.placer import Placer
-from kvrouter.router.placement.policies import KV, OTHERS
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.route.placement.candidates import Pin
+from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
+from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.route.placement.policies import KV, OTHERS
 
 # How often the router asks each engine for its load.
 GAUGE_EVERY_S = 2.0

@@ -10,7 +10,7 @@ import msgspec
 
 from kvrouter.replay.report.comparison import POOLED, Comparison
 from kvrouter.replay.runs.policy_run import Summary
-from kvrouter.router.common.errors import SettingError
+from kvrouter.router.base.common.errors import SettingError
 
 
 def write_csv(path: Path, found: Comparison) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvrouter.replay.policies.names import OWN
 from kvrouter.replay.runs.policy_run import PolicyRun, Summary
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.common.extras import install_command
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.extras import install_command
 
 SIZE_INCHES = (9.0, 4.5)
 DOTS_PER_INCH = 120

@@ -19,8 +19,8 @@ from kvrouter.replay.policies.names import router_of
 from kvrouter.replay.policies.routing import Arrival, Placed
 from kvrouter.replay.runs.policy_run import LoadProfile, PolicyRun
 from kvrouter.replay.traces.request import Request, Trace
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.simulator.cache.job import Job
 from kvrouter.simulator.cache.shapes import Geometry
 from kvrouter.simulator.cache.text import PieceText

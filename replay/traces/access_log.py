@@ -18,7 +18,7 @@ from kvrouter.replay.traces.lines import Line, at, json_object, shown, whole_num
 from kvrouter.replay.traces.pieces import ID_BITS
 from kvrouter.replay.traces.reader import ReadOptions
 from kvrouter.replay.traces.request import Request, TraceError
-from kvrouter.router.quality.access_log import LOGGER, PIECE_TOKENS
+from kvrouter.router.observe.quality.access_log import LOGGER, PIECE_TOKENS
 
 TOKENS_MAX = 1 << 24
 

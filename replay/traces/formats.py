@@ -14,7 +14,7 @@ from kvrouter.replay.traces import access_log, mooncake, openai, vllm_log
 from kvrouter.replay.traces.lines import Progress, at, numbered_lines
 from kvrouter.replay.traces.reader import Reader, ReadOptions
 from kvrouter.replay.traces.request import Request, Trace, TraceError
-from kvrouter.router.quality.access_log import PIECE_TOKENS as ACCESS_PIECE_TOKENS
+from kvrouter.router.observe.quality.access_log import PIECE_TOKENS as ACCESS_PIECE_TOKENS
 
 AUTO = "auto"
 # Lines of a log before its first request: a server's start is some hundred.

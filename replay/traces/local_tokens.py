@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.replay.traces.reader import Tokenize
-from kvrouter.router.common.errors import BadQuestion, SettingError
-from kvrouter.router.common.extras import install_command
-from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
-from kvrouter.router.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.tokens.token_request import TokenRequest, read
+from kvrouter.router.base.common.errors import BadQuestion, SettingError
+from kvrouter.router.base.common.extras import install_command
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.route.tokens.token_request import TokenRequest, read
 
 PATHS = {"chat": CHAT_PATH, "text": TEXT_PATH}
 
@@ -24,7 +24,7 @@ PATHS = {"chat": CHAT_PATH, "text": TEXT_PATH}
 def tokenizer_of(folder: Path) -> Tokenize:
     """Raises SettingError, also where the extra `tokenizer` is not installed."""
     try:
-        from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
+        from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
     except ImportError as error:
         raise SettingError(f"--tokenizer needs {error.name}: {install_command('tokenizer')}") from None
     tokenizer = LocalTokenizer(folder, datetime.now)

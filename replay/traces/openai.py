@@ -25,7 +25,7 @@ from kvrouter.replay.traces.mooncake import TOKENS_MAX
 from kvrouter.replay.traces.pieces import pieces_of_text, pieces_of_tokens, session_number
 from kvrouter.replay.traces.reader import ReadOptions
 from kvrouter.replay.traces.request import Request, TraceError
-from kvrouter.router.common.timestamps import TIME_FIELDS, seconds_of, time_in
+from kvrouter.router.base.common.timestamps import TIME_FIELDS, seconds_of, time_in
 
 PIECE_TOKENS = 16
 # Under this many bytes of difference an estimate is not worth a word.

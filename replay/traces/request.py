@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.common.errors import SettingError
+from kvrouter.router.base.common.errors import SettingError
 
 
 class TraceError(SettingError):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `kvrouter` command."""
+"""The entry points of the command line, at the name that installed scripts have. The commands are in `app/cli`."""

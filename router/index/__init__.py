@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Redis holds of each worker, and how it is written and followed."""
+"""The index: from events to the blocks that each worker holds, in Redis and in memory, and the hits in it."""

@@ -15,7 +15,7 @@ from harness.stage import Outcome
 
 from kvrouter.events.patch.items import NewEpoch, ReportBatch, ReportGap
 from kvrouter.events.vllm.stream_items import Batch, GapLost, Restarted
-from kvrouter.router.ingest.ingest import Ingest
+from kvrouter.router.index.ingest.ingest import Ingest
 
 # A defect need not show in each schedule, but does in one of these.
 SEEDS = range(30_000, 30_004)

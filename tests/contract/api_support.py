@@ -18,29 +18,29 @@ import numpy as np
 from bare_services import bare_feed
 from uvicorn.server import ServerState
 
-from kvrouter.router.api.http.fastapi_app import build_api
-from kvrouter.router.api.http.http_api import HttpApi
-from kvrouter.router.api.http.http_connection import connection_factory
-from kvrouter.router.api.http_metrics import HttpMetrics
-from kvrouter.router.common.errors import UnknownModel
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import Config
-from kvrouter.router.kvcache.catalog import GroupRule
-from kvrouter.router.kvcache.resume_rule import ResumeRule
-from kvrouter.router.matching.cache_writes import CacheWrites, ModelWrites
-from kvrouter.router.matching.question import GroupCover, Hit, Limiter, Question
-from kvrouter.router.placement.placement_metrics import PlacementMetrics
-from kvrouter.router.placement.placer import Placer
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.tokens.client_body import ClientBody
-from kvrouter.router.tokens.prompt_tokens import Prompt
-from kvrouter.router.watch.decision_log import DecisionLog
-from kvrouter.router.watch.watch import Watch
-from kvrouter.router.watch.watch_metrics import WatchMetrics
-from kvrouter.router.workers.model_names import ServedModel
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.role import HandoverWay, Role
-from kvrouter.router.workers.worker_status import Recovery, TokensStatus, WorkerStatus
+from kvrouter.router.base.common.errors import UnknownModel
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
+from kvrouter.router.index.matching.cache_writes import CacheWrites, ModelWrites
+from kvrouter.router.index.matching.question import GroupCover, Hit, Limiter, Question
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.kvcache.catalog import GroupRule
+from kvrouter.router.model.kvcache.resume_rule import ResumeRule
+from kvrouter.router.model.workers.model_names import ServedModel
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.role import HandoverWay, Role
+from kvrouter.router.model.workers.worker_status import Recovery, TokensStatus, WorkerStatus
+from kvrouter.router.observe.decisions.decision_log import DecisionLog
+from kvrouter.router.observe.decisions.watch import Watch
+from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
+from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.route.tokens.client_body import ClientBody
+from kvrouter.router.route.tokens.prompt_tokens import Prompt
+from kvrouter.router.serve.api.http.fastapi_app import build_api
+from kvrouter.router.serve.api.http.http_api import HttpApi
+from kvrouter.router.serve.api.http.http_connection import connection_factory
+from kvrouter.router.serve.api.http_metrics import HttpMetrics
 
 HASH_BLOCK_SIZE = 16
 

@@ -21,7 +21,7 @@ from ports import free_port
 from store_server import StoreCluster, StoreServer
 from tls_redis import TlsRedis, tls_redis
 
-from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore
+from kvrouter.router.base.redis_client.embedded_valkey import EmbeddedStore
 
 # Their assertions are a test's, wherever they are imported from.
 pytest.register_assert_rewrite("index_support", "index_commit_laws", "index_lease_laws", "index_follow_laws")

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_support import APPLIED, FENCED, GPU, PLACES, STALE, Residency, World, change, checkpoint, held, take
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index import keys
-from kvrouter.router.index.commit import Commit, Lease
-from kvrouter.router.index.store import IndexStore
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import Commit, Lease
+from kvrouter.router.index.store.store import IndexStore
 
 STEPS = st.lists(
     st.tuples(

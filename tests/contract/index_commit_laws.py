@@ -27,12 +27,12 @@ from index_support import (
     take,
 )
 
-from kvrouter.router.common.checksum import checksum
-from kvrouter.router.index import keys
-from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
-from kvrouter.router.index.log_follower import LogFollower
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.index.transactions import Transactions
+from kvrouter.router.base.common.checksum import checksum
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.index.store.log_follower import LogFollower
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.index.store.transactions import Transactions
 
 
 class CommitLaws:

@@ -36,15 +36,15 @@ from index_support import (
     take,
 )
 
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.index import keys
-from kvrouter.router.index import store as stores
-from kvrouter.router.index.commit import Commit
-from kvrouter.router.index.log_entry import LogEntry
-from kvrouter.router.index.log_follower import LogFollower, Reload, StoreBack, StoreLost
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.ingest.net_changes import ResidencyDelta
-from kvrouter.router.redis_client.errors import StoredValueError, StoreUnavailable
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.redis_client.errors import StoredValueError, StoreUnavailable
+from kvrouter.router.index.ingest.net_changes import ResidencyDelta
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store import store as stores
+from kvrouter.router.index.store.commit import Commit
+from kvrouter.router.index.store.log_entry import LogEntry
+from kvrouter.router.index.store.log_follower import LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.store.store import IndexStore
 
 STEPS = st.lists(
     st.tuples(

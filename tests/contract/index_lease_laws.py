@@ -20,13 +20,13 @@ from index_support import (
     take,
 )
 
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.index import keys
-from kvrouter.router.index.commit import Commit, Head, Lease
-from kvrouter.router.index.common_keys import PROBES
-from kvrouter.router.index.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.redis_client.errors import StoreError
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import Commit, Head, Lease
+from kvrouter.router.index.store.common_keys import PROBES
+from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
+from kvrouter.router.index.store.store import IndexStore
 
 
 class LeaseLaws:

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.common.task_supervisor import TaskSupervisor
-from kvrouter.router.index.checkpoint import Checkpoint
-from kvrouter.router.index.commit import CommitOutcome, Lease
-from kvrouter.router.index.log_entry import LogEntry
-from kvrouter.router.index.log_follower import LogFollower
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.ingest.net_changes import ResidencyDelta
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.index.ingest.net_changes import ResidencyDelta
+from kvrouter.router.index.store.checkpoint import Checkpoint
+from kvrouter.router.index.store.commit import CommitOutcome, Lease
+from kvrouter.router.index.store.log_entry import LogEntry
+from kvrouter.router.index.store.log_follower import LogFollower
+from kvrouter.router.index.store.store import IndexStore
 
 APPLIED, FENCED, STALE = CommitOutcome.APPLIED, CommitOutcome.FENCED, CommitOutcome.STALE
 # What `owned` takes, as the first that ever takes it; and one that nobody has.

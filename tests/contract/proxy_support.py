@@ -25,29 +25,29 @@ from api_support import TinyCore
 from certificates import OverTls
 from scripted_engine import Script, ScriptedEngine, plain
 
-from kvrouter.router.access.access import Access
-from kvrouter.router.api.http.deadlines import HttpLimits
-from kvrouter.router.api.http.fastapi_app import build_api
-from kvrouter.router.api.http.http_connection import connection_factory
-from kvrouter.router.common.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import Config
-from kvrouter.router.matching.question import Hit
-from kvrouter.router.placement.placement_request import PlacementRequest
-from kvrouter.router.placement.placer import Placer
-from kvrouter.router.proxy.admission import Admission
-from kvrouter.router.proxy.proxy import Proxy
-from kvrouter.router.quality.request_watch import Quality
-from kvrouter.router.server.checks import tracing_of
-from kvrouter.router.server.router_metrics import RouterMetrics
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.tokens.client_body import ClientBody
-from kvrouter.router.tokens.prompt_tokens import Prompt
-from kvrouter.router.upstream.pool import Pool
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.engine_key import EngineKey
-from kvrouter.router.workers.model_names import ServedModel
-from kvrouter.router.workers.registration import Registration
+from kvrouter.router.app.server.checks import tracing_of
+from kvrouter.router.app.server.router_metrics import RouterMetrics
+from kvrouter.router.base.common.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.upstream.pool import Pool
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.model_names import ServedModel
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.observe.quality.request_watch import Quality
+from kvrouter.router.route.placement.placement_request import PlacementRequest
+from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.route.tokens.client_body import ClientBody
+from kvrouter.router.route.tokens.prompt_tokens import Prompt
+from kvrouter.router.serve.access.access import Access
+from kvrouter.router.serve.api.http.deadlines import HttpLimits
+from kvrouter.router.serve.api.http.fastapi_app import build_api
+from kvrouter.router.serve.api.http.http_connection import connection_factory
+from kvrouter.router.serve.proxy.admission import Admission
+from kvrouter.router.serve.proxy.proxy import Proxy
 
 WAIT_S = 30.0
 CHAT = "/v1/chat/completions"

@@ -13,9 +13,9 @@ import pytest
 # pytest's importlib mode leaves sys.path alone.
 from api_support import TinyCore, TinyTokens, build, call, exchange, hit
 
-from kvrouter.router.api.http.plain_head import plain_head
-from kvrouter.router.api.http.request import HttpRequest
-from kvrouter.router.common.json_arrays import LONG_BODY_BYTES
+from kvrouter.router.base.common.json_arrays import LONG_BODY_BYTES
+from kvrouter.router.serve.api.http.plain_head import plain_head
+from kvrouter.router.serve.api.http.request import HttpRequest
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 # pytest's importlib mode leaves sys.path alone.
 from api_support import TinyCore, ask_app, build, call, exchange, hit
 
-from kvrouter.router.api.examples import EXAMPLES
-from kvrouter.router.tokens.proxied_paths import PATHS
+from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.serve.api.examples import EXAMPLES
 
 QUERY = {"model": "m", "token_ids": [1]}
 KEY = "s3cret-key"

@@ -17,8 +17,8 @@ import pytest
 from proxy_support import CHAT, ProxyServer, fleet, raw_request, received, until
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 
-from kvrouter.router.api.http.request import SINGLE, split_target
-from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.serve.api.http.request import SINGLE, split_target
 
 CHAT_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
 # One of each way: proxied, answered in the protocol, and by the ASGI application.

@@ -19,10 +19,10 @@ import uvicorn
 from api_support import TinyCore, build, hit
 from certificates import OverTls
 
-from kvrouter.router.access.certificate import CertificateFiles, read_certificate
-from kvrouter.router.api.http.deadlines import HttpLimits
-from kvrouter.router.api.http.http_connection import LAST_REQUEST_S, connection_factory
-from kvrouter.router.api.http_metrics import CUT_REASONS
+from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
+from kvrouter.router.serve.api.http.deadlines import HttpLimits
+from kvrouter.router.serve.api.http.http_connection import LAST_REQUEST_S, connection_factory
+from kvrouter.router.serve.api.http_metrics import CUT_REASONS
 
 # Short, so that the tests are; far above what a loopback exchange takes.
 SMALL = HttpLimits(

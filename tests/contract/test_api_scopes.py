@@ -16,14 +16,14 @@ import pytest
 from api_support import Answer, TinyCore, ask_app, build, call, hit
 from fastapi.routing import APIRoute
 
-from kvrouter.router.access import access as access_module
-from kvrouter.router.access.access import Access
-from kvrouter.router.access.scope import Scope
-from kvrouter.router.api.http.http_api import HttpApi
-from kvrouter.router.api.openapi import EVENTS, HOT_OPERATIONS
-from kvrouter.router.api.scopes import ADMIN, ANY, SCOPES, Route, RouteTable
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.tokens.proxied_paths import PATHS
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.serve.access import access as access_module
+from kvrouter.router.serve.access.access import Access
+from kvrouter.router.serve.access.scope import Scope
+from kvrouter.router.serve.api.http.http_api import HttpApi
+from kvrouter.router.serve.api.openapi import EVENTS, HOT_OPERATIONS
+from kvrouter.router.serve.api.scopes import ADMIN, ANY, SCOPES, Route, RouteTable
 
 WAIT_S = 20.0
 OPEN = {"/health", "/ready"}
@@ -68,7 +68,7 @@ def path_of(route: Route) -> str:
 
 def test_every_route_has_a_scope_and_every_scope_a_route() -> None:
     served = routes()
-    assert set(served) <= set(SCOPES), "a new route needs a line in router/api/scopes.py"
+    assert set(served) <= set(SCOPES), "a new route needs a line in router/serve/api/scopes.py"
     assert set(SCOPES) <= set(served), "the table names what is not served"
     assert all(scopes for scopes in SCOPES.values())
 
@@ -174,7 +174,7 @@ class Watched:
             made.append(Access(*arguments, **more))  # type: ignore[arg-type]
             return made[-1]
 
-        monkeypatch.setattr("kvrouter.router.api.http.fastapi_app.Access", keep)
+        monkeypatch.setattr("kvrouter.router.serve.api.http.fastapi_app.Access", keep)
         self.app, self.registry = build(core, **settings)
         self.access = made[0]
 

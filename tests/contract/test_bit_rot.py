@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from index_support import CPU, GPU, Residency, change, checkpoint, held, take
 from store_server import StoreServer
 
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.index.commit import Commit
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.redis_client.errors import StoredValueError, StoreUnavailable
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.redis_client.errors import StoredValueError, StoreUnavailable
+from kvrouter.router.index.store.commit import Commit
+from kvrouter.router.index.store.store import IndexStore
 
 WORKER = WorkerKey("m", "w")
 # Commands go to the file at once, and its first part is not rewritten meanwhile.

@@ -14,11 +14,11 @@ import pytest
 from api_support import TinyCore, build, call, exchange, hit
 from fastapi.routing import APIRoute
 
-from kvrouter.router.access.browser_policy import MAX_KNOWN_HOSTS
-from kvrouter.router.api.openapi import EVENTS, HOT_OPERATIONS
-from kvrouter.router.config.settings import Config
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.tokens.proxied_paths import AUDIO, PATHS
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS
+from kvrouter.router.serve.access.browser_policy import MAX_KNOWN_HOSTS
+from kvrouter.router.serve.api.openapi import EVENTS, HOT_OPERATIONS
 
 EVIL = "evil.example"
 KEY = "correct-horse-battery"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from certificates import Authority, openssl
 
-from kvrouter.router.access.certificate import CertificateFiles, read_certificate
-from kvrouter.router.access.validity import validity_of
-from kvrouter.router.common.errors import SettingError
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
+from kvrouter.router.serve.access.validity import validity_of
 
 DAY_S = 86_400.0
 

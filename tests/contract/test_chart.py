@@ -19,11 +19,11 @@ import yaml
 from chart import CHART, PROFILES, ROOT, check_object, container, one, rendered
 from helm_template import HelmError, helm_template
 
-from kvrouter.router.access.browser_policy import BrowserPolicy
-from kvrouter.router.config.loading import load_config
-from kvrouter.router.config.settings import Config
-from kvrouter.router.discovery.kubernetes.pods import Pod, candidates_of
-from kvrouter.router.server.supervisor import CLOSE_TIMEOUT_S
+from kvrouter.router.app.server.supervisor import CLOSE_TIMEOUT_S
+from kvrouter.router.follow.discovery.kubernetes.pods import Pod, candidates_of
+from kvrouter.router.model.config.loading import load_config
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.serve.access.browser_policy import BrowserPolicy
 
 Objects = list[dict[str, Any]]
 WORKLOADS = ("Deployment", "StatefulSet")

@@ -23,9 +23,9 @@ from lead_support import (
 )
 from store_server import StoreServer
 
-from kvrouter.router.core.router_core import Core
-from kvrouter.router.index import checkpoint, keys
-from kvrouter.router.streams import commit_loop
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.follow.streams import commit_loop
+from kvrouter.router.index.store import checkpoint, keys
 
 META = keys.meta(WORKER)
 

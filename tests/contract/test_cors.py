@@ -15,8 +15,8 @@ import pytest
 from proxy_support import CHAT, RAW, WAIT_S, ProxyServer, fleet
 from scripted_engine import Script, plain, stream
 
-from kvrouter.router.api.http.cors import EXPOSED
-from kvrouter.router.tokens.proxied_paths import PATHS
+from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.serve.api.http.cors import EXPOSED
 
 APP, OTHER = "https://app.example", "https://other.example"
 # An engine with its own mind: vLLM's default allows all.

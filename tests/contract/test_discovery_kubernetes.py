@@ -16,12 +16,12 @@ import aiohttp
 import pytest
 from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
 
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.discovery.kubernetes import api as cluster_api
-from kvrouter.router.discovery.kubernetes.access import Access, access_from
-from kvrouter.router.discovery.kubernetes.api import ClusterApi
-from kvrouter.router.discovery.kubernetes.source import KubernetesSource
-from kvrouter.router.workers.registration import Registration
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.follow.discovery.kubernetes import api as cluster_api
+from kvrouter.router.follow.discovery.kubernetes.access import Access, access_from
+from kvrouter.router.follow.discovery.kubernetes.api import ClusterApi
+from kvrouter.router.follow.discovery.kubernetes.source import KubernetesSource
+from kvrouter.router.model.workers.registration import Registration
 
 TIMEOUT_S = 10.0
 

@@ -18,17 +18,17 @@ from engine_http import EngineHttp
 from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
 from listed_routers import STILL_S, TIMEOUT_S, Listed, routing
 
-from kvrouter.router.common.errors import Conflict
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.discovery.candidate import candidate_of
-from kvrouter.router.discovery.kubernetes.access import Access
-from kvrouter.router.discovery.kubernetes.api import ClusterApi
-from kvrouter.router.discovery.kubernetes.source import KubernetesSource
-from kvrouter.router.index import keys
-from kvrouter.router.index.registry import Registry
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.source_precedence import FILE, KUBERNETES, STATIC
-from kvrouter.router.workers.worker_spec import parse_worker
+from kvrouter.router.base.common.errors import Conflict
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.discovery.candidate import candidate_of
+from kvrouter.router.follow.discovery.kubernetes.access import Access
+from kvrouter.router.follow.discovery.kubernetes.api import ClusterApi
+from kvrouter.router.follow.discovery.kubernetes.source import KubernetesSource
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.registry import Registry
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.source_precedence import FILE, KUBERNETES, STATIC
+from kvrouter.router.model.workers.worker_spec import parse_worker
 
 
 @pytest.fixture

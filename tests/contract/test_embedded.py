@@ -20,16 +20,16 @@ import pytest
 import redis
 from index_support import take
 
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.common.task_supervisor import TaskSupervisor
-from kvrouter.router.index.commit import Commit, CommitOutcome
-from kvrouter.router.index.log_follower import LogFollower, Reload, StoreBack, StoreLost
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.ingest.net_changes import ResidencyDelta
-from kvrouter.router.redis_client import embedded_valkey as embedded
-from kvrouter.router.redis_client.embedded_valkey import SOCKET_PATH_MAX_BYTES, EmbeddedStore, EmbeddedStoreError
-from kvrouter.router.redis_client.errors import StoreUnavailable
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.redis_client import embedded_valkey as embedded
+from kvrouter.router.base.redis_client.embedded_valkey import SOCKET_PATH_MAX_BYTES, EmbeddedStore, EmbeddedStoreError
+from kvrouter.router.base.redis_client.errors import StoreUnavailable
+from kvrouter.router.index.ingest.net_changes import ResidencyDelta
+from kvrouter.router.index.store.commit import Commit, CommitOutcome
+from kvrouter.router.index.store.log_follower import LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.store.store import IndexStore
 
 WAIT_S = 20.0
 WORKER = WorkerKey("m", "w")
@@ -39,9 +39,9 @@ GPU = Place(0, "GPU")
 KILLED_ROUTER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.base.redis_client.embedded_valkey import EmbeddedStore
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.base.common.ids import WorkerKey
 
 async def main():
     server = await EmbeddedStore.start(Path(sys.argv[1]))

@@ -19,11 +19,11 @@ from fake_engine import FakeEngine, prompt, stored
 from ports import free_port
 from store_server import StoreServer
 
-from kvrouter.router.diagnosis import endpoint_probe
-from kvrouter.router.diagnosis.endpoint_probe import EndpointAnswer, probe_endpoint, probe_endpoints, probe_engines
-from kvrouter.router.index.server_settings import server_settings
-from kvrouter.router.redis_client.errors import StoreError
-from kvrouter.router.redis_client.servers import Servers
+from kvrouter.router.app.diagnosis import endpoint_probe
+from kvrouter.router.app.diagnosis.endpoint_probe import EndpointAnswer, probe_endpoint, probe_endpoints, probe_engines
+from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.index.store.server_settings import server_settings
 
 
 def look(endpoint: str) -> EndpointAnswer:

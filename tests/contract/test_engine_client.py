@@ -10,11 +10,11 @@ import pytest
 import uvloop
 from ports import free_port
 
-from kvrouter.router.upstream.engine_client import EngineClient
-from kvrouter.router.upstream.failure import Failure, Kind
-from kvrouter.router.upstream.origin import target_of
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.engine_key import EngineKey
+from kvrouter.router.model.upstream.engine_client import EngineClient
+from kvrouter.router.model.upstream.failure import Failure, Kind
+from kvrouter.router.model.upstream.origin import target_of
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.engine_key import EngineKey
 
 MOST_BYTES = 64 * 1024
 TIMEOUT_S = 0.5

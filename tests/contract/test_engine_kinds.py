@@ -14,9 +14,9 @@ import redis
 from engine_http import EngineHttp
 from listed_routers import STILL_S, TIMEOUT_S, Listed, Router, routing
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.source_precedence import FILE
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.source_precedence import FILE
 
 SERVER_INFO = {"disable_radix_cache": False, "kv_events": {"publisher": "zmq", "endpoint_port_base": 5557}}
 WORKER = WorkerKey("m", "w")

@@ -15,10 +15,10 @@ import aiohttp
 import pytest
 from certificates import Authority
 
-from kvrouter.router.discovery.engine_prober import EngineProber, ProbeRequest
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.engine_answers import EngineAnswers
-from kvrouter.router.workers.engine_key import EngineKey
+from kvrouter.router.follow.discovery.engine_prober import EngineProber, ProbeRequest
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.engine_answers import EngineAnswers
+from kvrouter.router.model.workers.engine_key import EngineKey
 
 WHOLE = ProbeRequest(model=True, streams=True)
 MODELS = b'{"data": [{"id": "m"}]}'

@@ -18,16 +18,16 @@ from engine_http import EngineHttp
 from fake_reporter import FakeReporter
 
 from kvrouter.events.vllm.publisher import EventPublisher
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import Config
-from kvrouter.router.core.core_metrics import CoreMetrics
-from kvrouter.router.core.router_core import Core
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.upstream.engine_client import EngineClient
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.engine_key import EngineKey
-from kvrouter.router.workers.registration import NO_PATCH, Registration
+from kvrouter.router.app.core.core_metrics import CoreMetrics
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.upstream.engine_client import EngineClient
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.registration import NO_PATCH, Registration
 
 pytestmark = pytest.mark.slow
 

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from kvrouter.router.server.memory_release import trim_function
+from kvrouter.router.app.server.memory_release import trim_function
 
 MIB = 1024**2
 FRESH_PROCESS = """
 import asyncio, os
-from kvrouter.router.server import memory_release as m
+from kvrouter.router.app.server import memory_release as m
 
 async def main():
     m.LOOK_S = 0.05

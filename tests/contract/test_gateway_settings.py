@@ -14,12 +14,12 @@ import envoy
 import pytest
 from ports import free_port
 
-from kvrouter.router.cli import serve as serve_module
-from kvrouter.router.cli.commands import run
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.config.loading import Origin
-from kvrouter.router.config.settings import EPP_PORT, Config
-from kvrouter.router.server.checks import check_settings
+from kvrouter.router.app.cli import serve as serve_module
+from kvrouter.router.app.cli.commands import run
+from kvrouter.router.app.server.checks import check_settings
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.model.config.loading import Origin
+from kvrouter.router.model.config.settings import EPP_PORT, Config
 
 CONFIGURATION = Path(__file__).resolve().parents[2] / "deploy" / "gateway" / "envoy.yaml"
 
@@ -38,9 +38,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 
 
 def test_a_router_is_made_without_the_extra() -> None:
-    program = (
-        "import sys; sys.modules['grpc'] = None; import kvrouter.router.server.app, kvrouter.router.server.supervisor"
-    )
+    program = "import sys; sys.modules['grpc'] = None; import kvrouter.router.app.server.app, kvrouter.router.app.server.supervisor"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import pytest
 from certificates import Authority
 
-from kvrouter.router.access.access import Access
-from kvrouter.router.access.access_metrics import AccessMetrics
-from kvrouter.router.access.certificate import CertificateFiles, read_certificate
-from kvrouter.router.access.reloaded import Reloaded
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.common.hanging_call import CallHangs, HangingCall
-from kvrouter.router.common.regular_file import read_regular
-from kvrouter.router.config.settings import Config
-from kvrouter.router.discovery.files.file_source import FileSource
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.hanging_call import CallHangs, HangingCall
+from kvrouter.router.base.common.regular_file import read_regular
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.discovery.files.file_source import FileSource
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.serve.access.access import Access
+from kvrouter.router.serve.access.access_metrics import AccessMetrics
+from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
+from kvrouter.router.serve.access.reloaded import Reloaded
 
 # Any time will do, because a read hangs until the pipe is fed.
 HANG_S = 0.01
@@ -92,7 +92,7 @@ def test_what_the_call_raises_is_raised_and_forgotten() -> None:
 def test_neither_loop_nor_process_waits_for_it_at_the_end() -> None:
     program = """
 import asyncio, os
-from kvrouter.router.common.hanging_call import CallHangs, HangingCall
+from kvrouter.router.base.common.hanging_call import CallHangs, HangingCall
 
 async def main():
     try:

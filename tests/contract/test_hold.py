@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import redis
 
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.index import keys
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.ingest.net_changes import ResidencyDelta
-from kvrouter.router.ingest.pending_commit import PendingCommit
-from kvrouter.router.streams.held_workers import HeldWorkers
-from kvrouter.router.streams.lease_holder import HandedOver, LeaseHolder, LeaseLost
-from kvrouter.router.streams.lease_rounds import LeaseRounds
-from kvrouter.router.streams.stream_metrics import StreamMetrics
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.streams.held_workers import HeldWorkers
+from kvrouter.router.follow.streams.lease_holder import HandedOver, LeaseHolder, LeaseLost
+from kvrouter.router.follow.streams.lease_rounds import LeaseRounds
+from kvrouter.router.follow.streams.stream_metrics import StreamMetrics
+from kvrouter.router.index.ingest.net_changes import ResidencyDelta
+from kvrouter.router.index.ingest.pending_commit import PendingCommit
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.store import IndexStore
 
 WORKER = WorkerKey("m", "held")
 WAIT_S = 15.0

@@ -29,12 +29,12 @@ from index_support import (
 )
 from tls_redis import TlsRedis
 
-from kvrouter.router.index import keys
-from kvrouter.router.index.commit import Commit
-from kvrouter.router.index.log_entry import LogEntry
-from kvrouter.router.index.log_follower import LogFollower, Reload
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
+from kvrouter.router.base.redis_client.errors import StoreError, StoreUnavailable
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import Commit
+from kvrouter.router.index.store.log_entry import LogEntry
+from kvrouter.router.index.store.log_follower import LogFollower, Reload
+from kvrouter.router.index.store.store import IndexStore
 
 
 class IndexContract(CommitLaws, CheckpointLaws, LeaseLaws, FollowLaws):

@@ -14,11 +14,11 @@ from api_support import TinyCore, TinyTokens, build, call, hit
 from proxy_support import proxying, worker
 from scripted_engine import ScriptedEngine, plain
 
-from kvrouter.router.access.api_keys import parse_keys
-from kvrouter.router.api.http.http_api import HttpApi
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.load.key_shares import KeyShares
-from kvrouter.router.tokens.proxied_paths import AUDIO, PATHS, WITHOUT_PROMPT
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.route.load.key_shares import KeyShares
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS, WITHOUT_PROMPT
+from kvrouter.router.serve.access.api_keys import parse_keys
+from kvrouter.router.serve.api.http.http_api import HttpApi
 
 # The keys in the file, by name.
 KEYS = {

@@ -33,16 +33,16 @@ from lead_support import (
 )
 from store_server import StoreServer
 
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.core.router_core import Core
-from kvrouter.router.fleet.assignment import assign_workers
-from kvrouter.router.index import keys
-from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
-from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
-from kvrouter.router.streams.commit_loop import MAX_PENDING_BLOCKS
-from kvrouter.router.streams.peer_view import META_STATE_LEASE
-from kvrouter.router.workers.registration import NO_PATCH, Registration
-from kvrouter.router.workers.stream_state import CREDITED, StreamState
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.follow.fleet.assignment import assign_workers
+from kvrouter.router.follow.streams.commit_loop import MAX_PENDING_BLOCKS
+from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE
+from kvrouter.router.index.ingest.net_changes import NO_HASHES, ResidencyDelta
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.model.workers.registration import NO_PATCH, Registration
+from kvrouter.router.model.workers.stream_state import CREDITED, StreamState
 
 
 def test_answers_are_exact_while_the_store_hangs_and_the_other_router_is_in_doubt(

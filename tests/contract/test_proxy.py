@@ -14,7 +14,7 @@ import pytest
 from proxy_support import CHAT, COMPLETIONS, fleet, proxying, raw_request, worker
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain, stream
 
-from kvrouter.router.tokens.proxied_paths import AUDIO, PATHS
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hällo"}]}
 TOKENS = {"model": "m", "prompt": list(range(1, 100)), "max_tokens": 4}

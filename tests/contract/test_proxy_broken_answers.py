@@ -14,8 +14,8 @@ import pytest
 from proxy_support import BODY, CHAT, OK, RAW, code, fleet, raw_request, until
 from scripted_engine import STREAM_HEAD, Asked, Wire, chunk, hang, plain, stream
 
-from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN, PAUSE_FIRST_S
-from kvrouter.router.upstream.connection import MAX_INTERIM_ANSWERS
+from kvrouter.router.model.upstream.connection import MAX_INTERIM_ANSWERS
+from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN, PAUSE_FIRST_S
 
 
 def test_a_silent_engine_is_given_up_after_the_timeout() -> None:

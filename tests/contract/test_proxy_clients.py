@@ -13,9 +13,9 @@ import pytest
 from proxy_support import CHAT, OK, RAW, fleet, raw_request, received, until
 from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, hang, plain, stream
 
-from kvrouter.router.api.http.deadlines import HttpLimits
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.serve.api.http.deadlines import HttpLimits
+from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN
 
 W0 = WorkerKey("m", "w0")
 # Long enough for a loop that is not held back to send some megabytes more.

@@ -15,13 +15,13 @@ import uvloop
 from proxy_support import BODY, CHAT, OK, RAW, WAIT_S, code, fleet, proxying, raw_request, received, until, worker
 from scripted_engine import STREAM_HEAD, Asked, Script, ScriptedEngine, Wire, chunk, hang, plain, reset, stream
 
-from kvrouter.router.common.direct_task import directly
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.matching.matcher import WorkerView
-from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN
-from kvrouter.router.upstream.connection import Connection
-from kvrouter.router.upstream.failure import Failure, Kind
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.direct_task import directly
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.matcher import WorkerView
+from kvrouter.router.model.upstream.connection import Connection
+from kvrouter.router.model.upstream.failure import Failure, Kind
+from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN
 
 RESPONSES = "/v1/responses"
 W0 = WorkerKey("m", "w0")

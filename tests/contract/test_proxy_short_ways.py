@@ -27,9 +27,9 @@ import itertools
 
 from examples import examples
 
-from kvrouter.router.api.http import http_connection
-from kvrouter.router.api.http.plain_head import plain_head
-from kvrouter.router.upstream.connection import Connection
+from kvrouter.router.model.upstream.connection import Connection
+from kvrouter.router.serve.api.http import http_connection
+from kvrouter.router.serve.api.http.plain_head import plain_head
 
 USAGE = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}}}'
 EVENTS = [b"data: {}\n\n", b"data: \xff\x00\n\n", b"data: " + USAGE + b"\n\n", b"data: [DONE]\n\n"]

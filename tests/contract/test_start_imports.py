@@ -13,7 +13,7 @@ HEAVY = ("aiohttp", "fastapi", "grpc", "numpy", "prometheus_client", "redis", "u
 # Runs the command in a fresh interpreter, then prints its exit code and what of HEAVY it has imported.
 PROGRAM = f"""
 import sys
-from kvrouter.router.cli.commands import run
+from kvrouter.router.app.cli.commands import run
 code = run(sys.argv[1:])
 print(code, *sorted({{name.partition(".")[0] for name in sys.modules}} & {set(HEAVY)!r}))
 """

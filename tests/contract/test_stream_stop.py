@@ -12,26 +12,26 @@ import zmq
 from bare_services import bare_feed
 
 from kvrouter.events.transport.permits import Permits
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.common.task_supervisor import TaskSupervisor
-from kvrouter.router.config.settings import Config
-from kvrouter.router.core.core_metrics import CoreMetrics
-from kvrouter.router.fleet.mirror_sync import MirrorSync
-from kvrouter.router.fleet.store_contact import StoreContact
-from kvrouter.router.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.streams.commit_loop import CommitLoop
-from kvrouter.router.streams.engine_poller import EnginePoller
-from kvrouter.router.streams.held_workers import HeldWorkers
-from kvrouter.router.streams.ingest_turns import IngestTurns
-from kvrouter.router.streams.lease_holder import LeaseHolder, LeaseLost
-from kvrouter.router.streams.lease_rounds import LeaseRounds
-from kvrouter.router.streams.source_switch import SourceSwitch
-from kvrouter.router.streams.stream_services import StreamServices
-from kvrouter.router.streams.worker_record import WorkerRecord
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.registration import Registration
+from kvrouter.router.app.core.core_metrics import CoreMetrics
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.fleet.mirror_sync import MirrorSync
+from kvrouter.router.follow.fleet.store_contact import StoreContact
+from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.follow.streams.commit_loop import CommitLoop
+from kvrouter.router.follow.streams.engine_poller import EnginePoller
+from kvrouter.router.follow.streams.held_workers import HeldWorkers
+from kvrouter.router.follow.streams.ingest_turns import IngestTurns
+from kvrouter.router.follow.streams.lease_holder import LeaseHolder, LeaseLost
+from kvrouter.router.follow.streams.lease_rounds import LeaseRounds
+from kvrouter.router.follow.streams.source_switch import SourceSwitch
+from kvrouter.router.follow.streams.stream_services import StreamServices
+from kvrouter.router.follow.streams.worker_record import WorkerRecord
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.registration import Registration
 
 WORKER = WorkerKey("m", "stopping")
 

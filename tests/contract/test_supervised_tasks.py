@@ -14,18 +14,18 @@ import pytest
 import zmq
 from fake_engine import FakeEngine, prompt, stored
 
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.common.task_supervisor import TaskSupervisor
-from kvrouter.router.config.settings import Config
-from kvrouter.router.core.core_metrics import CoreMetrics
-from kvrouter.router.core.router_core import Core
-from kvrouter.router.fleet import mirror_sync as following
-from kvrouter.router.index.log_entry import LogEntry
-from kvrouter.router.index.log_follower import _Reader
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.matching.matcher import WorkerView
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.workers.registration import NO_PATCH, Registration
+from kvrouter.router.app.core.core_metrics import CoreMetrics
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.fleet import mirror_sync as following
+from kvrouter.router.index.matching.matcher import WorkerView
+from kvrouter.router.index.store.log_entry import LogEntry
+from kvrouter.router.index.store.log_follower import _Reader
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.workers.registration import NO_PATCH, Registration
 
 TIMEOUT_S = 30.0
 BLOCKS = 4

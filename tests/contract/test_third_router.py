@@ -29,16 +29,16 @@ from lead_support import (
 from ports import free_port
 from store_server import StoreServer
 
-from kvrouter.router.core.router_core import Core
-from kvrouter.router.fleet.assignment import assign_workers
-from kvrouter.router.index import keys
-from kvrouter.router.index.commit import Commit
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.ingest.worker_profile import META_REPORT_EPOCH
-from kvrouter.router.streams import source_switch
-from kvrouter.router.streams.peer_view import META_STATE_LEASE, state_fields
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.follow.fleet.assignment import assign_workers
+from kvrouter.router.follow.streams import source_switch
+from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE, state_fields
+from kvrouter.router.index.ingest.worker_profile import META_REPORT_EPOCH
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import Commit
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.stream_state import StreamState
 
 # How often the follower gives the worker up and takes it again.
 GIVE_UPS = 3

@@ -22,11 +22,11 @@ import uvloop
 from api_support import TinyCore, build, hit
 from certificates import Authority, Pair
 
-from kvrouter.router.access.certificate import CertificateFiles, read_certificate
-from kvrouter.router.api.http import tls as tls_module
-from kvrouter.router.api.http.deadlines import HttpLimits
-from kvrouter.router.api.http.http_connection import connection_factory
-from kvrouter.router.api.http_metrics import CUT_REASONS
+from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
+from kvrouter.router.serve.api.http import tls as tls_module
+from kvrouter.router.serve.api.http.deadlines import HttpLimits
+from kvrouter.router.serve.api.http.http_connection import connection_factory
+from kvrouter.router.serve.api.http_metrics import CUT_REASONS
 
 WAIT_S = 20.0
 HOST = "127.0.0.1"

@@ -8,8 +8,8 @@ import asyncio
 import pytest
 from tokenizer_stage import MODEL, PATIENCE_S, RENDER_CHAT, RENDER_TEXT, case, run, until
 
-from kvrouter.router.tokens import tokenizer as module
-from kvrouter.router.tokens.engine.client import ASKS_PER_ENGINE
+from kvrouter.router.route.tokens import tokenizer as module
+from kvrouter.router.route.tokens.engine.client import ASKS_PER_ENGINE
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_an_answer_without_tokens_is_no_tokens(answer: bytes) -> None:
 
 
 def test_an_answer_too_long_to_be_tokens_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.router.tokens.engine.client.ANSWER_BYTES", 10_000)
+    monkeypatch.setattr("kvrouter.router.route.tokens.engine.client.ANSWER_BYTES", 10_000)
 
     async def test() -> None:
         async with case() as it:

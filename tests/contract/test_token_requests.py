@@ -11,8 +11,8 @@ import pytest
 from token_engine import tokens_of
 from tokenizer_stage import CHAT, MODEL, RENDER_CHAT, Here, case, ids, run
 
-from kvrouter.router.common.errors import BadQuestion
-from kvrouter.router.tokens.client_body import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, read_client_body
 
 
 def test_an_engine_that_wants_a_key_gets_the_clients() -> None:

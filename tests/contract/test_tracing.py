@@ -18,11 +18,11 @@ from collector import Collector, Seen
 from proxy_support import CHAT, COMPLETIONS, fleet, until
 from scripted_engine import Asked, ScriptedEngine, hang, plain, reset, stream
 
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.config.settings import Config
-from kvrouter.router.matching.question import Hit
-from kvrouter.router.quality import tracing
-from kvrouter.router.quality.tracing import traces_url
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.observe.quality import tracing
+from kvrouter.router.observe.quality.tracing import traces_url
 
 TOKENS = {"model": "m", "prompt": list(range(1, 100)), "max_tokens": 4}
 USAGE = {"prompt_tokens": 99, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 80}}
@@ -247,7 +247,7 @@ def test_the_endpoint_is_a_collector_or_its_traces() -> None:
     assert traces_url("http://otel:4318") == traces_url("http://otel:4318/") == "http://otel:4318/v1/traces"
     assert traces_url("http://otel/x/v1/traces") == "http://otel/x/v1/traces"
     with pytest.raises(SettingError, match="a collector's URL"):
-        from kvrouter.router.config.loading import load_config
+        from kvrouter.router.model.config.loading import load_config
 
         load_config(None, {}, {"otlp_endpoint": "otel:4317"})
     assert Config().otlp_endpoint is None
@@ -256,5 +256,5 @@ def test_the_endpoint_is_a_collector_or_its_traces() -> None:
 def test_without_traces_no_sdk_of_traces_is_loaded() -> None:
     # redis-py loads the SDK of metrics wherever it is installed.
     parts = ("opentelemetry.sdk.trace", "opentelemetry.exporter")
-    code = f"import kvrouter.router.server.app, sys; print([m for m in sys.modules if m.startswith({parts})])"
+    code = f"import kvrouter.router.app.server.app, sys; print([m for m in sys.modules if m.startswith({parts})])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -13,7 +13,7 @@ import zmq
 from fake_engine import BLOCK, FakeEngine, prompt, stored
 from router_process import RouterProcess
 
-from kvrouter.router.common.compiled import UNCOMPILED
+from kvrouter.router.base.common.compiled import UNCOMPILED
 
 TOKENS = prompt(1)
 HELD_BLOCKS = 7

@@ -18,7 +18,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.v1.request import RequestStatus
 
-from kvrouter.router.proxy.kv_transfer_params import decode_body, given_params, prefill_body
+from kvrouter.router.serve.proxy.kv_transfer_params import decode_body, given_params, prefill_body
 
 pytestmark = [
     pytest.mark.engine,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrouter.router.kvcache.block_hash import (
+from kvrouter.router.model.kvcache.block_hash import (
     ALGORITHMS,
     HashScheme,
     HashSpace,
@@ -18,8 +18,8 @@ from kvrouter.router.kvcache.block_hash import (
     reduce_hash,
     verify_scheme,
 )
-from kvrouter.router.kvcache.multimodal import Items, MultimodalItem
-from kvrouter.router.kvcache.prompt_hasher import PromptHasher, SegmentMemory
+from kvrouter.router.model.kvcache.multimodal import Items, MultimodalItem
+from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher, SegmentMemory
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine

@@ -16,10 +16,10 @@ from anthropic_bodies import message
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
-from kvrouter.router.tokens.anthropic_messages import as_chat
-from kvrouter.router.tokens.client_body import MESSAGES_PATH, read_client_body
-from kvrouter.router.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.tokens.token_request import TokenRequest, read
+from kvrouter.router.route.tokens.anthropic_messages import as_chat
+from kvrouter.router.route.tokens.client_body import MESSAGES_PATH, read_client_body
+from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.route.tokens.token_request import TokenRequest, read
 
 pytestmark = pytest.mark.engine
 

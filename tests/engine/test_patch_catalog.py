@@ -27,7 +27,7 @@ from workload import Prompt
 from kvrouter.engine_patch.hooks import event_tap as tap
 from kvrouter.engine_patch.hooks.declared_catalog import spec_classes
 from kvrouter.events.patch.messages import CatalogMessage, DeclaredCatalog
-from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
+from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, reduce_hash
 
 pytestmark = pytest.mark.engine
 

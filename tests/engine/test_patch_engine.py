@@ -24,7 +24,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBat
 
 from kvrouter.engine_patch.setup.features import FEATURES
 from kvrouter.events.patch.messages import ReportCleared, reports_endpoint, requests_endpoint
-from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
+from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, reduce_hash
 
 pytestmark = pytest.mark.engine
 

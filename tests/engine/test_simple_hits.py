@@ -20,8 +20,8 @@ from patched import last_reported, patched, reporter_of, tap_of
 from router_process import RouterProcess
 from workload import PromptTree
 
-from kvrouter.router.ingest.declared_catalog import declared_spec
-from kvrouter.router.workers.registration import CatalogSpec
+from kvrouter.router.index.ingest.declared_catalog import declared_spec
+from kvrouter.router.model.workers.registration import CatalogSpec
 
 pytestmark = pytest.mark.engine
 

@@ -27,11 +27,11 @@ from engine_process import last_published
 from engine_tokens import tokenized
 from router_process import RouterError, RouterProcess
 
-from kvrouter.router.engines.vllm.description import VLLM
-from kvrouter.router.tokens.engine.client import Engine
-from kvrouter.router.tokens.forward_ids import forwarded_body
-from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
-from kvrouter.router.tokens.prompt_tokens import Prompt
+from kvrouter.router.model.engines.vllm.description import VLLM
+from kvrouter.router.route.tokens.engine.client import Engine
+from kvrouter.router.route.tokens.forward_ids import forwarded_body
+from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
+from kvrouter.router.route.tokens.prompt_tokens import Prompt
 
 pytestmark = pytest.mark.engine
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from kvrouter.router.common.ids import TIERS, Place
-from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
-from kvrouter.router.ingest.copy_counts import MAX_COPIES
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.ingest.residency import Residency
-from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
-from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.matching.question import Question
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.stream_state import CREDITED
+from kvrouter.router.base.common.ids import TIERS, Place
+from kvrouter.router.index.ingest.copy_counts import MAX_COPIES
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.index.ingest.residency import Residency
+from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.index.matching.mirror import Mirror
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.index.store.log_entry import EntryKind, entry_fields, parse_entry
+from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.stream_state import CREDITED
 
 ASKED_TOKENS = 130
 BUDGET_BYTES = 1 << 20

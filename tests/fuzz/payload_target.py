@@ -17,12 +17,12 @@ from kvrouter.events.patch.messages import Events, Hello, Refused, ReportCleared
 from kvrouter.events.vllm.codec import BatchDecoder, CodecError
 from kvrouter.events.vllm.messages import AllBlocksCleared, BlockRemoved, EventBatch
 from kvrouter.events.vllm.wire import MAX_SEQ
-from kvrouter.router.common.checksum import checksum
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.index import keys
-from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
-from kvrouter.router.ingest.event_runs import RunReader
-from kvrouter.router.ingest.net_changes import ResidencyDelta
+from kvrouter.router.base.common.checksum import checksum
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.index.ingest.event_runs import RunReader
+from kvrouter.router.index.ingest.net_changes import ResidencyDelta
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.log_entry import EntryKind, entry_fields, parse_entry
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -32,10 +32,10 @@ from kvrouter.events.patch.messages import (
 )
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.wire import MAX_SEQ
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.stream_state import CREDITED, StreamState
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.stream_state import CREDITED, StreamState
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -29,6 +29,7 @@ SOURCES = (
     "engine_patch",
     "simulator",
     "replay",
+    "shadow",
     "pyproject.toml",
     "setup.py",
     "README.md",

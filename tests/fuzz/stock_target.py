@@ -19,10 +19,10 @@ from kvrouter.events.vllm.codec import BatchDecoder, HashForm, Layout, encode_ba
 from kvrouter.events.vllm.messages import AllBlocksCleared, BlockStored, EventBatch
 from kvrouter.events.vllm.stream_items import Batch, GapLost, Proven, ReadAnew, Restarted
 from kvrouter.events.vllm.wire import MAX_SEQ, WireCleared, WireRemoved, WireStored
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.ingest.counters import IngestCounters
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.workers.registration import Registration
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.index.ingest.counters import IngestCounters
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.model.workers.registration import Registration
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,7 +11,7 @@ import pytest
 from plain_fuzz import fuzz
 from script import pack, unpack
 
-from kvrouter.router.ingest.residency import Residency
+from kvrouter.router.index.ingest.residency import Residency
 
 # Some seconds each.
 INPUTS = {"payload_target": 50_000, "stock_target": 1_500, "report_target": 4_000}

@@ -15,12 +15,12 @@ import pytest
 from kvrouter.replay.traces.formats import read_trace, recognised
 from kvrouter.replay.traces.pieces import pieces_of_tokens
 from kvrouter.replay.traces.request import TraceError
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.matching.question import Question
-from kvrouter.router.quality.access_log import LOGGER, PIECE_TOKENS, pieces_of, set_up_access_log, write_line
-from kvrouter.router.quality.reuse_report import ReuseReport
-from kvrouter.router.quality.usage_reader import Usage
-from kvrouter.router.telemetry.log_format import Formatter
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.telemetry.log_format import Formatter
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.observe.quality.access_log import LOGGER, PIECE_TOKENS, pieces_of, set_up_access_log, write_line
+from kvrouter.router.observe.quality.reuse_report import ReuseReport
+from kvrouter.router.observe.quality.usage_reader import Usage
 
 pytestmark = pytest.mark.property
 

@@ -20,8 +20,8 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.workers.registration import Registration
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.workers.registration import Registration
 
 GROUP = {"group_idx": 0, "kind": "sliding_window", "block_size": 16, "sliding_window": 128, "eagle": True}
 CATALOG = {

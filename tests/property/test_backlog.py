@@ -10,10 +10,10 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.router.common.ids import Place
-from kvrouter.router.ingest.commit_backlog import CommitBacklog
-from kvrouter.router.ingest.net_changes import ResidencyDelta
-from kvrouter.router.ingest.pending_commit import PendingCommit
+from kvrouter.router.base.common.ids import Place
+from kvrouter.router.index.ingest.commit_backlog import CommitBacklog
+from kvrouter.router.index.ingest.net_changes import ResidencyDelta
+from kvrouter.router.index.ingest.pending_commit import PendingCommit
 
 PLACES = (Place(0, "GPU"), Place(1, "GPU"), Place(None, "CPU", "o"))
 EXAMPLES = examples(300)

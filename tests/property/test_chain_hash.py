@@ -13,8 +13,15 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.router.kvcache import block_hash, chain_hash
-from kvrouter.router.kvcache.block_hash import ALGORITHMS, ExtraKeys, HashScheme, hash_block, hash_chain, reduce_hash
+from kvrouter.router.model.kvcache import block_hash, chain_hash
+from kvrouter.router.model.kvcache.block_hash import (
+    ALGORITHMS,
+    ExtraKeys,
+    HashScheme,
+    hash_block,
+    hash_chain,
+    reduce_hash,
+)
 
 pytestmark = pytest.mark.skipif(chain_hash.__file__.endswith(".py"), reason="installed without a C compiler")
 

@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.discovery.reconcile import Name, name_of, plan
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.source_precedence import FILE, KUBERNETES, PRECEDENCE, REGISTER, STATIC, wins
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.discovery.reconcile import Name, name_of, plan
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.source_precedence import FILE, KUBERNETES, PRECEDENCE, REGISTER, STATIC, wins
 
 NAMES: tuple[Name, ...] = tuple((worker_id, rank) for worker_id in ("a", "b", "c") for rank in (0, 1))
 SOURCES = (STATIC, FILE, KUBERNETES)

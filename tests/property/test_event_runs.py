@@ -20,10 +20,10 @@ from kvrouter.events.vllm.codec import BatchDecoder, CodecError, encode_batch
 from kvrouter.events.vllm.messages import GPU
 from kvrouter.events.vllm.stream_items import Batch
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
-from kvrouter.router.common.compiled import wanted
-from kvrouter.router.ingest.event_runs import EventRun, RunBatch, RunReader
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.kvcache.scheme_verification import SchemeState
+from kvrouter.router.base.common.compiled import wanted
+from kvrouter.router.index.ingest.event_runs import EventRun, RunBatch, RunReader
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.model.kvcache.scheme_verification import SchemeState
 
 HASHES = st.integers(-(1 << 63), (1 << 64) - 1) | st.sampled_from([0, 127, 128, 1 << 16, 1 << 32, -1, -33, -(1 << 20)])
 ANY_HASHES = HASHES | st.binary(min_size=16, max_size=16) | st.binary(min_size=32, max_size=32)

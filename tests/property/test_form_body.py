@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from kvrouter.router.common.errors import BadQuestion
-from kvrouter.router.proxy.form_body import MAX_MODEL_BYTES, MAX_PARTS, read_form_model
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.serve.proxy.form_body import MAX_MODEL_BYTES, MAX_PARTS, read_form_model
 
 BOUNDARY = "x7MA4YWxk"
 KIND = f"multipart/form-data; boundary={BOUNDARY}"

@@ -8,7 +8,7 @@ from google.protobuf import struct_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.gateway.messages import (
+from kvrouter.router.serve.gateway.messages import (
     BodyReply,
     HeadersReply,
     Incoming,
@@ -19,7 +19,7 @@ from kvrouter.router.gateway.messages import (
     Refusal,
     TrailersReply,
 )
-from kvrouter.router.gateway.wire import decode, encode, health_answer, health_service
+from kvrouter.router.serve.gateway.wire import decode, encode, health_answer, health_service
 
 
 def field(number: int, content: bytes) -> bytes:

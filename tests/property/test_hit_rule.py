@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from judging import judge
 
-from kvrouter.router.common.compiled import UNCOMPILED
-from kvrouter.router.common.ids import CPU, GPU, STORAGE, Place
-from kvrouter.router.kvcache.catalog import Group
-from kvrouter.router.kvcache.offload_connectors import DISK_OWNER, OFFLOADING, SIMPLE_CPU
-from kvrouter.router.workers.registration import CatalogSpec
+from kvrouter.router.base.common.compiled import UNCOMPILED
+from kvrouter.router.base.common.ids import CPU, GPU, STORAGE, Place
+from kvrouter.router.model.kvcache.catalog import Group
+from kvrouter.router.model.kvcache.offload_connectors import DISK_OWNER, OFFLOADING, SIMPLE_CPU
+from kvrouter.router.model.workers.registration import CatalogSpec
 
 # One block size with Mamba or chunked groups, as vLLM wants it; full and sliding window may differ.
 UNIFORM_KINDS = (

@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import astuple
 
-from kvrouter.router.common.errors import Conflict
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.load.load_table import NOTHING, LoadTable, Totals
+from kvrouter.router.base.common.errors import Conflict
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.route.load.load_table import NOTHING, LoadTable, Totals
 
 WORKERS = [WorkerKey("m", name) for name in "abc"]
 TTL_S, PREFILL_TTL_S, MOST = 100.0, 20.0, 6

@@ -13,18 +13,18 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.router.common.ids import GPU, Place, WorkerKey
-from kvrouter.router.core.hit_finder import HitFinder
-from kvrouter.router.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.kvcache.block_hash import HashScheme, hash_chain
-from kvrouter.router.kvcache.catalog import Group, build_catalog
-from kvrouter.router.kvcache.prompt_hasher import SEGMENT_BLOCKS, SegmentMemory
-from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
-from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.matching.question import LONG_PROMPT_TOKENS, Hit, Question
-from kvrouter.router.matching.routing_history import RoutingHistory
-from kvrouter.router.workers.registration import CatalogSpec
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.app.core.hit_finder import HitFinder
+from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
+from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.index.matching.mirror import Mirror
+from kvrouter.router.index.matching.question import LONG_PROMPT_TOKENS, Hit, Question
+from kvrouter.router.index.matching.routing_history import RoutingHistory
+from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_chain
+from kvrouter.router.model.kvcache.catalog import Group, build_catalog
+from kvrouter.router.model.kvcache.prompt_hasher import SEGMENT_BLOCKS, SegmentMemory
+from kvrouter.router.model.workers.registration import CatalogSpec
+from kvrouter.router.model.workers.stream_state import StreamState
 
 BLOCK_TOKENS = 2
 SEGMENTS = 5

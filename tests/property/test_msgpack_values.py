@@ -27,7 +27,7 @@ def test_no_byte_beyond_a_piece_is_read(tmp_path: Path) -> None:
         "-fsanitize=address,undefined",
         "-fno-sanitize-recover",
         "-I",
-        str(TESTS.parent / "router/ingest"),
+        str(TESTS.parent / "router/index/ingest"),
     ]
     built = subprocess.run([*build, str(TESTS / "fuzz/msgpack_values.c"), "-o", str(harness)], capture_output=True)
     if b"asan" in built.stderr or b"ubsan" in built.stderr:

@@ -11,8 +11,8 @@ from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrouter.router.common.compiled import caution
-from kvrouter.router.common.json_numbers import integers_of, split_integers
+from kvrouter.router.base.common.compiled import caution
+from kvrouter.router.base.common.json_numbers import integers_of, split_integers
 
 pytestmark = pytest.mark.skipif(caution() is not None, reason="uncompiled, it leaves all arrays to msgspec")
 

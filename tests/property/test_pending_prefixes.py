@@ -7,8 +7,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.load.pending_prefixes import PendingPrefixes
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.route.load.pending_prefixes import PendingPrefixes
 
 STEP_TOKENS = 256
 WORKERS = [WorkerKey("m", f"w{number}") for number in range(3)]

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from examples import examples
 
-from kvrouter.router.api.http.deadlines import HttpLimits
-from kvrouter.router.api.http.plain_head import PlainHead, plain_head
-from kvrouter.router.api.http.request import HttpRequest
-from kvrouter.router.api.http.request_parser import RequestParser
+from kvrouter.router.serve.api.http.deadlines import HttpLimits
+from kvrouter.router.serve.api.http.plain_head import PlainHead, plain_head
+from kvrouter.router.serve.api.http.request import HttpRequest
+from kvrouter.router.serve.api.http.request_parser import RequestParser
 
 LIMITS = HttpLimits()
 BELOW = (b"/reservations/", b"/v1/reservations/")

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.kvcache.catalog import Group, build_catalog
-from kvrouter.router.kvcache.resume_rule import ResumeRule, resume_rule
-from kvrouter.router.load.pending_prefixes import names_of
-from kvrouter.router.load.prompts_ahead import NOTHING, Coming, PromptAhead, PromptsAhead
-from kvrouter.router.matching.question import Question
-from kvrouter.router.placement.expected_reuse import ReuseShares
-from kvrouter.router.workers.registration import CatalogSpec
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.kvcache.catalog import Group, build_catalog
+from kvrouter.router.model.kvcache.resume_rule import ResumeRule, resume_rule
+from kvrouter.router.model.workers.registration import CatalogSpec
+from kvrouter.router.route.load.pending_prefixes import names_of
+from kvrouter.router.route.load.prompts_ahead import NOTHING, Coming, PromptAhead, PromptsAhead
+from kvrouter.router.route.placement.expected_reuse import ReuseShares
 from kvrouter.simulator.cache.shapes import SHAPES
 
 BLOCK_TOKENS = 16

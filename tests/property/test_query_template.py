@@ -11,13 +11,13 @@ from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvrouter.router.api.query import PLACEHOLDER, make_template
-from kvrouter.router.api.responses import JSON, encode, query_reply
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.kvcache.catalog import Catalog
-from kvrouter.router.matching.matcher import HashPlan, HitTable, WorkerView
-from kvrouter.router.matching.question import Hit
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.matcher import HashPlan, HitTable, WorkerView
+from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.kvcache.catalog import Catalog
+from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.serve.api.query import PLACEHOLDER, make_template
+from kvrouter.router.serve.api.responses import JSON, encode, query_reply
 
 NAMES = st.text(max_size=8) | st.sampled_from(['"', "\\", ":7,", "é", "\u2028", f":{PLACEHOLDER},", f"{PLACEHOLDER}"])
 TOKENS = st.integers(0, 2**31 - 1) | st.sampled_from([0, 9, 10, 99, 100, 2**31 - 1])

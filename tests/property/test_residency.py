@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvrouter.router.common.ids import CPU, GPU, Place
-from kvrouter.router.ingest.residency import PlaceSum, Residency
+from kvrouter.router.base.common.ids import CPU, GPU, Place
+from kvrouter.router.index.ingest.residency import PlaceSum, Residency
 
 PLACES = st.sampled_from([Place(0, GPU), Place(1, GPU), Place(0, CPU), Place(0, "STORAGE", "fs")])
 HASHES = st.lists(st.integers(1, 12).map(lambda n: n * 0x9E3779B97F4A7C15 & (2**64 - 1)), max_size=6)

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from judging import judge
 
-from kvrouter.router.common.ids import CPU, GPU, Place
-from kvrouter.router.kvcache.catalog import Group, build_catalog
-from kvrouter.router.kvcache.offload_connectors import HICACHE
-from kvrouter.router.workers.registration import CatalogSpec
+from kvrouter.router.base.common.ids import CPU, GPU, Place
+from kvrouter.router.model.kvcache.catalog import Group, build_catalog
+from kvrouter.router.model.kvcache.offload_connectors import HICACHE
+from kvrouter.router.model.workers.registration import CatalogSpec
 
 FULL, SWA, MAMBA = "full_attention", "sliding_window", "mamba"
 LAYOUTS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]

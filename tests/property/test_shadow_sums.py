@@ -6,10 +6,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.shadow.observation import Outcome, Unjudged
-from kvrouter.router.shadow.tally import OTHERS, Tally
-from kvrouter.router.shadow.verdict import Snapshot, Verdict, judge
-from kvrouter.router.shadow.worker_names import FleetNames, fleet_names
+from kvrouter.shadow.observation import Outcome, Unjudged
+from kvrouter.shadow.tally import OTHERS, Tally
+from kvrouter.shadow.verdict import Snapshot, Verdict, judge
+from kvrouter.shadow.worker_names import FleetNames, fleet_names
 
 IDS = ("w0", "w1", "w2")
 FLEET: FleetNames = fleet_names(

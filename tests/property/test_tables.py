@@ -12,13 +12,13 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.router.common import open_addressing
-from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
-from kvrouter.router.ingest.copy_counts import CopyTable
-from kvrouter.router.ingest.net_changes import NetChanges
-from kvrouter.router.kvcache.hit_tables import BANK_BITS
-from kvrouter.router.matching.mirror import Mirror, MirrorFull
-from kvrouter.router.matching.mirror_table import MIN_CAPACITY
+from kvrouter.router.base.common import open_addressing
+from kvrouter.router.base.common.ids import CPU, GPU, Place, WorkerKey
+from kvrouter.router.index.ingest.copy_counts import CopyTable
+from kvrouter.router.index.ingest.net_changes import NetChanges
+from kvrouter.router.index.matching.mirror import Mirror, MirrorFull
+from kvrouter.router.index.matching.mirror_table import MIN_CAPACITY
+from kvrouter.router.model.kvcache.hit_tables import BANK_BITS
 
 BUDGET_BYTES = 1 << 26
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.quality.usage_reader import MAX_USAGE_BYTES, Usage, UsageReader
+from kvrouter.router.observe.quality.usage_reader import MAX_USAGE_BYTES, Usage, UsageReader
 
 counts = st.integers(0, 2**31)
 # Text that looks like what is looked for.

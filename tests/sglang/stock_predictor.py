@@ -11,14 +11,14 @@ from tree_oracle import TreePrompt
 
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.stream_items import Batch, StreamItem, fingerprint
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
-from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.index.matching.mirror import Mirror
+from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.model.workers.stream_state import StreamState
 
 WORKER = WorkerKey("m", "w")
 

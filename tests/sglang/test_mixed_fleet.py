@@ -25,10 +25,10 @@ from router_process import RouterProcess
 from sglang_server import MODEL, PAGE_TOKENS, SglangServer, post
 from tiny_tokenizer import VOCAB_SIZE
 
-from kvrouter.router.engines.known import ENGINES
-from kvrouter.router.load.engine_metrics import engine_life, parse_engine_load
-from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH
-from kvrouter.router.tokens.engine.client import Engine
+from kvrouter.router.model.engines.engine_metrics import engine_life, parse_engine_load
+from kvrouter.router.model.engines.known import ENGINES
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH
+from kvrouter.router.route.tokens.engine.client import Engine
 
 # Each goes to either engine; then some through the proxy.
 PROMPTS, PROXIED = 60, 30

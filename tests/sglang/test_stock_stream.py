@@ -31,8 +31,8 @@ from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.stream_items import Batch, Connected, Proven, Restarted
 from kvrouter.events.vllm.subscriber import Subscriber
-from kvrouter.router.common.ids import CPU, STORAGE
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import CPU, STORAGE
+from kvrouter.router.model.workers.stream_state import StreamState
 
 LAYOUT = next(layout for layout in LAYOUTS if layout.name == "full-16")
 TOPIC = "kv-events"

@@ -16,17 +16,17 @@ from kvrouter.events.patch.messages import (
     ReportRemoved,
     unpack_hashes,
 )
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.engines.known import ENGINES
-from kvrouter.router.ingest.declared_catalog import declared_spec
-from kvrouter.router.kvcache.block_hash import HashScheme
-from kvrouter.router.kvcache.catalog import build_catalog, group_of
-from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
-from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.workers.registration import CatalogSpec
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.index.ingest.declared_catalog import declared_spec
+from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.index.matching.mirror import Mirror
+from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.model.engines.known import ENGINES
+from kvrouter.router.model.kvcache.block_hash import HashScheme
+from kvrouter.router.model.kvcache.catalog import build_catalog, group_of
+from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.model.workers.registration import CatalogSpec
+from kvrouter.router.model.workers.stream_state import StreamState
 
 WORKER = WorkerKey("m", "w")
 

@@ -9,18 +9,18 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from kvrouter.events.transport.permits import Permits
-from kvrouter.router.common.task_supervisor import TaskSupervisor
-from kvrouter.router.config.settings import Config
-from kvrouter.router.streams.engine_poller import POLLS_AT_ONCE
-from kvrouter.router.streams.held_workers import HeldWorkers
-from kvrouter.router.streams.ingest_turns import IngestTurns
-from kvrouter.router.streams.lease_rounds import LeaseRounds
-from kvrouter.router.streams.stream_metrics import StreamMetrics
-from kvrouter.router.streams.stream_services import StreamServices
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.watch.event_feed import EventFeed
-from kvrouter.router.watch.watch_metrics import WatchMetrics
-from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.feed.event_feed import EventFeed
+from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
+from kvrouter.router.follow.streams.engine_poller import POLLS_AT_ONCE
+from kvrouter.router.follow.streams.held_workers import HeldWorkers
+from kvrouter.router.follow.streams.ingest_turns import IngestTurns
+from kvrouter.router.follow.streams.lease_rounds import LeaseRounds
+from kvrouter.router.follow.streams.stream_metrics import StreamMetrics
+from kvrouter.router.follow.streams.stream_services import StreamServices
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.workers.allow_list import AllowList
 
 
 def bare_feed(clock: Callable[[], float], metrics: WatchMetrics | None = None) -> EventFeed:

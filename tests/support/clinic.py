@@ -10,9 +10,9 @@ from typing import Any
 
 from router_process import RouterError, RouterProcess
 
-from kvrouter.router.cli.api_client import Client
-from kvrouter.router.cli.doctor_report import DoctorReport, diagnose
-from kvrouter.router.diagnosis.finding import Finding
+from kvrouter.router.app.cli.api_client import Client
+from kvrouter.router.app.cli.doctor_report import DoctorReport, diagnose
+from kvrouter.router.observe.findings.finding import Finding
 
 TIMEOUT_S = 40.0
 POLL_S = 0.05

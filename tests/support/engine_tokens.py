@@ -11,15 +11,15 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.tokens.client_body import read_client_body
-from kvrouter.router.tokens.engine.client import Engine
-from kvrouter.router.tokens.engine.verification import LocalMaker
-from kvrouter.router.tokens.prompt_tokens import Prompt
-from kvrouter.router.tokens.token_metrics import TokenMetrics
-from kvrouter.router.tokens.tokenizer import TextTokenizer
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.engine_key import EngineKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.route.tokens.client_body import read_client_body
+from kvrouter.router.route.tokens.engine.client import Engine
+from kvrouter.router.route.tokens.engine.verification import LocalMaker
+from kvrouter.router.route.tokens.prompt_tokens import Prompt
+from kvrouter.router.route.tokens.token_metrics import TokenMetrics
+from kvrouter.router.route.tokens.tokenizer import TextTokenizer
 
 TIMEOUT_S = 60.0
 

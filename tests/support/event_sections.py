@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvrouter.events.vllm.messages import GPU, AllBlocksCleared, BlockStored, Event
-from kvrouter.router.ingest.event_runs import EventRun
+from kvrouter.router.index.ingest.event_runs import EventRun
 
 
 def sections(runs: Sequence[EventRun | Event]) -> list[Any]:

@@ -13,8 +13,8 @@ from ports import free_port
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
-from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace
-from kvrouter.router.kvcache.prompt_hasher import PromptHasher, SegmentMemory
+from kvrouter.router.model.kvcache.block_hash import HashScheme, HashSpace
+from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher, SegmentMemory
 
 BLOCK = 16
 WINDOW = 64

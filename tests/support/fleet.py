@@ -17,8 +17,8 @@ from sentinel_store import SentinelStore
 from store_server import StoreServer, wait_stored
 from stored_residency import read_residency
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index import keys
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.store import keys
 
 MODEL = "m"
 TIMEOUT_S = 40.0

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvrouter.router.common.compiled import UNCOMPILED
+from kvrouter.router.base.common.compiled import UNCOMPILED
 
 ROOT = Path(__file__).resolve().parents[2]
 # The last commit of schema 2.

@@ -13,8 +13,8 @@ from xml.sax.saxutils import escape
 
 from judging import judge
 
-from kvrouter.router.common.ids import CPU, GPU, Place
-from kvrouter.router.kvcache.catalog import Group
+from kvrouter.router.base.common.ids import CPU, GPU, Place
+from kvrouter.router.model.kvcache.catalog import Group
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 BLOCK = 16

@@ -10,10 +10,10 @@ from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
-from kvrouter.router.common.ids import GPU, WorkerKey
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.workers.registration import CatalogSpec, Registration
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import GPU, WorkerKey
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.model.workers.registration import CatalogSpec, Registration
+from kvrouter.router.model.workers.stream_state import StreamState
 
 REPLAY = "tcp://127.0.0.1:2"
 

@@ -8,16 +8,16 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.kvcache.block_hash import HashScheme
-from kvrouter.router.kvcache.catalog import Catalog, Group, build_catalog
-from kvrouter.router.kvcache.offload_connectors import OFFLOADING
-from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
-from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.workers.registration import CatalogSpec
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.index.matching.mirror import Mirror
+from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.model.kvcache.block_hash import HashScheme
+from kvrouter.router.model.kvcache.catalog import Catalog, Group, build_catalog
+from kvrouter.router.model.kvcache.offload_connectors import OFFLOADING
+from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.model.workers.registration import CatalogSpec
+from kvrouter.router.model.workers.stream_state import StreamState
 
 BUDGET_BYTES = 1 << 26
 

@@ -12,18 +12,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 import zmq
 
-from kvrouter.router.config.settings import Config
-from kvrouter.router.core.core_metrics import CoreMetrics
-from kvrouter.router.core.router_core import Core
-from kvrouter.router.discovery.candidate import Candidate, candidate_of
-from kvrouter.router.discovery.discovery import Discovery
-from kvrouter.router.discovery.discovery_metrics import DiscoveryMetrics
-from kvrouter.router.discovery.source import Source
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.engine_key import EngineKey
-from kvrouter.router.workers.worker_spec import parse_worker
+from kvrouter.router.app.core.core_metrics import CoreMetrics
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.discovery.candidate import Candidate, candidate_of
+from kvrouter.router.follow.discovery.discovery import Discovery
+from kvrouter.router.follow.discovery.discovery_metrics import DiscoveryMetrics
+from kvrouter.router.follow.discovery.source import Source
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.worker_spec import parse_worker
 
 TIMEOUT_S = 20.0
 LOOK_S = 0.05

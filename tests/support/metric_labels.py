@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from prometheus_client.registry import Collector
 
-from kvrouter.router.common.tally import Counter, Histogram
-from kvrouter.router.core.resident_blocks import ResidentBlocks
+from kvrouter.router.app.core.resident_blocks import ResidentBlocks
+from kvrouter.router.base.common.tally import Counter, Histogram
 
 
 def label_names(metric: Collector) -> tuple[str, ...]:

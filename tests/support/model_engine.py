@@ -33,8 +33,8 @@ from kvrouter.events.patch.messages import (
 )
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.wire import WireCleared, WireEvent, WireRemoved, WireStored
-from kvrouter.router.common.ids import CPU, GPU, Place
-from kvrouter.router.kvcache.block_hash import HashScheme, hash_chain
+from kvrouter.router.base.common.ids import CPU, GPU, Place
+from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_chain
 
 PROMPTS = 4
 # One more, of the quiet end alone: what was held before it stays the only sign of itself.

@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import Config
-from kvrouter.router.kvcache.resume_rule import ResumeRule
-from kvrouter.router.load.pending_prefixes import PIECE_TOKENS
-from kvrouter.router.matching.cache_writes import CacheWrites, ModelWrites
-from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.placement.placement_metrics import PlacementMetrics
-from kvrouter.router.placement.placement_request import PlacementRequest
-from kvrouter.router.placement.placer import Placer
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.index.matching.cache_writes import CacheWrites, ModelWrites
+from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.kvcache.resume_rule import ResumeRule
+from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS
+from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
+from kvrouter.router.route.placement.placement_request import PlacementRequest
+from kvrouter.router.route.placement.placer import Placer
 
 TOKENS = 8 * PIECE_TOKENS
 OF_QUESTION = ("worker_ids", "exclude_worker_ids", "exclude_workers")

@@ -24,9 +24,9 @@ class PreloadedRouter:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             [
-                "kvrouter.router.cli.commands",
-                "kvrouter.router.server.app",
-                "kvrouter.router.server.supervisor",
+                "kvrouter.router.app.cli.commands",
+                "kvrouter.router.app.server.app",
+                "kvrouter.router.app.server.supervisor",
                 __name__,
             ]
         )
@@ -68,6 +68,6 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: Path,
     os.dup2(descriptor, sys.stderr.fileno())
     os.close(descriptor)
     # Imported when the fork server began.
-    from kvrouter.router.cli import commands
+    from kvrouter.router.app.cli import commands
 
     commands.main([*arguments])

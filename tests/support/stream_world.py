@@ -35,8 +35,8 @@ from store_image import Misled
 from kvrouter.events.patch.cursor import ReportCursor
 from kvrouter.events.patch.messages import ReportEvent
 from kvrouter.events.vllm.wire import WireEvent
-from kvrouter.router.kvcache.scheme_verification import SchemeState
-from kvrouter.router.workers.stream_state import StreamState, credited
+from kvrouter.router.model.kvcache.scheme_verification import SchemeState
+from kvrouter.router.model.workers.stream_state import StreamState, credited
 
 # Rounds of a batch each after the last fault, at most a check's interval (10 s) apart.
 QUIET_ROUNDS = 8

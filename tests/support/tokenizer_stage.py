@@ -16,18 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 from token_engine import TokenEngine, tokens_of
 
-from kvrouter.router.engines.vllm.description import VLLM
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
-from kvrouter.router.tokens.engine.client import Engine
-from kvrouter.router.tokens.engine.verification import LocalMaker
-from kvrouter.router.tokens.engine.wire import RenderQuirks
-from kvrouter.router.tokens.prompt_tokens import Prompt, TokensUnknown
-from kvrouter.router.tokens.token_metrics import TokenMetrics
-from kvrouter.router.tokens.token_request import TokenRequest
-from kvrouter.router.tokens.tokenizer import TextTokenizer
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.engine_key import EngineKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.engines.vllm.description import VLLM
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.route.tokens.engine.client import Engine
+from kvrouter.router.route.tokens.engine.verification import LocalMaker
+from kvrouter.router.route.tokens.engine.wire import RenderQuirks
+from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
+from kvrouter.router.route.tokens.token_metrics import TokenMetrics
+from kvrouter.router.route.tokens.token_request import TokenRequest
+from kvrouter.router.route.tokens.tokenizer import TextTokenizer
 
 MODEL = "m"
 # Nothing here waits this long unless it fails.

@@ -23,7 +23,7 @@ from fake_engine import FakeEngine
 from fake_reporter import FakeReporter
 from router_process import RouterProcess
 
-from kvrouter.router.index import keys
+from kvrouter.router.index.store import keys
 
 GOOD = "127.0.0.1"
 # Loopback too, so that what connects there in error does no harm.

@@ -178,7 +178,7 @@ def test_the_image_builds_and_its_command_turns_healthy(image: Image) -> None:
     where = [
         "python",
         "-c",
-        "import kvrouter.router.server.app as r, kvrouter.simulator as s; print(r.__file__, s.__file__)",
+        "import kvrouter.router.app.server.app as r, kvrouter.simulator as s; print(r.__file__, s.__file__)",
     ]
     files = subprocess.check_output(where, env=image.env, cwd=image.cwd, text=True).split()
     assert all(Path(file).is_relative_to(image.root / "opt/kvrouter/lib") for file in files)

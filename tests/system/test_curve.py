@@ -25,7 +25,7 @@ from kvrouter.engine_patch.setup.features import Features
 from kvrouter.engine_patch.setup.settings import from_environment
 from kvrouter.events.patch.messages import REPORT_TOPIC, HelloRequest, reports_endpoint, requests_endpoint
 from kvrouter.events.transport.curve import public_key, read_secret
-from kvrouter.router.workers.worker_spec import patch_key_problem
+from kvrouter.router.model.workers.worker_spec import patch_key_problem
 
 TOKENS = prompt(1)
 CHAIN = hashes(TOKENS)

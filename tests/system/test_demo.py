@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from fleet import until
 
-from kvrouter.router.cli.demo import prompts_of
+from kvrouter.router.app.cli.demo import prompts_of
 from kvrouter.simulator.demo.demo import WARMUP_SHARE, DemoOptions, run_demo
 from kvrouter.simulator.demo.router import DemoFailed, Http, RouterProcess
 from kvrouter.simulator.demo.trace import SCENES

@@ -24,13 +24,13 @@ from ports import free_port
 from router_process import RouterError, RouterProcess
 from scripted_engine import Asked, ScriptedEngine, Wire, plain, reset
 
-from kvrouter.router.common import compiled
-from kvrouter.router.diagnosis.endpoint_probe import GREETING
-from kvrouter.router.diagnosis.event_checks import UNHEARD_PROMPTS
-from kvrouter.router.diagnosis.finding import Severity
-from kvrouter.router.diagnosis.prediction_checks import COUNTED_PROMPTS
-from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN
-from kvrouter.router.quality.prediction_judge import ALONE_MIN, COUNTED_MIN, SILENT_MIN
+from kvrouter.router.app.diagnosis.endpoint_probe import GREETING
+from kvrouter.router.app.diagnosis.event_checks import UNHEARD_PROMPTS
+from kvrouter.router.app.diagnosis.prediction_checks import COUNTED_PROMPTS
+from kvrouter.router.base.common import compiled
+from kvrouter.router.observe.findings.finding import Severity
+from kvrouter.router.observe.quality.prediction_judge import ALONE_MIN, COUNTED_MIN, SILENT_MIN
+from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 

@@ -21,9 +21,9 @@ from router_process import COMMAND_VARIABLE, RouterProcess
 from store_server import StoreServer
 
 from kvrouter.events.vllm.wire import WireStored
-from kvrouter.router.common.compiled import UNCOMPILED
-from kvrouter.router.common.version import VERSION
-from kvrouter.router.index import keys
+from kvrouter.router.base.common.compiled import UNCOMPILED
+from kvrouter.router.base.common.version import VERSION
+from kvrouter.router.index.store import keys
 
 KEY = "open-sesame"
 SMALL_BUDGET = 16 * 1024**2
@@ -34,13 +34,13 @@ ODD_PROCESS = """\
 import time
 now_s = time.time
 time.time = lambda: now_s() + 60.0
-from kvrouter.router.common import version
+from kvrouter.router.base.common import version
 version.VERSION = "9.9"
-from kvrouter.router.core.router_core import Core
+from kvrouter.router.app.core.router_core import Core
 def fail(core):
     raise RuntimeError("a defect")
 Core._tend_now = fail
-from kvrouter.router.cli.commands import main
+from kvrouter.router.app.cli.commands import main
 main()
 """
 # As docs/how-to/hardening.md has it.

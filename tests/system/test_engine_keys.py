@@ -15,7 +15,7 @@ from fleet import until
 from router_process import RouterError, RouterProcess
 from scripted_engine import Asked, ScriptedEngine, Wire, plain
 
-from kvrouter.router.tokens.unknown_prompts import COUNTED_MIN
+from kvrouter.router.route.tokens.unknown_prompts import COUNTED_MIN
 
 KEY = "Bearer sesame"
 MODELS = plain(json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode())

@@ -19,7 +19,7 @@ from router_process import RouterProcess
 from scripted_engine import Asked, ScriptedEngine, Wire, plain
 from store_server import StoreServer
 
-from kvrouter.router.diagnosis.event_checks import UNHEARD_PROMPTS
+from kvrouter.router.app.diagnosis.event_checks import UNHEARD_PROMPTS
 
 MODEL = "m"
 CACHED = prompt(1)

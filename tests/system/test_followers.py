@@ -16,8 +16,8 @@ from fleet import check, held, register, rows, until, wait_shared, wait_well
 from router_process import RouterProcess
 from store_server import StoreServer
 
-from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, Hold, encode_heartbeat
-from kvrouter.router.index import keys
+from kvrouter.router.follow.fleet.heartbeat import VERSION, Heartbeat, Hold, encode_heartbeat
+from kvrouter.router.index.store import keys
 
 ENGINES = 4
 RATE = 2_000.0

@@ -12,8 +12,8 @@ from fake_engine import FakeEngine, hashes, prompt, removed, stored
 from router_process import RouterProcess
 from store_server import wait_stored
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index import keys
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.store import keys
 
 TOKENS = prompt(1)
 MODEL = "m"

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router_process import RouterProcess
 from store_server import wait_stored
 
-from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.base.common.ids import WorkerKey
 
 HOSTILE = [
     "}",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("client", "events", "router", "engine_patch", "simulator", "replay")
+FOLDERS = ("client", "events", "router", "engine_patch", "simulator", "replay", "shadow")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 NO_COMPILER = "/bin/false"
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
@@ -58,8 +58,8 @@ def test_a_wheel_has_every_source_and_what_could_be_compiled(tmp_path: Path, com
     names = set(zipfile.ZipFile(wheel).namelist())
     typed = {path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("router/**/*.p[xy][dx]")}
     assert typed and all(f"kvrouter/{name}.py" in names for name in typed)
-    page = {path.name for path in (ROOT / "router/page/static").iterdir()}
-    assert page and {f"kvrouter/router/page/static/{name}" for name in page} <= names
+    page = {path.name for path in (ROOT / "router/serve/page/static").iterdir()}
+    assert page and {f"kvrouter/router/serve/page/static/{name}" for name in page} <= names
     compiled = {name.partition(".")[0] for name in names if name.endswith(".so")}
     assert compiled == ({f"kvrouter/{name}" for name in typed} if compiler is None else set())
 

@@ -16,8 +16,8 @@ from engine_http import EngineHttp
 from fake_engine import BLOCK, SCHEME, FakeEngine, hashes, prompt, stored
 from router_process import RouterError, RouterProcess
 
-from kvrouter.router.kvcache.block_hash import HashSpace
-from kvrouter.router.kvcache.prompt_hasher import PromptHasher, SegmentMemory
+from kvrouter.router.model.kvcache.block_hash import HashSpace
+from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher, SegmentMemory
 
 WAIT_S = 30.0
 BASE, ADAPTER, PATH = "base", "style", "/adapters/style"

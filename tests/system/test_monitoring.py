@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replica_process import worker_flags
 from router_process import RouterProcess
 
-from kvrouter.router.common.version import VERSION
+from kvrouter.router.base.common.version import VERSION
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 

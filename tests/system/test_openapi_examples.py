@@ -16,7 +16,7 @@ from ports import free_port
 from router_process import RouterProcess
 from scripted_engine import ScriptedEngine, plain
 
-from kvrouter.router.api.examples import EXAMPLES, MODEL, PATH_PARTS, WORKER
+from kvrouter.router.serve.api.examples import EXAMPLES, MODEL, PATH_PARTS, WORKER
 
 WAIT_S = 30.0
 # Addresses of the examples, where nobody is; those of the second worker here are those of closed ports.

@@ -25,7 +25,9 @@ def processes(router: RouterProcess) -> set[int]:
     listed = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(router.pid)], capture_output=True, text=True, check=False
     )
-    return {int(line.split()[0]) for line in listed.stdout.splitlines() if "kvrouter.router.server.supervisor" in line}
+    return {
+        int(line.split()[0]) for line in listed.stdout.splitlines() if "kvrouter.router.app.server.supervisor" in line
+    }
 
 
 def samples(text: str, name: str) -> dict[str, float]:

@@ -173,7 +173,9 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end(router: RouterProcess, 
 
 
 def test_traces_without_their_package_are_refused_with_the_fix(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['opentelemetry.sdk'] = None\nfrom kvrouter.router.cli.commands import main; main()"
+    code = (
+        "import sys; sys.modules['opentelemetry.sdk'] = None\nfrom kvrouter.router.app.cli.commands import main; main()"
+    )
     flags = ["serve", "--port", "0", "--otlp-endpoint", "http://h:1"]
     command = [sys.executable, "-c", code, *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)

@@ -15,7 +15,7 @@ from fleet import MODEL, check, register, rows, until, wait_busy, wait_shared, w
 from router_process import RouterProcess
 from store_server import StoreCluster
 
-from kvrouter.router.index import keys
+from kvrouter.router.index.store import keys
 
 ENGINES = 6
 RATE = 3_000.0

@@ -26,8 +26,8 @@ from fleet import (
 from router_process import RouterError, RouterProcess
 from store_server import StoreServer, wait_stored
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index import keys
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.store import keys
 
 ENGINES = 3
 RATE = 2_000.0

@@ -18,9 +18,9 @@ from fake_engine import FakeEngine, hashes, prompt, removed, stored
 from router_process import RouterProcess
 from store_server import wait_stored
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index import keys
-from kvrouter.router.streams.peer_view import META_ENGINE_START
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.streams.peer_view import META_ENGINE_START
+from kvrouter.router.index.store import keys
 
 TOKENS = prompt(1)
 OTHER = prompt(2)

@@ -16,10 +16,10 @@ from ports import free_port
 from router_process import RouterProcess
 from sentinel_store import PASSWORD, SENTINEL_PASSWORD, SERVICE, SentinelStore
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index import keys
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.redis_client.errors import StoreError, StoreUnavailable
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.store import IndexStore
 
 ENGINES = 4
 RATE = 5_000.0

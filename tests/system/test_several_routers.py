@@ -21,7 +21,7 @@ from fleet import MODEL, check, held, register, rows, until, wait_busy, wait_seq
 from router_process import RouterProcess
 from store_server import StoreServer
 
-from kvrouter.router.index import keys
+from kvrouter.router.index.store import keys
 
 ENGINES = 5
 RATE = 5_000.0

@@ -19,7 +19,7 @@ from ports import free_port
 from router_process import RouterError, RouterProcess
 from store_server import StoreServer
 
-from kvrouter.router.common import compiled
+from kvrouter.router.base.common import compiled
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 

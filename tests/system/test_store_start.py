@@ -18,7 +18,7 @@ from fleet import until
 from router_process import RouterProcess
 from store_server import StoreServer
 
-from kvrouter.router.index import keys
+from kvrouter.router.index.store import keys
 
 MODEL = "m"
 DISK_BYTES = 6 * 1024**2

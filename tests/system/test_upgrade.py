@@ -22,8 +22,8 @@ from former_release import Stored
 from router_process import RouterProcess
 from store_server import StoreServer
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index import keys
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.store import keys
 
 FIXTURE = Path(__file__).parents[1] / "golden" / "schema_2.json"
 RATE = 3_000.0

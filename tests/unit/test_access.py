@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from kvrouter.router.access.access import Access
-from kvrouter.router.access.access_metrics import AccessMetrics
-from kvrouter.router.access.api_keys import MAX_KEYS, ApiKey, ApiKeys, digest_of, parse_keys
-from kvrouter.router.access.certificate import Certificate
-from kvrouter.router.access.key_bounds import KeyBounds
-from kvrouter.router.access.scope import Scope
-from kvrouter.router.access.token_bucket import TokenBucket
-from kvrouter.router.access.validity import Validity
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.common.file_watch import FileWatch
-from kvrouter.router.config.settings import Config
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.file_watch import FileWatch
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.serve.access.access import Access
+from kvrouter.router.serve.access.access_metrics import AccessMetrics
+from kvrouter.router.serve.access.api_keys import MAX_KEYS, ApiKey, ApiKeys, digest_of, parse_keys
+from kvrouter.router.serve.access.certificate import Certificate
+from kvrouter.router.serve.access.key_bounds import KeyBounds
+from kvrouter.router.serve.access.scope import Scope
+from kvrouter.router.serve.access.token_bucket import TokenBucket
+from kvrouter.router.serve.access.validity import Validity
 
 KEY = "a-key-of-the-gateway"
 OTHER = "another-key-of-an-engine"

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.loading import load_config
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.registration import NO_PATCH, Registration
-from kvrouter.router.workers.worker_spec import endpoint_problem, url_problem
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.config.loading import load_config
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.registration import NO_PATCH, Registration
+from kvrouter.router.model.workers.worker_spec import endpoint_problem, url_problem
 
 W0 = WorkerKey("m", "w0")
 

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.api.dynamo_shapes import patch_in, registrations_in
-from kvrouter.router.common.errors import BadQuestion
-from kvrouter.router.workers.registration_bodies import (
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.model.workers.registration_bodies import (
     RegisterBody,
     WorkerPatch,
 )
-from kvrouter.router.workers.registration_from_body import registration_of
+from kvrouter.router.model.workers.registration_from_body import registration_of
+from kvrouter.router.serve.api.dynamo_shapes import patch_in, registrations_in
 
 URL = "http://h:8000"
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.matching.question import Question
-from kvrouter.router.matching.routing_history import PIECE_TOKENS, RoutingHistory, piece_tokens, pieces_of
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.index.matching.routing_history import PIECE_TOKENS, RoutingHistory, piece_tokens, pieces_of
 
 W0, W1 = (WorkerKey("m", "w0"), 0), (WorkerKey("m", "w1"), 0)
 TTL_S = 10.0

@@ -31,23 +31,23 @@ from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, StreamItem, fingerprint
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
-from kvrouter.router.common.compiled import wanted
-from kvrouter.router.common.ids import GPU, Place, WorkerKey
-from kvrouter.router.ingest import event_runs
-from kvrouter.router.ingest.event_runs import RunReader
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.ingest.residency import MAX_PLACES, Residency
-from kvrouter.router.ingest.stock_feed import MAX_SHAPES
-from kvrouter.router.kvcache.catalog_learner import MAX_BLOCK_SIZES
-from kvrouter.router.kvcache.gpu_hit import MAX_SPEC_GROUPS
-from kvrouter.router.kvcache.hit_tables import BANK_BITS
-from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching import mirror as mirrors
-from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
-from kvrouter.router.matching.mirror import Mirror, MirrorFull
-from kvrouter.router.matching.question import Question
-from kvrouter.router.workers.registration import MAX_GROUPS, MAX_TOKENS, Registration
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.compiled import wanted
+from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
+from kvrouter.router.index.ingest import event_runs
+from kvrouter.router.index.ingest.event_runs import RunReader
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.index.ingest.residency import MAX_PLACES, Residency
+from kvrouter.router.index.ingest.stock_feed import MAX_SHAPES
+from kvrouter.router.index.matching import mirror as mirrors
+from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.index.matching.mirror import Mirror, MirrorFull
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.kvcache.catalog_learner import MAX_BLOCK_SIZES
+from kvrouter.router.model.kvcache.gpu_hit import MAX_SPEC_GROUPS
+from kvrouter.router.model.kvcache.hit_tables import BANK_BITS
+from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS, Registration
+from kvrouter.router.model.workers.stream_state import StreamState
 
 WORKER = WorkerKey("m", "w")
 

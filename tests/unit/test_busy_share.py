@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.load.busy_share import BUSY_MAX, BUSY_NOW_MAX, SPAN_S, BusyShare
+from kvrouter.router.route.load.busy_share import BUSY_MAX, BUSY_NOW_MAX, SPAN_S, BusyShare
 
 
 def test_the_share_follows_the_load_within_its_span() -> None:

@@ -9,9 +9,9 @@ import random
 import numpy as np
 import pytest
 
-from kvrouter.router.common.ids import GPU, Place, WorkerKey
-from kvrouter.router.matching.cache_writes import FILL_POWER, CacheWrites, ModelWrites
-from kvrouter.router.matching.mirror import FIRST_SLOTS, Mirror, MirrorFull
+from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
+from kvrouter.router.index.matching.cache_writes import FILL_POWER, CacheWrites, ModelWrites
+from kvrouter.router.index.matching.mirror import FIRST_SLOTS, Mirror, MirrorFull
 
 A, B, C = (WorkerKey("m", name) for name in "abc")
 

@@ -13,19 +13,19 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.router.load.key_shares import KeyShare
-from kvrouter.router.load.load_table import LoadTable
-from kvrouter.router.load.session_affinity import SessionPlace
-from kvrouter.router.load.worker_load import PROGRESS_MAX, LoadModel
-from kvrouter.router.load.worker_speed import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
-from kvrouter.router.matching.cache_writes import ModelWrites
-from kvrouter.router.matching.question import Hit
-from kvrouter.router.placement import choose as choosing
-from kvrouter.router.placement.choose import LOST_REASONS, Choice, choose
-from kvrouter.router.placement.copies import Copies
-from kvrouter.router.placement.cost import (
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.cache_writes import ModelWrites
+from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
+from kvrouter.router.route.load.key_shares import KeyShare
+from kvrouter.router.route.load.load_table import LoadTable
+from kvrouter.router.route.load.session_affinity import SessionPlace
+from kvrouter.router.route.load.worker_load import PROGRESS_MAX, LoadModel
+from kvrouter.router.route.load.worker_speed import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
+from kvrouter.router.route.placement import choose as choosing
+from kvrouter.router.route.placement.choose import LOST_REASONS, Choice, choose
+from kvrouter.router.route.placement.copies import Copies
+from kvrouter.router.route.placement.cost import (
     DECODE_TOKEN_COST,
     DELAY_WEIGHT,
     JUNCTION_SHARE,
@@ -36,7 +36,7 @@ from kvrouter.router.placement.cost import (
     CostTerms,
     weigh,
 )
-from kvrouter.router.placement.policies import KV, OTHERS, policy
+from kvrouter.router.route.placement.policies import KV, OTHERS, policy
 
 TOKENS = 200
 

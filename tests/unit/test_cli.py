@@ -14,12 +14,12 @@ import yaml
 from jsonschema import Draft202012Validator
 from stub_router import SELECTED, StubRouter, unset_client_variables
 
-from kvrouter.router.cli.api_client import router_url
-from kvrouter.router.cli.commands import run
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.common.version import VERSION
-from kvrouter.router.config.loading import load_config
-from kvrouter.router.config.settings import FIELDS, flag_of, metavar_of
+from kvrouter.router.app.cli.api_client import router_url
+from kvrouter.router.app.cli.commands import run
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.version import VERSION
+from kvrouter.router.model.config.loading import load_config
+from kvrouter.router.model.config.settings import FIELDS, flag_of, metavar_of
 
 
 @pytest.fixture

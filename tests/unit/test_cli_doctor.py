@@ -15,10 +15,10 @@ import pytest
 from ports import free_port
 from rich.text import Text
 
-from kvrouter.router.cli.commands import run
-from kvrouter.router.cli.doctor_report import DoctorReport, findings_text
-from kvrouter.router.common.version import VERSION
-from kvrouter.router.diagnosis.finding import ROUTER, DiagnosisReport, Finding, Severity, found
+from kvrouter.router.app.cli.commands import run
+from kvrouter.router.app.cli.doctor_report import DoctorReport, findings_text
+from kvrouter.router.base.common.version import VERSION
+from kvrouter.router.observe.findings.finding import ROUTER, DiagnosisReport, Finding, Severity, found
 
 # By itself, away from what a test's own clock says.
 LONG_AGO_S = 1_000_000_000.0

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 from stub_router import LOAD, WORKER, StubRouter, loads, unset_client_variables
 
-from kvrouter.router.cli.commands import run
-from kvrouter.router.cli.worker_table import loads_by_worker, narrow_table, wide_table
+from kvrouter.router.app.cli.commands import run
+from kvrouter.router.app.cli.worker_table import loads_by_worker, narrow_table, wide_table
 
 LIVE = WORKER | {"state": "live", "reason": "", "dp_rank": 0}
 TERMINAL_WIDTH = 80

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrouter.router.common.compiled import caution
-from kvrouter.router.common.errors import BadQuestion
-from kvrouter.router.proxy.openai_body import openai_body
-from kvrouter.router.tokens.client_body import EMBEDDINGS_PATH, TEXT_PATH, read_client_body
-from kvrouter.router.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.tokens.token_request import TokenRequest, read
+from kvrouter.router.base.common.compiled import caution
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.route.tokens.client_body import EMBEDDINGS_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.route.tokens.token_request import TokenRequest, read
+from kvrouter.router.serve.proxy.openai_body import openai_body
 
 ESCAPED = {TEXT_PATH: (b'"prompt"', b'"promp\\u0074"'), EMBEDDINGS_PATH: (b'"input"', b'"in\\u0070ut"')}
 

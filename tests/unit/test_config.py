@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.cautions import open_to_pages
-from kvrouter.router.config.loading import load_config
-from kvrouter.router.config.settings import FIELDS, Config, describe, flag_of, without_password
-from kvrouter.router.telemetry.log_format import Formatter
-from kvrouter.router.workers.registration import CatalogSpec, Registration
-from kvrouter.router.workers.role import HandoverWay, Role
-from kvrouter.router.workers.worker_spec import WorkerSpec, parse_worker
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.telemetry.log_format import Formatter
+from kvrouter.router.model.config.cautions import open_to_pages
+from kvrouter.router.model.config.loading import load_config
+from kvrouter.router.model.config.settings import FIELDS, Config, describe, flag_of, without_password
+from kvrouter.router.model.workers.registration import CatalogSpec, Registration
+from kvrouter.router.model.workers.role import HandoverWay, Role
+from kvrouter.router.model.workers.worker_spec import WorkerSpec, parse_worker
 
 
 def wrong(file: Path | None = None, environ: dict[str, str] | None = None, flags: dict[str, Any] | None = None) -> str:

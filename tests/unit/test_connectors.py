@@ -15,10 +15,10 @@ from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
-from kvrouter.router.common.ids import CPU, GPU, STORAGE, Place, WorkerKey
-from kvrouter.router.ingest.declared_catalog import contradictions, declared_spec
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.kvcache.offload_connectors import (
+from kvrouter.router.base.common.ids import CPU, GPU, STORAGE, Place, WorkerKey
+from kvrouter.router.index.ingest.declared_catalog import contradictions, declared_spec
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.model.kvcache.offload_connectors import (
     DISK_OWNER,
     HAND_OVER_ONLY,
     OFFLOADING,
@@ -26,7 +26,7 @@ from kvrouter.router.kvcache.offload_connectors import (
     TierRule,
     effective_connector,
 )
-from kvrouter.router.workers.registration import CatalogSpec, Registration
+from kvrouter.router.model.workers.registration import CatalogSpec, Registration
 
 BLOCK = 16
 

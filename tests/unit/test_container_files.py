@@ -145,9 +145,17 @@ def test_the_builder_gets_the_source_and_nothing_else() -> None:
         if step.name == "COPY" and not step.text.startswith("--from")
         for word in step.words()[:-1]
     ]
-    assert {"client", "events", "router", "engine_patch", "simulator", "replay", "pyproject.toml", "setup.py"} <= set(
-        wanted
-    )
+    assert {
+        "client",
+        "events",
+        "router",
+        "engine_patch",
+        "simulator",
+        "replay",
+        "shadow",
+        "pyproject.toml",
+        "setup.py",
+    } <= set(wanted)
     for name in wanted:
         assert (ROOT / name).exists()
         assert sent(f"{name}/api/workers.py" if (ROOT / name).is_dir() else name)
@@ -160,4 +168,4 @@ def test_the_builder_gets_the_source_and_nothing_else() -> None:
     ):
         assert not sent(name)
     assert not sent("router/__pycache__/mirror.cpython-311.pyc")
-    assert not sent("router/matching/judge.cpython-311-x86_64-linux-gnu.so")
+    assert not sent("router/index/matching/judge.cpython-311-x86_64-linux-gnu.so")

@@ -12,13 +12,13 @@ from bare_services import bare_feed
 from msgspec import UnsetType
 from placing_stage import TOKENS, Stage, ask, hit
 
-from kvrouter.router.api.decision_reply import Proof, decision_reply
-from kvrouter.router.common.errors import Saturated
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.watch.decision import KEPT_CANDIDATES, Outcome
-from kvrouter.router.watch.decision_log import ENTRY_BYTES, MAX_ATTEMPTS, SHOWN_PER_S, DecisionLog
-from kvrouter.router.watch.fleet_event import EventType
-from kvrouter.router.watch.watch_metrics import WatchMetrics
+from kvrouter.router.base.common.errors import Saturated
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.feed.fleet_event import EventType
+from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
+from kvrouter.router.observe.decisions.decision import KEPT_CANDIDATES, Outcome
+from kvrouter.router.observe.decisions.decision_log import ENTRY_BYTES, MAX_ATTEMPTS, SHOWN_PER_S, DecisionLog
+from kvrouter.router.serve.api.decision_reply import Proof, decision_reply
 
 OUTCOME = Outcome("ok", 64, 48, TOKENS, 5, 0.1, 0.2)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvrouter.router.config.loading import load_config
-from kvrouter.router.discovery.files.workers_file import parse_workers
-from kvrouter.router.discovery.kubernetes.access import access_from
-from kvrouter.router.workers.source_precedence import FILE
+from kvrouter.router.follow.discovery.files.workers_file import parse_workers
+from kvrouter.router.follow.discovery.kubernetes.access import access_from
+from kvrouter.router.model.config.loading import load_config
+from kvrouter.router.model.workers.source_precedence import FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,18 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.agreement import AGREED, AGREED_LISTS, AGREED_SECRETS, agreed_settings
-from kvrouter.router.config.settings import FIELDS, Config
-from kvrouter.router.diagnosis.cache_checks import SHOWN_BLOCKS, cache_findings
-from kvrouter.router.diagnosis.clocks import CLOCK_S
-from kvrouter.router.diagnosis.endpoint_probe import EndpointAnswer
-from kvrouter.router.diagnosis.engine_checks import engine_findings
-from kvrouter.router.diagnosis.event_checks import UNHEARD_PROMPTS, event_findings
-from kvrouter.router.diagnosis.finding import CODES, PAGE, Finding, Severity
-from kvrouter.router.diagnosis.prediction_checks import COUNTED_PROMPTS, prediction_findings
-from kvrouter.router.diagnosis.router_checks import router_findings
-from kvrouter.router.diagnosis.snapshot import (
+from kvrouter.router.app.diagnosis.cache_checks import SHOWN_BLOCKS, cache_findings
+from kvrouter.router.app.diagnosis.clocks import CLOCK_S
+from kvrouter.router.app.diagnosis.endpoint_probe import EndpointAnswer
+from kvrouter.router.app.diagnosis.engine_checks import engine_findings
+from kvrouter.router.app.diagnosis.event_checks import UNHEARD_PROMPTS, event_findings
+from kvrouter.router.app.diagnosis.prediction_checks import COUNTED_PROMPTS, prediction_findings
+from kvrouter.router.app.diagnosis.router_checks import router_findings
+from kvrouter.router.app.diagnosis.snapshot import (
     Contested,
     PromptCount,
     RouterWord,
@@ -31,19 +27,23 @@ from kvrouter.router.diagnosis.snapshot import (
     Unregistered,
     WorkerFacts,
 )
-from kvrouter.router.diagnosis.store_checks import store_findings
-from kvrouter.router.index.server_settings import ServerSettings
-from kvrouter.router.kvcache.catalog import Catalog, Group, build_catalog
-from kvrouter.router.kvcache.scheme_verification import SchemeState
-from kvrouter.router.load.prompt_lengths import PromptLengths
-from kvrouter.router.quality.prediction_judge import Doubt, DoubtKind
-from kvrouter.router.streams.cpu_tier_watch import CpuTier, CpuTierWatch, parse_cpu_tier
-from kvrouter.router.streams.offload_page import NAMED_S
-from kvrouter.router.tokens.unknown_prompts import MissingTokens
-from kvrouter.router.workers.engine_answers import Stream
-from kvrouter.router.workers.engine_cache import CACHING_OFF, EngineCache
-from kvrouter.router.workers.registration import CatalogSpec, Registration
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.app.diagnosis.store_checks import store_findings
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.streams.cpu_tier_watch import CpuTier, CpuTierWatch, parse_cpu_tier
+from kvrouter.router.follow.streams.offload_page import NAMED_S
+from kvrouter.router.index.store.server_settings import ServerSettings
+from kvrouter.router.model.config.agreement import AGREED, AGREED_LISTS, AGREED_SECRETS, agreed_settings
+from kvrouter.router.model.config.settings import FIELDS, Config
+from kvrouter.router.model.kvcache.catalog import Catalog, Group, build_catalog
+from kvrouter.router.model.kvcache.scheme_verification import SchemeState
+from kvrouter.router.model.workers.engine_answers import Stream
+from kvrouter.router.model.workers.engine_cache import CACHING_OFF, EngineCache
+from kvrouter.router.model.workers.registration import CatalogSpec, Registration
+from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.observe.findings.finding import CODES, PAGE, Finding, Severity
+from kvrouter.router.observe.quality.prediction_judge import Doubt, DoubtKind
+from kvrouter.router.route.load.prompt_lengths import PromptLengths
+from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
 
 ROOT = Path(__file__).resolve().parents[2]
 EVENTS, REPLAY, URL = "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558", "http://10.0.0.1:8000"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.router.common.direct_task import DirectTask, Signal
+from kvrouter.router.base.common.direct_task import DirectTask, Signal
 
 
 class Run:

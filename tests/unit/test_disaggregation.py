@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 # pytest's importlib mode leaves sys.path alone.
 from placing_stage import Stage, ask, hit
 
-from kvrouter.router.common.errors import NoWorker, UnknownWorker
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.router.load.load_table import LoadTable
-from kvrouter.router.load.worker_load import IDLE_GRACE_S, LoadModel
-from kvrouter.router.placement.candidates import Pin, split_by_role
-from kvrouter.router.placement.choose import choose
-from kvrouter.router.placement.cost import ChoiceContext
-from kvrouter.router.placement.prefill_split import (
+from kvrouter.router.base.common.errors import NoWorker, UnknownWorker
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
+from kvrouter.router.route.load.load_table import LoadTable
+from kvrouter.router.route.load.worker_load import IDLE_GRACE_S, LoadModel
+from kvrouter.router.route.placement.candidates import Pin, split_by_role
+from kvrouter.router.route.placement.choose import choose
+from kvrouter.router.route.placement.cost import ChoiceContext
+from kvrouter.router.route.placement.prefill_split import (
     DISTURBED_MAX,
     HANDOVER_TOKENS,
     PrefillOutcome,

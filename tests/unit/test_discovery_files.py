@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.loading import Origin
-from kvrouter.router.discovery.files.file_source import FileSource
-from kvrouter.router.discovery.files.settings_file import SettingsFile
-from kvrouter.router.discovery.files.workers_file import parse_workers
-from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
-from kvrouter.router.workers.role import Role
-from kvrouter.router.workers.source_precedence import CONFIG, FILE
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.discovery.files.file_source import FileSource
+from kvrouter.router.follow.discovery.files.settings_file import SettingsFile
+from kvrouter.router.follow.discovery.files.workers_file import parse_workers
+from kvrouter.router.model.config.loading import Origin
+from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.model.workers.role import Role
+from kvrouter.router.model.workers.source_precedence import CONFIG, FILE
 
 WHOLE = """
 - w0=http://h:8000,model=m,dp_rank=2
@@ -161,7 +161,7 @@ def test_one_that_is_gone_keeps_what_was_known_also_when_it_comes_back_the_same(
 
 
 def test_one_that_is_too_large_keeps_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.router.discovery.files.file_source.MAX_FILE_BYTES", 100)
+    monkeypatch.setattr("kvrouter.router.follow.discovery.files.file_source.MAX_FILE_BYTES", 100)
     file = tmp_path / "w.yaml"
     file.write_text("- a=http://h:1\n")
     source = watched(file)

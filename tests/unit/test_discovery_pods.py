@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from fake_cluster import pod
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.discovery.candidate import Candidate
-from kvrouter.router.discovery.kubernetes.pods import Pod, candidates_of
-from kvrouter.router.workers.engine_answers import Stream
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.role import HandoverWay, Role
-from kvrouter.router.workers.source_precedence import KUBERNETES
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.discovery.candidate import Candidate
+from kvrouter.router.follow.discovery.kubernetes.pods import Pod, candidates_of
+from kvrouter.router.model.workers.engine_answers import Stream
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.role import HandoverWay, Role
+from kvrouter.router.model.workers.source_precedence import KUBERNETES
 
 
 def candidates(*args: Any, **given: Any) -> list[Candidate]:

@@ -9,18 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.api.dynamo_shapes import registrations_in
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.discovery.candidate import Candidate, candidate_of, completed, ranked
-from kvrouter.router.discovery.files.workers_file import parse_workers
-from kvrouter.router.engines.vllm.event_sources import streams_in
-from kvrouter.router.index.registry import decode
-from kvrouter.router.workers.engine_answers import EngineAnswers, Stream, model_in
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.registration_bodies import RegisterBody, WorkerPatch
-from kvrouter.router.workers.registration_from_body import patched, registration_of
-from kvrouter.router.workers.source_precedence import STATIC
-from kvrouter.router.workers.worker_spec import parse_worker
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.discovery.candidate import Candidate, candidate_of, completed, ranked
+from kvrouter.router.follow.discovery.files.workers_file import parse_workers
+from kvrouter.router.index.store.registry import decode
+from kvrouter.router.model.engines.vllm.event_sources import streams_in
+from kvrouter.router.model.workers.engine_answers import EngineAnswers, Stream, model_in
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.registration_bodies import RegisterBody, WorkerPatch
+from kvrouter.router.model.workers.registration_from_body import patched, registration_of
+from kvrouter.router.model.workers.source_precedence import STATIC
+from kvrouter.router.model.workers.worker_spec import parse_worker
+from kvrouter.router.serve.api.dynamo_shapes import registrations_in
 
 
 def config(**given: Any) -> dict[str, Any]:

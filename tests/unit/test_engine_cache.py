@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from kvrouter.router.engines.sglang.description import SGLANG
-from kvrouter.router.engines.vllm.description import VLLM
-from kvrouter.router.streams.peer_view import engine_cache, state_fields
-from kvrouter.router.workers.engine_cache import CACHING_OFF, MAX_COUNT, EngineCache
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.follow.streams.peer_view import engine_cache, state_fields
+from kvrouter.router.model.engines.sglang.description import SGLANG
+from kvrouter.router.model.engines.vllm.description import VLLM
+from kvrouter.router.model.workers.engine_cache import CACHING_OFF, MAX_COUNT, EngineCache
+from kvrouter.router.model.workers.stream_state import StreamState
 
 # Fields of CacheConfig as vLLM 0.32.0 prints them, including ones with quotes, braces and commas.
 FIELDS = {

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES, PREFIX
-from kvrouter.router.streams.disk_watch import DiskSigns, DiskWatch, parse_disk
-from kvrouter.router.streams.offload_page import NAMED_S
+from kvrouter.router.follow.streams.disk_watch import DiskSigns, DiskWatch, parse_disk
+from kvrouter.router.follow.streams.offload_page import NAMED_S
 
 PAGE = b"""# TYPE vllm:kvrouter_offload_disk_corrupt_total counter
 vllm:kvrouter_offload_disk_corrupt_total{engine="0",model_name="m"} 3.0

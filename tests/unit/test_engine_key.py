@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.upstream.failure import Failure
-from kvrouter.router.upstream.origin import target_of
-from kvrouter.router.upstream.pool import Pool
-from kvrouter.router.upstream.resolver import CheckedResolver
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.engine_key import EngineKey
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.source_precedence import PRECEDENCE, REGISTER
-from kvrouter.router.workers.worker_spec import url_problem
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.upstream.failure import Failure
+from kvrouter.router.model.upstream.origin import target_of
+from kvrouter.router.model.upstream.pool import Pool
+from kvrouter.router.model.upstream.resolver import CheckedResolver
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.source_precedence import PRECEDENCE, REGISTER
+from kvrouter.router.model.workers.worker_spec import url_problem
 
 URL = "http://10.0.0.5:8000"
 

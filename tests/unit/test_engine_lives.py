@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvrouter.router.streams.engine_lives import EngineLives
+from kvrouter.router.follow.streams.engine_lives import EngineLives
 
 
 class Signs:

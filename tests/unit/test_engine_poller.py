@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 from bare_services import bare_services
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.streams.engine_poller import POLLS_AT_ONCE, TIMEOUT_S, EnginePoller
-from kvrouter.router.streams.worker_record import WorkerRecord
-from kvrouter.router.upstream.failure import Failure, Kind
-from kvrouter.router.upstream.origin import Target
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.streams.engine_poller import POLLS_AT_ONCE, TIMEOUT_S, EnginePoller
+from kvrouter.router.follow.streams.worker_record import WorkerRecord
+from kvrouter.router.model.upstream.failure import Failure, Kind
+from kvrouter.router.model.upstream.origin import Target
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.stream_state import StreamState
 
 
 class Stage:

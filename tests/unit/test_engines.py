@@ -12,24 +12,24 @@ import pytest
 
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.messages import BlockStored
-from kvrouter.router.common.errors import BadQuestion, SettingError
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.engines.engine import NotThisEngine
-from kvrouter.router.engines.known import ENGINES, engine_named
-from kvrouter.router.engines.sglang.server_info import streams_in
-from kvrouter.router.ingest.worker_profile import WorkerProfile
-from kvrouter.router.kvcache.block_hash import HashScheme
-from kvrouter.router.kvcache.page_hash import page_chain
-from kvrouter.router.kvcache.scheme_verification import HashIdentity, SchemeState
-from kvrouter.router.tokens.engine.wire import RenderQuirks, tokenize_body
-from kvrouter.router.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.tokens.token_request import TokenRequest
-from kvrouter.router.workers.engine_answers import Stream
-from kvrouter.router.workers.engine_name import ENGINE_NAMES
-from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
-from kvrouter.router.workers.registration_bodies import RegisterBody
-from kvrouter.router.workers.registration_from_body import registration_of
-from kvrouter.router.workers.worker_spec import parse_worker
+from kvrouter.router.base.common.errors import BadQuestion, SettingError
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.ingest.worker_profile import WorkerProfile
+from kvrouter.router.model.engines.engine import NotThisEngine
+from kvrouter.router.model.engines.known import ENGINES, engine_named
+from kvrouter.router.model.engines.sglang.server_info import streams_in
+from kvrouter.router.model.kvcache.block_hash import HashScheme
+from kvrouter.router.model.kvcache.page_hash import page_chain
+from kvrouter.router.model.kvcache.scheme_verification import HashIdentity, SchemeState
+from kvrouter.router.model.workers.engine_answers import Stream
+from kvrouter.router.model.workers.engine_name import ENGINE_NAMES
+from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.model.workers.registration_bodies import RegisterBody
+from kvrouter.router.model.workers.registration_from_body import registration_of
+from kvrouter.router.model.workers.worker_spec import parse_worker
+from kvrouter.router.route.tokens.engine.wire import RenderQuirks, tokenize_body
+from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.route.tokens.token_request import TokenRequest
 
 PAGE_TOKENS = 4
 FULL_ALONE = CatalogSpec(groups=(GroupSpec(None, "full_attention", PAGE_TOKENS),))
@@ -61,7 +61,7 @@ def stored(algo: str, salt: str | None) -> BlockStored:
 
 
 def test_every_engine_has_a_folder_and_a_name() -> None:
-    root = Path(__file__).parents[2] / "router" / "engines"
+    root = Path(__file__).parents[2] / "router" / "model" / "engines"
     folders = {path.parent.name for path in root.glob("*/description.py")}
     assert folders == set(ENGINE_NAMES) == set(ENGINES)
     assert all(engine.name == name for name, engine in ENGINES.items())
@@ -164,10 +164,10 @@ def names_compared(tree: ast.AST) -> list[int]:
 def test_no_room_outside_decides_by_an_engines_name() -> None:
     found = []
     for path in sorted(ROUTER.rglob("*.py")):
-        if path.is_relative_to(ROUTER / "engines") or path == NAMES:
+        if path.is_relative_to(ROUTER / "model" / "engines") or path == NAMES:
             continue
         found += [f"{path.relative_to(ROUTER)}:{line}" for line in names_compared(ast.parse(path.read_text()))]
-    assert not found, "ask the engine's description (router/engines/engine.py) instead"
+    assert not found, "ask the engine's description (router/model/engines/engine.py) instead"
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,10 @@ def test_the_law_sees_a_comparison(code: str) -> None:
 def test_no_room_outside_imports_one_engine() -> None:
     found = []
     for path in sorted(ROUTER.rglob("*.py")):
-        if path.is_relative_to(ROUTER / "engines"):
+        if path.is_relative_to(ROUTER / "model" / "engines"):
             continue
         for name in ENGINE_NAMES:
-            if f"router.engines.{name}" in path.read_text():
+            if f"router.model.engines.{name}" in path.read_text():
                 found.append(str(path.relative_to(ROUTER)))
     assert not found
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from bare_services import bare_feed
 
-from kvrouter.router.api.events import _Subscriber, filter_of
-from kvrouter.router.common.errors import BadQuestion
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.watch import event_feed
-from kvrouter.router.watch.backlog import PIECE_BYTES, Chunk
-from kvrouter.router.watch.event_feed import EventFeed
-from kvrouter.router.watch.event_ring import EVENT_BYTES, EventRing
-from kvrouter.router.watch.fleet_event import EventFilter, EventType, FleetEvent
-from kvrouter.router.watch.watch_metrics import WatchMetrics
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.feed import event_feed
+from kvrouter.router.follow.feed.backlog import PIECE_BYTES, Chunk
+from kvrouter.router.follow.feed.event_feed import EventFeed
+from kvrouter.router.follow.feed.event_ring import EVENT_BYTES, EventRing
+from kvrouter.router.follow.feed.fleet_event import EventFilter, EventType, FleetEvent
+from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
+from kvrouter.router.serve.api.events import _Subscriber, filter_of
 
 W0, W1 = WorkerKey("m", "w0"), WorkerKey("m", "w1", 1)
 ALL = EventFilter()

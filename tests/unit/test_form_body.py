@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.common.errors import BadQuestion
-from kvrouter.router.proxy.form_body import MAX_MODEL_BYTES, MAX_PARTS, FormModel, read_form_model
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.serve.proxy.form_body import MAX_MODEL_BYTES, MAX_PARTS, FormModel, read_form_model
 
 TYPE = b"multipart/form-data; boundary=b0"
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.gateway.endpoints import Endpoints, canonical, destination
-from kvrouter.router.gateway.messages import SUBSET_KEY, subset_of
-from kvrouter.router.matching.question import Hit
-from kvrouter.router.proxy.worker_addresses import Addresses
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.role import HandoverWay
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.role import HandoverWay
+from kvrouter.router.serve.gateway.endpoints import Endpoints, canonical, destination
+from kvrouter.router.serve.gateway.messages import SUBSET_KEY, subset_of
+from kvrouter.router.serve.proxy.worker_addresses import Addresses
 
 
 def key(name: str, rank: int = 0) -> WorkerKey:

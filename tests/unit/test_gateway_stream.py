@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.common.errors import TooLarge
-from kvrouter.router.gateway.messages import (
+from kvrouter.router.base.common.errors import TooLarge
+from kvrouter.router.serve.gateway.messages import (
     BodyMode,
     BodyReply,
     HeadersReply,
@@ -18,8 +18,8 @@ from kvrouter.router.gateway.messages import (
     Refusal,
     TrailersReply,
 )
-from kvrouter.router.gateway.process_stream import PIECE_BYTES, GatewayRequest, ProcessStream, Route
-from kvrouter.router.proxy.headers import Headers
+from kvrouter.router.serve.gateway.process_stream import PIECE_BYTES, GatewayRequest, ProcessStream, Route
+from kvrouter.router.serve.proxy.headers import Headers
 
 HEADERS = [(b":method", b"POST"), (b":path", b"/v1/completions?x=1"), (b"x-session-id", b"s")]
 STATUS = [(b":status", b"200"), (b"content-type", b"application/json")]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.events.vllm.messages import BlockStored
-from kvrouter.router.kvcache.block_hash import (
+from kvrouter.router.model.kvcache.block_hash import (
     ALGORITHMS,
     ExtraKeys,
     HashScheme,
@@ -33,9 +33,9 @@ from kvrouter.router.kvcache.block_hash import (
     tag_extra_keys,
     verify_scheme,
 )
-from kvrouter.router.kvcache.prompt_hasher import PromptHasher, SegmentMemory
-from kvrouter.router.kvcache.scheme_verification import HashIdentity
-from kvrouter.router.workers.registration import CatalogSpec
+from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher, SegmentMemory
+from kvrouter.router.model.kvcache.scheme_verification import HashIdentity
+from kvrouter.router.model.workers.registration import CatalogSpec
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "hash_vectors.json").read_text())
 DEFAULT = HashScheme.default()

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.index import keys
-from kvrouter.router.index.checkpoint import pack_places, parse_places, places_text
-from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
-from kvrouter.router.ingest.net_changes import ResidencyDelta
-from kvrouter.router.redis_client.resp import command, long_command
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.redis_client.resp import command, long_command
+from kvrouter.router.index.ingest.net_changes import ResidencyDelta
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.checkpoint import pack_places, parse_places, places_text
+from kvrouter.router.index.store.log_entry import EntryKind, entry_fields, parse_entry
 
 # Surrogates too: they are legal in JSON strings.
 NAMES = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(

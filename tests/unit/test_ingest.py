@@ -21,10 +21,10 @@ from kvrouter.events.vllm.stream_items import (
     ResumePoint,
 )
 from kvrouter.events.vllm.wire import WireCleared
-from kvrouter.router.common.ids import GPU, Place
-from kvrouter.router.ingest.engine_liveness import EngineAbsent, EnginePresent
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import GPU, Place
+from kvrouter.router.index.ingest.engine_liveness import EngineAbsent, EnginePresent
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.model.workers.stream_state import StreamState
 
 G0 = Place(0, GPU)
 

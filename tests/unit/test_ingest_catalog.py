@@ -13,10 +13,10 @@ from kvrouter.events.transport.progress import FellBehind
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, Restarted, fingerprint
 from kvrouter.events.vllm.wire import WireStored
-from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
-from kvrouter.router.kvcache.catalog_learner import UNNAMED_BLOCK_TOKENS
-from kvrouter.router.workers.registration import CatalogSpec, GroupSpec
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, reduce_hash
+from kvrouter.router.model.kvcache.catalog_learner import UNNAMED_BLOCK_TOKENS
+from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec
+from kvrouter.router.model.workers.stream_state import StreamState
 
 TOKENS = list(range(100, 116))
 

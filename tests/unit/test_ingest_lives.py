@@ -29,16 +29,16 @@ from kvrouter.events.vllm.stream_items import (
     fingerprint,
 )
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
-from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
-from kvrouter.router.ingest.engine_liveness import EngineLost, EngineRestarted, EngineSame
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.ingest.stock_feed import SAME_PROCESS_WAIT_S
-from kvrouter.router.ingest.worker_profile import META_LEARNED, META_SCHEME
-from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
-from kvrouter.router.kvcache.catalog_learner import ODD_EVENTS_FORGOTTEN_AFTER
-from kvrouter.router.kvcache.scheme_verification import SchemeState
-from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import CPU, GPU, Place, WorkerKey
+from kvrouter.router.index.ingest.engine_liveness import EngineLost, EngineRestarted, EngineSame
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.index.ingest.stock_feed import SAME_PROCESS_WAIT_S
+from kvrouter.router.index.ingest.worker_profile import META_LEARNED, META_SCHEME
+from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, reduce_hash
+from kvrouter.router.model.kvcache.catalog_learner import ODD_EVENTS_FORGOTTEN_AFTER
+from kvrouter.router.model.kvcache.scheme_verification import SchemeState
+from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.model.workers.stream_state import StreamState
 
 REPLAY = "tcp://127.0.0.1:2"
 URL = "http://127.0.0.1:3"

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from kvrouter.router.streams.ingest_turns import PASS_S, IngestTurns
+from kvrouter.router.follow.streams.ingest_turns import PASS_S, IngestTurns
 
 STREAMS = 50
 TURNS = 3

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.load.key_shares import EXCESS_MAX, EXCESS_PRICE, KeyShares
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.route.load.key_shares import EXCESS_MAX, EXCESS_PRICE, KeyShares
 
 A, B = WorkerKey("m", "a"), WorkerKey("m", "b")
 

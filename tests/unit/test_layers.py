@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports form one line of rooms: data flows events -> ingest -> index -> matching -> placement -> api, imports the
-other way."""
+"""Imports form one line of wings and rooms. Data flows events -> ingest -> index -> matching -> placement -> api, and
+imports run the other way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("client", "events", "router", "engine_patch", "simulator", "replay")
+PACKAGES = ("client", "events", "router", "engine_patch", "simulator", "replay", "shadow")
 
 # What each package may import of ours.
 ALLOWED_PACKAGES = {
@@ -25,78 +25,41 @@ ALLOWED_PACKAGES = {
     # It asks the router's rule what simulated replicas do, so it stands above both, and neither knows it: a simulator
     # that knew the router could agree with its mistakes.
     "replay": {"replay", "router", "simulator", "events"},
+    # It asks a router of its own what another router's choices leave unused.
+    "shadow": {"shadow", "router", "events"},
 }
 
-# The rooms of each package from the bottom up, each with what it is for; a room imports only rooms above its own line
-# here. A room inside another stands with it. "" is the package's root.
-ROOMS: dict[str, dict[str, str]] = {
-    "client": {
-        "": "A client of the HTTP API: one core, a shell that blocks and one for asyncio.",
-    },
-    "events": {
-        "transport": "What both streams share: connections, the receive loop, requests, bounds and permits.",
-        "vllm": "The engines' own event stream, in vLLM's form, which SGLang has too.",
-        "patch": "The reports of the engine patch.",
-    },
-    "router": {
-        "common": "Values and helpers that do not depend on routing.",
-        "workers": "What a worker is, who described it, and what may be connected to.",
-        "kvcache": "Engines' caches rederived: groups, block hashes and the hit rule. Pure.",
-        "engines": "What differs from engine to engine: a folder each, all else reads its description.",
-        "ingest": "From one worker's events to net changes of its residency. Pure.",
-        "upstream": "Connections to engines.",
-        "redis_client": "Connections to Redis, to a cluster, through Sentinel, and the private server.",
-        "index": "What Redis holds of each worker, and how it is written and followed.",
-        "telemetry": "Metrics and log format of a process.",
-        "config": "Settings from file, environment and flags.",
-        "access": "Who may connect to the router's port and do what: certificate, API keys, rate of registrations.",
-        "matching": "From a question to every worker's hit, in memory.",
-        "load": "What is in flight where, and how fast each worker is.",
-        "placement": "Which worker gets a request, why, and the reservation.",
-        "watch": "What operators watch: the fleet's events as one stream, and why each request went where it went.",
-        "tokens": "From a client's text to the engine's token ids.",
-        "streams": "Follows one worker: its events, its lease, and whether its engine lives.",
-        "fleet": "Which workers there are, which router follows each, and the mirror of all.",
-        "core": "The router without its HTTP: questions answered, and how everything is.",
-        "quality": "Predicted and delivered reuse.",
-        "proxy": "An OpenAI request to an engine, and its answer back.",
-        "gateway": "Endpoints picked for a gateway, over Envoy's external processing protocol.",
-        "diagnosis": "What is wrong with a fleet, by what this shows, and what mends it.",
-        "page": "The page for people: files that a browser loads.",
-        "api": "The HTTP API, one module a resource.",
-        "discovery": "Sources of workers besides registration.",
-        "server": "Wiring, start, signals and processes.",
-        "shadow": "What the choices of another router leave unused, by this router's index.",
-        "cli": "The `kvrouter` command.",
-    },
-    "engine_patch": {
-        "setup": "Settings, endpoints and features of the patch.",
-        "offload": "An offload connector for vLLM with a CPU tier and a disk tier.",
-        "reporter": "The stream of reports: what is held, counted, translated and sent.",
-        "hooks": "Where vLLM's code is hooked.",
-        "sglang": "SGLang: what its radix cache holds, by component, on the same stream of reports.",
-        "": "What vLLM loads.",
-    },
-    "simulator": {
-        "cache": "The KV cache of a simulated replica.",
-        "engine": "Scheduler and clock of a simulated replica.",
-        "http": "The HTTP server of a simulated replica.",
-        "demo": "`kvrouter demo`.",
-        "": "`python -m kvrouter.simulator`, and its options.",
-    },
-    "replay": {
-        "traces": "A request trace, whatever it was written by.",
-        "fleet": "Simulated replicas in virtual time, and this router's index over them.",
-        "policies": "Who gets a request: one module for each family of routers.",
-        "runs": "A trace under one policy, and what came of it.",
-        "report": "Runs side by side: table, files, plots and a sentence.",
-        "": "`kvrouter replay`.",
-    },
+# The tools beside the product. Only the command line imports them, inside functions, so that no other command waits.
+TOOLS = ("simulator", "replay", "shadow")
+COMMANDS = "app.cli"
+
+# The rooms of each package from the bottom up: a room imports only those before it. A room inside another stands with
+# it; "" is the package's root. The docstring of each room's `__init__.py` says what the room is for.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "client": ("",),
+    "events": ("transport", "vllm", "patch"),
+    # Eight wings, from `base` to `app`: a wing imports only those before it. The entry points are in none of them, as
+    # installed scripts name `router/cli`.
+    "router": (
+        *("base.common", "base.redis_client", "base.telemetry"),
+        *("model.workers", "model.kvcache", "model.engines", "model.upstream", "model.config"),
+        *("index.ingest", "index.store", "index.matching"),
+        *("follow.feed", "follow.streams", "follow.fleet", "follow.discovery"),
+        *("route.load", "route.placement", "route.tokens"),
+        *("observe.decisions", "observe.findings", "observe.quality"),
+        *("serve.access", "serve.proxy", "serve.gateway", "serve.page", "serve.api"),
+        *("app.core", "app.diagnosis", "app.server", "app.cli"),
+        "cli",
+    ),
+    "engine_patch": ("setup", "offload", "reporter", "hooks", "sglang", ""),
+    "simulator": ("cache", "engine", "http", "demo", ""),
+    "replay": ("traces", "fleet", "policies", "runs", "report", ""),
+    "shadow": ("",),
 }
 
 ENGINE_SIDE_FORBIDDEN = {"fastapi", "uvicorn", "redis"}
 
-# Of the offload tier, what touches tensors and what vLLM calls; the rest runs and is tested without either.
+# The modules of the offload tier that touch tensors, and those that vLLM calls; the rest runs and is tested without both.
 OFFLOAD_WITH = {
     "torch": {"canonical", "copier", "cuda_copier", "region"},
     "vllm": {"cuda_copier", "manager", "slots", "spec", "worker"},
@@ -113,12 +76,18 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
 def imports(path: Path) -> Iterator[str]:
     """Absolute names of everything a file imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from named(node)
+
+
+def named(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """The absolute names of what one statement imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    assert node.level == 0, f"line {node.lineno}: relative import"
+    yield node.module or ""
+    yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def violations(package: str, name: str, imported: str) -> str | None:
@@ -129,14 +98,13 @@ def violations(package: str, name: str, imported: str) -> str | None:
             return f"{package} runs in the engine's environment and must not need {top}"
         return None
     _, target, *rest = imported.split(".")
-    if target in ("simulator", "replay") and (package, room(package, name)) == ("router", "cli"):
-        # The one command has them all; the simulator itself never knows the router.
+    if target in TOOLS and (package, room(package, name)) == ("router", COMMANDS):
         return None
     if target not in ALLOWED_PACKAGES[package]:
         return f"{package} must not import {target}"
     if target != package or not rest:
         return None
-    order = list(ROOMS[package])
+    order = ROOMS[package]
     own, other = room(package, name), room(package, ".".join(rest))
     if order.index(other) > order.index(own):
         return f"{package}.{name} must not import {imported}: that runs back"
@@ -144,9 +112,8 @@ def violations(package: str, name: str, imported: str) -> str | None:
 
 
 def room(package: str, name: str) -> str:
-    """The outermost room of a module, "" for the package's root."""
-    first = name.partition(".")[0]
-    return first if first in ROOMS[package] else ""
+    """Return the room of a module as ROOMS has it, "" for the package's root."""
+    return next((room for room in ROOMS[package] if room and (name == room or name.startswith(f"{room}."))), "")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -161,13 +128,24 @@ def test_no_import_runs_back(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_room_is_listed_and_no_other_module_is_loose(package: str) -> None:
-    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
-    loose = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
-    assert folders == {name for name in ROOMS[package] if name}
-    for name in folders:
-        assert ast.get_docstring(ast.parse((ROOT / package / name / "__init__.py").read_text())) == ROOMS[package][name]
-    assert bool(loose) == ("" in ROOMS[package]), f"{package}/ holds {sorted(loose)}"
+def test_every_module_is_in_a_room_and_every_room_says_what_it_is_for(package: str) -> None:
+    used = set()
+    for name, path in modules(package):
+        if path.name != "__init__.py":
+            used.add(room(package, name))
+        else:
+            assert ast.get_docstring(ast.parse(path.read_text())), f"{path} does not say what it is for"
+    assert used == set(ROOMS[package])
+
+
+def test_the_command_line_imports_tools_inside_functions() -> None:
+    for name, path in modules("router"):
+        tree = ast.parse(path.read_text())
+        at_import = {
+            imported for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom) for imported in named(node)
+        }
+        tools = [imported for imported in at_import if imported.split(".")[1:2] and imported.split(".")[1] in TOOLS]
+        assert not tools, f"router.{name} imports {tools} where it is loaded"
 
 
 def test_no_modules_import_each_other() -> None:
@@ -185,16 +163,18 @@ def test_no_modules_import_each_other() -> None:
 
 def test_the_check_itself_sees_a_run_back() -> None:
     assert violations("client", "calls", "kvrouter.events.vllm.codec")
-    assert violations("router", "kvcache.gpu_hit", "kvrouter.router.core.router_core")
-    assert violations("events", "vllm.codec", "kvrouter.router.common.ids")
+    assert violations("router", "model.kvcache.gpu_hit", "kvrouter.router.app.core.router_core")
+    assert violations("events", "vllm.codec", "kvrouter.router.base.common.ids")
     assert violations("events", "vllm.codec", "kvrouter.events.patch.decode")
-    assert violations("simulator", "cache.pool", "kvrouter.router.kvcache.block_hash")
+    assert violations("simulator", "cache.pool", "kvrouter.router.model.kvcache.block_hash")
     assert violations("simulator", "engine.replica", "kvrouter.replay.runs.simulate")
-    assert violations("router", "core.router_core", "kvrouter.replay.runs.simulate")
+    assert violations("router", "app.core.router_core", "kvrouter.replay.runs.simulate")
+    assert violations("router", "route.placement.cost", "kvrouter.router.serve.proxy.headers")
+    assert violations("router", "app.cli.replay", "kvrouter.replay.command") is None
     assert violations("replay", "traces.openai", "kvrouter.replay.runs.simulate")
-    assert violations("replay", "runs.simulate", "kvrouter.router.placement.cost") is None
+    assert violations("replay", "runs.simulate", "kvrouter.router.route.placement.cost") is None
     assert violations("events", "vllm.codec", "redis")
-    assert violations("router", "core.router_core", "kvrouter.router.kvcache.gpu_hit") is None
+    assert violations("router", "app.core.router_core", "kvrouter.router.model.kvcache.gpu_hit") is None
 
 
 @pytest.mark.parametrize("library", OFFLOAD_WITH)

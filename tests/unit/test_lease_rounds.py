@@ -8,10 +8,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
-from kvrouter.router.index.commit import Lease
-from kvrouter.router.index.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
-from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
-from kvrouter.router.streams.lease_rounds import LOOKS_PER_TTL, ROUNDS_PER_CYCLE, LeaseRounds
+from kvrouter.router.base.redis_client.errors import StoreError, StoreUnavailable
+from kvrouter.router.follow.streams.lease_rounds import LOOKS_PER_TTL, ROUNDS_PER_CYCLE, LeaseRounds
+from kvrouter.router.index.store.commit import Lease
+from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
 
 
 class Leases:

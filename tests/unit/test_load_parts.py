@@ -9,18 +9,18 @@ import random
 import numpy as np
 import pytest
 
-from kvrouter.router.common.errors import QueueFull
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.engines.sglang.description import SGLANG
-from kvrouter.router.engines.vllm.description import VLLM
-from kvrouter.router.load.engine_metrics import EngineLoad, engine_life, engine_ranks, parse_engine_load
-from kvrouter.router.load.load_table import LoadTable
-from kvrouter.router.load.pending_prefixes import PIECE_TOKENS, PendingPrefixes, names_of
-from kvrouter.router.load.session_affinity import SessionMemory
-from kvrouter.router.load.wait_queue import TRIES_PER_LOOK, Waiter, WaitQueue
-from kvrouter.router.load.worker_load import GAUGE_TTL_S, IDLE_GRACE_S, LoadModel
-from kvrouter.router.load.worker_speed import SAMPLES_MIN, WorkerSpeed, weighted_median
-from kvrouter.router.matching.question import Question
+from kvrouter.router.base.common.errors import QueueFull
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.engines.engine_metrics import EngineLoad, engine_life, engine_ranks, parse_engine_load
+from kvrouter.router.model.engines.sglang.description import SGLANG
+from kvrouter.router.model.engines.vllm.description import VLLM
+from kvrouter.router.route.load.load_table import LoadTable
+from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS, PendingPrefixes, names_of
+from kvrouter.router.route.load.session_affinity import SessionMemory
+from kvrouter.router.route.load.wait_queue import TRIES_PER_LOOK, Waiter, WaitQueue
+from kvrouter.router.route.load.worker_load import GAUGE_TTL_S, IDLE_GRACE_S, LoadModel
+from kvrouter.router.route.load.worker_speed import SAMPLES_MIN, WorkerSpeed, weighted_median
 
 A, B = WorkerKey("m", "a"), WorkerKey("m", "b")
 

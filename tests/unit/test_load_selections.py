@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.matching.question import Hit
-from kvrouter.router.placement.choose import Choice
-from kvrouter.router.placement.selections import Selected, Selections
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.route.placement.choose import Choice
+from kvrouter.router.route.placement.selections import Selected, Selections
 
 
 def selected(expiry_s: float, worker_id: str = "w0") -> Selected:

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.fleet.heartbeat import MAX_HEARTBEAT_BYTES, VERSION, Heartbeat, Hold, encode_heartbeat
-from kvrouter.router.fleet.membership import HEARD_S, INTERVAL_S, MAX_ROUTERS, UNPROVEN_LOOKS, Membership
-from kvrouter.router.streams.stream_view import Position
+from kvrouter.router.follow.fleet.heartbeat import MAX_HEARTBEAT_BYTES, VERSION, Heartbeat, Hold, encode_heartbeat
+from kvrouter.router.follow.fleet.membership import HEARD_S, INTERVAL_S, MAX_ROUTERS, UNPROVEN_LOOKS, Membership
+from kvrouter.router.follow.streams.stream_view import Position
 
 TTL_S = 1.5
 GONE_LOOKS = round(TTL_S / INTERVAL_S)

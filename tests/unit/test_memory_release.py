@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvrouter.router.server.memory_release import MIN_RISE_BYTES, STANDS_BYTES, ReleaseRule
+from kvrouter.router.app.server.memory_release import MIN_RISE_BYTES, STANDS_BYTES, ReleaseRule
 
 MIB = 1024**2
 

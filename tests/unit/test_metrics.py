@@ -11,17 +11,17 @@ import pytest
 from metric_labels import label_names
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.common.tally import Histogram
-from kvrouter.router.core.resident_blocks import ResidentBlocks
-from kvrouter.router.proxy.circuit_breaker import BreakerState
-from kvrouter.router.proxy.proxy_metrics import ANSWER_OUTCOMES
-from kvrouter.router.quality.prediction_judge import PredictionOutcome
-from kvrouter.router.server.router_metrics import RouterMetrics
-from kvrouter.router.streams.stream_metrics import RESYNCS
-from kvrouter.router.telemetry.metric_registry import MAX_WORKER_LABEL_CHARS, OTHER, MetricRegistry
-from kvrouter.router.upstream.failure import Kind
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.app.core.resident_blocks import ResidentBlocks
+from kvrouter.router.app.server.router_metrics import RouterMetrics
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.common.tally import Histogram
+from kvrouter.router.base.telemetry.metric_registry import MAX_WORKER_LABEL_CHARS, OTHER, MetricRegistry
+from kvrouter.router.follow.streams.stream_metrics import RESYNCS
+from kvrouter.router.model.upstream.failure import Kind
+from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.observe.quality.prediction_judge import PredictionOutcome
+from kvrouter.router.serve.proxy.circuit_breaker import BreakerState
+from kvrouter.router.serve.proxy.proxy_metrics import ANSWER_OUTCOMES
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "metrics.json"
 
@@ -84,7 +84,7 @@ def test_two_registries_share_nothing() -> None:
 
 
 def test_worker_labels_are_short_printable_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.router.telemetry.metric_registry.MAX_WORKER_LABELS", 3)
+    monkeypatch.setattr("kvrouter.router.base.telemetry.metric_registry.MAX_WORKER_LABELS", 3)
     registry = MetricRegistry()
     counter = registry.worker_counter("tries_total", "Tries")
     late = WorkerKey("m", "w9", 0)
@@ -102,7 +102,7 @@ def test_worker_labels_are_short_printable_and_few(monkeypatch: pytest.MonkeyPat
 def test_models_have_series_of_their_own_up_to_a_bound_and_these_end_with_their_last_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrouter.router.telemetry.metric_registry.MAX_MODEL_LABELS", 2)
+    monkeypatch.setattr("kvrouter.router.base.telemetry.metric_registry.MAX_MODEL_LABELS", 2)
     registry = MetricRegistry()
     tries = registry.model_counters("tries_total", "Tries", how=("well", "badly"))
     for model in ("m", "n", "late"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.common.errors import UnknownModel
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.engines.engine_lists import ServedModels, served_in
-from kvrouter.router.workers.model_names import ModelNames, ServedModel, unserved_problem
-from kvrouter.router.workers.registration import CatalogSpec, Registration
+from kvrouter.router.base.common.errors import UnknownModel
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.engines.engine_lists import ServedModels, served_in
+from kvrouter.router.model.workers.model_names import ModelNames, ServedModel, unserved_problem
+from kvrouter.router.model.workers.registration import CatalogSpec, Registration
 
 BASE, OTHER = "base", "other"
 

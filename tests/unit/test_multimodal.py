@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace, extra_keys_for
-from kvrouter.router.kvcache.multimodal import MAX_ITEMS, Items, MultimodalItem, in_order, within
-from kvrouter.router.load.pending_prefixes import PIECE_TOKENS as PENDING_PIECE_TOKENS
-from kvrouter.router.load.pending_prefixes import names_of
-from kvrouter.router.matching.question import Question
-from kvrouter.router.matching.routing_history import PIECE_TOKENS, pieces_of
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.index.matching.routing_history import PIECE_TOKENS, pieces_of
+from kvrouter.router.model.kvcache.block_hash import HashScheme, HashSpace, extra_keys_for
+from kvrouter.router.model.kvcache.multimodal import MAX_ITEMS, Items, MultimodalItem, in_order, within
+from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS as PENDING_PIECE_TOKENS
+from kvrouter.router.route.load.pending_prefixes import names_of
 
 CAT, DOG = MultimodalItem("cat", 3, 4), MultimodalItem("dog", 7, 9)
 

@@ -14,15 +14,15 @@ import pytest
 # pytest's importlib mode leaves sys.path alone.
 from placing_stage import TOKENS, Stage, ask, hit
 
-from kvrouter.router.common.errors import Conflict, NoWorker, QueueFull, Saturated, UnknownSelection, UnknownWorker
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.kvcache.resume_rule import ResumeRule
-from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.router.load.load_table import PREFILL_TTL_S, RESERVATION_TTL_S
-from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S
-from kvrouter.router.load.prompts_ahead import ARRIVAL_S
-from kvrouter.router.matching.question import Question
-from kvrouter.router.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.base.common.errors import Conflict, NoWorker, QueueFull, Saturated, UnknownSelection, UnknownWorker
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
+from kvrouter.router.model.kvcache.resume_rule import ResumeRule
+from kvrouter.router.route.load.load_table import PREFILL_TTL_S, RESERVATION_TTL_S
+from kvrouter.router.route.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S
+from kvrouter.router.route.load.prompts_ahead import ARRIVAL_S
+from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 
 PATIENCE_S = 20.0
 

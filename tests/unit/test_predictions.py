@@ -7,9 +7,10 @@ from random import Random
 
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.quality.concurrency import Concurrency
-from kvrouter.router.quality.prediction_judge import (
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.workers.worker_status import ReuseStatus
+from kvrouter.router.observe.quality.concurrency import Concurrency
+from kvrouter.router.observe.quality.prediction_judge import (
     ALONE_MIN,
     ALONE_WINDOW,
     BUSY_MIN,
@@ -19,7 +20,6 @@ from kvrouter.router.quality.prediction_judge import (
     PredictionOutcome,
     outcome_of,
 )
-from kvrouter.router.workers.worker_status import ReuseStatus
 
 W0, W1 = WorkerKey("m", "w0", 0), WorkerKey("m", "w1", 0)
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvrouter.router.load.pending_prefixes import PIECE_TOKENS, names_of
-from kvrouter.router.load.prefix_popularity import PrefixPopularity
-from kvrouter.router.load.prompts_ahead import PromptAhead
-from kvrouter.router.matching.question import Question
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS, names_of
+from kvrouter.router.route.load.prefix_popularity import PrefixPopularity
+from kvrouter.router.route.load.prompts_ahead import PromptAhead
 
 BLOCK_TOKENS = 64
 HASHED, IN_TOKENS = "hashes", "tokens"

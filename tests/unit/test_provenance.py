@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.workers.engine_answers import Stream
-from kvrouter.router.workers.provenance import origin_problems, rank_problem, ranks_allowed
-from kvrouter.router.workers.registration import NO_PATCH, Registration
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.workers.engine_answers import Stream
+from kvrouter.router.model.workers.provenance import origin_problems, rank_problem, ranks_allowed
+from kvrouter.router.model.workers.registration import NO_PATCH, Registration
 
 A_URL, B_URL = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 A, B = "tcp://10.0.0.1:5557", "tcp://10.0.0.2:5557"

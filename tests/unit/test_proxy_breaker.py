@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.proxy.circuit_breaker import (
+from kvrouter.router.serve.proxy.circuit_breaker import (
     FAILURES_TO_OPEN,
     PAUSE_FIRST_S,
     PAUSE_LAST_S,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.proxy.attempts import MAX_ARRIVALS, MAX_ATTEMPTS, Attempts, AttemptsSpent
-from kvrouter.router.tokens.proxied_paths import PATHS
-from kvrouter.router.upstream.failure import Failure, Kind
+from kvrouter.router.model.upstream.failure import Failure, Kind
+from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.serve.proxy.attempts import MAX_ARRIVALS, MAX_ATTEMPTS, Attempts, AttemptsSpent
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 NOT_ARRIVED = (Kind.REFUSED, Kind.CONNECT_TIMEOUT)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvrouter.router.proxy.attempts import MAX_ATTEMPTS, Attempts
-from kvrouter.router.proxy.headers import request_head
-from kvrouter.router.proxy.kv_transfer_params import can_be_handed_over, decode_body, given_params, prefill_body
-from kvrouter.router.upstream.failure import Failure, Kind
-from kvrouter.router.upstream.origin import target_of
+from kvrouter.router.model.upstream.failure import Failure, Kind
+from kvrouter.router.model.upstream.origin import target_of
+from kvrouter.router.serve.proxy.attempts import MAX_ATTEMPTS, Attempts
+from kvrouter.router.serve.proxy.headers import request_head
+from kvrouter.router.serve.proxy.kv_transfer_params import can_be_handed_over, decode_body, given_params, prefill_body
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 

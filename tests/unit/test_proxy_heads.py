@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.proxy.headers import answer_headers, named_in_header, request_head
-from kvrouter.router.proxy.openai_body import openai_body
-from kvrouter.router.proxy.worker_addresses import Addresses
-from kvrouter.router.tokens.client_body import read_client_body
-from kvrouter.router.upstream.origin import Target, target_of
-from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.registration import Registration
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.upstream.origin import Target, target_of
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.route.tokens.client_body import read_client_body
+from kvrouter.router.serve.proxy.headers import answer_headers, named_in_header, request_head
+from kvrouter.router.serve.proxy.openai_body import openai_body
+from kvrouter.router.serve.proxy.worker_addresses import Addresses
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from metric_labels import label_names
 
-from kvrouter.router.api.http import fastapi_app
-from kvrouter.router.api.openapi import EVENTS, HOT_OPERATIONS, SCHEMAS
-from kvrouter.router.cli.commands import app as cli
-from kvrouter.router.common import errors
-from kvrouter.router.server.router_metrics import RouterMetrics
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.tokens.proxied_paths import PATHS
+from kvrouter.router.app.cli.commands import app as cli
+from kvrouter.router.app.server.router_metrics import RouterMetrics
+from kvrouter.router.base.common import errors
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.serve.api.http import fastapi_app
+from kvrouter.router.serve.api.openapi import EVENTS, HOT_OPERATIONS, SCHEMAS
 from kvrouter.simulator.command import app as simulator
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.core.registration_judge import JUDGE_PAUSE_S, JUDGE_SHARE, RegistrationJudge
-from kvrouter.router.engines.engine_lists import EngineLists
-from kvrouter.router.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.workers.registration import Registration
+from kvrouter.router.app.core.registration_judge import JUDGE_PAUSE_S, JUDGE_SHARE, RegistrationJudge
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.model.engines.engine_lists import EngineLists
+from kvrouter.router.model.workers.registration import Registration
 
 
 class Fleet:

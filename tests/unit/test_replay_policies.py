@@ -19,7 +19,7 @@ from kvrouter.replay.policies.peer import InFlight, PeerRouter, Rule, Sight
 from kvrouter.replay.policies.prefix_tree import PrefixTree
 from kvrouter.replay.policies.routing import Arrival
 from kvrouter.replay.policies.session_hash import SessionHash
-from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.simulator.cache.shapes import make_geometry
 
 BLOCK = 16

@@ -28,8 +28,8 @@ from kvrouter.replay.runs.pooled import endless_reuse, pooled_reuse
 from kvrouter.replay.runs.simulate import simulate, text_of
 from kvrouter.replay.traces.formats import read_trace
 from kvrouter.replay.traces.request import Trace
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.matching.question import Question
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.index.matching.question import Question
 from kvrouter.simulator.cache.pool import Stored
 from kvrouter.simulator.engine.timing import Timing
 

@@ -43,13 +43,13 @@ from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, Proven, fingerprint
 from kvrouter.events.vllm.wire import WireStored
-from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
-from kvrouter.router.ingest.engine_liveness import EngineRestarted
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.ingest.residency import PlaceSum
-from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
-from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
-from kvrouter.router.workers.stream_state import CREDITED, StreamState
+from kvrouter.router.base.common.ids import CPU, GPU, Place, WorkerKey
+from kvrouter.router.index.ingest.engine_liveness import EngineRestarted
+from kvrouter.router.index.ingest.ingest import Ingest
+from kvrouter.router.index.ingest.residency import PlaceSum
+from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, reduce_hash
+from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.model.workers.stream_state import CREDITED, StreamState
 
 EPOCH, OTHER = "aa" * 8, "bb" * 8
 

@@ -12,20 +12,20 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.fleet.fleet_metrics import FleetMetrics
-from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, Hold, decode_heartbeat, encode_heartbeat
-from kvrouter.router.fleet.membership import HEARD_S
-from kvrouter.router.fleet.router_peers import Claims, RouterPeers
-from kvrouter.router.fleet.store_contact import StoreContact
-from kvrouter.router.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.index import keys
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.streams.held_workers import HeldWorkers, Holding
-from kvrouter.router.streams.stream_view import Position
-from kvrouter.router.streams.worker_stream import WorkerStream
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.workers.registration import Registration
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.fleet.fleet_metrics import FleetMetrics
+from kvrouter.router.follow.fleet.heartbeat import VERSION, Heartbeat, Hold, decode_heartbeat, encode_heartbeat
+from kvrouter.router.follow.fleet.membership import HEARD_S
+from kvrouter.router.follow.fleet.router_peers import Claims, RouterPeers
+from kvrouter.router.follow.fleet.store_contact import StoreContact
+from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.follow.streams.held_workers import HeldWorkers, Holding
+from kvrouter.router.follow.streams.stream_view import Position
+from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.workers.registration import Registration
 
 
 class Store:

@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat
-from kvrouter.router.fleet.router_peers import Claims
-from kvrouter.router.index import keys
-from kvrouter.router.index.checkpoint import pack_places, places_text
-from kvrouter.router.index.commit import Lease, copies_value
-from kvrouter.router.index.log_entry import EntryKind, entry_fields
-from kvrouter.router.ingest.net_changes import ResidencyDelta
-from kvrouter.router.load.load_messages import LoadMessage
-from kvrouter.router.workers.registration import Registration
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.follow.fleet.heartbeat import VERSION, Heartbeat
+from kvrouter.router.follow.fleet.router_peers import Claims
+from kvrouter.router.index.ingest.net_changes import ResidencyDelta
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.checkpoint import pack_places, places_text
+from kvrouter.router.index.store.commit import Lease, copies_value
+from kvrouter.router.index.store.log_entry import EntryKind, entry_fields
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.route.load.load_messages import LoadMessage
 
 FILE = Path(__file__).parents[1] / "golden" / "schema.json"
 WORKER = WorkerKey("m", "w", 1)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvrouter.router.kvcache import prompt_hasher
-from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace, extra_keys_for, hash_block, reduce_hash
-from kvrouter.router.kvcache.multimodal import Items, MultimodalItem, within
-from kvrouter.router.kvcache.prompt_hasher import PromptHasher, SegmentMemory
+from kvrouter.router.model.kvcache import prompt_hasher
+from kvrouter.router.model.kvcache.block_hash import HashScheme, HashSpace, extra_keys_for, hash_block, reduce_hash
+from kvrouter.router.model.kvcache.multimodal import Items, MultimodalItem, within
+from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher, SegmentMemory
 
 SPACE = HashSpace(HashScheme.default(), 4)
 PLENTY = 1 << 20

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvrouter.router.cli.shadow import read_address
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.shadow.awaited import Awaited, Pair
-from kvrouter.router.shadow.log_line import LogReading, read_outcome, read_request
-from kvrouter.router.shadow.observation import Observation, Outcome, Skip, Unjudged
-from kvrouter.router.shadow.verdict import Snapshot
-from kvrouter.router.shadow.worker_names import fleet_names
+from kvrouter.router.app.cli.shadow import read_address
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.shadow.awaited import Awaited, Pair
+from kvrouter.shadow.log_line import LogReading, read_outcome, read_request
+from kvrouter.shadow.observation import Observation, Outcome, Skip, Unjudged
+from kvrouter.shadow.verdict import Snapshot
+from kvrouter.shadow.worker_names import fleet_names
 
 NOW_S, WALL_S = 100.0, 1_795_493_999.0
 BODY = {"model": "m", "prompt": [1, 2, 3]}

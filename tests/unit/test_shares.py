@@ -9,8 +9,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.fleet.assignment import assign_workers
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.fleet.assignment import assign_workers
 
 WORKERS = st.lists(
     st.builds(WorkerKey, st.sampled_from(["m", "\ud800"]), st.text(max_size=3), st.integers(0, 3)), max_size=40

@@ -7,12 +7,12 @@ import logging
 
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.fleet.fleet_metrics import FleetMetrics
-from kvrouter.router.fleet.membership import HEARD_S
-from kvrouter.router.fleet.store_contact import StoreContact
-from kvrouter.router.redis_client.errors import ReplyError, StoreUnavailable
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.redis_client.errors import ReplyError, StoreUnavailable
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.fleet.fleet_metrics import FleetMetrics
+from kvrouter.router.follow.fleet.membership import HEARD_S
+from kvrouter.router.follow.fleet.store_contact import StoreContact
 
 ONE, TWO = WorkerKey("m", "one"), WorkerKey("m", "two")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.config.settings import without_password
-from kvrouter.router.redis_client.errors import StoreError
-from kvrouter.router.redis_client.url import parse_url
+from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.base.redis_client.url import parse_url
+from kvrouter.router.model.config.settings import without_password
 
 
 def test_urls_are_read() -> None:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.diagnosis.store_view import FollowedWorker, store_reply
-from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, Hold
-from kvrouter.router.index.keys import worker_tag
-from kvrouter.router.index.server_settings import ServerSettings
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.fleet.heartbeat import VERSION, Heartbeat, Hold
+from kvrouter.router.index.store.keys import worker_tag
+from kvrouter.router.index.store.server_settings import ServerSettings
+from kvrouter.router.observe.findings.store_view import FollowedWorker, store_reply
 
 A, B, C = (WorkerKey("m", "a"), WorkerKey("m", "b", 1), WorkerKey("n/{x}", "c"))
 

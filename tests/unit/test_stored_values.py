@@ -6,13 +6,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvrouter.router.common.checksum import checksum
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.index import keys, registry
-from kvrouter.router.index.checkpoint import StoredPlace, parse_places, parse_residents
-from kvrouter.router.index.commit import Head, Lease, copies_value, head_sum, parse_copies_value
-from kvrouter.router.redis_client.errors import StoredValueError
-from kvrouter.router.workers.registration import MAX_GROUPS, CatalogSpec, GroupSpec, Registration
+from kvrouter.router.base.common.checksum import checksum
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.redis_client.errors import StoredValueError
+from kvrouter.router.index.store import keys, registry
+from kvrouter.router.index.store.checkpoint import StoredPlace, parse_places, parse_residents
+from kvrouter.router.index.store.commit import Head, Lease, copies_value, head_sum, parse_copies_value
+from kvrouter.router.model.workers.registration import MAX_GROUPS, CatalogSpec, GroupSpec, Registration
 
 WORKER = WorkerKey("m", "w0", 2)
 GPU_PLACE = b"g0:GPU=7=00000000"

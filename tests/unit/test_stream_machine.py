@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.streams.lease_holder import ELSEWHERE
-from kvrouter.router.streams.stream_machine import Action, Endpoints, Event, Phase, step
-from kvrouter.router.streams.stream_view import NO_FOLLOWER_YET, Facts, Word, credit, shown_state
-from kvrouter.router.workers.registration import NO_PATCH, Registration
-from kvrouter.router.workers.stream_state import CREDITED, StreamState
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.streams.lease_holder import ELSEWHERE
+from kvrouter.router.follow.streams.stream_machine import Action, Endpoints, Event, Phase, step
+from kvrouter.router.follow.streams.stream_view import NO_FOLLOWER_YET, Facts, Word, credit, shown_state
+from kvrouter.router.model.workers.registration import NO_PATCH, Registration
+from kvrouter.router.model.workers.stream_state import CREDITED, StreamState
 
 BOTH = Endpoints("tcp://e:1", "tcp://e:2", None)
 STOCK_ONLY = Endpoints("tcp://e:1", None, None)

@@ -15,27 +15,36 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrouter.router.common.tally import Counter
-from kvrouter.router.common.task_supervisor import RECENT_S, RESTART_FIRST_S, RESTART_LAST_S, STEADY_S, TaskSupervisor
+from kvrouter.router.base.common.tally import Counter
+from kvrouter.router.base.common.task_supervisor import (
+    RECENT_S,
+    RESTART_FIRST_S,
+    RESTART_LAST_S,
+    STEADY_S,
+    TaskSupervisor,
+)
 
-ROUTER = Path(__file__).resolve().parents[2] / "router"
+ROOT = Path(__file__).resolve().parents[2]
 
 # Places that start a task of their own, by file and function: why each needs no supervisor.
 ALLOWED = {
-    ("common/task_supervisor.py", "start"): "the supervisor itself",
-    ("api/http/http_connection.py", "_run"): "one answer; its errors are answers, and uvicorn awaits it when it stops",
-    ("server/stopping.py", "unless_stopped"): "the start, awaited at once; its failure ends the process",
-    ("server/stopping.py", "_end_beside"): "awaited by the function that starts it",
-    ("streams/worker_stream.py", "_take_lease"): "awaited by the function that starts it",
-    ("streams/source_switch.py", "hold"): "a TaskGroup: what ends one ends the run of a supervised task",
-    ("server/supervisor.py", "supervise"): "the process itself: awaited, its failure ends it",
-    ("server/supervisor.py", "_run"): "a TaskGroup: what ends one ends the process",
-    ("access/access.py", "watch"): "a TaskGroup: what ends one ends the run of a supervised task",
+    ("router/base/common/task_supervisor.py", "start"): "the supervisor itself",
     (
-        "tokens/engine/verified_engines.py",
+        "router/serve/api/http/http_connection.py",
+        "_run",
+    ): "one answer; its errors are answers, and uvicorn awaits it when it stops",
+    ("router/app/server/stopping.py", "unless_stopped"): "the start, awaited at once; its failure ends the process",
+    ("router/app/server/stopping.py", "_end_beside"): "awaited by the function that starts it",
+    ("router/follow/streams/worker_stream.py", "_take_lease"): "awaited by the function that starts it",
+    ("router/follow/streams/source_switch.py", "hold"): "a TaskGroup: what ends one ends the run of a supervised task",
+    ("router/app/server/supervisor.py", "supervise"): "the process itself: awaited, its failure ends it",
+    ("router/app/server/supervisor.py", "_run"): "a TaskGroup: what ends one ends the process",
+    ("router/serve/access/access.py", "watch"): "a TaskGroup: what ends one ends the run of a supervised task",
+    (
+        "router/route/tokens/engine/verified_engines.py",
         "_begin_judging",
     ): "one judgement; its failure is logged and it is begun again by `look`",
-    ("tokens/tokenizer.py", "_ask_once"): "one request; its callers await it",
+    ("router/route/tokens/tokenizer.py", "_ask_once"): "one request; its callers await it",
     ("shadow/shadow_run.py", "run"): "a command: what ends one of them ends it, with the error",
 }
 STARTERS = {"create_task", "ensure_future", "run_coroutine_threadsafe"}
@@ -199,7 +208,7 @@ def starts(path: Path) -> list[tuple[str, str]]:
                 called = child.func
                 name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
                 if name in STARTERS:
-                    found.append((path.relative_to(ROUTER).as_posix(), function))
+                    found.append((path.relative_to(ROOT).as_posix(), function))
             visit(child, inner)
 
     visit(ast.parse(path.read_text()), "")
@@ -207,7 +216,9 @@ def starts(path: Path) -> list[tuple[str, str]]:
 
 
 def test_no_task_is_started_without_a_supervisor() -> None:
-    found = Counts(place for path in ROUTER.rglob("*.py") for place in starts(path))
+    found = Counts(
+        place for folder in ("router", "shadow") for path in (ROOT / folder).rglob("*.py") for place in starts(path)
+    )
     unknown = found.keys() - ALLOWED.keys()
     assert not unknown, f"start it with TaskSupervisor.start, or say here why it needs none: {sorted(unknown)}"
     assert not ALLOWED.keys() - found.keys(), "places that no longer start a task"

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import msgspec
 
-from kvrouter.router.api.http.deadlines import HttpLimits
-from kvrouter.router.config.loading import load_config
-from kvrouter.router.config.settings import FIELDS, Config, variable_of
-from kvrouter.router.redis_client.embedded_valkey import STOP_TIMEOUT_S
-from kvrouter.router.server.descriptors import FILES_PER_CONNECTION
-from kvrouter.router.server.supervisor import CLOSE_TIMEOUT_S
+from kvrouter.router.app.server.descriptors import FILES_PER_CONNECTION
+from kvrouter.router.app.server.supervisor import CLOSE_TIMEOUT_S
+from kvrouter.router.base.redis_client.embedded_valkey import STOP_TIMEOUT_S
+from kvrouter.router.model.config.loading import load_config
+from kvrouter.router.model.config.settings import FIELDS, Config, variable_of
+from kvrouter.router.serve.api.http.deadlines import HttpLimits
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 PAGE = (FOLDER.parents[1] / "docs" / "how-to" / "systemd.md").read_text()
-# Descriptors of a worker (router/server/descriptors.py).
+# Descriptors of a worker (router/app/server/descriptors.py).
 FILES_PER_WORKER = 7
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvrouter.router.common.tally import Counter, Histogram
+from kvrouter.router.base.common.tally import Counter, Histogram
 
 BUCKETS = (0.0005, 0.25, 1.0, 30.0)
 VALUES = st.floats(0, 100) | st.sampled_from(BUCKETS)

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrouter.router.common.errors import BadQuestion
-from kvrouter.router.engines.vllm.description import VLLM
-from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
-from kvrouter.router.tokens.engine.wire import RenderQuirks, refusal_of, tokenize_body
-from kvrouter.router.tokens.forward_ids import MIN_TOKENS, forwarded_body
-from kvrouter.router.tokens.prompt_tokens import Prompt, TokensUnknown, estimated_tokens
-from kvrouter.router.tokens.token_request import WITHOUT_TOKENS, TokenRequest, read
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.model.engines.vllm.description import VLLM
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.route.tokens.engine.wire import RenderQuirks, refusal_of, tokenize_body
+from kvrouter.router.route.tokens.forward_ids import MIN_TOKENS, forwarded_body
+from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown, estimated_tokens
+from kvrouter.router.route.tokens.token_request import WITHOUT_TOKENS, TokenRequest, read
 
 USER = {"role": "user", "content": "Hi"}
 CHAT = {"messages": [USER]}

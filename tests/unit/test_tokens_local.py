@@ -14,12 +14,12 @@ import pytest
 from tiny_tokenizer import BOS, write_tokenizer
 from tokenizers import Tokenizer
 
-from kvrouter.router.common.errors import SettingError
-from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
-from kvrouter.router.tokens.engine.wire import RenderQuirks
-from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
-from kvrouter.router.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.tokens.token_request import TokenRequest, read
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.route.tokens.engine.wire import RenderQuirks
+from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
+from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.route.tokens.token_request import TokenRequest, read
 
 USER = {"role": "user", "content": "Hi there, Größe 12"}
 

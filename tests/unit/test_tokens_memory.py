@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrouter.router.tokens.prompt_cache import LIFE_S, OVERHEAD_BYTES, PromptMemory
-from kvrouter.router.tokens.prompt_tokens import FoundTokens
+from kvrouter.router.route.tokens.prompt_cache import LIFE_S, OVERHEAD_BYTES, PromptMemory
+from kvrouter.router.route.tokens.prompt_tokens import FoundTokens
 
 
 class Clock:

@@ -13,7 +13,7 @@ from chats import text
 from tiny_tokenizer import END, START, build_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from kvrouter.router.tokens.local.piece_cache import PieceCache
+from kvrouter.router.route.tokens.local.piece_cache import PieceCache
 
 # A character in four texts is one that special tokens are made of, so that halves of them occur too.
 NOISE = (

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.fleet.mirror_sync import in_turns
-from kvrouter.router.index.log_entry import LogEntry
-from kvrouter.router.index.log_follower import FollowerItem, Reload, StoreBack
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.fleet.mirror_sync import in_turns
+from kvrouter.router.index.store.log_entry import LogEntry
+from kvrouter.router.index.store.log_follower import FollowerItem, Reload, StoreBack
 
 
 def entry(name: str, commit: int) -> LogEntry:

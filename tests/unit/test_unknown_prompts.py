@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrouter.router.tokens.prompt_tokens import Prompt, Reason
-from kvrouter.router.tokens.unknown_prompts import COUNTED_MIN, OF_THE_REQUEST, WINDOW, UnknownPrompts
+from kvrouter.router.route.tokens.prompt_tokens import Prompt, Reason
+from kvrouter.router.route.tokens.unknown_prompts import COUNTED_MIN, OF_THE_REQUEST, WINDOW, UnknownPrompts
 
 KNOWN = Prompt(3, np.arange(3), "render")
 

@@ -13,13 +13,13 @@ from ingest_steps import REPLAY, batch, stored
 
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.stream_items import Connected
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index import keys
-from kvrouter.router.streams.commit_loop import CommitLoop
-from kvrouter.router.streams.mirror_lead import MirrorLead
-from kvrouter.router.streams.worker_record import WorkerRecord
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.streams.commit_loop import CommitLoop
+from kvrouter.router.follow.streams.mirror_lead import MirrorLead
+from kvrouter.router.follow.streams.worker_record import WorkerRecord
+from kvrouter.router.index.store import keys
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.stream_state import StreamState
 
 WORKER = WorkerKey("m", "w")
 GREETING_S = 3.0

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvrouter.router.ingest.engine_liveness import (
+from kvrouter.router.index.ingest.engine_liveness import (
     LOST_AFTER,
     EngineAbsent,
     EngineBack,
@@ -15,7 +15,7 @@ from kvrouter.router.ingest.engine_liveness import (
     NoPulse,
     Pulse,
 )
-from kvrouter.router.workers.stream_state import StreamState, credited
+from kvrouter.router.model.workers.stream_state import StreamState, credited
 
 SLOW = NoPulse("no answer in 2 s")
 GONE = NoPulse("refused", gone=True)

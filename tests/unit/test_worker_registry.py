@@ -9,12 +9,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.router.streams.worker_stream import WorkerStream
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.role import HandoverWay, Role
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.role import HandoverWay, Role
 
 ONE, TWO = WorkerKey("m", "one"), WorkerKey("n", "two", 1)
 

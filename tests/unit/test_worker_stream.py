@@ -7,11 +7,11 @@ import pytest
 from bare_services import bare_services
 
 from kvrouter.events.vllm.stream_items import Connected
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.streams.worker_record import INCIDENT_SHOWN_S
-from kvrouter.router.streams.worker_stream import WorkerStream
-from kvrouter.router.workers.registration import Registration
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.follow.streams.worker_record import INCIDENT_SHOWN_S
+from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.stream_state import StreamState
 
 
 class Stage:

@@ -15,10 +15,10 @@ import httpx
 from stored_residency import place_keys, residency_of
 from wire import Wire
 
-from kvrouter.router.common.ids import Place as RouterPlace
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index import keys
-from kvrouter.router.index.log_follower import BLOCK_S, SILENT_S
+from kvrouter.router.base.common.ids import Place as RouterPlace
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.log_follower import BLOCK_S, SILENT_S
 from kvrouter.simulator.cache.hit import find_prefix
 from kvrouter.simulator.cache.pool import Block, BlockPool
 

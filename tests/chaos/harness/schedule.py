@@ -8,7 +8,7 @@ import asyncio
 import random
 import time
 
-from kvrouter.router.workers.stream_state import CREDITED
+from kvrouter.router.model.workers.stream_state import CREDITED
 
 from .core_router import CoreRouter, Sample
 from .engines import Engine

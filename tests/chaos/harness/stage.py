@@ -20,7 +20,7 @@ from pathlib import Path
 
 import zmq
 
-from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.simulator.cache.shapes import Geometry, gemma3, gpt_oss, llama, qwen3_next
 
 from .engines import Engine

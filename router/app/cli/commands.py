@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `kvrouter`: each of its commands is a function of a module here. Every failure is one line on stderr: the
+cause and the fix.
+
+Exit codes: 0 done, 1 failed, 2 a wrong flag or setting, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+# The modules of commands import what is slow (asyncio, rich, the router) where they use it: all of them are imported to
+# refuse a wrong flag.
+from kvrouter.router.app.cli.api_client import ClientError
+from kvrouter.router.app.cli.config import config_markdown, config_schema
+from kvrouter.router.app.cli.demo import demo
+from kvrouter.router.app.cli.doctor import doctor
+from kvrouter.router.app.cli.drain import drain, undrain
+from kvrouter.router.app.cli.explain import explain
+from kvrouter.router.app.cli.replay import replay
+from kvrouter.router.app.cli.serve import epp, serve
+from kvrouter.router.app.cli.shadow import shadow
+from kvrouter.router.app.cli.sim import sim
+from kvrouter.router.app.cli.tail import tail
+from kvrouter.router.app.cli.workers import workers
+from kvrouter.router.base.common.errors import RouterError, SettingError, StartError
+from kvrouter.router.base.common.escaping import masked
+from kvrouter.router.base.common.version import VERSION
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+NAME = "kvrouter"
+
+app = typer.Typer(
+    name=NAME,
+    help="Routes requests to the engine replica with the least left to compute, by exact predictions of KV cache reuse.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+config_app = typer.Typer(help="Describe the settings.", add_completion=False, no_args_is_help=True)
+config_app.command("schema")(config_schema)
+config_app.command("markdown")(config_markdown)
+
+for command in (serve, epp, workers, drain, undrain, explain, tail, doctor, replay, shadow, demo):
+    app.command()(command)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(sim)
+app.add_typer(config_app, name="config")
+
+# typer wraps click in some versions and carries its own copy in others; this is its base of usage errors in both.
+UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"{NAME} {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point of the command."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(given or ["--help"], prog_name=NAME, standalone_mode=False)
+    except UsageProblem as problem:
+        message = str(problem.format_message()) if hasattr(problem, "format_message") else str(problem)
+        return _fail(f"{message.rstrip('.')}; see --help", EXIT_USAGE)
+    except SettingError as error:
+        return _fail(error.message, EXIT_USAGE)
+    except (StartError, RouterError, ClientError) as error:
+        return _fail(str(error), EXIT_FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`head`) has enough; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    # A router's message may hold the name of a worker.
+    line = masked(" ".join(message.split()))
+    print(f"{NAME}: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvrouter doctor`: what is wrong with a router and its fleet."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import typer
+
+from kvrouter.router.app.cli.api_client import Client
+from kvrouter.router.app.cli.options import AsJson, with_router
+from kvrouter.router.app.cli.output import console, print_json
+
+EXIT_FOUND = 1
+
+
+@with_router
+def doctor(as_json: AsJson = False, *, client: Client) -> None:
+    """Say what is wrong with a running router and its fleet, why, and how to mend it; exit code 1 if anything is."""
+    from kvrouter.router.app.cli.doctor_report import diagnose, findings_text
+
+    report = diagnose(client, client.url, time.time)
+    if as_json:
+        print_json(msgspec.to_builtins(report))
+    else:
+        out = console(reads=True)
+        out.print(findings_text(report, out.width), highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if report.ok else EXIT_FOUND)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvrouter doctor`: what a router finds wrong with its fleet, with what only its client sees, as blocks for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from rich.text import Text
+
+from kvrouter.router.app.cli.api_client import Client, ClientError
+from kvrouter.router.app.diagnosis.clocks import SET_CLOCKS, clock_difference
+from kvrouter.router.base.common.escaping import masked
+from kvrouter.router.base.common.version import VERSION
+from kvrouter.router.observe.findings.finding import ROUTER, DiagnosisReport, Finding, Severity, argument, found
+
+INDENT = "      "
+# Narrower, words would stand one to a line.
+MIN_WIDTH = 40
+COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
+LABEL = "dim"
+
+
+class DoctorReport(msgspec.Struct, frozen=True):
+    """ok: neither an error nor a warning was found. The rest as in DiagnosisReport; empty where no router answered."""
+
+    ok: bool
+    url: str
+    version: str
+    workers: int
+    routers: int
+    checks: int
+    findings: list[Finding]
+
+
+def diagnose(client: Client, url: str, wall_clock: Callable[[], float]) -> DoctorReport:
+    """Ask the router; one that does not answer is a finding itself. wall_clock: seconds since 1970."""
+    findings: list[Finding] = []
+    report = DiagnosisReport("", 0, 0, 0, [])
+    try:
+        there = _version(client.call("GET", "/version"))
+        findings += _of_client(there, client.date, wall_clock())
+        report = _report(client, of_other_version=there != VERSION)
+    except ClientError as error:
+        findings.append(_unanswered(error, url))
+    address = argument(url.rstrip("/")) + "/"
+    findings += [msgspec.structs.replace(one, fix=one.fix.replace(ROUTER, address)) for one in report.findings]
+    return DoctorReport(
+        all(one.severity is Severity.NOTE for one in findings),
+        url,
+        report.version,
+        report.workers,
+        report.routers,
+        report.checks,
+        findings,
+    )
+
+
+def _version(answer: Any) -> str:
+    try:
+        return str(answer["version"])
+    except (KeyError, TypeError):
+        raise ClientError("what listens there is no router: its /version has no version; check --url") from None
+
+
+def _report(client: Client, *, of_other_version: bool) -> DiagnosisReport:
+    """What the router found; nothing where another version has another form of it, or none."""
+    try:
+        return msgspec.convert(client.call("GET", "/diagnosis"), DiagnosisReport)
+    except msgspec.ValidationError as error:
+        if not of_other_version:
+            raise ClientError(f"its answer to /diagnosis is no diagnosis: {error}; check --url") from None
+    except ClientError as error:
+        if not of_other_version or error.status != HTTPStatus.NOT_FOUND:
+            raise
+    return DiagnosisReport("", 0, 0, 0, [])
+
+
+def _of_client(version: str, date: str | None, now_s: float) -> list[Finding]:
+    findings = []
+    if version != VERSION:
+        findings.append(
+            found(
+                "KV003",
+                "client",
+                f"this command has version {VERSION}, the router {version}",
+                f"install version {version} here as the router was installed, or update the router",
+            )
+        )
+    try:
+        ahead_s = 0.0 if date is None else now_s - parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        ahead_s = 0.0
+    if (differs := clock_difference(ahead_s)) is not None:
+        evidence = f"this machine's clock is {differs} the router's, by the Date of its answer"
+        findings.append(found("KV004", "client", evidence, SET_CLOCKS))
+    return findings
+
+
+def _unanswered(error: ClientError, url: str) -> Finding:
+    if error.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        return found(
+            "KV002",
+            url,
+            str(error),
+            "kvrouter doctor --api-key KEY (or KVROUTER_API_KEY), the key that it was started with",
+        )
+    return found(
+        "KV001",
+        url,
+        str(error),
+        "kvrouter serve; or name its address: kvrouter doctor --url http://HOST:PORT; from another machine, it must listen on "
+        "--host 0.0.0.0, and its port be open",
+    )
+
+
+def findings_text(report: DoctorReport, width: int) -> Text:
+    """One block a finding and a line at the end; that line alone where nothing was found. width: of the terminal."""
+    blocks = Text()
+    for finding in report.findings:
+        blocks.append(f"{finding.code} {finding.severity.value} ", COLOURS[finding.severity])
+        blocks.append(f"{masked(finding.subject)}: {masked(finding.problem)}\n", "bold")
+        for label, value in (("why", finding.evidence), ("fix", finding.fix), ("see", finding.page)):
+            # Words stay whole, so that an address or a flag can be copied.
+            lines = textwrap.wrap(
+                masked(value), max(width, MIN_WIDTH) - len(INDENT), break_long_words=False, break_on_hyphens=False
+            )
+            blocks.append(f"  {label} ", LABEL)
+            blocks.append(f"\n{INDENT}".join(lines) + "\n")
+        blocks.append("\n")
+    return blocks + _summary(report)
+
+
+def _summary(report: DoctorReport) -> Text:
+    looked = f"{_count(report.workers, 'worker')}, {_count(report.routers, 'router')}, version {report.version}"
+    if not report.findings:
+        return Text("all is well", "bold green") + Text(f": {looked}; {report.checks} checks found nothing")
+    counts = [
+        _count(sum(one.severity is severity for one in report.findings), severity.value)
+        for severity in Severity
+        if any(one.severity is severity for one in report.findings)
+    ]
+    return Text(f"{', '.join(counts)} ({looked})" if report.version else ", ".join(counts))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

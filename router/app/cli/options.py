@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that all commands about a running router share, and the client that they name."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from kvrouter.router.app.cli.api_client import Client, client_context, router_url
+
+Url = Annotated[
+    str | None,
+    typer.Option(
+        envvar="KVROUTER_URL",
+        metavar="URL",
+        help="where the router listens, like localhost:30000; without it, on this machine at KVROUTER_PORT or 30000",
+    ),
+]
+Key = Annotated[
+    str | None, typer.Option(envvar="KVROUTER_API_KEY", metavar="KEY", help="the router's API key", show_envvar=True)
+]
+CaFile = Annotated[
+    str | None,
+    typer.Option(
+        envvar="KVROUTER_CA_FILE",
+        metavar="FILE",
+        help="PEM file of authorities for https, in place of this machine's",
+    ),
+]
+Certificate = Annotated[
+    str | None,
+    typer.Option(
+        envvar="KVROUTER_CLIENT_CERTIFICATE",
+        metavar="FILE",
+        help="PEM file with the certificate to show to a router that wants one, and its key",
+    ),
+]
+ClientKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="KVROUTER_CLIENT_KEY",
+        metavar="FILE",
+        help="PEM file with the key of --client-certificate, where it is another one",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print the answer as JSON")]
+
+# By the name of their parameter, so by flag.
+ROUTER_OPTIONS = {
+    "url": Url,
+    "api_key": Key,
+    "ca_file": CaFile,
+    "client_certificate": Certificate,
+    "client_key": ClientKey,
+}
+# The parameter of a command that stands for all of them.
+CLIENT = "client"
+
+
+def with_router(run: Callable[..., None]) -> Callable[..., None]:
+    """A command with the options above in place of its parameter `client`, which is a client of the router that they
+    name (or the environment)."""
+
+    def command(**given: Any) -> None:
+        url, api_key, *files = (given.pop(name) for name in ROUTER_OPTIONS)
+        run(client=router_at(url, api_key, *files), **given)
+
+    own = inspect.signature(run, eval_str=True).parameters.values()
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in ROUTER_OPTIONS.items()
+    ]
+    command.__name__, command.__doc__, command.__annotations__ = run.__name__, run.__doc__, {}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own if one.name != CLIENT), *options]
+    )
+    return command
+
+
+def router_at(
+    url: str | None,
+    api_key: str | None,
+    ca_file: str | None = None,
+    client_certificate: str | None = None,
+    client_key: str | None = None,
+) -> Client:
+    """Raises SettingError."""
+    address = router_url(url, os.environ)
+    if not address.startswith("https:"):
+        return Client(address, api_key)
+    return Client(address, api_key, client_context(ca_file, client_certificate, client_key))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvrouter serve`."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvrouter.router.app.cli.settings_flags import with_settings
+from kvrouter.router.app.server.checks import check_settings, local_tokenizers
+from kvrouter.router.model.config.loading import Origin, given_flags, load_config
+from kvrouter.router.model.config.settings import EPP_PORT
+
+
+@with_settings
+def serve(config: Path | None, flags: dict[str, Any]) -> None:
+    """Run the router.
+
+    Every setting can also come from the YAML file (port: 30000) or the environment (KVROUTER_PORT=30000; lists are
+    separated by spaces, as in KVROUTER_WORKERS). Flags override the environment, which overrides the file.
+    """
+    _serve(config, flags)
+
+
+@with_settings
+def epp(config: Path | None, flags: dict[str, Any]) -> None:
+    """Run the router as an endpoint picker of the Gateway API Inference Extension.
+
+    The same as `kvrouter serve`, with the same settings; gateway_port is 9002 where it is not set. It needs the extra
+    `gateway`.
+    """
+    _serve(config, flags, gateway_port=EPP_PORT)
+
+
+def _serve(config: Path | None, flags: dict[str, Any], gateway_port: int | None = None) -> None:
+    """gateway_port: where none is set."""
+    named = os.environ.get("KVROUTER_CONFIG")
+    file = config if config is not None else Path(named) if named else None
+    settings = load_config(file, os.environ, flags)
+    if settings.gateway_port is None:
+        settings = msgspec.structs.replace(settings, gateway_port=gateway_port)
+    origin = Origin(None if file is None else str(file), given_flags(flags))
+    check_settings(settings, origin, os.environ)
+    local = local_tokenizers(settings)
+    # What a router is made of takes a second to import; a refusal and the client commands need none of it. All of it
+    # stays, so there is nothing for the garbage collector to find.
+    gc.disable()
+    from kvrouter.router.app.server.app import serve as run_router
+    from kvrouter.router.app.server.supervisor import supervise
+
+    gc.freeze()
+    gc.enable()
+    if settings.processes > 1:
+        # Each process loads its own.
+        local.clear()
+    _run(lambda: run_router(settings, origin, local) if settings.processes == 1 else supervise(settings, origin))
+
+
+def _run(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    # Imported here: that takes longer than to refuse a wrong flag.
+    import asyncio
+
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(start())

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of the API's answers as cells, and the candidates of a choice as a table. Pure: decoded JSON in, rich tables
+out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from kvrouter.router.base.common.escaping import masked
+
+UNKNOWN = "-"
+# Up to here all digits are shown.
+WHOLE_MAX = 10_000
+UNITS = (("G", 1_000_000_000), ("M", 1_000_000), ("k", 1_000))
+# A value from here on says nothing more by a digit behind the point.
+HUNDRED = 100
+
+
+def plain(value: Any) -> str:
+    """A value as text: `-` for what is not known, no control characters."""
+    if value is None or value == "":
+        return UNKNOWN
+    return masked(str(value))
+
+
+def text(value: Any) -> str:
+    """The same for a cell that may have markup."""
+    return escape(plain(value))
+
+
+def short_number(value: int) -> str:
+    """`812`, `62.5k`, `1.2M`: three digits of what is large."""
+    if value < WHOLE_MAX:
+        return str(value)
+    unit, size = next((unit, size) for unit, size in UNITS if value >= size)
+    scaled = value / size
+    return f"{scaled:.0f}{unit}" if scaled >= HUNDRED else f"{scaled:.1f}{unit}"
+
+
+def outcome_line(answer: dict[str, Any]) -> str:
+    """What came of a decision, and of the attempts before it."""
+    outcome = answer["outcome"]
+    if outcome is None:
+        line = "no outcome: the request runs, or the choice was made without one"
+    else:
+        known = (
+            ("predicted", outcome["predicted_tokens"], "tokens"),
+            ("reused", outcome["delivered_tokens"], "tokens"),
+            ("generated", outcome["completion_tokens"], "tokens"),
+            ("first token after", outcome["ttft_s"] and round(outcome["ttft_s"], 3), "s"),
+            ("over after", round(outcome["e2e_s"], 3), "s"),
+        )
+        facts = (f"{what} {value} {unit}" for what, value, unit in known if value is not None)
+        line = f"outcome: {text(outcome['outcome'])}; {', '.join(facts)}"
+    if earlier := answer.get("earlier"):
+        line += f"; attempts before it: {', '.join(map(text, earlier))}"
+    return line
+
+
+def candidates_table(answer: dict[str, Any], num_tokens: int) -> Table:
+    """One row a candidate of `/select` with `explain`, the chosen one marked; counts in tokens."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "WORKER", "GPU", "+CPU", "+DISK", "UNCACHED", "LOAD", "COST", "STATE", "LIMITED BY"):
+        left = name in ("", "WORKER", "STATE", "LIMITED BY")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
+    chosen = (answer["worker_id"], answer["dp_rank"])
+    for candidate in answer["candidates"]:
+        overlap = candidate["overlap"]
+        table.add_row(
+            ">" if (candidate["worker_id"], candidate["dp_rank"]) == chosen else "",
+            text(worker_name(candidate)),
+            text(overlap["gpu"]),
+            text(overlap["cpu"]),
+            text(overlap["disk"]),
+            text(num_tokens - overlap["disk"]),
+            text(candidate["load"]),
+            text(candidate["cost"]),
+            text(candidate["state"]),
+            text(_limit(candidate)),
+        )
+    return table
+
+
+def tokens_line(tokens: dict[str, Any]) -> str:
+    """How many tokens a text has, their source, and how many are unknown."""
+    known, whole = tokens["known_tokens"], tokens["num_tokens"]
+    count = f"{whole} tokens" if known == whole else f"about {whole} tokens, {known} of them known"
+    problem = f": {text(tokens['problem'])}" if tokens["problem"] else ""
+    return f"{count} (source: {text(tokens['source'])}){problem}"
+
+
+def worker_name(worker: dict[str, Any]) -> str:
+    """`w0`, or `w0@3` for another rank than 0."""
+    rank = worker["dp_rank"]
+    return f"{worker['worker_id']}@{rank}" if rank else str(worker["worker_id"])
+
+
+def _limit(candidate: dict[str, Any]) -> str:
+    limit = candidate.get("limited_by")
+    reason = str(candidate.get("reason") or "")
+    if limit is None:
+        return reason
+    group = "" if limit["group_idx"] is None else f"group {limit['group_idx']} "
+    return f"{group}({limit['kind']}): {limit['why']}" + (f"; {reason}" if reason else "")

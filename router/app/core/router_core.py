@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router without its HTTP: workers followed, the mirror kept, questions answered.
+
+Belongs to one asyncio loop. `ask` is synchronous and does no I/O; everything that waits is in tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import zmq
+
+from kvrouter.events.transport.permits import Permits
+from kvrouter.router.app.core.core_metrics import CoreMetrics
+from kvrouter.router.app.core.hit_finder import HitFinder
+from kvrouter.router.app.core.registration_judge import RegistrationJudge
+from kvrouter.router.app.core.worker_report import count_worker, worker_status
+from kvrouter.router.base.common import compiled
+from kvrouter.router.base.common.errors import RouterError
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.follow.feed.event_feed import EventFeed
+from kvrouter.router.follow.feed.fleet_event import UNREGISTERED, EventType
+from kvrouter.router.follow.fleet.adoption import Adoption
+from kvrouter.router.follow.fleet.fleet import Fleet
+from kvrouter.router.follow.fleet.mirror_sync import MirrorSync
+from kvrouter.router.follow.fleet.registration_mark import RegistrationMark
+from kvrouter.router.follow.fleet.router_peers import RouterPeers
+from kvrouter.router.follow.fleet.store_contact import StoreContact
+from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.follow.streams.engine_poller import POLLS_AT_ONCE
+from kvrouter.router.follow.streams.held_workers import HeldWorkers
+from kvrouter.router.follow.streams.ingest_turns import IngestTurns
+from kvrouter.router.follow.streams.lease_rounds import LeaseRounds
+from kvrouter.router.follow.streams.stream_services import StreamServices
+from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.index.matching.matcher import HitTable, WorkerView
+from kvrouter.router.index.matching.question import Hit, Question, filter_hits
+from kvrouter.router.index.matching.routing_history import RoutingHistory
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.config.agreement import agreed_settings
+from kvrouter.router.model.config.cautions import evicting, open_to_all, open_to_pages
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.engines.engine import Engine
+from kvrouter.router.model.engines.engine_lists import LOOK_S, EngineLists
+from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.model.upstream.engine_client import EngineClient
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.model_names import ModelNames, ServedModel, parse_aliases
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.role import HandoverWay
+from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.model.workers.worker_status import WorkerStatus
+
+log = logging.getLogger(__name__)
+
+# How often incidents of workers are forgotten and publishers are compared.
+TEND_INTERVAL_S = 1.0
+# Somebody may change how the store evicts while it runs.
+STORE_SETTINGS_S = 30.0
+
+
+class Core:
+    """Joins all parts, so it has an attribute for each. `fleet` registers and drops workers; `registry` has them."""
+
+    def __init__(
+        self,
+        *,
+        store: IndexStore,
+        config: Config,
+        metrics: CoreMetrics,
+        zmq_context: zmq.Context[zmq.Socket[bytes]],
+        clock: Callable[[], float],
+        rng: random.Random,
+        http: aiohttp.ClientSession | None = None,
+        engine_client: EngineClient | None = None,
+        engine_key: EngineKey | None = None,
+        token: str | None = None,
+        supervisor: TaskSupervisor | None = None,
+        feed: EventFeed | None = None,
+        patch_secret: bytes | None = None,
+        store_folder: Path | None = None,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            http: Session that queries engines for their lists; None: nobody queries them.
+            engine_client: Polls engines for liveness and load; None: they are not polled.
+            engine_key: Decides which engines get a key with the queries of `http`; None: none does.
+            token: Names this process in leases; one that outlives the process lets its successor take over at once.
+            feed: Receives the fleet's events; None: nobody watches them.
+            patch_secret: The CURVE key that engines' patches see; None: another for each connection.
+            store_folder: The folder of a private store.
+        """
+        self._store = store
+        self._config = config
+        self._metrics = metrics
+        self._clock = clock
+        token = token or secrets.token_hex(8)
+        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
+        self._allowed = AllowList(config.allow_hosts)
+        self._permits = Permits(rng=rng)
+        self._memory = SegmentMemory(config.segment_memory_bytes)
+        self._history = RoutingHistory(config.approximate_ttl_s)
+        self.registry = WorkerRegistry()
+        self._contact = StoreContact(metrics=metrics.fleet, clock=clock)
+        held = HeldWorkers()
+        self.peers = RouterPeers(
+            self.registry,
+            store=store,
+            held=held,
+            contact=self._contact,
+            metrics=metrics.fleet,
+            clock=clock,
+            token=token,
+            ttl_s=config.lease_ttl_s,
+            settings=agreed_settings(config),
+        )
+        self.mirror_sync = MirrorSync(
+            self.registry,
+            store=store,
+            contact=self._contact,
+            metrics=metrics.fleet,
+            clock=clock,
+            rng=rng,
+            supervisor=self._supervisor,
+            budget_bytes=config.mirror_budget_bytes,
+        )
+        self._engines = EngineLists(
+            http, engine_key or EngineKey(None, self._allowed), self._urls, self._on_engine_lists
+        )
+        self._kinds_shown = asyncio.Event()
+        self.finder = HitFinder(
+            self.registry,
+            self.mirror_sync.mirror,
+            self._memory,
+            self._history,
+            adapters=lambda: self._engines.adapters,
+            clock=clock,
+        )
+        self._judge = RegistrationJudge(self.registry, self._engines, clock)
+        self._names = ModelNames(parse_aliases(config.model_aliases))
+        self._names_known = self._loaded = False
+        self._feed = feed or EventFeed(life=token, wall_clock=clock, metrics=metrics.watch)
+        self.registry.subscribe(members=self._on_members, view=self._on_view)
+        metrics.before_page(self._measure)
+        metrics.resident_blocks.counts = lambda: (
+            (worker, stream.counts()) for worker, stream in self.registry.streams.items()
+        )
+
+        leases = LeaseRounds(store.leases, token, config.lease_ttl_s, lambda: self.peers.assignment)
+        services = StreamServices(
+            store=store,
+            leases=leases,
+            held=held,
+            turns=IngestTurns(),
+            token=token,
+            config=config,
+            metrics=metrics.streams,
+            context=zmq_context,
+            clock=clock,
+            rng=rng,
+            http=engine_client,
+            polls=asyncio.Semaphore(POLLS_AT_ONCE),
+            allowed=self._allowed,
+            permits=self._permits,
+            supervisor=self._supervisor,
+            mirror=self.mirror_sync,
+            feed=self._feed,
+            patch_secret=patch_secret,
+        )
+
+        def make_stream(registration: Registration) -> WorkerStream:
+            worker = registration.worker
+            return WorkerStream(
+                registration,
+                services,
+                mine=self.peers.is_mine,
+                changed=lambda: self.registry.view_changed(worker),
+                engine_load=lambda said: self.registry.engine_said(worker, said),
+            )
+
+        self.fleet = Fleet(
+            self.registry,
+            store=store,
+            config=config,
+            metrics=metrics.fleet,
+            clock=clock,
+            allowed=self._allowed,
+            peers=self.peers,
+            mirror=self.mirror_sync,
+            make_stream=make_stream,
+        )
+        self.registration_mark = RegistrationMark(self.registry, store_folder)
+        self.adoption = Adoption(self.fleet, store.schemas, metrics=metrics.fleet, clock=clock)
+        self._runs = {
+            "mirror": self.mirror_sync.follow,
+            "mirror_reload": self.mirror_sync.reload,
+            "mirror_sweep": self.mirror_sync.sweep,
+            "tend": self._tend,
+            "heartbeat": self.peers.beat_always,
+            "leases": leases.run,
+            "followers": self.peers.judge_followers,
+            "registry": self.fleet.watch_registry,
+            "schemas": self.adoption.watch,
+            "store_settings": self._watch_store_settings,
+        }
+        if http is not None:
+            self._runs["engine_lists"] = self._engines.run
+            self._runs["engine_kinds"] = self._name_engines
+        self._tasks: list[asyncio.Task[None]] = []
+        self._segments_counted = (0, 0)
+        # Workers of which a reason is shown that may be over.
+        self._unsettled: set[WorkerKey] = set()
+        # A sentence for each server of the store that evicts.
+        self._evicting: list[str] = []
+
+    async def start(self) -> None:
+        """Load what Redis holds, then follow it and the workers. Raises StoreError when Redis cannot be read."""
+        await self.fleet.start()
+        await self.adoption.look()
+        self.registration_mark.compare()
+        self._loaded = True
+        self._judge.judge()
+        self._tasks += [self._supervisor.start(name, run) for name, run in self._runs.items()]
+
+    async def stop(self) -> None:
+        """End all tasks; what was committed stays in Redis."""
+        for task in self._tasks:
+            task.cancel()
+        self._judge.stop()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.fleet.stop()
+        await self.mirror_sync.close()
+        await self.peers.leave()
+
+    async def register(self, registration: Registration) -> None:
+        """See `Fleet.register`."""
+        await self.fleet.register(registration)
+
+    async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
+        """See `Fleet.unregister`."""
+        return await self.fleet.unregister(worker_id, dp_rank, model)
+
+    def _on_members(self, worker: WorkerKey | None) -> None:
+        self._names_known = False
+        if worker is not None:
+            self._unsettled.add(worker)
+        stream = None if worker is None else self.registry.streams.get(worker)
+        url = None if stream is None else stream.registration.url
+        # A start loads them all, and then asks them all.
+        if self._loaded and url is not None and not self._allowed.problem(url):
+            self._engines.look_soon(url)
+
+    def _on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
+        self._unsettled.add(worker)
+        if view is None:
+            self._feed.of_worker(EventType.STATE, worker, state=UNREGISTERED, credited=False)
+
+    def _on_engine_lists(self) -> None:
+        self._names_known = False
+        self.finder.forget_plans()
+        self._judge.judge()
+        self._kinds_shown.set()
+
+    async def _name_engines(self) -> None:
+        """Registers what kind of engine a worker's HTTP showed, where nobody stated one and it is taken for another."""
+        while True:
+            # A patch that ends leaves a worker whose engine was known by it alone.
+            with contextlib.suppress(TimeoutError):
+                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                async with asyncio.timeout(LOOK_S):
+                    await self._kinds_shown.wait()
+            self._kinds_shown.clear()
+            for one in self.registrations():
+                kind, stream = self._engines.kinds.get(one.url or ""), self.registry.streams.get(one.worker)
+                if kind is None or stream is None or one.engine is not None or stream.profile.engine is kind:
+                    continue
+                log.info("engine recognised", extra={"worker": one.worker, "engine": kind.name})
+                try:
+                    await self.fleet.register(msgspec.structs.replace(one, engine=kind.name))
+                except RouterError as error:
+                    log.warning("engine not registered", extra={"worker": one.worker, "reason": error.message})
+
+    def registrations(self) -> Sequence[Registration]:
+        """The same object until one of them changes."""
+        return self.registry.registrations()
+
+    def handover(self, worker: WorkerKey) -> HandoverWay:
+        """How it is handed a prompt."""
+        return self.registry.handover(worker)
+
+    def given_id(self, worker: WorkerKey) -> str | int:
+        """Its id as registered, a number where it was one."""
+        return self.registry.given_id(worker)
+
+    def is_draining(self, worker: WorkerKey) -> bool:
+        """Whether an operator has it drained."""
+        return self.registry.is_draining(worker)
+
+    def models(self) -> list[str]:
+        return self.registry.models()
+
+    def resolve(self, name: str) -> ServedModel:
+        """What a request's `model` means. Raises UnknownModel."""
+        return self._known_names().resolve(name)
+
+    def names(self) -> list[str]:
+        """All that a request's `model` may be: models, their adapters, and aliases."""
+        return self._known_names().names()
+
+    def _known_names(self) -> ModelNames:
+        if not self._names_known:
+            self._names.learn(self.registrations(), self._engines.adapters)
+            self._names_known = True
+        return self._names
+
+    def _urls(self) -> set[str]:
+        """Of all engines that may be queried."""
+        urls = {one.url for one in self.registrations()}
+        return {url for url in urls if url is not None and not self._allowed.problem(url)}
+
+    def engine_urls(self, model: str) -> dict[str, tuple[str, Engine]]:
+        """The engines of a model that live, as far as is known: by URL, the epoch of a stream of theirs, and what kind
+        they are."""
+        found: dict[str, tuple[str, Engine]] = {}
+        for worker, stream in self.registry.streams.items():
+            url = stream.registration.url
+            if worker.model != model or url is None or url in found:
+                continue
+            if stream.view.state is not StreamState.DOWN and not self._allowed.problem(url):
+                found[url] = stream.visible_epoch or "", stream.profile.engine
+        return found
+
+    def hash_block_size(self, model: str) -> int:
+        """Tokens that one block hash covers, 1 while no catalog of the model is whole. Raises UnknownModel."""
+        return self.finder.hash_block_size(model)
+
+    def now(self) -> float:
+        """Return the seconds on the clock of the streams."""
+        return self._clock()
+
+    def ask(self, question: Question) -> Sequence[Hit]:
+        """One hit for each worker of the model that the question does not leave out, in no particular order."""
+        return filter_hits(self.finder.hits(question), question)
+
+    def hit_table(self, question: Question) -> HitTable | None:
+        """All hits as numbers, for a question that leaves no worker out; None where it takes `ask` to answer."""
+        return self.finder.hit_table(question)
+
+    async def hash_ahead(self, question: Question) -> None:
+        """Hashes a long prompt in turns, for the question that follows. Raises UnknownModel."""
+        await self.finder.hash_ahead(question)
+
+    def statuses(self, worker_id: str | None = None) -> Iterator[WorkerStatus]:
+        unread, now = self._contact.unread_problem, self._clock()
+        shown: set[tuple[str, int]] = set()
+        # Since the row before was read one may have gone, or been registered again, also with another model.
+        while missing := [worker for worker in self.registry.streams if worker[1:] not in shown]:
+            for worker in sorted(missing):
+                shown.add(worker[1:])
+                stream = self.registry.streams.get(worker)
+                if stream is not None and worker_id in (None, worker.worker_id):
+                    yield worker_status(stream, self.mirror_sync, unread, now)
+
+    @property
+    def contact(self) -> StoreContact:
+        """Whether Redis is heard."""
+        return self._contact
+
+    @property
+    def engine_lists(self) -> EngineLists:
+        """What engines say of themselves."""
+        return self._engines
+
+    def task_problems(self) -> list[str]:
+        """Tasks that fail."""
+        return self._supervisor.health()
+
+    def readiness(self) -> str | None:
+        if not self._loaded:
+            return "the index is being loaded from Redis"
+        if not self.registry.streams:
+            return "no worker is registered: POST /register, or start with --worker"
+        return None
+
+    def health(self) -> list[str]:
+        away = self._contact.problem
+        problems = [] if away is None else [away]
+        unwritten = {stream.problem for stream in self.registry.streams.values() if stream.problem}
+        if away is None:
+            problems += [
+                f"Redis takes no commits ({problem}): other routers do not learn what changes here"
+                for problem in sorted(unwritten)
+            ]
+        for stream in self.registry.streams.values():
+            view = stream.view
+            name = f"worker {printable(view.worker.worker_id)} (rank {view.worker.dp_rank})"
+            known = (self.mirror_sync.lost_credit(view.worker), stream.note, stream.refused, stream.disk_problem)
+            problems += [f"{name}: {why}" for why in known if why]
+            if view.state is not StreamState.LIVE or (view.catalog.problem is not None and not _is_fresh(stream)):
+                why = view.reason or view.catalog.problem or ""
+                problems.append(f"{name} is {view.state.value}: {why}")
+        problems += filter(None, [self.registration_mark.problem])
+        return problems + self.registry.problems + self.adoption.problems + self._supervisor.health()
+
+    def cautions(self) -> list[str]:
+        """What works now and is a risk all the same; it degrades nothing."""
+        return [
+            caution
+            for caution in (
+                open_to_all(self._config),
+                open_to_pages(self._config),
+                compiled.caution(),
+                *self._evicting,
+                *self.adoption.cautions,
+            )
+            if caution is not None
+        ]
+
+    async def _watch_store_settings(self) -> None:
+        while True:
+            try:
+                policies = await self._store.eviction_policies()
+            except StoreError as error:
+                # Its absence is shown where it is followed; without the right to ask, nothing is known.
+                log.debug("the store's settings are not known", extra={"reason": str(error)})
+            else:
+                found = [caution for policy in policies.items() if (caution := evicting(*policy)) is not None]
+                for caution in found:
+                    if caution not in self._evicting:
+                        log.warning(caution)
+                self._evicting = found
+            await asyncio.sleep(STORE_SETTINGS_S)
+
+    async def _tend(self) -> None:
+        while True:
+            self._tend_now()
+            await asyncio.sleep(TEND_INTERVAL_S)
+
+    def _tend_now(self) -> None:
+        # Not in `_tend`, where the last stream would be held until it is tended again.
+        for worker in list(self._unsettled):
+            stream = self.registry.streams.get(worker)
+            if stream is not None:
+                stream.settle()
+            if stream is None or not stream.view.reason:
+                self._unsettled.discard(worker)
+        self._judge.judge_publishers()
+        self._history.expire(self._clock())
+
+    def _measure(self) -> None:
+        metrics = self._metrics
+        metrics.fleet.registrations_lost.set(bool(self.registration_mark.problem))
+        metrics.leases_held.set(sum(stream.held for stream in self.registry.streams.values()))
+        metrics.recoveries_waiting.set(self._permits.waiting)
+        metrics.routers.set(self.peers.routers)
+        metrics.store_silent_seconds.set(self._contact.lost_s)
+        metrics.approximate_pieces.set(len(self._history))
+        metrics.approximate_workers.set(sum(stream.view.approximate for stream in self.registry.streams.values()))
+        metrics.mirror_entries.set(self.mirror_sync.mirror.entries)
+        metrics.mirror_bytes.set(self.mirror_sync.mirror.bytes)
+        metrics.segment_memory_bytes.set(self._memory.bytes)
+        hits, misses = self._memory.hits, self._memory.misses
+        metrics.segment_hits.inc(hits - self._segments_counted[0])
+        metrics.segment_misses.inc(misses - self._segments_counted[1])
+        self._segments_counted = (hits, misses)
+        for worker, stream in self.registry.streams.items():
+            count_worker(metrics.streams, worker, stream)
+
+
+def _is_fresh(stream: WorkerStream) -> bool:
+    """Whether its engine is heard and has stored nothing yet: there is nothing that could be credited."""
+    return not stream.view.catalog.groups and not any(stream.counts().values())

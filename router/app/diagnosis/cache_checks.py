@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what is known of the engines' caches: hashes, groups, tiers. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from kvrouter.router.app.diagnosis.snapshot import Snapshot, WorkerFacts
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.model.kvcache.catalog import FULL_KINDS, Catalog
+from kvrouter.router.model.kvcache.scheme_verification import SchemeState
+from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.observe.findings.finding import WARNING, Finding, found
+
+# Blocks after which all groups of an engine have shown themselves: a prompt stores into each of them.
+SHOWN_BLOCKS = 8
+# Families with several kinds of layers, as their checkpoints are called. Not complete, and only a hint: a name proves
+# nothing of the layers.
+HYBRID_FAMILIES = re.compile(
+    r"gemma-?[23]|gpt-?oss|qwen3-?next|qwen3\.5|llama-?4|deepseek-?v4|jamba|bamba|zamba|nemotron-?h|falcon-?h1|"
+    r"granite-?4|minimax-?text|kimi-?linear|lfm2|olmo-?3|cohere2|exaone-?4",
+)
+ENABLE_HYBRID = (
+    "start the engine without --disable-hybrid-kv-cache-manager (some KV connectors turn it off by themselves)"
+)
+
+
+def cache_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    for worker in snapshot.workers:
+        if worker.is_down or worker.state is StreamState.MISMATCHED:
+            # What came is not its own, or of no use now.
+            continue
+        yield from _of_hashes(worker)
+        yield from _of_catalog(worker)
+        yield from _of_tiers(worker)
+        yield from _of_hybrid(worker, snapshot)
+    yield from _of_models(snapshot)
+
+
+def _of_hashes(worker: WorkerFacts) -> Iterator[Finding]:
+    if worker.state is StreamState.UNHASHABLE:
+        yield found(
+            "KV301",
+            worker.name,
+            f"{worker.reason} ({worker.hash_label})",
+            "kvrouter serve --none-hash-seed SEED with the engines' PYTHONHASHSEED; for one worker: --worker "
+            "ID=URL,...,none_hash_seed=SEED,hash_algo=ALGORITHM (its --prefix-caching-hash-algo); or install the engine patch",
+        )
+    elif worker.scheme in (SchemeState.ASSUMED, SchemeState.DECLARED) and worker.blocks:
+        yield found(
+            "KV302",
+            worker.name,
+            f"it holds {worker.blocks} blocks, and none of them could be compared: {worker.hash_label}",
+            "send it one prompt of plain text that it does not have yet; if that changes nothing, state none_hash_seed and "
+            "hash_algo, or install the engine patch",
+        )
+
+
+def _of_catalog(worker: WorkerFacts) -> Iterator[Finding]:
+    catalog = worker.catalog
+    if catalog.problem is not None and (catalog.groups or worker.blocks):
+        yield found(
+            "KV303",
+            worker.name,
+            catalog.problem,
+            'register the worker with its catalog: {"catalog": {"groups": [{"kind": ..., "block_size": ...}]}} (docs/reference/'
+            "http.md), or install the engine patch, which declares it",
+        )
+    if worker.refused:
+        yield found(
+            "KV308",
+            worker.name,
+            worker.refused,
+            "kvrouter serve --mirror-budget-bytes N, with more than now",
+        )
+
+
+def _of_tiers(worker: WorkerFacts) -> Iterator[Finding]:
+    if worker.withheld:
+        yield found(
+            "KV306",
+            worker.name,
+            worker.withheld,
+            'register {"catalog": {"offload_connector": NAME, "offload_blocks_per_chunk": N}} as the engine is started, or install '
+            "the engine patch",
+        )
+    if worker.cpu_tier:
+        yield found(
+            "KV307",
+            worker.name,
+            worker.cpu_tier,
+            "give the tier more memory (cpu_bytes_to_use of its --kv-transfer-config), or send the engine fewer requests at a time",
+        )
+
+
+def _of_hybrid(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
+    """vLLM gives all layers one group of full attention then, and says nowhere that it did."""
+    catalog = worker.catalog
+    if not _is_single_full(catalog) or worker.blocks < SHOWN_BLOCKS:
+        return
+    (group,) = catalog.groups
+    siblings = [
+        other.name
+        for other in snapshot.workers
+        if other.registration.worker.model == worker.registration.worker.model and len(other.catalog.groups) > 1
+    ]
+    if group.sliding_window:
+        evidence = (
+            f"its only group is full attention, and its layers have a window of {group.sliding_window} tokens: a group of sliding "
+            "windows is missing"
+        )
+        yield found("KV304", worker.name, evidence, ENABLE_HYBRID)
+    elif siblings:
+        evidence = f"its only group is full attention, and {siblings[0]} has several groups for the same model"
+        yield found("KV304", worker.name, evidence, ENABLE_HYBRID)
+    elif family := _family(worker):
+        evidence = (
+            f"its only group is full attention, and {printable(family)} is called as models are that have several kinds of layers "
+            "(known by the name alone)"
+        )
+        yield found("KV304", worker.name, evidence, ENABLE_HYBRID, WARNING)
+
+
+def _is_single_full(catalog: Catalog) -> bool:
+    return len(catalog.groups) == 1 and catalog.groups[0].kind in FULL_KINDS and catalog.problem is None
+
+
+def _family(worker: WorkerFacts) -> str:
+    """The name that says that the model is hybrid: what the engine loaded, or what it is called here."""
+    names = (worker.engine_model, worker.registration.worker.model)
+    return next((name for name in names if HYBRID_FAMILIES.search(name.lower().replace("_", "-"))), "")
+
+
+def _of_models(snapshot: Snapshot) -> Iterator[Finding]:
+    """Groups that both have must be equal; a group that one has not shown yet proves nothing."""
+    first: dict[tuple[str, int | None], tuple[WorkerFacts, tuple[object, ...]]] = {}
+    named: set[str] = set()
+    for worker in snapshot.workers:
+        model = worker.registration.worker.model
+        if worker.catalog.problem is not None or worker.is_down:
+            continue
+        for group in worker.catalog.groups:
+            shape = (group.kind, group.block_size, group.sliding_window, group.attention_chunk_size)
+            other, known = first.setdefault((model, group.group_idx), (worker, shape))
+            if shape != known and model not in named:
+                named.add(model)
+                yield found(
+                    "KV305",
+                    f"model {printable(model)}",
+                    f"{group.name} of {worker.name} has (kind, block, window, chunk) {_text(shape)}, that of {other.name} "
+                    f"{_text(known)}",
+                    "start all engines of a model with the same version, --block-size and cache flags, or give the others another "
+                    "model name",
+                )
+
+
+def _text(shape: tuple[object, ...]) -> str:
+    return "(" + ", ".join("-" if part is None else str(part) for part in shape) + ")"

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at all that this process knows, and at the endpoints of its workers, and says what is wrong. The async shell
+around the checks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import aiohttp
+
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.app.diagnosis.cache_checks import cache_findings
+from kvrouter.router.app.diagnosis.endpoint_probe import EndpointAnswer, probe_endpoints, probe_engines
+from kvrouter.router.app.diagnosis.engine_checks import engine_findings
+from kvrouter.router.app.diagnosis.event_checks import endpoints_of, event_findings
+from kvrouter.router.app.diagnosis.prediction_checks import prediction_findings
+from kvrouter.router.app.diagnosis.router_checks import router_findings
+from kvrouter.router.app.diagnosis.snapshot import (
+    Contested,
+    PromptCount,
+    RouterWord,
+    Snapshot,
+    StoreFacts,
+    Unregistered,
+    WorkerFacts,
+)
+from kvrouter.router.app.diagnosis.store_checks import store_findings
+from kvrouter.router.base.common import compiled
+from kvrouter.router.base.common.errors import NoWorker
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.common.version import VERSION
+from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.index.store.server_settings import ServerSettings, server_settings
+from kvrouter.router.model.config.agreement import agreed_settings
+from kvrouter.router.model.config.cautions import open_to_all
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.provenance import own_streams
+from kvrouter.router.model.workers.unregistered_worker import UnregisteredWorker
+from kvrouter.router.observe.findings.finding import CODES, DiagnosisReport, Finding, Severity
+from kvrouter.router.observe.findings.store_view import StoreReply, store_reply
+from kvrouter.router.observe.quality.request_watch import Quality
+from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
+from kvrouter.router.serve.access.access import Access
+from kvrouter.router.serve.proxy.admission import Admission
+
+# Facts of a worker take some 30 us; meanwhile nothing else is answered.
+WORKERS_A_TURN = 64
+# Larger than a block of nearly all engines (Mamba models have some hundred tokens), for one whose blocks are not known.
+USUAL_UNIT_MAX_TOKENS = 1_024
+ORDER = list(Severity)
+
+
+class TokensSource(Protocol):
+    """`TextTokenizer`, as far as it is looked at."""
+
+    @property
+    def differences(self) -> Callable[[], Sequence[tuple[str, str, str]]]: ...
+
+    @property
+    def missing(self) -> Callable[[], Iterable[MissingTokens]]: ...
+
+
+class WorkerSources(Protocol):
+    """`Discovery`, as far as it is looked at."""
+
+    def unregistered(self) -> Sequence[UnregisteredWorker]: ...
+
+    def down(self) -> Sequence[tuple[str, str]]: ...
+
+    def contested(self) -> Sequence[tuple[str, tuple[str, int], str]]: ...
+
+
+class Diagnosis:
+    """One look at a time. http: asks engines for the time; wall_clock: seconds since 1970."""
+
+    def __init__(
+        self,
+        *,
+        core: Core,
+        placing: Placer,
+        admission: Admission,
+        quality: Quality,
+        tokens: TokensSource,
+        sources: WorkerSources,
+        servers: Servers,
+        config: Config,
+        http: aiohttp.ClientSession,
+        wall_clock: Callable[[], float],
+        access: Access,
+    ) -> None:
+        self._core = core
+        self._access = access
+        self._placing = placing
+        self._admission = admission
+        self._quality = quality
+        self._tokens = tokens
+        self._sources = sources
+        self._servers = servers
+        self._config = config
+        self._http = http
+        self._wall_clock = wall_clock
+        self._allowed = AllowList(config.allow_hosts)
+        self._looking = asyncio.Lock()
+
+    async def report(self) -> DiagnosisReport:
+        async with self._looking:
+            snapshot = await self._look()
+        findings: list[Finding] = []
+        for check in (
+            router_findings,
+            store_findings,
+            engine_findings,
+            event_findings,
+            cache_findings,
+            prediction_findings,
+        ):
+            findings += check(snapshot)
+            await asyncio.sleep(0)
+        findings.sort(key=lambda one: (ORDER.index(one.severity), one.code, one.subject))
+        return DiagnosisReport(VERSION, len(snapshot.workers), len(snapshot.routers), len(CODES), findings)
+
+    async def store(self) -> StoreReply:
+        servers, _ = await self._servers_settings()
+        core = self._core
+        return store_reply(
+            workers=list(core.registry.streams),
+            heartbeats=core.peers.heartbeats,
+            token=core.peers.token,
+            servers=servers,
+            problem=core.contact.problem or "",
+            is_private=self._config.redis is None,
+        )
+
+    async def _look(self) -> Snapshot:
+        (endpoints, ahead), (servers, time_s) = await asyncio.gather(self._probe(), self._servers_settings())
+        workers = await self._workers()
+        core, store = self._core, self._core.contact
+        streams = core.registry.streams.values()
+        beats = core.peers.heartbeats
+        return Snapshot(
+            version=VERSION,
+            token=core.peers.token,
+            time_s=time_s,
+            workers=workers,
+            unregistered=[
+                Unregistered(*one.registration.worker[1:], one.registration.source, one.waiting.reason, one.waiting.fix)
+                for one in self._sources.unregistered()
+            ],
+            left_out=core.registry.left_out,
+            contested=[Contested(*name, source, why) for source, name, why in self._sources.contested()],
+            endpoints=endpoints,
+            engine_clocks=ahead,
+            tokens=self._tokens.differences(),
+            missing_tokens=tuple(self._tokens.missing()),
+            store=StoreFacts(
+                problem=store.problem or "",
+                unwritten=tuple(sorted({stream.problem for stream in streams if stream.problem})),
+                unreadable=tuple(core.registry.problems),
+                schemas=(*core.adoption.problems, *core.adoption.cautions),
+                servers=servers,
+                is_private=self._config.redis is None,
+                lost=core.registration_mark.problem,
+            ),
+            routers={token: RouterWord(beat.software, beat.settings) for token, beat in beats.items()}
+            | {core.peers.token: RouterWord(VERSION, agreed_settings(self._config))},
+            load_problems=self._placing.health(),
+            source_problems=self._sources.down(),
+            task_problems=core.task_problems(),
+            is_open=open_to_all(self._config),
+            uncompiled=compiled.caution(),
+            unused_files=self._access.file_problems,
+            expiry_problem=self._access.expiry_problem,
+            expiry_caution=self._access.expiry_caution,
+            unready=self._unready(),
+        )
+
+    def _unready(self) -> str:
+        """As /ready has it."""
+        try:
+            self._placing.takers(self._core.models())
+        except NoWorker as error:
+            return error.message
+        return ""
+
+    async def _probe(self) -> tuple[dict[str, EndpointAnswer], dict[str, float]]:
+        """What listens at all endpoints that the router may connect to; and the clocks of the engines."""
+        sockets, urls = set[str](), set[str]()
+        for registration in self._core.registrations():
+            for role, at in endpoints_of(registration).items():
+                if not self._allowed.problem(at):
+                    (urls if role == "url" else sockets).add(at)
+        answers, (closed, ahead) = await asyncio.gather(
+            probe_endpoints(sockets), probe_engines(self._http, urls, self._wall_clock)
+        )
+        return answers | {url: EndpointAnswer(problem) for url, problem in closed.items()}, ahead
+
+    async def _servers_settings(self) -> tuple[dict[str, ServerSettings], float]:
+        """And the time at which they answered."""
+        try:
+            return await server_settings(self._servers), self._wall_clock()
+        except StoreError:
+            # `contact` says so; a server that just came back is seen by the next look.
+            return {}, self._wall_clock()
+
+    async def _workers(self) -> list[WorkerFacts]:
+        found: list[WorkerFacts] = []
+        for worker, stream in sorted(self._core.registry.streams.items()):
+            if len(found) % WORKERS_A_TURN == WORKERS_A_TURN - 1:
+                await asyncio.sleep(0)
+            found.append(self._facts(worker, stream))
+        return found
+
+    def _facts(self, worker: WorkerKey, stream: WorkerStream) -> WorkerFacts:
+        profile, registration = stream.profile, stream.registration
+        engine = self._core.engine_lists.served.get(registration.url or "")
+        return WorkerFacts(
+            registration=registration,
+            state=stream.view.state,
+            catalog=profile.catalog,
+            scheme=profile.identity.standing,
+            hash_label=profile.identity.label,
+            reason=stream.view.reason,
+            refusal=stream.refusal or "",
+            unserved=stream.note,
+            refused_key=stream.refused,
+            breaker=self._admission.breaker_problem(worker) or "",
+            disk=stream.disk_problem,
+            cpu_tier=stream.cpu_tier_problem,
+            refused=self._core.mirror_sync.lost_credit(worker),
+            withheld=stream.withheld,
+            is_heard=stream.visible_seq is not None or profile.contact.last_event_s is not None,
+            is_silent=profile.is_silent,
+            is_patched=profile.patch.epoch is not None,
+            blocks=sum(stream.counts().values()),
+            engine_model="" if engine is None else engine.root,
+            prompts=self._prompts(worker, stream),
+            doubt=self._quality.doubt(worker),
+            cache=stream.cache,
+            published=own_streams(registration, self._core.engine_lists.sources),
+            names_streams=(registration.url or "") in self._core.engine_lists.sources,
+            drains_s=None if stream.drains_since_s is None else self._core.now() - stream.drains_since_s,
+        )
+
+    def _prompts(self, worker: WorkerKey, stream: WorkerStream) -> PromptCount:
+        lengths, catalog = self._placing.weights.prompts, stream.profile.catalog
+        unit = catalog.align if catalog.problem is None else stream.block_size or USUAL_UNIT_MAX_TOKENS
+        return PromptCount(lengths.total(worker), lengths.below(worker, unit), lengths.above(worker, unit))

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of engines: are they reached, and do they serve what they are registered for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvrouter.router.app.diagnosis.clocks import SET_CLOCKS, clock_difference
+from kvrouter.router.app.diagnosis.snapshot import Snapshot, WorkerFacts
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.model.engines.known import engine_named
+from kvrouter.router.model.workers.provenance import registered_twice
+from kvrouter.router.observe.findings.finding import ROUTER, Finding, argument, found
+
+
+def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    if not snapshot.workers and not snapshot.unregistered:
+        yield found(
+            "KV005",
+            "fleet",
+            "neither --worker, nor a file, nor Kubernetes, nor POST /register named one",
+            f"kvrouter serve --worker w0=http://HOST:8000, or: curl {ROUTER}register -d "
+            '\'{"worker_id": "w0", "url": "http://HOST:8000"}\'',
+        )
+    if snapshot.unready and snapshot.workers and not any(one.is_down or one.breaker for one in snapshot.workers):
+        yield found(
+            "KV009",
+            "fleet",
+            snapshot.unready,
+            f'end a drain: curl -X PATCH {ROUTER}workers/ID -d \'{{"state": "active"}}\'; a model whose workers are all of role '
+            "prefill needs one that decodes",
+        )
+    for waiting in snapshot.unregistered:
+        yield found(
+            "KV104",
+            f"worker {printable(waiting.worker_id)} (rank {waiting.dp_rank}) of {waiting.source}",
+            waiting.reason,
+            waiting.fix,
+        )
+    for left, reason in snapshot.left_out.items():
+        yield found(
+            "KV108",
+            f"worker {printable(left.route_name)}",
+            reason,
+            "kvrouter serve --max-workers N, with more than now, or register fewer; if its registration cannot be read, register "
+            "it again",
+        )
+    for worker in snapshot.workers:
+        yield from _of_worker(worker)
+    for twins in registered_twice(worker.registration for worker in snapshot.workers):
+        ids = " and ".join(printable(twin.route_name) for twin in twins)
+        yield found(
+            "KV110",
+            f"workers {ids}",
+            "they have one url and one rank, so each is taken for an engine of its own: its load is counted by parts, and every "
+            "prompt has a worker more to choose from that is none",
+            f"drop all but one: curl -X DELETE {ROUTER}workers/{argument(twins[-1].worker_id)}, or remove it from its source; an "
+            "adapter or another name of the model needs no worker (--model-alias)",
+        )
+    for worker in snapshot.workers:
+        ahead_s = snapshot.engine_clocks.get(worker.registration.url or "", 0.0)
+        if (differs := clock_difference(ahead_s)) is not None:
+            yield found(
+                "KV107", worker.name, f"its clock is {differs} this router's, by the Date of its answers", SET_CLOCKS
+            )
+
+
+def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
+    url = argument(worker.registration.url or "ENGINE")
+    name = argument(worker.registration.worker.worker_id)
+    engine = engine_named(worker.registration.engine)
+    if worker.refusal:
+        yield found(
+            "KV103",
+            worker.name,
+            worker.refusal,
+            "kvrouter serve --allow-host HOST (all routers of this Redis), or register the worker with a listed address",
+        )
+    elif worker.is_down:
+        yield found(
+            "KV101",
+            worker.name,
+            worker.reason,
+            f"start the engine; test it from the router's machine: curl -i {url}{engine.health_path}; if it moved: curl -X PATCH "
+            f'{ROUTER}workers/{name} -d \'{{"url": "http://HOST:PORT"}}\'; if it is gone: curl -X DELETE {ROUTER}workers/{name}',
+        )
+    if worker.unserved:
+        model = argument(worker.registration.worker.model)
+        yield found(
+            "KV102",
+            worker.name,
+            worker.unserved,
+            f"{engine.flags.serve} --served-model-name {model}, or register model= as the engine calls it",
+        )
+    if worker.drains_s is not None:
+        given = worker.registration
+        who = "a client said so" if given.draining else f"its source {given.source} says so"
+        yield found(
+            "KV111",
+            worker.name,
+            f"it has taken no new requests for at least {worker.drains_s:.0f} s, because {who}",
+            f'if it should take some: curl -X PATCH {ROUTER}workers/{name} -d \'{{"state": "active"}}\'',
+        )
+    if worker.refused_key and not worker.is_down:
+        yield found("KV109", worker.name, worker.refused_key, "kvrouter serve --worker-api-key KEY (all routers)")
+    if worker.breaker:
+        yield found(
+            "KV105",
+            worker.name,
+            worker.breaker,
+            f"look into the engine's log for the failed requests; test it: curl -i {url}/v1/models",
+        )
+    if worker.disk:
+        yield found(
+            "KV106",
+            worker.name,
+            worker.disk,
+            "check the disk of the folder that the engine's log names (smartctl, dmesg), then restart the engine",
+        )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the engines' events: do they come, and from the right engine. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kvrouter.router.app.diagnosis.endpoint_probe import PUBLISHERS, REPLIERS, EndpointAnswer
+from kvrouter.router.app.diagnosis.snapshot import PromptCount, Snapshot, WorkerFacts
+from kvrouter.router.model.engines.known import engine_named
+from kvrouter.router.model.workers.engine_answers import Stream
+from kvrouter.router.model.workers.provenance import same_endpoint
+from kvrouter.router.model.workers.registration import NO_PATCH, Registration
+from kvrouter.router.model.workers.source_precedence import REGISTER
+from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.observe.findings.finding import Finding, argument, found
+
+# Prompts of whole blocks that an engine computed without an event: the last one's may be on their way.
+UNHEARD_PROMPTS = 3
+# In these states the events are on no way to be known, and no other check says why.
+UNFOLLOWED = frozenset({StreamState.CONNECTING, StreamState.SUSPECT, StreamState.RESYNCING})
+# The kind of a ZMQ socket that does not name it.
+UNKNOWN_SOCKET = ""
+# The endpoints that an engine names by itself.
+STREAM_ROLES = ("events", "replay")
+
+
+def event_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    for worker in snapshot.workers:
+        if worker.is_down:
+            # Its ports are closed because it does not run.
+            continue
+        listed = list(_of_endpoints(worker, snapshot))
+        yield from listed
+        yield from _of_stream(worker, explained=bool(listed))
+
+
+def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
+    given = worker.registration
+    engine = engine_named(given.engine)
+    flags = engine.flags
+    if worker.is_silent:
+        known = (given.note or worker.reason or "it was registered without one", worker.cache.problem)
+        yield found("KV201", worker.name, "; ".join(filter(None, known)), _publishing(worker))
+        return
+    if worker.cache.problem:
+        # An engine without prefix caching stores no block, so no event can come; nothing else that is wrong with its
+        # events matters.
+        yield found("KV202", worker.name, worker.cache.problem, f"{flags.serve} {flags.prefix_cache} {flags.events}")
+        return
+    if worker.state is StreamState.MISMATCHED:
+        yield found(
+            "KV203",
+            worker.name,
+            worker.reason,
+            f"register each worker with the endpoints of its own engine and rank; the engine names them (vLLM from 0.31 on): curl "
+            f"{argument(given.url or 'ENGINE')}{engine.info_path}",
+        )
+    elif worker.state in UNFOLLOWED and not explained:
+        yield found(
+            "KV208",
+            worker.name,
+            f"it is {worker.state.value}: {worker.reason}",
+            f"wait some seconds and run doctor again; if it stays: can this machine reach {given.events or given.patch}?",
+        )
+    elif _is_unheard(worker.prompts, worker):
+        yield found(
+            "KV202",
+            worker.name,
+            f"it computed {worker.prompts.whole} prompts of whole blocks, and no event came from {given.events or given.patch}",
+            f"{flags.serve} {flags.prefix_cache} {flags.events}; and register the endpoint that this engine publishes on",
+        )
+    if given.events is not None and given.replay is None and not worker.is_patched:
+        yield found(
+            "KV207",
+            worker.name,
+            "batches that are lost cannot be had again: after a gap or a restart of the router, everything is learned again",
+            f"{flags.serve} {flags.events}; and register replay=tcp://HOST:5558",
+        )
+
+
+def _publishing(worker: WorkerFacts) -> str:
+    """Return the steps that give a worker without an event endpoint one."""
+    given = worker.registration
+    flags = engine_named(given.engine).flags
+    if worker.published:
+        return f"register {_endpoints_text(worker.published[0])}: its engine publishes there"
+    caching = f"{flags.prefix_cache} " if worker.cache.problem else ""
+    start = f"{flags.serve} {caching}{flags.events}"
+    if not worker.names_streams:
+        # The engine is a vLLM before 0.31, or cannot be reached.
+        return f"{start}; and register events=tcp://HOST:5557,replay=tcp://HOST:5558"
+    return f"{start}; then register it again" if given.source == REGISTER else start
+
+
+def _endpoints_text(stream: Stream) -> str:
+    """Return a stream's endpoints as they are written into a registration."""
+    replay = "" if stream.replay is None else f",replay={argument(stream.replay)}"
+    return f"events={argument(stream.events)}{replay}"
+
+
+def _is_unheard(prompts: PromptCount, worker: WorkerFacts) -> bool:
+    return worker.state is StreamState.LIVE and not worker.is_heard and prompts.whole >= UNHEARD_PROMPTS
+
+
+def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
+    given = worker.registration
+    if worker.refusal:
+        return
+    answers = {
+        role: snapshot.endpoints.get(at, EndpointAnswer(is_zmq=True)) for role, at in endpoints_of(given).items()
+    }
+    events, replay = answers.get("events"), answers.get("replay")
+    if events and replay and events.socket in REPLIERS and replay.socket in PUBLISHERS:
+        yield found(
+            "KV204",
+            worker.name,
+            f"a {events.socket} socket answers at the event endpoint {given.events}, and a {replay.socket} socket at the replay "
+            f"endpoint {given.replay}",
+            f"register events={argument(given.replay or '')},replay={argument(given.events or '')}",
+        )
+        return
+    elsewhere = _published_elsewhere(worker, answers)
+    yield from elsewhere
+    for role, answer in answers.items():
+        at = endpoints_of(given)[role]
+        if answer.problem and elsewhere and role in STREAM_ROLES:
+            # The finding about the endpoints that the engine names has named this one already.
+            continue
+        if answer.problem:
+            yield found(
+                "KV205",
+                worker.name,
+                f"{role} endpoint {at}: {answer.problem}",
+                f"open the port between this router and the engine (firewall, NetworkPolicy, container port); test: {_test(at)}",
+            )
+        elif role != "url" and (not answer.is_zmq or answer.socket not in _expected(role) | {UNKNOWN_SOCKET}):
+            what = f"a {answer.socket} socket" if answer.socket else "a program that does not speak ZMQ"
+            yield found(
+                "KV206",
+                worker.name,
+                f"{role} endpoint {at}: {what} answers there",
+                f"register the port of --kv-events-config for {role} ({'/'.join(sorted(_expected(role)))})",
+            )
+
+
+def _published_elsewhere(worker: WorkerFacts, answers: Mapping[str, EndpointAnswer]) -> list[Finding]:
+    """Return the one finding for closed endpoints that the engine itself names differently; empty if it does not."""
+    given = worker.registration
+    closed = {role: answers[role].problem for role in STREAM_ROLES if role in answers and answers[role].problem}
+    if not closed or not worker.published:
+        return []
+    stream = worker.published[0]
+    if same_endpoint(stream.events, given.events) and same_endpoint(stream.replay, given.replay):
+        return []
+    at = endpoints_of(given)
+    shut = "; ".join(f"{role} endpoint {at[role]}: {problem}" for role, problem in closed.items())
+    right = _endpoints_text(stream)
+    info_path = engine_named(given.engine).info_path
+    return [found("KV205", worker.name, f"{shut}; its engine names {right} ({info_path})", f"register {right}")]
+
+
+def endpoints_of(given: Registration) -> dict[str, str]:
+    """What a worker is registered with, by its role. `url` is its HTTP address."""
+    patch = None if given.patch == NO_PATCH else given.patch
+    known = {"events": given.events, "replay": given.replay, "patch": patch, "url": given.url}
+    return {role: at for role, at in known.items() if at is not None}
+
+
+def _expected(role: str) -> frozenset[str]:
+    """The types of socket that belong there."""
+    return PUBLISHERS if role == "events" else REPLIERS
+
+
+def _test(endpoint: str) -> str:
+    host, _, port = endpoint.rpartition("://")[2].rpartition(":")
+    return f"nc -vz {argument(host)} {argument(port)}" if host else f"ls -l {argument(port)}"

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of predictions: do they come true, and could they. Pure; what is judged is `quality/prediction_judge.py`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from kvrouter.router.app.diagnosis.snapshot import Snapshot
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.model.engines.known import engine_named
+from kvrouter.router.observe.findings.finding import Finding, found
+from kvrouter.router.observe.quality.prediction_judge import DoubtKind
+from kvrouter.router.route.tokens.prompt_tokens import Reason
+
+# Prompts of a model of which more than half are short: fewer say nothing of its traffic.
+COUNTED_PROMPTS = 32
+HALF = 0.5
+
+DOUBTS = {
+    DoubtKind.SILENT: ("KV401", "{serve} {usage}"),
+    DoubtKind.TOKENIZER: (
+        "KV402",
+        "give the router the engine's tokenizer folder (kvrouter serve --tokenizer MODEL=FOLDER) with its chat template, or none, "
+        "so that the engine tokenizes",
+    ),
+    DoubtKind.UNTRUE: (
+        "KV403",
+        "start engines and router with the same PYTHONHASHSEED (--none-hash-seed) and hash algorithm; register each engine's own "
+        "event endpoint; if its cache is too small for its load: {serve} {memory}, or more replicas",
+    ),
+}
+
+WITH_RENDERING = "start the engines with --enable-scale-out (vLLM), or kvrouter serve --tokenizer MODEL=FOLDER"
+# The fix for each reason for which tokens are missing.
+TOKEN_FIXES: dict[Reason, str] = {
+    "timeout": "kvrouter serve --tokenizer MODEL=FOLDER, or --tokenize-timeout-s S with more",
+    "busy": "kvrouter serve --processes N with more, or --tokenizer MODEL=FOLDER",
+    "no_engine": "register the workers with their url",
+    "unreachable": "test it from the router's machine with curl, and look into the engine's log",
+    "unauthorized": "kvrouter serve --worker-api-key KEY (all routers)",
+    "unverified": WITH_RENDERING,
+    "unsupported": WITH_RENDERING,
+}
+
+
+def prediction_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    for worker in snapshot.workers:
+        if worker.doubt is not None:
+            code, fix = DOUBTS[worker.doubt.kind]
+            flags = engine_named(worker.registration.engine).flags
+            yield found(code, worker.name, worker.doubt.text, fix.format(**msgspec.structs.asdict(flags)))
+    yield from _of_prompts(snapshot)
+    for missing in snapshot.missing_tokens:
+        yield found("KV406", f"model {printable(missing.model)}", missing.text, TOKEN_FIXES[missing.reason])
+    for model, url, problem in snapshot.tokens:
+        where = f"model {printable(model)}" + (f" at {url}" if url else "")
+        yield found(
+            "KV405",
+            where,
+            problem,
+            "start all engines of the model with the same chat template and flags; where the engine has a render endpoint, nothing "
+            "else is needed; kvrouter serve --tokenizer MODEL=FOLDER must name the engine's own files",
+        )
+
+
+def _of_prompts(snapshot: Snapshot) -> Iterator[Finding]:
+    counts: dict[str, tuple[int, int, int]] = {}
+    for worker in snapshot.workers:
+        if worker.catalog.problem is None:
+            model = worker.registration.worker.model
+            total, short, unit = counts.get(model, (0, 0, 0))
+            prompts = worker.prompts
+            counts[model] = total + prompts.total, short + prompts.short, max(unit, worker.catalog.align)
+    for model, (total, short, unit) in counts.items():
+        if total >= COUNTED_PROMPTS and short > HALF * total:
+            yield found(
+                "KV404",
+                f"model {printable(model)}",
+                f"{short} of {total} prompts were shorter than {unit} tokens, the unit in which this model's cache is reused: "
+                "nothing of them can be",
+                "if they belong to one conversation or share a preamble, send them as one prompt; a smaller --block-size makes the "
+                "unit smaller where the model allows it",
+            )

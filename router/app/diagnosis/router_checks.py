@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of this router and of those beside it on one Redis. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvrouter.router.app.diagnosis.snapshot import Snapshot
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.observe.findings.finding import Finding, Severity, found
+
+# How much of values that differ is shown: enough to see how. A heartbeat in Redis may be anybody's.
+SHOWN_CHARS = 60
+MAX_SHOWN = 8
+
+
+def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    if snapshot.is_open is not None:
+        yield found(
+            "KV006",
+            "router",
+            snapshot.is_open,
+            "kvrouter serve --api-key KEY (or KVROUTER_API_KEY), or --host 127.0.0.1",
+        )
+    if snapshot.uncompiled is not None:
+        yield found(
+            "KV007",
+            "router",
+            snapshot.uncompiled,
+            "install the wheel of this platform; or gcc and Python's headers (Debian: gcc python3-dev), and then the router again",
+        )
+    for problem in snapshot.task_problems:
+        yield found(
+            "KV008",
+            "router",
+            problem,
+            "report it with the traceback in the router's log; restart the router if it stays",
+        )
+    for problem in snapshot.unused_files:
+        yield found("KV010", "router", problem, "correct the file; it is read again as soon as it changes")
+    for expiry, severity in ((snapshot.expiry_problem, Severity.ERROR), (snapshot.expiry_caution, Severity.WARNING)):
+        if expiry is not None:
+            yield found(
+                "KV011", "router", expiry, "openssl x509 -enddate -noout -in FILE shows when one ends", severity
+            )
+    # The load is shared through the store; while that is away, KV501 says so.
+    for problem in () if snapshot.store.problem else snapshot.load_problems:
+        yield found("KV604", "router", problem, "see what KV501 says of Redis; the load is shared through it")
+    for source, problem in snapshot.source_problems:
+        yield found("KV605", f"source {source}", problem, "correct the file, or the router's access to Kubernetes")
+    for contested in snapshot.contested:
+        yield found(
+            "KV606",
+            f"worker {printable(contested.worker_id)} (rank {contested.dp_rank}) of {contested.source}",
+            contested.reason,
+            "name each worker in one source alone, and give all routers the same lists",
+        )
+    yield from _of_peers(snapshot)
+
+
+def _of_peers(snapshot: Snapshot) -> Iterator[Finding]:
+    versions = {token: word.version for token, word in snapshot.routers.items()}
+    if len(set(versions.values())) > 1:
+        yield found(
+            "KV601",
+            "routers",
+            _listed(versions, snapshot.token),
+            "install the same version on all, and restart them in turn",
+        )
+    own = snapshot.routers.get(snapshot.token)
+    # Other settings that a heartbeat in Redis names are another version's.
+    for name in sorted(own.settings if own is not None else ()):
+        values = {token: word.settings[name] for token, word in snapshot.routers.items() if name in word.settings}
+        if len(set(values.values())) > 1:
+            yield found(
+                "KV602",
+                f"setting {name}",
+                _listed(values, snapshot.token),
+                f"start all routers on this Redis with the same {name}",
+            )
+
+
+def _listed(values: dict[str, str], own: str) -> str:
+    """Which router has what, this one first, and one of those that have the same."""
+    parts = []
+    for value in dict.fromkeys([values[own], *sorted(values.values())]):
+        having = sorted((token for token in values if values[token] == value), key=lambda token: (token != own, token))
+        who = "this router" if having[0] == own else f"router {printable(having[0])}"
+        more = f" (and {len(having) - 1} more)" if len(having) > 1 else ""
+        parts.append(f"{who}{more} has {_shown(value)}")
+    return "; ".join(parts[:MAX_SHOWN]) + ("; and others" if len(parts) > MAX_SHOWN else "")
+
+
+def _shown(value: str) -> str:
+    """A text from Redis, of any length."""
+    cut = value if len(value) <= SHOWN_CHARS else f"{value[:SHOWN_CHARS]}..."
+    return printable(cut) or "none that it names"

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of Redis: is it heard, and will it keep what it is given. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvrouter.router.app.diagnosis.clocks import SET_CLOCKS, clock_difference
+from kvrouter.router.app.diagnosis.snapshot import Snapshot, StoreFacts
+from kvrouter.router.index.store.server_settings import ServerSettings
+from kvrouter.router.model.config.cautions import evicting
+from kvrouter.router.observe.findings.finding import Finding, argument, found
+
+# The share of the limit from which memory is short: a fleet's index grows with the blocks of its engines, and a server
+# at its limit refuses commits.
+NEAR_SHARE = 0.9
+MIB = 1024**2
+
+
+def store_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    store = snapshot.store
+    # If no look is answered, no commit is taken either.
+    for problem in (store.problem,) if store.problem else store.unwritten:
+        yield found(
+            "KV501",
+            "Redis",
+            problem,
+            "start it, or correct --redis; what the server's log says: disk full, out of memory, or a replica that was promoted",
+        )
+    for problem in store.unreadable:
+        yield found(
+            "KV506",
+            "Redis",
+            problem,
+            "delete the key or correct the value, and give this Redis database to routers alone",
+        )
+    for problem in store.schemas:
+        yield found(
+            "KV507",
+            "Redis",
+            problem,
+            "finish the upgrade: replace the routers of the other version, then remove what they left (docs/how-to/upgrade.md)",
+        )
+    if store.lost:
+        yield found(
+            "KV508",
+            "fleet",
+            store.lost,
+            "register the workers again (POST /register), or name them in a source, which brings them back by itself: --worker, "
+            "--workers-file; if none is missing, delete the file that the evidence names",
+        )
+    for address, server in store.servers.items():
+        yield from _of_server(f"Redis at {address}" if address else "Redis", address, server, store, snapshot.time_s)
+
+
+def _of_server(
+    subject: str, address: str, server: ServerSettings, store: StoreFacts, time_s: float
+) -> Iterator[Finding]:
+    cli = _client(address)
+    if (caution := evicting(address, server.policy)) is not None:
+        yield found(
+            "KV502", subject, caution, f"{cli} CONFIG SET maxmemory-policy noeviction, and the same in redis.conf"
+        )
+    if server.failing:
+        yield found(
+            "KV503",
+            subject,
+            f"it could not write its data to disk ({server.failing}: err)",
+            f"free space on its disk{_df(server.directory)}, and look into its log",
+        )
+    elif server.appends is False and server.save == "":
+        yield found(
+            "KV503",
+            subject,
+            "it neither appends (appendonly no) nor saves (save is empty): after its restart the workers that registered "
+            "themselves are gone, and all is learned again",
+            f"{cli} CONFIG SET appendonly yes, and the same in redis.conf",
+        )
+    used, limit = server.used_bytes, server.limit_bytes
+    if used is not None and limit is not None and used > NEAR_SHARE * limit:
+        whose = "its maxmemory" if server.has_maxmemory else "the machine's memory (it has no maxmemory)"
+        yield found(
+            "KV504",
+            subject,
+            f"it uses {used / MIB:.0f} MiB of {limit / MIB:.0f} MiB, {whose}: at the limit it takes no commits, and other routers "
+            "learn nothing",
+            f"{cli} CONFIG SET maxmemory BYTES with more, or move it to a larger machine",
+        )
+    if server.time_s is not None and (differs := clock_difference(server.time_s - time_s)) is not None:
+        yield found("KV603", subject, f"its clock is {differs} this router's", SET_CLOCKS)
+    # An append-only file is known by INFO alone.
+    hidden = [name for name in server.refused if name != "CONFIG" or not server.appends]
+    if hidden and not store.is_private:
+        yield found(
+            "KV505",
+            subject,
+            f"the router's user may not use {', '.join(hidden)}, so eviction, persistence, memory or clock are not known here",
+            f"{cli} ACL SETUSER NAME +info +config|get +time, or check these settings by hand",
+        )
+
+
+def _df(directory: str) -> str:
+    return f" (there: df -h {argument(directory)})" if directory else ""
+
+
+def _client(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if host:
+        return f"redis-cli -h {argument(host)} -p {argument(port)}"
+    return f"redis-cli -s {argument(address)}" if address else "redis-cli"

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One router process, put together from its settings; the stack that it was given takes it apart. Only this module names
+clocks and randomness."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvicorn
+import zmq
+from prometheus_client import PlatformCollector, ProcessCollector
+
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.app.diagnosis.diagnosis import Diagnosis
+from kvrouter.router.app.server.checks import log_cautions, patch_client_secret, tracing_of
+from kvrouter.router.app.server.descriptors import connections_possible
+from kvrouter.router.app.server.listener import start_line
+from kvrouter.router.app.server.memory_release import release_memory, trim_function
+from kvrouter.router.app.server.private_store import private_store
+from kvrouter.router.app.server.process_part import PRIVATE_TOKEN, ProcessPart
+from kvrouter.router.app.server.router_metrics import RouterMetrics
+from kvrouter.router.app.server.service_manager import announce
+from kvrouter.router.app.server.siblings import Siblings
+from kvrouter.router.app.server.stopping import Beside, Server
+from kvrouter.router.base.common.errors import StartError
+from kvrouter.router.base.common.random_ids import RandomIds
+from kvrouter.router.base.common.shutdown import Shutdown
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.redis_client.embedded_valkey import EmbeddedStoreError
+from kvrouter.router.base.redis_client.errors import StoreError, StoreUnavailable
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.discovery.discovery import Discovery
+from kvrouter.router.follow.discovery.source import Source
+from kvrouter.router.follow.discovery.sources import sources_of
+from kvrouter.router.follow.feed.event_feed import EventFeed
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.config.loading import Origin
+from kvrouter.router.model.config.settings import Config, without_password
+from kvrouter.router.model.upstream.engine_client import EngineClient
+from kvrouter.router.model.upstream.pool import KEEP_IDLE_S, Pool
+from kvrouter.router.model.upstream.resolver import CheckedResolver
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.observe.decisions.decision_log import DecisionLog
+from kvrouter.router.observe.decisions.watch import Watch
+from kvrouter.router.observe.quality.request_watch import Quality
+from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.route.tokens.engine.client import Engine
+from kvrouter.router.route.tokens.engine.verification import LocalMaker
+from kvrouter.router.route.tokens.tokenizer import TextTokenizer
+from kvrouter.router.serve.access.access import Access
+from kvrouter.router.serve.api.decision_reply import find_decision
+from kvrouter.router.serve.api.http.deadlines import HttpLimits
+from kvrouter.router.serve.api.http.fastapi_app import build_api
+from kvrouter.router.serve.api.http.http_connection import connection_factory
+from kvrouter.router.serve.proxy.admission import Admission
+from kvrouter.router.serve.proxy.proxy import Proxy
+
+# A worker with the patch has two connections, a snapshot under way, a look for another life, and a monitor's pair for
+# each. ZMQ's own limit of 1,023 would refuse some of a hundred workers.
+SOCKETS_PER_WORKER = 12
+SPARE_SOCKETS = 64
+# ZMQ_ZERO_COPY_RECV, which pyzmq does not define. With that option, each small frame of an unfinished message would
+# hold the whole 8 KiB buffer that it was read into.
+ZERO_COPY_RECV = 10
+
+# How long aiohttp keeps idle connections by default.
+AIOHTTP_KEEP_S = 15.0
+
+
+class Assembly:
+    """What the parts of one process share while they are made."""
+
+    def __init__(
+        self, config: Config, origin: Origin, part: ProcessPart | None, shutdown: Shutdown, stack: AsyncExitStack
+    ) -> None:
+        """Starts nothing. origin: where config came from. part: None: the only process. stack: what is started is ended
+        by it."""
+        self._config = config
+        self._origin = origin
+        self._part = part
+        self._shutdown = shutdown
+        self._stack = stack
+        self._registry = MetricRegistry()
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        count_callbacks(self._registry)
+        self._metrics = RouterMetrics(self._registry)
+        self._supervisor = TaskSupervisor(
+            clock=time.monotonic, rng=random.Random(), failures=self._registry.task_failures
+        )
+        self._allowed = AllowList(config.allow_hosts)
+        self._engine_key = EngineKey(config.worker_api_key, self._allowed)
+
+    async def start(self, local: Mapping[str, LocalMaker], listener: socket.socket) -> Server:
+        """Everything but the server, which is to serve at `listener`. local: the settings' tokenizers, by model. Raises
+        SettingError and StartError."""
+        config, metrics, stack = self._config, self._metrics, self._stack
+        # Settings first: a wrong one ends the start before anything is started.
+        access = Access(config, metrics.http.access, clock=time.monotonic, wall_clock=time.time)
+        tracing = tracing_of(config, metrics.quality)
+        if tracing is not None:
+            stack.push_async_callback(tracing.close)
+        self._start_upkeep(access)
+        if self._part is None:
+            log_cautions(config)
+        sources = await self._make_sources()
+        http = await self._session()
+        siblings = await self._start_siblings()
+        # Each start numbers its events from one.
+        feed = EventFeed(life=secrets.token_hex(4), wall_clock=time.time, metrics=metrics.core.watch)
+        self._shutdown.on_begin(feed.close)
+        decisions = DecisionLog(config.decisions_kept, feed, time.monotonic, metrics.core.watch)
+        try:
+            store = await self._open_store()
+            core = self._make_core(store, feed, http)
+            admission = Admission(core.registry.drains, time.monotonic, metrics.proxy)
+            placing = self._make_placer(core, store, admission, decisions)
+            await core.start()
+            stack.push_async_callback(placing.stop)
+            placing.start()
+            discovery = await self._start_discovery(core, sources, http)
+        except EmbeddedStoreError as error:
+            raise StartError(str(error)) from None
+        except StoreError as error:
+            raise StartError(_redis_problem(config, error)) from None
+        tokens = await self._start_tokens(core, local)
+        quality = Quality(metrics.quality, time.monotonic, tracing, decisions, logs_access=config.access_log == "on")
+        core.registry.subscribe(view=quality.on_view, life=quality.begin_life)
+        watch = Watch(feed, decisions)
+        if siblings is not None:
+            siblings.own_decision = partial(find_decision, decisions)
+            watch = Watch(feed, decisions, siblings.decision)
+        diagnosis = Diagnosis(
+            core=core,
+            placing=placing,
+            admission=admission,
+            quality=quality,
+            tokens=tokens,
+            sources=discovery,
+            servers=store.servers,
+            config=config,
+            http=http,
+            wall_clock=time.time,
+            access=access,
+        )
+        proxy = self._make_proxy(core, placing, admission, tokens, quality, access)
+        api = build_api(
+            core,
+            placing,
+            config,
+            metrics.http,
+            time.perf_counter,
+            tokens,
+            proxy,
+            quality.tracing,
+            discovery,
+            self._shutdown,
+            watch,
+            diagnosis,
+            access,
+        )
+        beside, gateway_port = await self._start_gateway(core, placing, proxy, admission, quality, access)
+        limits = HttpLimits(max_connections=connections_possible(HttpLimits().max_connections))
+        settings = uvicorn.Config(
+            api.cold,
+            loop="none",
+            # Any callable that returns a protocol does.
+            http=connection_factory(api, limits, lambda: access.context),  # type: ignore[arg-type]
+            proxy_headers=False,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=config.drain_s,
+        )
+        # Objects alive now live long: the garbage collector need not scan them between requests.
+        gc.collect()
+        gc.freeze()
+        return Server(settings, partial(self._tell_started, core, listener, gateway_port), beside)
+
+    def _start_upkeep(self, access: Access) -> None:
+        tasks = {"access": access.watch}
+        if (trim := trim_function()) is not None:
+            tasks["memory_release"] = partial(release_memory, trim)
+        for name, run in tasks.items():
+            self._stack.callback(self._supervisor.start(name, run).cancel)
+
+    async def _make_sources(self) -> Sequence[Source]:
+        return sources_of(
+            self._config,
+            self._origin,
+            os.environ,
+            alone=self._own_token() is not None and (self._part is None or self._part.number == 0),
+            session=await self._stack.enter_async_context(aiohttp.ClientSession()),
+            rng=random.Random(),
+        )
+
+    async def _session(self, keep_s: float = AIOHTTP_KEEP_S) -> aiohttp.ClientSession:
+        """Return a session for HTTP to engines. keep_s: how long connections are kept."""
+        connector = aiohttp.TCPConnector(resolver=CheckedResolver(self._allowed), keepalive_timeout=keep_s)
+        return await self._stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+
+    async def _start_siblings(self) -> Siblings | None:
+        part = self._part
+        if part is None:
+            return None
+        siblings = Siblings(Path(part.folder), part.number, self._config.processes, self._registry.own_page)
+        self._stack.push_async_callback(siblings.close)
+        await siblings.start()
+        self._metrics.http.page = siblings.page
+        return siblings
+
+    async def _open_store(self) -> IndexStore:
+        url = self._config.redis
+        if url is None:
+            folder = Path(self._config.data_dir)
+            url = await self._stack.enter_async_context(private_store(folder, self._supervisor))
+        store = await IndexStore.open(url)
+        self._stack.push_async_callback(store.close)
+        return store
+
+    def _own_token(self) -> str | None:
+        """What names this process in leases from start to start; None where others may follow the same workers."""
+        if self._part is not None:
+            return self._part.token
+        return PRIVATE_TOKEN if self._config.redis is None else None
+
+    def _make_core(self, store: IndexStore, feed: EventFeed, http: aiohttp.ClientSession) -> Core:
+        config, stack = self._config, self._stack
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, SOCKETS_PER_WORKER * config.max_workers + SPARE_SOCKETS)
+        context.set(ZERO_COPY_RECV, 0)
+        stack.callback(context.destroy, linger=0)
+        engine_client = EngineClient(asyncio.get_running_loop(), self._engine_key)
+        stack.callback(engine_client.close)
+        core = Core(
+            store=store,
+            config=config,
+            metrics=self._metrics.core,
+            zmq_context=context,
+            clock=time.monotonic,
+            rng=random.Random(),
+            http=http,
+            engine_client=engine_client,
+            engine_key=self._engine_key,
+            token=self._own_token() or secrets.token_hex(8),
+            supervisor=self._supervisor,
+            feed=feed,
+            patch_secret=patch_client_secret(config),
+            store_folder=None if self._own_token() is None else Path(config.data_dir),
+        )
+        self._engine_key.registrations = core.registry.registrations
+        stack.push_async_callback(core.stop)
+        return core
+
+    def _make_placer(self, core: Core, store: IndexStore, admission: Admission, decisions: DecisionLog) -> Placer:
+        placing = Placer(
+            core.finder,
+            config=self._config,
+            metrics=self._metrics.placement,
+            clock=time.monotonic,
+            rng=random.Random(),
+            # Nobody can guess one, so nobody can end another's reservation.
+            new_id=RandomIds(),
+            unavailable=admission.problem,
+            prefillers=core.registry.prefill_workers,
+            record=decisions.record,
+            noticed=decisions.take_notice,
+            servers=store.servers,
+            process=core.peers.token,
+            supervisor=self._supervisor,
+        )
+        decisions.send_notice = placing.send_notice
+        core.registry.subscribe(view=admission.on_view, load=placing.engine_said, life=placing.weights.prompts.forget)
+        return placing
+
+    async def _start_discovery(self, core: Core, sources: Sequence[Source], http: aiohttp.ClientSession) -> Discovery:
+        discovery = Discovery(
+            core.fleet,
+            core.registrations,
+            sources,
+            session=http,
+            engine_key=self._engine_key,
+            allowed=self._allowed,
+            metrics=self._metrics.discovery,
+            clock=time.monotonic,
+            rng=random.Random(),
+            supervisor=self._supervisor,
+        )
+        self._stack.push_async_callback(discovery.stop)
+        await discovery.start()
+        return discovery
+
+    async def _start_tokens(self, core: Core, local: Mapping[str, LocalMaker]) -> TextTokenizer:
+        tokens = TextTokenizer(
+            models=core.models,
+            engines=lambda model: [
+                Engine(url, f"{kind.name} {epoch}", kind.tokens)
+                for url, (epoch, kind) in core.engine_urls(model).items()
+            ],
+            # An engine that closes what is idle must not look like one that died of a prompt.
+            session=await self._session(KEEP_IDLE_S),
+            engine_key=self._engine_key,
+            local=local,
+            timeout_s=self._config.tokenize_timeout_s,
+            metrics=self._metrics.tokens,
+            clock=time.monotonic,
+            rng=random.Random(),
+            supervisor=self._supervisor,
+        )
+        self._stack.push_async_callback(tokens.stop)
+        tokens.start()
+        return tokens
+
+    def _make_proxy(
+        self,
+        core: Core,
+        placing: Placer,
+        admission: Admission,
+        tokens: TextTokenizer,
+        quality: Quality,
+        access: Access,
+    ) -> Proxy:
+        proxy = Proxy(
+            placing=placing,
+            tokens=tokens,
+            resolve=core.resolve,
+            registrations=core.registry.registrations,
+            admission=admission,
+            pool=Pool(asyncio.get_running_loop(), self._allowed),
+            metrics=self._metrics.proxy,
+            quality=quality,
+            allowed=self._allowed,
+            silence_s=self._config.answer_timeout_s,
+            engine_key=self._engine_key,
+            has_own_key=access.keys is not None,
+            shows_hits=self._config.predicted_hit_header == "on",
+        )
+        self._stack.callback(proxy.close)
+        return proxy
+
+    async def _start_gateway(
+        self, core: Core, placing: Placer, proxy: Proxy, admission: Admission, quality: Quality, access: Access
+    ) -> tuple[Beside | None, int | None]:
+        if self._config.gateway_port is None:
+            return None, None
+        from kvrouter.router.app.server.gateway_start import start_gateway
+
+        beside, port = await start_gateway(
+            self._config,
+            core,
+            placing,
+            proxy,
+            admission,
+            quality,
+            self._metrics,
+            self._shutdown,
+            access,
+            time.monotonic,
+        )
+        self._stack.push_async_callback(beside.stop, 0)
+        return beside, port
+
+    def _tell_started(self, core: Core, listener: socket.socket, gateway_port: int | None) -> None:
+        workers = len(core.registrations())
+        if self._part is None:
+            announce(start_line(self._config, listener, workers, gateway_port), os.environ)
+        else:
+            # A supervisor reads the number, and announces itself when all its processes serve.
+            print(workers, flush=True)
+
+
+def count_callbacks(registry: MetricRegistry) -> None:
+    """Have errors counted that nobody awaits, of timers and of transports; the loop logs them."""
+
+    def count(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # A broken connection is not a bug.
+        if not isinstance(context.get("exception"), OSError):
+            registry.internal_errors.labels("callback").inc()
+        loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(count)
+
+
+def _redis_problem(config: Config, error: StoreError) -> str:
+    if config.redis is None:
+        return f"the private store: {error}"
+    fix = "start it, or correct the URL (--redis); without one, a private server is started"
+    return f"Redis at {without_password(config.redis)}: {error}" + (
+        f"; {fix}" if isinstance(error, StoreUnavailable) else ""
+    )

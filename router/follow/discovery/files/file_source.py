@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers from a file that is watched: the file of `workers_file`, or the settings file. The async shell around
+`FileWatch`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.file_watch import FileWatch
+from kvrouter.router.base.common.hanging_call import HANG_S, CallHangs, HangingCall
+from kvrouter.router.follow.discovery.candidate import Candidate
+
+# A change counts when it has been there for one of these, so it is registered within a second and a half. A look is one
+# stat.
+POLL_S = 0.5
+# Thousands of workers with catalogs; what is larger is no list of workers.
+MAX_FILE_BYTES = 16 * 1024**2
+
+# The workers that a text lists; None: it says nothing of workers. Raises SettingError.
+Read: TypeAlias = Callable[[str], Sequence[Candidate] | None]
+
+
+class FileSource:
+    """A file that cannot be read, or is wrong, changes nothing."""
+
+    def __init__(self, name: str, path: Path, read: Read, *, poll_s: float = POLL_S, hang_s: float = HANG_S) -> None:
+        """Read nothing yet. read: runs in a thread. hang_s: how long the file may take before that is a problem."""
+        self.name = name
+        self.shown: Sequence[Candidate] | None = None
+        self.problem = ""
+        self._path = path
+        self._read = read
+        self._poll_s = poll_s
+        self._watch = FileWatch(path)
+        self._hang_s = hang_s
+        self._changed = HangingCall(f"read {name}", self._read_changed)
+
+    def begin(self) -> None:
+        """Read it for the first time: a wrong one ends the start. Raises SettingError."""
+        try:
+            self.shown = HangingCall(f"read {self.name}", self._content).wait(self._hang_s)
+        except CallHangs:
+            raise SettingError(f"{self._hang()}; name a readable file") from None
+
+    async def run(self, changed: Callable[[], None]) -> None:
+        while True:
+            await asyncio.sleep(self._poll_s)
+            before = self.shown, self.problem
+            await self.look()
+            if before != (self.shown, self.problem):
+                changed()
+
+    async def look(self) -> None:
+        """Take over the file's contents if they changed."""
+        try:
+            contents = await self._changed.result(self._hang_s)
+        except CallHangs:
+            self.problem = f"{self._hang()}; restore its mount, or put it back"
+        except SettingError as error:
+            self.problem = error.message
+        except OSError as error:
+            self.problem = f"cannot read {self._path}: {error.strerror or error}; put it back"
+        else:
+            for content in contents:
+                # A settings file that no longer has a list of workers counts as an empty list.
+                self.shown = () if content is None and self.shown is not None else content
+                self.problem = ""
+
+    def _read_changed(self) -> list[Sequence[Candidate] | None]:
+        """Return the new content, or nothing where the file has not changed."""
+        return [self._content()] if self._watch.due() else []
+
+    def _content(self) -> Sequence[Candidate] | None:
+        try:
+            text = self._watch.text(MAX_FILE_BYTES)
+        except UnicodeDecodeError:
+            raise SettingError(f"{self._path} is not UTF-8; write it as text") from None
+        except OSError as error:
+            raise SettingError(f"cannot read {self._path}: {error.strerror or error}; name a readable file") from None
+        return self._read(text)
+
+    def _hang(self) -> str:
+        return f"cannot read {self._path}: no answer in {self._hang_s:g} s"

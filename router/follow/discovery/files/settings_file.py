@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What changed in the settings file while the router runs: its workers are taken over, everything else needs a new
+start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.follow.discovery.candidate import Candidate, candidate_of
+from kvrouter.router.model.config.loading import Origin, load_config
+from kvrouter.router.model.config.settings import ENV_PREFIX, FIELDS, Config
+from kvrouter.router.model.workers.source_precedence import CONFIG
+from kvrouter.router.model.workers.worker_spec import parse_worker
+
+log = logging.getLogger(__name__)
+
+WORKERS = "workers"
+
+
+def overridden(origin: Origin, environ: Mapping[str, str]) -> bool:
+    """Whether a flag or the environment names the workers, so that the file's do not count."""
+    return WORKERS in origin.flags or bool(environ.get(ENV_PREFIX + WORKERS.upper()))
+
+
+class SettingsFile:
+    """Reads it as at the start, with the same flags and environment."""
+
+    def __init__(self, path: Path, origin: Origin, environ: Mapping[str, str]) -> None:
+        self._path = path
+        self._origin = origin
+        self._environ = environ
+        self._first: Config | None = None
+        self._told: frozenset[str] = frozenset()
+
+    def read(self, text: str) -> Sequence[Candidate] | None:
+        """The workers that it names now; None where it names none by right. Raises SettingError."""
+        if self._first is not None and not text.strip():
+            # What a writer that does not rename leaves for a moment.
+            raise SettingError(f"{self._path} is empty: write lines like `port: 30000`")
+        config = load_config(self._path, self._environ, self._origin.flags, text)
+        self._compare(config)
+        if overridden(self._origin, self._environ) or WORKERS not in (yaml.safe_load(text) or {}):
+            return None
+        return [candidate_of(parse_worker(spec), CONFIG) for spec in config.workers]
+
+    def _compare(self, config: Config) -> None:
+        first = self._first = self._first or config
+        changed = frozenset(
+            name for name in FIELDS if name != WORKERS and getattr(first, name) != getattr(config, name)
+        )
+        if changed != self._told:
+            self._told = changed
+            if changed:
+                log.warning("settings changed: restart the router to apply them", extra={"settings": sorted(changed)})
+            else:
+                log.info("settings are again what they were at the start")

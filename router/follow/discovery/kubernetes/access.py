@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where Kubernetes' API is, from the settings and from what a pod has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.regular_file import read_regular
+from kvrouter.router.model.workers.engine_answers import bracketed
+
+# Where a pod finds what its service account has.
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+# Bound on the file; the name of a namespace has 63 characters at most.
+MAX_NAMESPACE_BYTES = 4_096
+
+
+class Access(msgspec.Struct, frozen=True):
+    """Where the API is and what one shows it. The files are read again and again, as tokens expire."""
+
+    url: str
+    namespace: str
+    token_file: Path | None = None
+    ca_file: Path | None = None
+
+
+def access_from(
+    environ: Mapping[str, str],
+    *,
+    api: str | None,
+    namespace: str | None,
+    token_file: str | None,
+    ca_file: str | None,
+    account: Path = ACCOUNT,
+) -> Access:
+    """The settings, and what the pod that this runs in has where there is none. Raises SettingError."""
+    inside = api is None
+    if api is None:
+        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
+        if not host:
+            raise SettingError(
+                "kubernetes_selector is set, and this is no pod (no KUBERNETES_SERVICE_HOST): set kubernetes_api, like "
+                "http://127.0.0.1:8001 of `kubectl proxy`"
+            )
+        api = f"https://{bracketed(host)}:{port}"
+    token = Path(token_file) if token_file else account / "token" if inside else None
+    ca = Path(ca_file) if ca_file else account / "ca.crt" if inside else None
+    if namespace is None:
+        try:
+            namespace = read_regular(account / "namespace", MAX_NAMESPACE_BYTES).decode("utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            namespace = ""
+        if not namespace:
+            raise SettingError(f"kubernetes_namespace is missing, and {account} names none: name the pods' namespace")
+    return Access(api.rstrip("/"), namespace, token, ca)

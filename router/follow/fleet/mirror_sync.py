@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mirror's two writers: the stream of a worker that this process follows (its lead), and the logs of all others in
+Redis.
+
+Invariant: a worker has exactly one of them. `lead` ends the reading of its log before its stream may write;
+`follow_log` ends the lead, loads the worker from Redis, and goes on with its log. Whoever writes without being the one
+is a defect, and is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.redis_client.errors import StoredValueError, StoreError
+from kvrouter.router.follow.fleet.fleet_metrics import FleetMetrics
+from kvrouter.router.follow.fleet.store_contact import StoreContact
+from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.follow.streams.worker_stream import WorkerStream
+from kvrouter.router.index.ingest.net_changes import ResidencyDelta
+from kvrouter.router.index.matching.mirror import Mirror, MirrorFull
+from kvrouter.router.index.store.commit import WorkerImage
+from kvrouter.router.index.store.log_entry import LogEntry
+from kvrouter.router.index.store.log_follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.store.store import IndexStore
+
+log = logging.getLogger("kvrouter.following")
+
+# Log entries applied before the loop may answer questions again, and transitions: about a millisecond at 2,048 an
+# entry, and some milliseconds for the largest entry there is (MAX_PENDING_BLOCKS of a stream).
+ENTRIES_PER_TURN = 8
+BLOCKS_PER_TURN = 32_768
+
+# Between looks for epochs that ended, whose memory is to be free again.
+SWEEP_INTERVAL_S = 0.25
+# Before a worker that could not be loaded is tried again: doubled from the first to the last.
+RELOAD_FIRST_S = 0.5
+RELOAD_LAST_S = 4.0
+
+
+class _Reloading(msgspec.Struct):
+    """When a worker is to be loaded, and why it could not be."""
+
+    due_s: float
+    reason: str = ""
+    pause_s: float = RELOAD_FIRST_S
+
+    def put_off(self, now: float) -> None:
+        self.due_s = now + self.pause_s
+        self.pause_s = min(2 * self.pause_s, RELOAD_LAST_S)
+
+
+class MirrorSync:
+    """Keeps `mirror` for the registry's streams: see the module. It is their MirrorSource."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        *,
+        store: IndexStore,
+        contact: StoreContact,
+        metrics: FleetMetrics,
+        clock: Callable[[], float],
+        rng: random.Random,
+        supervisor: TaskSupervisor,
+        budget_bytes: int,
+    ) -> None:
+        """budget_bytes: the most memory that the mirror takes."""
+        self._streams = registry.streams
+        self._store = store
+        self._contact = contact
+        self._metrics = metrics
+        self._clock = clock
+        self._budget_bytes = budget_bytes
+        self.mirror = Mirror(budget_bytes)
+        self._follower = LogFollower(store.servers, rng=rng, supervisor=supervisor)
+        # Workers whose log cannot be followed from where it was read, until they are loaded again.
+        self._reloads: dict[WorkerKey, _Reloading] = {}
+        self._reload_wanted = asyncio.Event()
+        self._follows = False
+        # Workers whose stream in this process writes the mirror.
+        self._led: set[WorkerKey] = set()
+        # Workers whose entries in hand are of a log position that was left meanwhile.
+        self._moved: set[WorkerKey] = set()
+
+    async def close(self) -> None:
+        await self._follower.close()
+
+    async def forget(self, worker: WorkerKey) -> None:
+        """A worker is gone."""
+        self._reloads.pop(worker, None)
+        await self._leave_log(worker)
+        self._led.discard(worker)
+        self.mirror.forget(worker)
+
+    async def lead(self, worker: WorkerKey) -> None:
+        """See MirrorSource."""
+        self._led.add(worker)
+        self._reloads.pop(worker, None)
+        await self._leave_log(worker)
+        if (stream := self._streams.get(worker)) is not None:
+            stream.image_lost("")
+
+    async def _leave_log(self, worker: WorkerKey) -> None:
+        self._moved.add(worker)
+        await self._follower.remove(worker)
+        self._regain_store([worker])
+
+    async def follow_log(self, worker: WorkerKey) -> None:
+        """See MirrorSource."""
+        try:
+            image = await self._store.load(worker)
+            problem = "" if worker not in self._streams else self._streams[worker].unreadable(image)
+        except StoredValueError as error:
+            problem = str(error)
+        if worker in self._streams:
+            self._led.discard(worker)
+            if problem:
+                self.take_unreadable(worker, problem)
+            else:
+                self.take_image(image)
+
+    def begin_epoch(self, worker: WorkerKey, epoch: str) -> None:
+        """See MirrorSource."""
+        self._check_lead(worker)
+        self.mirror.begin_epoch(worker, epoch)
+
+    def load(self, worker: WorkerKey, epoch: str, places: Mapping[Place, NDArray[np.uint64]]) -> None:
+        """See MirrorSource."""
+        self.begin_epoch(worker, epoch)
+        self._load(worker, places)
+
+    def rename_epoch(self, worker: WorkerKey, epoch: str) -> None:
+        """See MirrorSource."""
+        self._check_lead(worker)
+        self.mirror.rename_epoch(worker, epoch)
+
+    def change(self, worker: WorkerKey, changes: Sequence[ResidencyDelta]) -> None:
+        """See MirrorSource."""
+        self._check_lead(worker)
+        self._change(worker, changes)
+
+    def _check_lead(self, worker: WorkerKey) -> None:
+        if worker not in self._led:
+            raise RuntimeError(f"{worker} is not led here: its log in the store writes the mirror")
+
+    def take_image(self, image: WorkerImage) -> None:
+        """Make the mirror equal to what was loaded, and follow on from there."""
+        worker = image.worker
+        if worker in self._led:
+            raise RuntimeError(f"{worker} is led here: its stream writes the mirror")
+        self._moved.add(worker)
+        self._reloads.pop(worker, None)
+        self.mirror.begin_epoch(worker, image.epoch or "")
+        self._load(worker, image.places)
+        self._follower.add_image(image)
+        self._streams[worker].take_image(image)
+        self._streams[worker].image_lost("")
+
+    def take_unreadable(self, worker: WorkerKey, problem: str) -> None:
+        """What Redis holds of a new worker cannot be read: it is loaded when it can."""
+        self.mirror.begin_epoch(worker, "")
+        self._want_reload(worker, problem)
+
+    def _load(self, worker: WorkerKey, places: Mapping[Place, NDArray[np.uint64]]) -> None:
+        for place, hashes in places.items():
+            self._add(worker, place, hashes, is_news=False)
+
+    def _add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64], *, is_news: bool = True) -> None:
+        try:
+            self.mirror.add(worker, place, hashes, is_news=is_news)
+        except MirrorFull as error:
+            self._metrics.mirror_refused_blocks(worker).inc(len(hashes))
+            if self.refused(worker) == len(hashes):
+                log.warning("mirror full", extra={"worker": worker, "reason": str(error)})
+
+    def _change(self, worker: WorkerKey, changes: Sequence[ResidencyDelta]) -> None:
+        for change in changes:
+            self.mirror.discard(worker, change.place, change.removed)
+            self._add(worker, change.place, change.added)
+
+    def _reads_log(self, worker: WorkerKey) -> bool:
+        return worker in self._streams and worker not in self._led
+
+    def refused(self, worker: WorkerKey) -> int:
+        """Blocks of its epoch that found no room in the mirror."""
+        known = self.mirror.worker(worker)
+        return 0 if known is None else known.refused_blocks
+
+    def lost_credit(self, worker: WorkerKey) -> str:
+        refused = self.refused(worker)
+        if not refused:
+            return ""
+        return (
+            f"{refused} of its blocks found no room in memory and earn no credit until it begins again: raise mirror_budget_bytes "
+            f"({self._budget_bytes}), or let this router follow fewer workers"
+        )
+
+    async def follow(self) -> None:
+        self._follows = True
+        try:
+            await self._apply_all()
+        except Exception:
+            # Items were taken and not applied; until it runs again nothing of what the logs say is known here.
+            self._follows = False
+            for worker in self._streams:
+                self._want_reload(
+                    worker, "an internal error keeps the logs from being followed: they are again in a moment"
+                )
+            raise
+
+    async def _apply_all(self) -> None:
+        while True:
+            entries = blocks = 0
+            items = await self._follower.next()
+            self._moved.clear()
+            for item in in_turns(items):
+                if isinstance(item, LogEntry | Reload) and item.worker in self._moved:
+                    continue
+                self._take(item)
+                entries += 1
+                blocks += _size_blocks(item)
+                if entries >= ENTRIES_PER_TURN or blocks >= BLOCKS_PER_TURN:
+                    entries = blocks = 0
+                    await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    def _take(self, item: FollowerItem) -> None:
+        if isinstance(item, LogEntry):
+            try:
+                self._apply(item)
+            except Exception:
+                # A defect of ours costs its worker a load, and no other anything.
+                self._metrics.internal_errors.labels("mirror").inc()
+                log.exception("entry not applied", extra={"worker": item.worker})
+                self._want_reload(item.worker, "an internal error kept its changes from being applied")
+        elif isinstance(item, Reload):
+            log.warning("reload", extra={"worker": item.worker, "reason": item.reason})
+            self._want_reload(item.worker, item.reason)
+        elif isinstance(item, StoreLost):
+            self._lose_store(item.workers, item.reason)
+        elif isinstance(item, StoreBack):
+            self._regain_store(item.workers)
+
+    def _lose_store(self, workers: Collection[WorkerKey], reason: str) -> None:
+        lost = [worker for worker in workers if self._reads_log(worker)]
+        self._contact.lose_logs(lost, reason)
+        for worker in lost:
+            self._streams[worker].log_heard(False)
+
+    def _regain_store(self, workers: Collection[WorkerKey]) -> None:
+        self._contact.regain_logs(workers)
+        for worker in workers:
+            if (stream := self._streams.get(worker)) is not None:
+                stream.log_heard(True)
+
+    def _apply(self, entry: LogEntry) -> None:
+        worker = entry.worker
+        stream = self._streams.get(worker)
+        if stream is None or worker in self._reloads:
+            return
+        known = self.mirror.worker(worker)
+        if known is None or entry.opened_epoch or known.epoch != entry.epoch:
+            self.mirror.begin_epoch(worker, entry.epoch)
+        self._change(worker, entry.changes)
+        stream.take_entry(entry)
+        stream.shown(entry.epoch, entry.last_seq)
+
+    def _want_reload(self, worker: WorkerKey, reason: str) -> None:
+        """Have it loaded by `reload`. Until then its changes are not known here, so it earns no credit."""
+        if self._reads_log(worker):
+            self._reloads[worker] = _Reloading(self._clock())
+            self._streams[worker].image_lost(reason)
+            self._reload_wanted.set()
+
+    async def reload(self) -> None:
+        """Load the workers that have to be, beside the following: one that cannot be loaded keeps no other waiting."""
+        while True:
+            now = self._clock()
+            # An image that nothing is added to would be old at once.
+            if self._follows and self._follower.reading:
+                due = [worker for worker, one in self._reloads.items() if one.due_s <= now]
+                await asyncio.gather(*map(self._load_again, due))
+                pause_s = (
+                    min((one.due_s for one in self._reloads.values()), default=now + RELOAD_LAST_S) - self._clock()
+                )
+            else:
+                pause_s = SWEEP_INTERVAL_S
+            self._reload_wanted.clear()
+            if pause_s > 0:
+                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(pause_s, RELOAD_LAST_S)):
+                        await self._reload_wanted.wait()
+
+    async def _load_again(self, worker: WorkerKey) -> None:
+        wanted, stream = self._reloads[worker], self._streams.get(worker)
+        try:
+            await self._follower.remove(worker)
+            image = await self._store.load(worker)
+            problem = "" if stream is None else stream.unreadable(image)
+        except StoredValueError as error:
+            problem = str(error)
+        except StoreError as error:
+            wanted.put_off(self._clock())
+            if self._reloads.get(worker) is wanted:
+                self._lose_store([worker], str(error))
+            return
+        # It may have been dropped, or registered again, meanwhile.
+        if stream is None or self._reloads.get(worker) is not wanted or self._streams.get(worker) is not stream:
+            return
+        if problem:
+            wanted.put_off(self._clock())
+            if wanted.reason != problem:
+                wanted.reason = problem
+                self._unreadable(stream, problem)
+            with contextlib.suppress(StoreError):
+                await self._store.report_unreadable(worker, problem)
+        else:
+            self.take_image(image)
+            self._regain_store([worker])
+
+    def _unreadable(self, stream: WorkerStream, problem: str) -> None:
+        self._metrics.unreadable_values["worker"].inc()
+        log.error("stored values not readable", extra={"worker": stream.worker, "reason": problem})
+        stream.image_lost(problem)
+
+    async def sweep(self) -> None:
+        while True:
+            await asyncio.sleep(0 if self.mirror.sweep() else SWEEP_INTERVAL_S)
+
+
+def in_turns(items: list[FollowerItem]) -> Iterator[FollowerItem]:
+    """Each worker's in its order, one of each worker in turn: a worker with many does not keep the others waiting."""
+    queues: dict[WorkerKey | None, deque[FollowerItem]] = {}
+    for item in items:
+        worker = item.worker if isinstance(item, LogEntry | Reload) else None
+        queues.setdefault(worker, deque()).append(item)
+    while queues:
+        for worker in list(queues):
+            yield queues[worker].popleft()
+            if not queues[worker]:
+                del queues[worker]
+
+
+def _size_blocks(item: FollowerItem) -> int:
+    changes = item.changes if isinstance(item, LogEntry) else ()
+    return sum(len(change.added) + len(change.removed) for change in changes)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker's stream learns, on its way into the store: when it is written, and what happens while the store is
+slow or away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from kvrouter.router.base.common.ids import Place
+from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.follow.streams.lease_holder import LeaseHolder, LeaseLost
+from kvrouter.router.follow.streams.mirror_lead import MirrorLead
+from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE
+from kvrouter.router.follow.streams.stream_services import StreamServices
+from kvrouter.router.follow.streams.worker_record import WorkerRecord
+from kvrouter.router.index.ingest.net_changes import Hashes
+from kvrouter.router.index.ingest.pending_commit import PendingCommit
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.checkpoint import LogTail
+
+log = logging.getLogger("kvrouter.stream")
+
+T = TypeVar("T")
+
+# Transitions that may wait for the store. With more, and the store slow, the socket is left unread (ZMQ buffers, and
+# later the publisher drops: a gap) for BACKPRESSURE_S; with the store away they are dropped, and all that is held is
+# written when it is back. They are one commit, so also what every other router applies at once: some milliseconds. With
+# a million, one worker that published as fast as it could held up everybody's answers for a second.
+MAX_PENDING_BLOCKS = 65_536
+
+# How long the socket may be left unread, as meanwhile this process answers from what it read before.
+BACKPRESSURE_S = 1.0
+
+# How long one worker's items are taken in before everything else gets its turn.
+TURN_S = 0.002
+
+# How long to wait for the last commit when a worker is given up; it takes some milliseconds. A store that hangs is not
+# waited for longer, because the operator who stops the router waits too.
+LAST_COMMIT_S = 1.0
+
+# A worker that changes nothing for about this time gets its checkpoint, so that whoever looks into Redis finds it whole.
+# Much sooner, one that changes something every few seconds would have all that it holds written as often.
+QUIET_S = 60.0
+
+
+class CommitLoop:
+    """Commits of one worker, for as long as its record has a lead."""
+
+    def __init__(self, record: WorkerRecord, lease: LeaseHolder, services: StreamServices) -> None:
+        self._record = record
+        self._lease = lease
+        self._services = services
+        self._tag = keys.worker_tag(record.registration.worker)
+        # The last commit that the store was sent, None once its outcome is known.
+        self.sending: PendingCommit | None = None
+        # Spread by half: a thousand workers may fall quiet at once.
+        self._quiet_s = QUIET_S * services.rng.uniform(0.5, 1.5)
+        # The entries of the store's log after the checkpoint.
+        self.tail = LogTail()
+        # The state as last written for the other processes.
+        self._written_state: dict[str, bytes] = {}
+
+    @property
+    def unwritten_s(self) -> float:
+        """How long the oldest news has waited for the store."""
+        return self._services.held.waits_s(self._tag, self._services.clock())
+
+    @property
+    def unwritten_blocks(self) -> int:
+        """Transitions that wait for the store."""
+        return 0 if self._record.lead is None else self._record.lead.backlog.blocks
+
+    @property
+    def _lead(self) -> MirrorLead:
+        assert self._record.lead is not None
+        return self._record.lead
+
+    def begin_lead(self) -> None:
+        """What the other processes know of the state is not known."""
+        self._written_state = {}
+
+    def end_lead(self) -> None:
+        """Another process writes from now on."""
+        self._services.held.unwritten_since_s.pop(self._tag, None)
+        self.tail.clear()
+
+    def rewrite(self) -> None:
+        """Have the whole epoch written when the store is there."""
+        self._services.metrics.rewrites(self._record.registration.worker).inc()
+        self._lead.backlog.overflow()
+
+    def wake(self) -> None:
+        """Have written what the store lacks, if it lacks anything."""
+        lead = self._record.lead
+        waits = lead is not None and not lead.backlog.is_empty
+        if waits or self._state_fields() != self._written_state:
+            self._record.have_written()
+
+    def _state_fields(self) -> dict[str, bytes]:
+        """Return the state as other processes are to show it, with the number of the lease that it belongs to."""
+        return self._record.state_fields() | {META_STATE_LEASE: b"%d" % self._lease.number}
+
+    async def take_in(self, items: Sequence[T], apply: Callable[[T, float], None]) -> None:
+        """Apply the items in turns, show what they say after each, and wait for the store if it lacks too much.
+
+        apply: called with each item and the time at which all were received."""
+        record, clock = self._record, self._services.clock
+        received_s = record.shown.received_s = clock()
+        left = deque(items)
+        unapplied_since_s = self._services.held.unapplied_since_s
+        # A busy process applies late what it has received, and vouches for no more than it has applied.
+        unapplied_since_s[self._tag] = received_s
+        try:
+            await self._take_in_turns(left, received_s, apply)
+        finally:
+            del unapplied_since_s[self._tag]
+
+    async def _take_in_turns(self, left: deque[T], received_s: float, apply: Callable[[T, float], None]) -> None:
+        record, turns, clock = self._record, self._services.turns, self._services.clock
+        while left:
+            await turns.wait()
+            begun_s = clock()
+            room_blocks = MAX_PENDING_BLOCKS - self.unwritten_blocks
+            try:
+                while left and clock() - begun_s < TURN_S:
+                    apply(left.popleft(), received_s)
+                    if record.ingest.held.blocks.pending_blocks > room_blocks:
+                        break
+                record.refresh()
+                self.wake()
+            finally:
+                turns.spend(clock() - begun_s)
+            await self._wait_for_store()
+
+    async def _wait_for_store(self) -> None:
+        record, backlog = self._record, self._lead.backlog
+        give_up_s = self._services.clock() + BACKPRESSURE_S
+        while backlog.is_full:
+            if self._lease.away or self._services.clock() > give_up_s:
+                self.rewrite()
+                return
+            record.drained.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BACKPRESSURE_S):
+                    await record.drained.wait()
+
+    async def run(self) -> None:
+        dirty, clock, unwritten = self._record.dirty, self._services.clock, self._services.held.unwritten_since_s
+        while True:
+            if not await self._hears_news():
+                await self._write_checkpoint(self._residents())
+                continue
+            dirty.clear()
+            unwritten.setdefault(self._tag, clock())
+            await asyncio.sleep(self._services.config.flush_interval_s)
+            taken_s = clock()
+            await self._write()
+            if dirty.is_set():
+                unwritten[self._tag] = taken_s
+            else:
+                unwritten.pop(self._tag, None)
+
+    async def _hears_news(self) -> bool:
+        """Wait for what is to be written; False: there was nothing for so long that a checkpoint is due."""
+        dirty = self._record.dirty
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._quiet_s if self.tail.blocks else None):
+                await dirty.wait()
+        return dirty.is_set()
+
+    async def write_rest(self) -> None:
+        """What the store lacks of a worker that is given up: whoever is next may have no replay to learn it from."""
+        if self._lease.away or not self._lease.held:
+            return
+        try:
+            async with asyncio.timeout(LAST_COMMIT_S):
+                if self.sending is not None:
+                    await self._lease.write(self.sending)
+                await self._write()
+        except (LeaseLost, StoreError, TimeoutError) as error:
+            worker = self._record.registration.worker
+            log.warning("last commit not written", extra={"worker": worker, "reason": str(error) or "Redis hangs"})
+
+    async def _write(self) -> None:
+        """Have in the store all that it lacks now."""
+        flush, state = self._next_commit(), self._state_fields()
+        self._measure_tail(flush, noted=state != self._written_state)
+        residents = self._residents() if self.tail.is_long(self._record.ingest.held.blocks.blocks) else None
+        self._record.drained.set()
+        if flush is not None:
+            if flush.opens_epoch or state != self._written_state:
+                flush = msgspec.structs.replace(flush, meta=flush.meta | state)
+            self.sending = flush
+            await self._lease.write(flush)
+            self.sending = None
+        elif state != self._written_state:
+            await self._lease.note(self._record.ingest.held.epoch, state)
+        self._written_state = state
+        await self._write_checkpoint(residents)
+
+    def _measure_tail(self, flush: PendingCommit | None, *, noted: bool) -> None:
+        if flush is None:
+            if noted:
+                self.tail.add(())
+            return
+        if flush.opens_epoch:
+            self.tail.clear()
+        if flush.seqs is not None:
+            self.tail.add(flush.changes)
+
+    def _residents(self) -> dict[Place, Hashes] | None:
+        """What the store will hold when it has the commit that was taken last."""
+        held = self._record.ingest.held
+        return None if held.seq is None else self._lead.residents(held)
+
+    async def _write_checkpoint(self, residents: dict[Place, Hashes] | None) -> None:
+        if residents is not None:
+            await self._lease.checkpoint(residents)
+            self.tail.clear()
+
+    def _next_commit(self) -> PendingCommit | None:
+        record = self._record
+        flush = self._lead.take(record.ingest.held)
+        if flush is not None and flush.epoch != record.shown.epoch:
+            # Rewritten: the same residency under another name.
+            record.shown.advance(flush.epoch, record.shown.seq)
+            record.refresh()
+        return flush

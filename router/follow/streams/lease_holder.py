@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's lease as this process has it, and the commits made under it.
+
+A commit counts only under the lease that the store has now, so a process that stood still while another took the worker
+changes nothing when it goes on. A lease that the store lost is taken again in place when nobody had it since and nothing
+else was lost; else HoldLost, and whoever follows the worker begins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.redis_client.errors import StoredValueError, StoreError
+from kvrouter.router.follow.streams.held_workers import HeldWorkers, Holding
+from kvrouter.router.follow.streams.lease_rounds import LOOKS_PER_TTL, LeaseRounds
+from kvrouter.router.follow.streams.stream_metrics import FAILED, StreamMetrics
+from kvrouter.router.index.ingest.net_changes import Hashes
+from kvrouter.router.index.ingest.pending_commit import PendingCommit
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.checkpoint import Checkpoint
+from kvrouter.router.index.store.commit import Commit, CommitOutcome, Head, Lease
+from kvrouter.router.index.store.leases import LeaseLook
+from kvrouter.router.index.store.store import IndexStore
+
+log = logging.getLogger("kvrouter.hold")
+
+# Pause between tries while the store does not answer: doubled from the first to the last.
+RETRY_FIRST_S = 0.05
+RETRY_LAST_S = 1.0
+
+ELSEWHERE = "another router process follows this worker; its answers are shown as they come from Redis"
+
+Written = tuple[str | None, int | None]
+
+
+class LeaseLost(Exception):
+    """This process must not commit for the worker as it stands: the lease or the continuity with Redis is lost."""
+
+
+class HandedOver(LeaseLost):
+    """Another process should follow the worker, and can."""
+
+
+def _never() -> bool:
+    return False
+
+
+class LeaseHolder:
+    """The lease on one worker. Belongs to one event loop; `keep` and `write` run beside each other.
+
+    More than 15 attributes: what was written is judged in every reply, under the lease that it was written under."""
+
+    def __init__(
+        self,
+        worker: WorkerKey,
+        *,
+        store: IndexStore,
+        rounds: LeaseRounds,
+        held: HeldWorkers,
+        token: str,
+        ttl_s: float,
+        metrics: StreamMetrics,
+        mine: Callable[[], bool],
+        changed: Callable[[str | None], None],
+    ) -> None:
+        """mine: whether this process should follow the worker. changed: called with `problem` when it did."""
+        self._worker = worker
+        self._store = store
+        self._rounds = rounds
+        self._held = held
+        self._tag = keys.worker_tag(worker)
+        self._token = token
+        self._ttl_s = ttl_s
+        self._store_look = LeaseLook.of(worker)
+        self._metrics = metrics
+        self._mine = mine
+        self._changed = changed
+        self._lease: Lease | None = None
+        # The highest number that this process had; what the store has as far as we wrote it; what it may have instead,
+        # because the connection was lost in the middle.
+        self._number = 0
+        # Whether another process had the lease before our last number.
+        self._interrupted = False
+        self._written: Written = (None, None)
+        self._unsure: Written | None = None
+        # A write and a renewal would each see what the other half did.
+        self._lock = asyncio.Lock()
+        # Set when a round finds something to do: the worker should change hands, or its lease is in doubt.
+        self._called = asyncio.Event()
+        self._movable: Callable[[], bool] = _never
+        # `meta` as a look saw it last, and what was written then.
+        self._confirmed: tuple[Written, int, list[bytes | None]] | None = None
+        # Why nothing can be written now, None while it can.
+        self.problem: str | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._lease is not None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this process should follow the worker."""
+        return self._mine()
+
+    @property
+    def away(self) -> bool:
+        """The store took nothing at the last try."""
+        return self.problem is not None
+
+    async def take(self) -> bool:
+        """Wait for the lease. True: nobody else had it since this process did, as far as the store knows."""
+        self._rounds.join(self)
+        try:
+            lease, head = await self._take()
+        finally:
+            self._rounds.leave(self)
+        alone = 0 < self._number == lease.number - 1 and not self._interrupted
+        self._interrupted = False
+        self._have(lease, head)
+        self._say(None)
+        self._wrote(await self._stored(head))
+        return alone
+
+    async def _stored(self, head: Head) -> Written:
+        """What the store has. head: before the lease was taken, which may have mended it."""
+        return head.written if head.problem is None else await self._store.committed(self._worker)
+
+    @property
+    def number(self) -> int:
+        """Return the number of this process's lease, or of the last one that it had; 0: it never had one."""
+        return self._number
+
+    def _have(self, lease: Lease, head: Head) -> None:
+        """Note that this process has `lease` now. head: the head of `meta` before it."""
+        self._lease, self._number = lease, lease.number
+        self._held.holdings[self._tag] = Holding(lease.number, head.commits)
+
+    def _end(self) -> None:
+        """Note that this process has no lease."""
+        self._lease = None
+        self._held.holdings.pop(self._tag, None)
+        self._held.refused.discard(self._tag)
+
+    def _count_entry(self) -> bool:
+        """Note that the last log entry written is in the store. Return whether the earlier ones are there too."""
+        holding = self._held.holdings.get(self._tag)
+        if holding is None:
+            return True
+        before, holding.commits = holding.commits, self._store.last_entries[self._worker]
+        return holding.commits > before
+
+    def _wrote(self, written: Written) -> None:
+        """What the store has is known."""
+        self._written, self._unsure = written, None
+
+    async def _take(self) -> tuple[Lease, Head]:
+        await self._rounds.begun.wait()
+        while True:
+            if not self._mine():
+                self._called.clear()
+                await self._called.wait()
+            taken = await self._store.leases.take(self._worker, self._token, above=self._number)
+            if taken is not None:
+                return taken
+            await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
+
+    @property
+    def written(self) -> Written:
+        """(epoch, seq) that the store has."""
+        return self._written
+
+    async def release(self) -> None:
+        """Give the lease back; without the store it ends by itself."""
+        lease = self._lease
+        if lease is None:
+            return
+        self._end()
+        try:
+            await asyncio.shield(self._store.leases.release(self._worker, lease))
+        except StoreError as error:
+            log.warning("lease not released", extra={"worker": self._worker, "reason": str(error)})
+
+    async def forget(self) -> None:
+        """Unlink all that the index holds of the worker, unless another process has it: its registration is gone."""
+        self._end()
+        await self._store.forget(self._worker, self._token)
+
+    async def keep(self, movable: Callable[[], bool]) -> None:
+        """Returns when the hold is lost, by raising. movable: hand the worker over when it should be another process's."""
+        self._movable = movable
+        self._called.clear()
+        self._rounds.join(self)
+        try:
+            await self._keep()
+        finally:
+            self._rounds.leave(self)
+            # It refers to whoever has this holder.
+            self._movable = _never
+
+    async def _keep(self) -> None:
+        while True:
+            await self._called.wait()
+            self._called.clear()
+            if self._should_move():
+                self._metrics.leases_lost["handed_over"].inc()
+                raise HandedOver("each router process has its share, and this one is another's")
+            try:
+                async with self._lock:
+                    await self._confirm()
+            except StoreError as error:
+                self._say_unheard(str(error))
+
+    def _should_move(self) -> bool:
+        return not self._mine() and self._movable()
+
+    def look(self) -> bool:
+        """See RoundMember."""
+        mine = self._mine()
+        if mine if self._lease is None else not mine and self._movable():
+            self._called.set()
+        # One that another process should follow may become movable.
+        return mine or self._lease is None
+
+    def offer(self) -> tuple[Lease, LeaseLook] | None:
+        """See RoundMember."""
+        return None if self._lease is None else (self._lease, self._store_look)
+
+    def take_reply(self, lease: Lease, holder: bytes | None, fields: list[bytes | None]) -> None:
+        """See RoundMember. A write that ended meanwhile may make the reply look wrong, which costs a request."""
+        if lease is self._lease and not (holder == lease.value and self._is_confirmed(fields)):
+            self._called.set()
+
+    def doubt(self, lease: Lease) -> None:
+        """See RoundMember."""
+        if lease is self._lease:
+            self._called.set()
+
+    def _is_confirmed(self, fields: list[bytes | None]) -> bool:
+        confirmed = (self._written, self._entries, fields)
+        if self._confirmed == confirmed:
+            return True
+        head = Head.of(keys.meta(self._worker), *fields)
+        if head.problem is not None or head.commits < self._entries or not self._is_ours(head.written):
+            return False
+        self._confirmed = confirmed
+        return True
+
+    def take_failure(self, lease: Lease, reason: str) -> None:
+        """See RoundMember."""
+        if lease is self._lease:
+            self._say_unheard(reason)
+
+    def _say_unheard(self, reason: str) -> None:
+        if self.problem is None:
+            log.warning("lease not confirmed", extra={"worker": self._worker, "reason": reason})
+        self._say(reason)
+
+    async def _confirm(self) -> None:
+        assert self._lease is not None
+        head = await self._store.leases.confirm(self._worker, self._lease)
+        if head is None:
+            await self._regain()
+        elif head.problem is not None:
+            self._lose("unreadable", str(head.problem))
+        elif head.commits < self._entries or not self._is_ours(head.written):
+            self._lose("data_lost", "Redis lost commits of this worker")
+
+    @property
+    def _entries(self) -> int:
+        """The number of the last log entry that the store had: with less, it lost a note, which has no seq."""
+        holding = self._held.holdings.get(self._tag)
+        return 0 if holding is None else holding.commits
+
+    def _is_ours(self, stored: Written) -> bool:
+        """Whether the store is where this process left it."""
+        return stored in (self._written, self._unsure)
+
+    async def _regain(self) -> None:
+        """Take the lease again that the store lost, if nobody had it since and the store is where we left it."""
+        taken = await self._store.leases.take(self._worker, self._token, above=self._number)
+        if taken is None:
+            self._lose("taken", ELSEWHERE)
+        assert taken is not None
+        lease, head = taken
+        alone, entries = lease.number == self._number + 1, self._entries
+        self._have(lease, head)
+        if not alone:
+            self._interrupted = True
+            self._lose("taken", "another router process followed this worker meanwhile; beginning again from Redis")
+        if head.commits < entries or not self._is_ours(await self._stored(head)):
+            self._lose("data_lost", "Redis lost commits of this worker")
+        log.warning("lease regained", extra={"worker": self._worker})
+        # Have the state written again, under the new number.
+        self._changed(self.problem)
+
+    def _lose(self, how: str, reason: str) -> None:
+        self._metrics.leases_lost[how].inc()
+        raise LeaseLost(reason)
+
+    async def write(self, flush: PendingCommit) -> None:
+        """Commit until the store has it. Raises HoldLost when it must not."""
+        await self._until_done(lambda: self._write_once(flush))
+
+    async def note(self, epoch: str, meta: dict[str, bytes]) -> None:
+        """Set meta fields without a batch, as `write` does."""
+
+        async def once() -> bool:
+            assert self._lease is not None
+            return await self._judge(await self._store.note(self._worker, epoch, self._lease, meta), done=False)
+
+        await self._until_done(once)
+
+    async def checkpoint(self, residents: Mapping[Place, Hashes]) -> None:
+        """Replace the checkpoint by what the worker held at the last commit, as `write` does."""
+        epoch, seq = self._written
+        assert epoch is not None and seq is not None
+        checkpoint = Checkpoint(self._worker, epoch, seq, residents)
+
+        async def once() -> bool:
+            assert self._lease is not None
+            outcome = await self._store.checkpoint(checkpoint, self._lease)
+            if outcome is CommitOutcome.APPLIED:
+                self._metrics.checkpoints.inc()
+            return await self._follow_outcome(outcome, done=False)
+
+        await self._until_done(once)
+
+    async def _until_done(self, once: Callable[[], Awaitable[bool]]) -> None:
+        retry_s = RETRY_FIRST_S
+        while True:
+            try:
+                async with self._lock:
+                    if await once():
+                        self._say(None)
+                        return
+            except StoredValueError as error:
+                # Nothing can be written over it but a new epoch.
+                self._lose("unreadable", str(error))
+            except StoreError as error:
+                self._metrics.commits[FAILED].inc()
+                if self.problem is None:
+                    log.warning("commit failed", extra={"worker": self._worker, "reason": str(error)})
+                self._say(str(error))
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, RETRY_LAST_S)
+
+    async def _write_once(self, flush: PendingCommit) -> bool:
+        """Whether the store has it; False: the lease was taken again, so try once more."""
+        assert self._lease is not None
+        if flush.opens_epoch:
+            self._unsure = (flush.epoch, None)
+            # State and catalog are written with the blocks: otherwise a reader of the still empty epoch would show it
+            # as live.
+            meta = flush.meta if flush.seqs is None else {}
+            outcome = await self._store.open_epoch(self._worker, flush.epoch, self._lease, meta)
+            if not await self._judge(outcome, done=outcome is CommitOutcome.STALE, is_epoch=True):
+                return False
+            if outcome is CommitOutcome.APPLIED:
+                self._wrote((flush.epoch, None))
+        if flush.seqs is None:
+            return True
+        first, last = flush.seqs
+        commit = Commit(
+            worker=self._worker,
+            epoch=flush.epoch,
+            first_seq=first,
+            last_seq=last,
+            changes=flush.changes,
+            copies=flush.copies,
+            meta=flush.meta,
+        )
+        self._unsure = (flush.epoch, last)
+        outcome = await self._store.commit(commit, self._lease)
+        # Stale when sent again after a lost connection: the first one had arrived.
+        done = outcome is CommitOutcome.STALE and await self._store.committed(self._worker) == (flush.epoch, last)
+        if not await self._judge(outcome, done=done):
+            return False
+        self._wrote((flush.epoch, last))
+        return True
+
+    async def _judge(self, outcome: CommitOutcome, *, done: bool, is_epoch: bool = False) -> bool:
+        """is_epoch: it replaces all that was written before."""
+        self._metrics.commits[outcome.value].inc()
+        is_whole = outcome is CommitOutcome.FENCED or self._count_entry()
+        if outcome is CommitOutcome.APPLIED and not is_whole and not is_epoch:
+            self._lose("data_lost", "Redis lost commits of this worker")
+        return await self._follow_outcome(outcome, done=done)
+
+    async def _follow_outcome(self, outcome: CommitOutcome, *, done: bool) -> bool:
+        if outcome is CommitOutcome.FENCED:
+            await self._regain()
+            return False
+        if outcome is CommitOutcome.STALE and not done:
+            self._lose("data_lost", "Redis holds another state than this process; beginning again")
+        return True
+
+    def _say(self, problem: str | None) -> None:
+        if (problem is None) != (self.problem is None):
+            self.problem = problem
+            if problem is None:
+                self._held.refused.discard(self._tag)
+            elif self._lease is not None:
+                self._held.refused.add(self._tag)
+            self._changed(problem)

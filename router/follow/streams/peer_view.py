@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker that another router process follows, as Redis describes it: catalog, hash scheme, state, block counts. Pure.
+
+The follower of a worker writes its state into `meta` with its commits; this module reads it back, so that all routers
+answer alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.base.common.ids import Place
+from kvrouter.router.follow.streams.stream_view import Position
+from kvrouter.router.follow.streams.worker_events import Incidents
+from kvrouter.router.index.ingest.worker_profile import (
+    META_CLEARS,
+    META_DECLARED,
+    META_GAPS,
+    META_LEARNED,
+    META_RESYNCS,
+    META_SCHEME,
+    WorkerProfile,
+)
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import WorkerImage
+from kvrouter.router.index.store.log_entry import LogEntry
+from kvrouter.router.model.workers.engine_cache import EngineCache
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.stream_state import StreamState
+
+log = logging.getLogger("kvrouter.told")
+
+META_STATE = "state"
+META_REASON = "reason"
+META_CREDITED = "credited"
+# When the engine's process started, by its HTTP: a router that takes the worker over sees that it is another one.
+META_ENGINE_START = "engine_start"
+# The problem of the disk below its offload tier.
+META_DISK = "disk"
+# The KV cache as its metrics page describes it.
+META_ENGINE_CACHE = "engine_cache"
+# The number of the lease under which the state was written, to distinguish the former follower's state from the present
+# one's.
+META_STATE_LEASE = "state_lease"
+
+# The errors that `restore` raises for meta of another version or another program.
+RESTORE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, KeyError, RecursionError)
+
+# Fields of meta that say what the catalog and the hash scheme are; they come with few commits.
+_SHAPING = frozenset({META_LEARNED, META_SCHEME, META_DECLARED})
+NOTHING_SAID = EngineCache()
+_STATES = {state.value.encode(): state for state in StreamState}
+
+
+def engine_start_s(meta: dict[str, bytes]) -> float | None:
+    """What META_ENGINE_START says, None where it says nothing."""
+    try:
+        start_s = float(meta.get(META_ENGINE_START, b""))
+    except ValueError:
+        return None
+    return start_s if math.isfinite(start_s) else None
+
+
+def engine_cache(meta: dict[str, bytes]) -> EngineCache:
+    """Return the cache that META_ENGINE_CACHE describes, an empty description if another version wrote it
+    differently."""
+    try:
+        return msgspec.json.decode(meta.get(META_ENGINE_CACHE, b"{}"), type=EngineCache)
+    except RESTORE_ERRORS:
+        return EngineCache()
+
+
+def state_fields(
+    state: StreamState,
+    reason: str,
+    credited: bool,
+    start_s: float | None,
+    disk: str = "",
+    cache: EngineCache = NOTHING_SAID,
+) -> dict[str, bytes]:
+    """Return the state as it is written into meta.
+
+    Args:
+        start_s: When the engine's process started.
+        disk: The problem of its disk.
+        cache: The KV cache as its metrics page describes it.
+    """
+    return {
+        META_ENGINE_START: b"" if start_s is None else repr(start_s).encode(),
+        META_STATE: state.value.encode(),
+        META_REASON: reason.encode("utf-8", "surrogatepass"),
+        META_CREDITED: b"%d" % credited,
+        META_DISK: disk.encode(),
+        META_ENGINE_CACHE: msgspec.json.encode(cache),
+    }
+
+
+class PeerView:
+    """One worker as its log shows it. `profile` has no feed: Redis says what it is."""
+
+    def __init__(self, registration: Registration, seed: str | None) -> None:
+        self._registration = registration
+        self._seed = seed
+        self._meta: dict[str, bytes] = {}
+        self._counts: dict[Place, int] = {}
+        self._shape_problem = ""
+        self.epoch = ""
+        self.position = Position()
+        self.profile = WorkerProfile(registration, seed)
+
+    def _explain(self, epoch: str) -> None:
+        self.epoch, self._shape_problem = epoch, ""
+        self.profile = WorkerProfile(self._registration, self._seed)
+        try:
+            self.profile.load(self._meta)
+        except RESTORE_ERRORS as error:
+            # Use nothing of a value whose meaning is unknown.
+            log.warning("stored state not readable", extra={"worker": self._registration.worker, "error": str(error)})
+            self._shape_problem = (
+                f"Redis holds a catalog or hash scheme of it that no router writes ({printable(str(error))})"
+            )
+            self.profile = WorkerProfile(self._registration, self._seed)
+
+    def take_image(self, image: WorkerImage) -> None:
+        """Take the image that was loaded from Redis. Nothing shows yet that its writer lives."""
+        self._meta = dict(image.meta)
+        self.position = Position(self._number(META_STATE_LEASE), image.commits)
+        self._counts = {place: len(hashes) for place, hashes in image.places.items()}
+        self._explain(image.epoch or "")
+
+    def take_entry(self, entry: LogEntry, now_s: float) -> bool:
+        """Take one log entry; return whether anything except counts may have changed."""
+        if entry.opened_epoch:
+            self._meta, self._counts = {}, {}
+        self._meta |= entry.meta
+        lease = self._number(META_STATE_LEASE)
+        since_s = now_s if lease != self.position.lease else self.position.since_s
+        self.position = Position(lease, entry.commit, since_s)
+        for change in entry.changes:
+            self._counts[change.place] = self._counts.get(change.place, 0) + len(change.added) - len(change.removed)
+        if entry.opened_epoch or entry.meta.keys() & _SHAPING:
+            self._explain(entry.epoch)
+            return True
+        return META_STATE in entry.meta or META_GAPS in entry.meta
+
+    @property
+    def problem(self) -> str:
+        """What of it cannot be read, so that nothing explains the worker; empty: all can."""
+        if META_STATE in self._meta and self._meta[META_STATE] not in _STATES:
+            return f"Redis holds a state of it that no router writes ({self._meta[META_STATE]!r})"
+        return self._shape_problem
+
+    @property
+    def state(self) -> StreamState:
+        return _STATES.get(self._meta.get(META_STATE, b""), StreamState.CONNECTING)
+
+    @property
+    def credited(self) -> bool:
+        """Whether the process that follows the worker credits it with what is known of it."""
+        return self._meta.get(META_CREDITED, b"0") == b"1"
+
+    @property
+    def reason(self) -> str:
+        return self._meta.get(META_REASON, b"").decode("utf-8", "replace")
+
+    @property
+    def disk_problem(self) -> str:
+        return self._meta.get(META_DISK, b"").decode(errors="replace")
+
+    @property
+    def engine_start_s(self) -> float | None:
+        """Return when the engine's process started, as its follower wrote it."""
+        return engine_start_s(self._meta)
+
+    @property
+    def cache(self) -> EngineCache:
+        """Return the engine's description of its KV cache, as its follower wrote it."""
+        return engine_cache(self._meta)
+
+    @property
+    def incidents(self) -> Incidents:
+        return Incidents(*map(self._number, (META_GAPS, META_CLEARS, META_RESYNCS)))
+
+    def _number(self, field: str) -> int:
+        try:
+            return keys.parse_number(self._meta.get(field, b"0"))
+        except ValueError:
+            return 0
+
+    @property
+    def places(self) -> list[Place]:
+        """Where it holds, or held, blocks."""
+        return list(self._counts)
+
+    def counts(self) -> dict[str, int]:
+        """Blocks by the text of their place."""
+        return {place.text: count for place, count in sorted(self._counts.items(), key=lambda item: item[0].text)}

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's part of the fleet's events: what changed since it was shown last, whoever follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from msgspec import UNSET
+
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.follow.feed.event_feed import EventFeed
+from kvrouter.router.follow.feed.fleet_event import EventType
+from kvrouter.router.index.ingest.net_changes import NO_HASHES, Hashes, ResidencyDelta
+from kvrouter.router.index.matching.matcher import WorkerView
+from kvrouter.router.model.workers.stream_state import StreamState
+
+
+class Incidents(NamedTuple):
+    """How often in the worker's life: batches went missing; its engine dropped a whole cache; what it holds became known
+    again after something was missing."""
+
+    gaps: int = 0
+    clears: int = 0
+    resyncs: int = 0
+
+
+_TYPES = (EventType.GAP, EventType.CLEARED, EventType.RESYNC)
+
+
+class WorkerEvents:
+    """Remembers what was published last, and publishes differences."""
+
+    def __init__(self, worker: WorkerKey, feed: EventFeed) -> None:
+        self._worker = worker
+        self._feed = feed
+        self.incidents: Incidents | None = None
+        self._state: tuple[StreamState, bool] | None = None
+
+    def begin_epoch(self, epoch: str, reason: str) -> None:
+        """What was known of it is void."""
+        self._publish(EventType.EPOCH, epoch=epoch, reason=reason or UNSET)
+
+    def changed(self, epoch: str, seq: int | None, changes: Sequence[ResidencyDelta]) -> None:
+        """Its residency changed."""
+        for change in changes:
+            for event_type, hashes in ((EventType.REMOVED, change.removed), (EventType.STORED, change.added)):
+                if len(hashes):
+                    place = change.place
+                    self._feed.of_worker(
+                        event_type,
+                        self._worker,
+                        hashes,
+                        epoch=epoch,
+                        seq=UNSET if seq is None else seq,
+                        group_idx=place.group_idx,
+                        medium=place.medium,
+                        owner=place.ownership or UNSET,
+                        blocks=len(hashes),
+                    )
+
+    def load(self, epoch: str, seq: int | None, places: Mapping[Place, Hashes]) -> None:
+        """It was loaded from Redis as a whole: the changes since what was published are not known, so all that it holds
+        is published."""
+        self.begin_epoch(epoch, "loaded from Redis as a whole; what it holds follows")
+        self.changed(epoch, seq, [ResidencyDelta(place, hashes, NO_HASHES) for place, hashes in places.items()])
+
+    def happened(self, incidents: Incidents, reason: str) -> None:
+        """incidents: so far."""
+        before, self.incidents = self.incidents or incidents, incidents
+        for event_type, was, is_now in zip(_TYPES, before, incidents, strict=True):
+            if is_now > was:
+                self._publish(event_type, count=is_now - was, reason=reason or UNSET)
+
+    def viewed(self, view: WorkerView) -> None:
+        """What may be known of it."""
+        state = view.state, view.credited
+        if state != self._state:
+            self._state = state
+            self._publish(EventType.STATE, state=view.state.value, credited=view.credited, reason=view.reason or UNSET)
+
+    def _publish(self, event_type: EventType, **more: Any) -> None:
+        self._feed.of_worker(event_type, self._worker, **more)

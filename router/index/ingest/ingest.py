@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's stream, from typed items to net changes of its residency: whichever of its two feeds is followed. Pure:
+no sockets, no Redis, no clock of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.events.patch.items import ReportItem
+from kvrouter.events.transport.progress import CaughtUp, FellBehind
+from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.events.vllm.stream_items import Connected, Disconnected, ResumePoint, StreamItem
+from kvrouter.router.base.common.ids import Place
+from kvrouter.router.index.ingest.engine_liveness import (
+    EngineAbsent,
+    EngineBack,
+    EngineLost,
+    EnginePresent,
+    EngineRestarted,
+    EngineSame,
+    VitalSign,
+)
+from kvrouter.router.index.ingest.patch_feed import PatchFeed
+from kvrouter.router.index.ingest.stock_feed import StockFeed
+from kvrouter.router.index.ingest.worker_epoch import WorkerEpoch
+from kvrouter.router.index.ingest.worker_profile import SILENT, WorkerProfile
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.stream_state import StreamState
+
+# Items that only the patch's reports have; the items about connections come from both streams.
+_REPORT_ITEMS = tuple(set(get_args(ReportItem)) - set(get_args(StreamItem)))
+
+Copies: TypeAlias = dict[tuple[Place, int], int]
+
+
+class Ingest:
+    """The state machine of one worker. Single-threaded; call `apply` with items in order, and `held.take` to flush."""
+
+    def __init__(
+        self, registration: Registration, *, seed: str | None, decoder: BatchDecoder, new_epoch: Callable[[], str]
+    ) -> None:
+        self.profile = WorkerProfile(registration, seed)
+        self.held = WorkerEpoch(self.profile, new_epoch)
+        self.reports = PatchFeed(self.held)
+        self.stock = StockFeed(self.held, decoder)
+        self._follows_reports = False
+
+    @property
+    def state(self) -> StreamState:
+        return self.profile.state
+
+    @property
+    def reason(self) -> str:
+        """Why the state is what it is, and what happened last; empty when there is nothing to say."""
+        return self.profile.reason(self.held.blocks)
+
+    def follow_reports(self, epoch: str | None = None) -> None:
+        """From now on the items come from the patch's topic. epoch: of the life that answers there."""
+        self._follows_reports = True
+        self.reports.begin(epoch)
+
+    def follow_stock(self) -> None:
+        """From now on the items come from the engine's own topic."""
+        self._follows_reports = False
+        self.reports.end()
+
+    @property
+    def resume_point(self) -> ResumePoint | None:
+        """The last batch of the engine's own topic that was applied, None when there is none."""
+        contact, seq = self.profile.contact, self.held.seq
+        if seq is None or self.profile.patch.epoch is not None:
+            return None
+        return ResumePoint(seq, contact.fingerprint, contact.incomplete)
+
+    def restore(
+        self, epoch: str, seq: int, places: dict[Place, NDArray[np.uint64]], copies: Copies, meta: dict[str, bytes]
+    ) -> None:
+        """Go on from what Redis holds. Credited as it stands, but suspect until the stream proves that nothing was
+        missed.
+
+        Raises ValueError or msgspec's errors on what no router writes; begin with a new object then."""
+        copied: dict[Place, dict[int, int]] = {}
+        for (place, block_hash), count in copies.items():
+            if count < 2:
+                raise ValueError(f"{count} copies of a block of {place.text}")
+            copied.setdefault(place, {})[block_hash] = count
+        for place, hashes in places.items():
+            several = copied.get(place, {})
+            # Copies are read after the blocks: one that has come in between is not here yet.
+            there = np.isin(np.fromiter(several, np.uint64), hashes).tolist()
+            self.held.blocks.load(place, hashes, dict(itertools.compress(several.items(), there)))
+        self.held.continue_from(epoch, seq)
+        self.profile.load(meta)
+        self.profile.contact.unproven = True
+        self.profile.wait_for(
+            f"restored from Redis at seq {seq}; the stream has not shown yet that nothing was missed since"
+        )
+
+    def begin_unreadable(self, problem: str) -> None:
+        """Redis holds something of this worker that cannot be read; nothing of it is used."""
+        self.profile.report(f"what Redis holds of it cannot be read ({problem}): it is learned again")
+
+    def pause(self, incident: str) -> None:
+        """Nobody reads the stream for now: what is held stays, until the stream shows whether something was missed."""
+        contact = self.profile.contact
+        contact.unproven = self.held.seq is not None
+        contact.gap_open = contact.expired = contact.linked = contact.behind = contact.same_life = False
+        contact.next_seq_s = contact.told_start_s = None
+        if not contact.missing:
+            self.profile.wait_for(incident)
+
+    def apply(self, item: StreamItem | ReportItem, now: float) -> None:
+        """Take the next item of either stream. now: seconds, monotonic."""
+        contact = self.profile.contact
+        if isinstance(item, FellBehind):
+            contact.behind = True
+            contact.missing |= item.missing
+        elif isinstance(item, CaughtUp):
+            # A connection from before the engine's process changed says nothing about the stream that follows.
+            if not contact.expired:
+                self.profile.catch_up()
+        elif isinstance(item, _REPORT_ITEMS) or (self._follows_reports and isinstance(item, Connected | Disconnected)):
+            self.reports.apply(item, now)
+        else:
+            self.stock.apply(item, now)
+
+    def on_liveness(self, sign: VitalSign) -> None:
+        """What the engine's HTTP says of its life. The caller reads the stream again where another life may have
+        begun."""
+        contact = self.profile.contact
+        if isinstance(sign, EngineAbsent):
+            contact.absent = sign.reason
+        elif isinstance(sign, EnginePresent):
+            contact.absent = ""
+        elif isinstance(sign, EngineLost):
+            self.profile.tally.losses += 1
+            contact.down = f"the engine is gone ({sign.reason}); what it held is void"
+            self.held.void_life(contact.down)
+        elif isinstance(sign, EngineSame):
+            self.stock.compare_process(sign)
+        else:
+            self._begin_life(sign)
+
+    def _begin_life(self, sign: EngineBack | EngineRestarted) -> None:
+        self.profile.contact.down = ""
+        if self.profile.is_silent:
+            self.profile.report(SILENT)
+        else:
+            what = "answers again" if isinstance(sign, EngineBack) else f"is another process ({sign.reason})"
+            self.held.void_life(f"the engine {what}; its stream is read again")
+            self.profile.contact.expired = True
+        if self._follows_reports:
+            self.reports.suspect_life("answers again" if isinstance(sign, EngineBack) else sign.reason)
+
+    def allow_ranks(self, allowed: frozenset[int] | None) -> bool:
+        """Limits the ranks that its events may name. True: batches of its own were left out, so the caller must read
+        the stream again."""
+        self.profile.ranks.allowed = allowed
+        return self.profile.is_own(None) and self.profile.ranks.skips

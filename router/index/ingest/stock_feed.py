@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's own topic: what its items change of a worker's profile and epoch. Pure: no sockets, no clock of its own.
+
+Invariant: nothing is credited that a removal might have been lost for: a gap, a restart or an unreadable removal begins
+a new epoch, empty. The catalog and the hash scheme are learned from the events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from kvrouter.events.patch.items import ReportItem
+from kvrouter.events.vllm.codec import BatchDecoder, CodecError
+from kvrouter.events.vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, HashArray
+from kvrouter.events.vllm.stream_items import (
+    Batch,
+    Connected,
+    Disconnected,
+    Flooded,
+    GapClosed,
+    GapLost,
+    GapOpened,
+    Incomplete,
+    Malformed,
+    Proven,
+    ReadAnew,
+    ReplayFailed,
+    Restarted,
+    StreamItem,
+)
+from kvrouter.router.base.common.ids import Place
+from kvrouter.router.index.ingest.engine_liveness import EngineSame
+from kvrouter.router.index.ingest.event_runs import EventRun, RunBatch, RunReader
+from kvrouter.router.index.ingest.residency import Runs
+from kvrouter.router.index.ingest.worker_epoch import WorkerEpoch
+from kvrouter.router.model.workers.stream_state import StreamState
+
+AnEvent = TypeVar("AnEvent", bound=Event)
+
+# Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
+REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
+
+# Combinations of group, medium, size, kind and window that the learner need not see again; an engine has some ten.
+MAX_SHAPES = 1_024
+
+# How long the engine's HTTP may take to say that its process is the same, where the next seq is the only other proof:
+# several times the interval of its polls.
+SAME_PROCESS_WAIT_S = 10.0
+
+
+class StockFeed:
+    """Of one worker."""
+
+    def __init__(self, epoch: WorkerEpoch, decoder: BatchDecoder) -> None:
+        self._epoch = epoch
+        self._profile = epoch.profile
+        self._contact = epoch.profile.contact
+        self._decoder = decoder
+        self._reader = RunReader()
+        # Shapes that `_learner` was shown.
+        self.known_shapes: set[tuple[object, ...]] = set()
+        self._learner = epoch.profile.learner
+
+    def apply(self, item: StreamItem | ReportItem, now: float) -> None:
+        """Take the next item. now: seconds, monotonic."""
+        profile, contact = self._profile, self._contact
+        events = profile.registration.events
+        if isinstance(item, Batch):
+            self._batch(item, now)
+        elif isinstance(item, Connected):
+            contact.linked, contact.flood = True, ""
+            self._connected()
+        elif isinstance(item, Disconnected):
+            contact.linked = contact.same_life = False
+            # With no batch there is nothing to prove.
+            contact.unproven = self._epoch.seq is not None
+            contact.next_seq_s = contact.told_start_s = None
+            if not contact.missing:
+                shown = "; the last known residency is shown" if contact.unproven else ""
+                lost = contact.flood or f"connection to {events} lost"
+                profile.wait_for(f"{lost}{shown}")
+        elif isinstance(item, GapOpened):
+            self._count_gap(item.first_seq, item.next_seq)
+            contact.missing = True
+            profile.wait_for(
+                f"batches {item.first_seq} to {item.next_seq - 1} are missing; asking the replay endpoint, no credit meanwhile"
+            )
+        elif isinstance(item, GapClosed):
+            contact.gap_open = False
+            profile.tally.replays += 1
+        elif isinstance(item, GapLost):
+            if not contact.gap_open:
+                self._count_gap(item.first_seq, item.next_seq)
+            contact.gap_open = False
+            profile.tally.relearned += 1
+            lost = f"batches {item.first_seq} to {item.next_seq - 1} are lost"
+            if item.first_seq == item.next_seq:
+                lost = f"it cannot be proven that nothing was missed before seq {item.next_seq}"
+            self._epoch.void_life(
+                f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned again"
+            )
+        elif isinstance(item, Incomplete):
+            contact.incomplete = True
+        elif isinstance(item, ReadAnew):
+            self._epoch.void_life(
+                "the replay endpoint answers again: all that it still has is read again, with what was given up"
+            )
+        elif isinstance(item, Restarted):
+            contact.gap_open = contact.expired = False
+            profile.tally.restarts += 1
+            self._epoch.void_life(f"the engine restarted ({item.reason}); what it held before is void")
+            # This life has not named its rank yet.
+            profile.ranks.published, profile.ranks.problem, profile.ranks.skips = None, "", False
+        elif isinstance(item, Proven):
+            if item.how == "next_seq":
+                self._follow_next_seq(item.seq + 1, now)
+            else:
+                contact.same_life = True
+                profile.wait_for(f"the engine is the same; reading what it sent after batch {item.seq}")
+        elif isinstance(item, ReplayFailed):
+            self._replay_failed(item)
+        elif isinstance(item, Malformed):
+            profile.tally.malformed += 1
+        elif isinstance(item, Flooded):
+            profile.flooded(item)
+
+    def compare_process(self, sign: EngineSame) -> None:
+        """The engine's HTTP says that its process is the one that it named before."""
+        contact = self._contact
+        if not contact.unproven:
+            contact.told_start_s = sign.start_s if contact.linked else None
+        elif contact.next_seq_s is not None and sign.asked_s >= contact.next_seq_s:
+            if sign.start_s == contact.process_start_s:
+                contact.next_seq_s = None
+                self._profile.prove()
+            else:
+                self._void_unproven(self._epoch.seq or 0, "the engine's process is another, or was not known before")
+
+    def _follow_next_seq(self, seq: int, now: float) -> None:
+        """Batch `seq` follows after a new connection, and there is no replay to ask: another life may happen to have
+        reached it."""
+        if self._profile.registration.url is None:
+            self._void_unproven(seq, "there is neither a replay endpoint nor a url to ask")
+        else:
+            self._contact.next_seq_s = now
+            self._profile.wait_for(
+                f"seq {seq} follows; waiting for the engine's HTTP to say that its process is the same"
+            )
+
+    def _void_unproven(self, seq: int, reason: str) -> None:
+        self._profile.tally.relearned += 1
+        self._epoch.void_life(
+            f"it cannot be proven that nothing was missed before seq {seq} ({reason}); residency before it was dropped and is "
+            "learned again"
+        )
+
+    def _void_blocks(self, incident: str) -> None:
+        """Void the blocks after something that could not be read. Where nothing proves yet that the engine is the one
+        that was known, also void what was learned of it: the void ends the wait for a proof."""
+        contact = self._contact
+        if contact.unproven and not contact.same_life:
+            self._epoch.void_life(incident)
+        else:
+            self._epoch.void(incident)
+
+    def _count_gap(self, first_seq: int, next_seq: int) -> None:
+        self._contact.gap_open = True
+        self._profile.tally.gaps += 1
+        self._profile.tally.missed_batches += next_seq - first_seq
+
+    def _connected(self) -> None:
+        profile, contact, registration = self._profile, self._contact, self._profile.registration
+        if contact.expired or contact.missing:
+            return
+        if contact.unproven:
+            profile.wait_for(f"connected to {registration.events}; waiting for proof that nothing was missed")
+        elif contact.behind:
+            profile.wait_for("replaying what the engine still remembers")
+        elif registration.replay:
+            # Batches came before this news, and the replay that they began is over.
+            profile.settle()
+        else:
+            profile.report("no replay endpoint: what was cached before is learned as it is used")
+
+    def _replay_failed(self, item: ReplayFailed) -> None:
+        profile = self._profile
+        if profile.stage is StreamState.CATCHING_UP:
+            profile.report(f"replay failed ({item.reason}): what was cached before is learned as it is used")
+        elif self._contact.unproven:
+            profile.wait_for(
+                f"replay failed ({item.reason}); suspect until it answers, or the next batch comes and voids"
+            )
+
+    def _batch(self, item: Batch, now: float) -> None:
+        profile, contact, epoch = self._profile, self._contact, self._epoch
+        if contact.expired:
+            return
+        if contact.told_start_s is not None:
+            # It still says batches over the same connection, so it is the process that answered over HTTP.
+            contact.process_start_s, contact.told_start_s = contact.told_start_s, None
+        if contact.next_seq_s is not None and now - contact.next_seq_s > SAME_PROCESS_WAIT_S:
+            self._void_unproven(item.seq, "the engine's HTTP did not say that its process is the same")
+        contact.last_event_s = now
+        profile.tally.batches += 1
+        try:
+            batch = self._read_runs(item) or self._decoder.decode(
+                item.payload, with_tokens=profile.identity.wants_tokens
+            )
+        except CodecError as error:
+            profile.tally.broken += 1
+            profile.learner.miss_event()
+            self._void_blocks(f"batch {item.seq} could not be decoded ({error}); residency before it was dropped")
+        else:
+            if profile.is_own(batch.dp_rank):
+                profile.ranks.skips = False
+                if item.seq == 0:
+                    profile.learner.begin_life()
+                self._take(batch)
+            else:
+                self._skip()
+        # The batch may arrive before the item about its connection.
+        contact.linked = True
+        profile.settle()
+        contact.fingerprint = item.fingerprint
+        epoch.advance(item.seq)
+
+    def _read_runs(self, item: Batch) -> RunBatch | None:
+        """The batch without an object an event; None where an event may teach something, or is not plain."""
+        profile, learner = self._profile, self._profile.learner
+        if learner is not self._learner:
+            self._learner = learner
+            self.known_shapes.clear()
+        # The first stores of a life, which begins with seq 0, teach more than later ones.
+        teaches = item.seq == 0 or profile.identity.wants_tokens or learner.in_doubt or learner.wants_parents
+        if teaches:
+            return None
+        batch = self._reader.read(item.payload)
+        return batch if batch is not None and all(map(self._is_known, batch.runs)) else None
+
+    def _is_known(self, run: EventRun | Event) -> bool:
+        event = run.event if isinstance(run, EventRun) else run
+        if isinstance(event, BlockStored):
+            event = _with_medium(event, self._profile.engine.media)
+            return _shape(event) in self.known_shapes
+        return isinstance(event, AllBlocksCleared) or self._learner.knows(event.group_idx)
+
+    def _skip(self) -> None:
+        """Leave out a batch of another rank; what came before it cannot be trusted either."""
+        self._profile.tally.foreign += 1
+        self._profile.learner.miss_event()
+        if not self._profile.ranks.skips:
+            self._void_blocks("")
+            self._profile.ranks.skips = True
+
+    def _take(self, batch: EventBatch | RunBatch) -> None:
+        runs, media, count = Runs(self._epoch.blocks), self._profile.engine.media, 0
+        events: Sequence[EventRun | Event] = batch.runs if isinstance(batch, RunBatch) else batch.events
+        for event in events:
+            if isinstance(event, EventRun):
+                count += event.count
+                shape = _with_medium(event.event, media)
+                if len(event.roots) and self._learner.wants_roots and isinstance(shape, BlockStored):
+                    self._learner.roots(shape, event.roots.tolist())
+                self._count(shape, event.hashes, runs)
+            else:
+                count += 1
+                self._event(_with_medium(event, media), runs)
+        runs.end()
+        self._learner.elapse(count)
+        self._profile.tally.events += count
+        if isinstance(batch, EventBatch):
+            self._miss(batch)
+
+    def _miss(self, batch: EventBatch) -> None:
+        """What of the batch could not be read."""
+        tally = self._profile.tally
+        tally.unknown += batch.unknown
+        tally.broken += len(batch.broken)
+        if batch.unknown or batch.broken:
+            self._learner.miss_event()
+        unreadable = [event for event in batch.broken if event.tag in REMOVING_TAGS]
+        if unreadable:
+            self._void_blocks(
+                f"{len(unreadable)} event(s) that may have removed blocks could not be decoded ({unreadable[0].error}); "
+                "residency before them was dropped"
+            )
+
+    def _event(self, event: Event, runs: Runs) -> None:
+        if isinstance(event, AllBlocksCleared):
+            runs.end()
+            self._clear(event)
+            return
+        if isinstance(event, BlockStored):
+            self._learn(event)
+        self._count(event, event.block_hashes, runs)
+
+    def _count(self, event: BlockStored | BlockRemoved, hashes: HashArray, runs: Runs) -> None:
+        """Count what one event, or all events of a run, bring or take."""
+        if isinstance(event, BlockRemoved):
+            if event.group_idx is None and (places := self._places_of_stray(event.medium, runs)):
+                for place in places:
+                    runs.add(place, False, hashes)
+                return
+            self._learner.removed(event)
+        if len(hashes):
+            self._profile.tally.blocks += len(hashes)
+            runs.add(Place(event.group_idx, event.medium, event.ownership), isinstance(event, BlockStored), hashes)
+
+    def _places_of_stray(self, medium: str, runs: Runs) -> list[Place]:
+        """Where a removal without a group may take blocks from, on a medium that has named groups alone: anywhere
+        there."""
+        runs.end()
+        places = [place for place in self._epoch.blocks.places if place.medium == medium]
+        return [] if any(place.group_idx is None for place in places) else places
+
+    def _learn(self, event: BlockStored) -> None:
+        learner = self._learner
+        shape = _shape(event)
+        if len(self.known_shapes) >= MAX_SHAPES:
+            # Only spares looking at events that say nothing new.
+            self.known_shapes.clear()
+        if shape not in self.known_shapes or event.medium != "GPU" or learner.in_doubt:
+            learner.stored(event, shows_tier=self._profile.engine.tiers_shown)
+            self.known_shapes.add(shape)
+        if event.medium == "GPU" and learner.wants_parents:
+            learner.parent(event)
+        if event.parent_block_hash is None and learner.wants_roots:
+            learner.roots(event, event.block_hashes[:1].tolist())
+        if event.token_ids is not None:
+            self._profile.identity.judge(event)
+
+    def _clear(self, event: AllBlocksCleared) -> None:
+        """Everything, or what the event names, is gone.
+
+        Stock vLLM names nothing, so every medium is dropped: less credit, not more.
+        """
+        self._profile.tally.clears += 1
+        for place in list(self._epoch.blocks.places):
+            if event.medium in (None, place.medium) and event.group_idx in (None, place.group_idx):
+                self._epoch.blocks.clear(place)
+
+
+def _shape(event: BlockStored) -> tuple[object, ...]:
+    return event.group_idx, event.medium, event.block_size, event.kind, event.sliding_window
+
+
+def _with_medium(event: AnEvent, media: Mapping[str, str]) -> AnEvent:
+    """The event, with the index's name of its medium in place of the engine's."""
+    name = media.get(event.medium or "") if media else None
+    return event if name is None else msgspec.structs.replace(event, medium=name)

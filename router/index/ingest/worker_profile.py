@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of one worker beside its blocks: catalog, hash scheme, state and reason. Pure; a feed
+(`stock_feed.py`, `patch_feed.py`) changes it, or what Redis keeps of it is loaded.
+
+Where another life of the engine may have begun, what was learned is void, and what is stated stays."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from kvrouter.events.patch.items import Greeted
+from kvrouter.events.patch.messages import DeclaredCatalog
+from kvrouter.events.vllm.messages import MAX_ERROR_CHARS
+from kvrouter.events.vllm.stream_items import Flooded
+from kvrouter.router.base.common.checksum import seal, unseal
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.base.common.ids import Place
+from kvrouter.router.index.ingest.counters import IngestCounters
+from kvrouter.router.index.ingest.declared_catalog import contradictions, declared_problem, declared_spec
+from kvrouter.router.index.ingest.residency import MAX_BLOCKS, MAX_PLACES, Residency
+from kvrouter.router.model.engines.known import engine_named
+from kvrouter.router.model.kvcache.block_hash import HashScheme
+from kvrouter.router.model.kvcache.catalog import Catalog
+from kvrouter.router.model.kvcache.catalog_learner import CatalogLearner
+from kvrouter.router.model.kvcache.offload_connectors import TierRule
+from kvrouter.router.model.kvcache.scheme_verification import HashIdentity, SchemeState
+from kvrouter.router.model.workers.provenance import rank_problem, ranks_allowed
+from kvrouter.router.model.workers.registration import NO_PATCH, CatalogSpec, Registration
+from kvrouter.router.model.workers.stream_state import StreamState
+
+SILENT = "it was registered without an event endpoint, so what it holds is not known"
+
+UINT64_MAX = (1 << 64) - 1
+
+# Meta fields of ours in Redis, beside those of the store.
+META_LEARNED = "learned"
+META_SCHEME = "scheme"
+META_DECLARED = "declared"
+META_FINGERPRINT = "fingerprint"
+META_GAPS = "gaps"
+META_CLEARS = "clears"
+META_RESYNCS = "resyncs"
+META_INCOMPLETE = "incomplete"
+META_PROCESS_START = "process_start"
+META_RANK = "rank"
+META_REPORT_EPOCH = "report_epoch"
+
+
+class StoredScheme(msgspec.Struct, frozen=True):
+    """A verified hash scheme as kept in Redis."""
+
+    algo: str
+    none_hash: str
+    standing: str
+    hash_block_size: int | None
+    lookahead: int = 0
+
+
+class Contact(msgspec.Struct):
+    """The connection to an engine, and the proof that nothing of its stream was missed. Times are seconds,
+    monotonic."""
+
+    # Whether the stream's socket has a peer.
+    linked: bool = False
+    # Whether more was sent than was applied: a replay or a snapshot is under way, or messages are held behind one.
+    behind: bool = False
+    # Whether nothing proves that the blocks held are still the engine's: they were restored, or the connection was
+    # lost.
+    unproven: bool = False
+    # Whether the replay under way has shown that the engine is the one that was known; the batches that it sent since
+    # are still to come.
+    same_life: bool = False
+    # Whether batches are known to be missing from the blocks held; it stays until the stream has caught up.
+    missing: bool = False
+    # Whether the engine's process has been replaced and the stream has not started again yet: its batches may be the
+    # old process's.
+    expired: bool = False
+    # Why the engine is down, as its HTTP shows; empty: it is not.
+    down: str = ""
+    # Why the engine's URL has never answered; empty: it has. A connected stream counts for more.
+    absent: str = ""
+    # Whether a gap was counted that is neither filled nor lost yet.
+    gap_open: bool = False
+    # Whether the replay endpoint may have more batches than are known.
+    incomplete: bool = False
+    # The fingerprint of the last batch.
+    fingerprint: int = 0
+    # When the process that sent the blocks held started, as its HTTP said.
+    process_start_s: float | None = None
+    # When the engine's process started, as its HTTP has said since the last batch.
+    told_start_s: float | None = None
+    # When the next seq came after a new connection, while only the engine's HTTP can prove that it is the same life.
+    next_seq_s: float | None = None
+    # Why the connection was closed because of what it brought; empty once there is another.
+    flood: str = ""
+    last_event_s: float | None = None
+
+
+class Ranks(msgspec.Struct):
+    """Which rank its events name. published: by the last batch to name one; allowed: those that it may name (None:
+    any); problem: why it may not have; skips: batches of another rank were left out, so that what was in them is
+    missing."""
+
+    allowed: frozenset[int] | None
+    published: int | None = None
+    problem: str = ""
+    skips: bool = False
+
+
+class PatchContact(msgspec.Struct):
+    """The engine's patch, as its reports and heartbeats show it."""
+
+    # The engine's life whose reports the residency is from; None: it is from the engine's own topic.
+    epoch: str | None = None
+    # Its reports do not come, whatever it answers to requests.
+    silent: bool = False
+    greeting: Greeted | None = None
+    last_heartbeat_s: float | None = None
+    # Why it no longer reports anything; empty: it does.
+    withheld: str = ""
+    # Why it no longer reports the media beside the GPU; empty: it does.
+    tiers_withheld: str = ""
+
+    @property
+    def problem(self) -> str:
+        """Return the effect of a failure of the patch, as a sentence; empty if there is none."""
+        withheld = self.withheld or self.tiers_withheld
+        if not withheld:
+            return ""
+        what = "anything" if self.withheld else "what lies beside the GPU, which earns no credit"
+        why = printable(withheld[:MAX_ERROR_CHARS])
+        return f"the engine's patch no longer reports {what} ({why}); restart the engine to have it again"
+
+
+class WorkerProfile:
+    """Everything known of one worker except its blocks. Its state is derived from `contact` and never assigned.
+
+    Invariant: while the stream is behind, unproven, incomplete or not connected, the state is not `live`."""
+
+    def __init__(self, registration: Registration, seed: str | None) -> None:
+        """seed: the engines' PYTHONHASHSEED as configured for the whole router."""
+        self.registration = registration
+        self.engine = engine_named(registration.engine)
+        self._seed = seed
+        # The catalog as the user or the engine stated it.
+        self.spec = self._stated
+        self.declared: DeclaredCatalog | None = None
+        self._note = ""
+        self.learner = self._learner()
+        self.identity = self._identity()
+        self.tally = IngestCounters()
+        self.contact = Contact()
+        self.ranks = Ranks(ranks_allowed(registration.worker.dp_rank, True, ()))
+        self.patch = PatchContact()
+        # How often everything learned was discarded because another life of the engine may have begun.
+        self.lives_ended = 0
+        # The sentence that explains the state, or says what happened last.
+        self.incident = SILENT if self.is_silent else f"no connection to {registration.events} yet"
+        # Whether the incident describes something under way, which ends when the worker is live.
+        self._is_passing = not self.is_silent
+        self._catalog: tuple[tuple[int, int | None], Catalog] | None = None
+        # The versions of catalog and scheme that are in Redis.
+        self._written: tuple[int, SchemeState] | None = None
+        self._counts_written: tuple[int, int, int] | None = None
+
+    @property
+    def _stated(self) -> CatalogSpec:
+        """What the user stated of the catalog."""
+        return self.engine.completed(self.registration.catalog or CatalogSpec())
+
+    def _learner(self) -> CatalogLearner:
+        # What is stated of itself makes no problem worse; the engine's declaration ends it.
+        return CatalogLearner(self.spec, self.engine.stock_problem(self.spec) or None)
+
+    def _identity(self) -> HashIdentity:
+        return HashIdentity(self.spec, self.engine.schemes(self.spec, self._seed))
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has no stream."""
+        return self.registration.events is None and self.registration.patch in (None, NO_PATCH)
+
+    @property
+    def catalog(self) -> Catalog:
+        version = (self.learner.version, self.identity.hash_block_size)
+        if self._catalog is None or version != self._catalog[0]:
+            self._catalog = version, self.learner.catalog(self.identity.hash_block_size)
+        return self._catalog[1]
+
+    @property
+    def stage(self) -> StreamState:
+        """Return the state of the stream, whatever the engine's HTTP and its ranks show.
+
+        The order of the tests decides about credit: batches known to be missing end it before anything else is looked
+        at."""
+        contact = self.contact
+        if contact.missing:
+            return StreamState.RESYNCING
+        if contact.expired:
+            return StreamState.CONNECTING
+        if contact.unproven:
+            return StreamState.SUSPECT
+        if not contact.linked:
+            return StreamState.CONNECTING
+        return StreamState.CATCHING_UP if contact.behind else StreamState.LIVE
+
+    @property
+    def state(self) -> StreamState:
+        if self.contact.down or self._is_absent:
+            return StreamState.DOWN
+        if self.ranks.problem:
+            return StreamState.MISMATCHED
+        if self.stage is StreamState.LIVE and not self.identity.explained:
+            return StreamState.UNHASHABLE
+        return self.stage
+
+    @property
+    def _is_absent(self) -> bool:
+        return bool(self.contact.absent) and self.stage is StreamState.CONNECTING
+
+    def reason(self, blocks: Residency) -> str:
+        """Return why the state is what it is, the last incident, and the failure of the patch; empty if there is
+        nothing to say. blocks: the worker's own."""
+        return "; ".join(filter(None, (self._reason(blocks), self.patch.problem)))
+
+    def _reason(self, blocks: Residency) -> str:
+        if self.contact.down:
+            return self.contact.down
+        if self._is_absent:
+            return f"the engine is not up: {self.contact.absent}"
+        if self.ranks.problem:
+            return self.ranks.problem
+        if self.state is StreamState.UNHASHABLE:
+            return (
+                "no known hash scheme explains this worker's first dense root blocks: set its hash_algo and none_hash, or the seed "
+                "that its PYTHONHASHSEED has (none_hash_seed)"
+            )
+        if withheld := self.withheld(blocks.places):
+            return f"{self.incident}; {withheld}" if self.incident else withheld
+        if not self.incident and self.tally.refused:
+            return (
+                f"{self.tally.refused} blocks found no room: more than {MAX_BLOCKS:,} blocks, or more than {MAX_PLACES:,} places "
+                "(group, medium, owner); they earn no credit"
+            )
+        return self.incident or self._note
+
+    def withheld(self, places: Collection[Place]) -> str:
+        """Why what is held beside the GPU earns less than its blocks could; empty where it does not. places: its own."""
+        offload = self.catalog.offload
+        if withheld := offload.withheld(places):
+            return withheld
+        sized = offload.rule is not TierRule.CHUNKS or self.catalog.blocks_per_chunk is not None
+        if sized or not offload.earning(places):
+            return ""
+        return (
+            "the chunk size of the offload tier is not on the wire: its blocks earn credit only where they show that a chunk "
+            "is one block; register a catalog with offload_blocks_per_chunk"
+        )
+
+    def wait_for(self, incident: str) -> None:
+        """Explain the state by something under way; the explanation is forgotten once the worker is live."""
+        self.incident, self._is_passing = incident, True
+
+    def report(self, incident: str) -> None:
+        """Set the incident; a live worker shows it too, until `forget_incident`."""
+        self.incident, self._is_passing = incident, False
+
+    def catch_up(self) -> None:
+        """Note that nothing is under way, and that everything sent so far was applied."""
+        contact = self.contact
+        if contact.same_life:
+            contact.unproven = contact.same_life = False
+        contact.behind = False
+        if not contact.unproven:
+            contact.missing = False
+        self.settle()
+
+    def prove(self) -> None:
+        """Note that the blocks held are the ones that the engine held when it sent the last item."""
+        self.contact.unproven = False
+        self.settle()
+
+    def settle(self) -> None:
+        """Forget an incident that ended when the worker became live."""
+        if self._is_passing:
+            self.forget_incident()
+
+    def flooded(self, item: Flooded) -> None:
+        """Count and show a connection that was closed because of what it brought."""
+        self.tally.floods += 1
+        self.report(item.reason)
+        if item.is_live:
+            self.contact.flood = item.reason
+
+    def forget_incident(self) -> None:
+        """Forget the incident of a live worker."""
+        if self.stage is StreamState.LIVE:
+            self.incident = ""
+
+    def is_own(self, published: int | None) -> bool:
+        """Whether events of this rank are the worker's; a batch without a rank is of the one before."""
+        ranks = self.ranks
+        if published is not None:
+            ranks.published = published
+        ranks.problem = rank_problem(ranks.published, self.registration.worker.dp_rank, ranks.allowed)
+        return not ranks.problem
+
+    def forget_learned(self) -> None:
+        """Begin another life of the engine with nothing heard or learned yet. Statements of the user and the engine
+        stay."""
+        self.lives_ended += 1
+        self.contact.last_event_s = None
+        self.engine = engine_named(self.registration.engine)
+        self.declared, self._note, self.spec = None, "", self._stated
+        self.learner = self._learner()
+        self.identity = self._identity()
+        self._written = self._catalog = None
+
+    def declare(self, catalog: DeclaredCatalog) -> None:
+        """The engine itself says what its catalog and its hash scheme are."""
+        self.is_own(catalog.dp_rank)
+        if catalog == self.declared:
+            return
+        self.declared = catalog
+        if self.registration.engine is None:
+            self.engine = engine_named(catalog.engine)
+        spec = self.spec = self.engine.completed(declared_spec(catalog, self._stated))
+        problem = declared_problem(catalog)
+        try:
+            self.identity = self._identity()
+        except ValueError as error:
+            problem = problem or f"its hash scheme cannot be computed here: {error}"
+        else:
+            if catalog.hash_example is not None:
+                self.identity.prove(catalog.hash_example.token_ids, catalog.hash_example.block_hash)
+        self.learner.declare(spec, problem)
+        names = ", ".join(contradictions(spec, self._stated))
+        self._note = (
+            f"the registered catalog differs from the engine's in {names}; the engine's is used" if names else ""
+        )
+
+    def rewrite(self) -> None:
+        """Nothing of it is in Redis."""
+        self._written = self._counts_written = None
+
+    def dump(self) -> dict[str, bytes]:
+        """What Redis is to keep of it, without what it has."""
+        contact = self.contact
+        meta = {META_FINGERPRINT: str(contact.fingerprint).encode()}
+        counts = (self.tally.gaps, self.tally.clears, self.tally.resyncs)
+        if counts != self._counts_written:
+            meta |= zip((META_GAPS, META_CLEARS, META_RESYNCS), (b"%d" % count for count in counts), strict=True)
+            self._counts_written = counts
+        if contact.incomplete:
+            meta[META_INCOMPLETE] = b"1"
+        if contact.process_start_s is not None:
+            meta[META_PROCESS_START] = repr(contact.process_start_s).encode()
+        if self.ranks.published is not None:
+            meta[META_RANK] = str(self.ranks.published).encode()
+        meta[META_REPORT_EPOCH] = (self.patch.epoch or "").encode()
+        version = (self.learner.version, self.identity.standing)
+        if version != self._written:
+            scheme, standing = self.identity.scheme, self.identity.standing.value
+            stored = StoredScheme(
+                scheme.algo, scheme.none_hash.hex(), standing, self.identity.hash_block_size, scheme.lookahead
+            )
+            meta[META_LEARNED] = seal(META_LEARNED, self.learner.dump())
+            meta[META_SCHEME] = seal(META_SCHEME, msgspec.json.encode(stored))
+            if self.declared is not None:
+                meta[META_DECLARED] = seal(META_DECLARED, msgspec.json.encode(self.declared))
+            self._written = version
+        return meta
+
+    def load(self, meta: dict[str, bytes]) -> None:
+        """What Redis keeps of it. Raises ValueError or msgspec's errors on what no router writes; begin with a new
+        object then."""
+        contact = self.contact
+        contact.fingerprint = _stored_number(META_FINGERPRINT, meta)
+        self.tally.gaps = _stored_number(META_GAPS, meta)
+        self.tally.clears = _stored_number(META_CLEARS, meta)
+        self.tally.resyncs_before += _stored_number(META_RESYNCS, meta) - self.tally.resyncs
+        contact.incomplete = META_INCOMPLETE in meta
+        if META_PROCESS_START in meta:
+            contact.process_start_s = float(meta[META_PROCESS_START])
+        if META_RANK in meta:
+            self.ranks.skips = not self.is_own(int(meta[META_RANK]))
+        if META_LEARNED in meta:
+            self.learner.load(unseal(META_LEARNED, meta[META_LEARNED]))
+        if META_SCHEME in meta:
+            stored = msgspec.json.decode(unseal(META_SCHEME, meta[META_SCHEME]), type=StoredScheme)
+            scheme = HashScheme(stored.algo, bytes.fromhex(stored.none_hash), stored.lookahead)
+            self.identity.restore(scheme, SchemeState(stored.standing), stored.hash_block_size)
+        self.patch.epoch = meta.get(META_REPORT_EPOCH, b"").decode() or None
+        if self.patch.epoch is not None and META_DECLARED in meta:
+            self.declare(msgspec.json.decode(unseal(META_DECLARED, meta[META_DECLARED]), type=DeclaredCatalog))
+
+
+def _stored_number(field: str, meta: dict[str, bytes]) -> int:
+    number = int(meta.get(field, b"0"))
+    if not 0 <= number <= UINT64_MAX:
+        raise ValueError(f"{field} is {number}")
+    return number

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the blocks of a prompt lie, place by place: what a hit is made of, for people who want to see it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.base.common.ids import CPU, STORAGE, Place
+from kvrouter.router.model.kvcache.catalog import Catalog
+from kvrouter.router.model.kvcache.hit_tables import bank_mask
+from kvrouter.router.model.kvcache.offload_connectors import TierRule
+
+CHUNK_MEDIA = (CPU, STORAGE)
+
+
+class HeldRuns(msgspec.Struct, frozen=True):
+    """Blocks of the prompt that one place holds. runs: of tokens, (first, end), ascending and apart; block_size: tokens
+    in a block of this place."""
+
+    group_idx: int | None
+    medium: str
+    owner: str | None
+    block_size: int
+    runs: tuple[tuple[int, int], ...]
+
+
+def held_runs(
+    catalog: Catalog, places: dict[Place, int], rows: NDArray[np.uint16], num_tokens: int
+) -> Iterable[HeldRuns]:
+    """places: of one worker, with the index of its bit; rows: its place bits of each hash, shape (banks, hashes)."""
+    groups = {group.group_idx: group for group in catalog.groups}
+    for place in sorted(places, key=lambda place: place.text):
+        bit = bank_mask(places, place)
+        hashes = np.flatnonzero(rows[bit.bank] & bit.mask)
+        group = groups.get(place.group_idx)
+        block_size = catalog.hash_block_size if group is None else group.block_size
+        if place.medium in CHUNK_MEDIA and catalog.offload.rule is TierRule.CHUNKS:
+            block_size *= catalog.blocks_per_chunk or 1
+        yield HeldRuns(
+            place.group_idx,
+            place.medium,
+            place.ownership,
+            block_size,
+            tuple(_runs(hashes, catalog.hash_block_size, block_size, num_tokens)),
+        )
+
+
+def _runs(
+    hashes: NDArray[np.int64], hash_block_size: int, block_size: int, num_tokens: int
+) -> Iterable[tuple[int, int]]:
+    """hashes: ascending numbers of the hashes at which a block ends; the last block of a prompt may end inside."""
+    first = end = 0
+    for number in hashes.tolist():
+        block_end = (number + 1) * hash_block_size
+        if block_end > num_tokens:
+            break
+        block_first = (block_end - 1) // block_size * block_size
+        if end and block_first <= end:
+            end = block_end
+            continue
+        if end:
+            yield first, end
+        first, end = block_first, block_end
+    if end:
+        yield first, end

@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mirror's table: of each block hash the workers that hold it, in order (`open_addressing.py`).
+
+An entry is 16 bytes, its key and its first record, so that a block with one holder is one memory access. A record is
+one uint64: next record (upper 32 bits), worker slot (16), place bits (16). A block that many workers hold has a row of
+`holder_rows.py` instead, because a list of a thousand records is a thousand cache misses. Compiled, see `setup.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.base.common.open_addressing import LINE_WORDS, TOUCHED_LINES, OrderedSlots, spread
+from kvrouter.router.index.matching.holder_rows import HolderRows
+
+U64 = NDArray[np.uint64]
+U16 = NDArray[np.uint16]
+I32 = NDArray[np.int32]
+
+MIN_CAPACITY = 1024
+# At this load three searches in four end in the first line.
+MAX_LOAD = 0.85
+
+# Hashes with a row that are gathered together: what they need of rows and answer stays in the nearest cache.
+TILE_HASHES = 64
+
+BYTES_PER_LINE = 64
+BYTES_PER_RECORD = 8
+
+_LOW16 = 0xFFFF
+_LOW32 = 0xFFFFFFFF
+# A link to no record.
+_END = 0xFFFFFFFF
+_LINE = LINE_WORDS
+# The lower half of an entry's word where it has a row, whose number is the upper half. No worker has the last slot.
+_ROW = 0xFFFFFFFF
+MAX_SLOTS = 0xFFFF
+
+
+def slot_of(record: np.uint64 | int) -> int:
+    return int((record >> 16) & _LOW16)
+
+
+def with_link(record: np.uint64 | int, link: np.uint64 | int) -> np.uint64 | int:
+    """The record with another successor."""
+    rest = record & _LOW32
+    return rest | (link << 32)
+
+
+class MirrorTable:
+    """Entries, records and rows. Room for entries and records must be made before blocks are added; a list that finds
+    no row stays a list."""
+
+    def __init__(self) -> None:
+        self.slots = OrderedSlots(2, MIN_CAPACITY, MAX_LOAD)
+        self.records = np.zeros(MIN_CAPACITY, np.uint64)
+        self.rows = HolderRows()
+        # By worker slot: of how many blocks, and whether they are to be dropped. The mirror's, which lets them grow.
+        self.slot_records = np.zeros(0, np.int64)
+        self.dead = np.zeros(0, np.uint8)
+        # Pairs of worker slot and block.
+        self.entries = 0
+        # Records behind the first of their list; and the first of those that nobody uses.
+        self.records_used = 0
+        self.records_live = 0
+        self.free_record = _END
+        # Room for `gather`: of each hash its key, and its entry's word, 0 where there is no entry.
+        self.keys = np.zeros(0, np.uint64)
+        self.firsts = np.zeros(0, np.uint64)
+
+    def record_capacity(self) -> int:
+        return self.records.shape[0]
+
+    def resize(self, lines: int, records: int) -> None:
+        """An array of entries with this many lines, and room for this many records; no fewer than there are."""
+        if lines != self.slots.lines:
+            self.slots.lay_out(lines)
+        if records != self.records.shape[0]:
+            grown = np.empty(records, np.uint64)
+            grown[: self.records.shape[0]] = self.records
+            self.records = grown
+
+    def find(self, key: np.uint64) -> int:
+        """The word of the entry of `key`, or 0."""
+        i = self.slots.find(key)
+        return int(self.slots.words[2 * i + 1]) if self.slots.has(i, key) else 0
+
+    def add(self, slot: int, bit: int, hashes: U64) -> None:
+        """Set place `bit` of worker `slot` for every hash. Room for len(hashes) entries and records must be there."""
+        records = self.records
+        mask = 1 << bit
+        fresh = (slot << 16) | mask
+        most = self.rows.threshold()
+        keys = np.empty(hashes.shape[0], np.uint64)
+        spread(hashes, keys)
+        for start in range(0, keys.shape[0], TOUCHED_LINES):
+            end = min(start + TOUCHED_LINES, keys.shape[0])
+            self.slots.touch(keys, start, end)
+            for h in range(start, end):
+                i = self.slots.place(keys[h])
+                if i < 0:
+                    self.slots.words[2 * (-1 - i) + 1] = with_link(fresh, _END)
+                    self.count(slot)
+                    continue
+                first = self.slots.words[2 * i + 1]
+                if first & _LOW32 != _ROW:
+                    if slot_of(first) == slot:
+                        self.slots.words[2 * i + 1] = first | mask
+                        continue
+                    holders = 1
+                    link = first >> 32
+                    while link != _END and slot_of(records[link]) != slot:
+                        link = records[link] >> 32
+                        holders += 1
+                    if link != _END:
+                        records[link] |= mask
+                        continue
+                    if holders < most or not self.list_to_row(i):
+                        at = self.take_record()
+                        records[at] = with_link(fresh, first >> 32)
+                        self.slots.words[2 * i + 1] = with_link(first, at)
+                        self.count(slot)
+                        continue
+                if self.rows.add(self.slots.words[2 * i + 1] >> 32, slot, mask):
+                    self.count(slot)
+
+    def count(self, slot: int) -> None:
+        self.slot_records[slot] += 1
+        self.entries += 1
+
+    def uncount(self, slot: int) -> None:
+        self.slot_records[slot] -= 1
+        self.entries -= 1
+
+    def take_record(self) -> int:
+        """A record that nobody uses; there must be one."""
+        at = self.free_record
+        if at != _END:
+            self.free_record = self.records[at] >> 32
+        else:
+            at = self.records_used
+            self.records_used += 1
+        self.records_live += 1
+        return at
+
+    def give_back(self, at: int) -> None:
+        """Nobody uses the record from now on."""
+        self.records[at] = with_link(0, self.free_record)
+        self.free_record = at
+        self.records_live -= 1
+
+    def list_to_row(self, index: int) -> bool:
+        """Move the holders of entry `index` into a row; False: there is none."""
+        row = self.rows.take()
+        if row < 0:
+            return False
+        record = self.slots.words[2 * index + 1]
+        self.rows.add(row, slot_of(record), record & _LOW16)
+        link = record >> 32
+        while link != _END:
+            record = self.records[link]
+            self.rows.add(row, slot_of(record), record & _LOW16)
+            self.give_back(link)
+            link = record >> 32
+        self.slots.words[2 * index + 1] = with_link(_ROW, row)
+        return True
+
+    def row_to_list(self, index: int) -> None:
+        """Move the holders of entry `index`, of which there are some, into a list, if there is room for their
+        records."""
+        row = self.slots.words[2 * index + 1] >> 32
+        if self.records.shape[0] - self.records_live < self.rows.holders[row] - 1:
+            return
+        record = with_link(0, 0)
+        for slot in range(self.rows.slots):
+            bits = int(self.rows.cells[row, slot])
+            if bits == 0:
+                continue
+            self.rows.discard(row, slot, bits)
+            link = _END
+            if record != 0:
+                link = self.take_record()
+                self.records[link] = record
+            record = with_link((slot << 16) | bits, link)
+        self.slots.words[2 * index + 1] = record
+        self.rows.give_back(row)
+
+    def drop_cell(self, index: int, slot: int, bits: int) -> bool:
+        """Clear place bits of a slot of entry `index`, which has a row; True when that emptied the entry."""
+        row = self.slots.words[2 * index + 1] >> 32
+        if not self.rows.discard(row, slot, bits):
+            return False
+        self.uncount(slot)
+        if self.rows.holders[row] == 0:
+            self.rows.give_back(row)
+            self.slots.remove(index)
+            return True
+        if self.rows.too_few(row):
+            self.row_to_list(index)
+        return False
+
+    def drop_first(self, index: int) -> bool:
+        """Drop the first record of entry `index`; True when that emptied the entry (another may now stand there)."""
+        record = self.slots.words[2 * index + 1]
+        self.uncount(slot_of(record))
+        link = record >> 32
+        if link == _END:
+            self.slots.remove(index)
+            return True
+        self.slots.words[2 * index + 1] = self.records[link]
+        self.give_back(link)
+        return False
+
+    def drop_record(self, index: int, before: int, at: int) -> None:
+        """Drop record `at` of entry `index`, whose first it is not. before: the one before, _END: that is the first."""
+        following = self.records[at] >> 32
+        self.uncount(slot_of(self.records[at]))
+        self.give_back(at)
+        if before == _END:
+            self.slots.words[2 * index + 1] = with_link(self.slots.words[2 * index + 1], following)
+        else:
+            self.records[before] = with_link(self.records[before], following)
+
+    def discard(self, slot: int, bit: int, hashes: U64) -> None:
+        """Clear place `bit` of worker `slot` for every hash; absent ones are left alone."""
+        records = self.records
+        mask = 1 << bit
+        keys = np.empty(hashes.shape[0], np.uint64)
+        spread(hashes, keys)
+        for start in range(0, keys.shape[0], TOUCHED_LINES):
+            end = min(start + TOUCHED_LINES, keys.shape[0])
+            self.slots.touch(keys, start, end)
+            for h in range(start, end):
+                i = self.slots.find(keys[h])
+                if not self.slots.has(i, keys[h]):
+                    continue
+                record = self.slots.words[2 * i + 1]
+                if record & _LOW32 == _ROW:
+                    self.drop_cell(i, slot, mask)
+                    continue
+                if slot_of(record) == slot:
+                    if record & _LOW16 == mask:
+                        self.drop_first(i)
+                    else:
+                        # Not `& ~mask`, which uncompiled is a negative int, and no uint64.
+                        self.slots.words[2 * i + 1] = record ^ (record & mask)
+                    continue
+                before = _END
+                at = record >> 32
+                while at != _END and slot_of(records[at]) != slot:
+                    before = at
+                    at = records[at] >> 32
+                if at == _END:
+                    continue
+                if records[at] & _LOW16 == mask:
+                    self.drop_record(i, before, at)
+                else:
+                    records[at] ^= records[at] & mask
+
+    def sweep(self, start: int, dead_slots: NDArray[np.int64], budget: int) -> int:
+        """Drop what dead slots hold in the entries from `start` on, until `budget` entries, records and cells were
+        looked at; returns where to go on. An entry shifted to before `start` is met in a later pass."""
+        i = start
+        while i < self.slots.end and budget > 0:
+            budget -= 1
+            word = self.slots.words[2 * i + 1]
+            emptied = False
+            if word != 0 and word & _LOW32 == _ROW:
+                for d in range(dead_slots.shape[0]):
+                    budget -= 1
+                    emptied = self.drop_cell(i, dead_slots[d], _LOW16)
+                    # Emptied, or a list now.
+                    if self.slots.words[2 * i + 1] != word:
+                        break
+                word = 0 if emptied else self.slots.words[2 * i + 1]
+            if word != 0 and word & _LOW32 != _ROW:
+                while not emptied and self.dead[slot_of(self.slots.words[2 * i + 1])]:
+                    budget -= 1
+                    emptied = self.drop_first(i)
+                if not emptied:
+                    budget -= self.sweep_list(i)
+            if not emptied:
+                i += 1
+        return i
+
+    def sweep_list(self, index: int) -> int:
+        """Drop the dead records of entry `index` but the first; returns how many were looked at."""
+        looked = 0
+        before = _END
+        at = self.slots.words[2 * index + 1] >> 32
+        while at != _END:
+            looked += 1
+            following = self.records[at] >> 32
+            if self.dead[slot_of(self.records[at])]:
+                self.drop_record(index, before, at)
+            else:
+                before = at
+            at = following
+        return looked
+
+    def gather(self, hashes: U64, row_of_slot: I32, rows: U16) -> None:
+        """Write the place bits of every hash into rows[row_of_slot[slot], i]; rows must be zero."""
+        if hashes.shape[0] > self.firsts.shape[0]:
+            self.keys = np.empty(2 * hashes.shape[0], np.uint64)
+            self.firsts = np.empty(2 * hashes.shape[0], np.uint64)
+        # The hottest loops of all.
+        words, records, keys, firsts = self.slots.words, self.records, self.keys, self.firsts
+        lines = self.slots.lines
+        spread(hashes, keys)
+        # As `touch`, without a call, and into what is written next.
+        for h in range(hashes.shape[0]):
+            firsts[h] = words[(((keys[h] >> 32) * lines) >> 32) * _LINE]
+        for h in range(hashes.shape[0]):
+            key = keys[h]
+            i = (((key >> 32) * lines) >> 32) * _LINE
+            while words[i + 1] != 0 and words[i] < key:
+                i += 2
+            firsts[h] = words[i + 1] if words[i] == key else 0
+        has_rows = False
+        for h in range(hashes.shape[0]):
+            record = firsts[h]
+            if record & _LOW32 == _ROW:
+                has_rows = True
+                continue
+            while record != 0:
+                row = row_of_slot[(record >> 16) & _LOW16]
+                if row >= 0:
+                    rows[row, h] = record & _LOW16
+                link = record >> 32
+                record = 0 if link == _END else records[link]
+        if has_rows:
+            self.gather_rows(hashes.shape[0], row_of_slot, rows)
+
+    def gather_rows(self, count: int, row_of_slot: I32, rows: U16) -> None:
+        """The part of `gather` that stands in rows, after its first loops."""
+        firsts, cells = self.firsts, self.rows.cells
+        slots = min(row_of_slot.shape[0], self.rows.slots)
+        for start in range(0, count, TILE_HASHES):
+            end = min(start + TILE_HASHES, count)
+            for slot in range(slots):
+                row = row_of_slot[slot]
+                if row < 0:
+                    continue
+                for h in range(start, end):
+                    if firsts[h] & _LOW32 == _ROW:
+                        rows[row, h] = cells[firsts[h] >> 32, slot]
+
+    def any_resident(self, hashes: U64, row_of_slot: I32) -> bool:
+        """Whether any worker that has a row holds any of these blocks anywhere."""
+        keys = np.empty(hashes.shape[0], np.uint64)
+        spread(hashes, keys)
+        for h in range(keys.shape[0]):
+            record = self.find(keys[h])
+            if record & _LOW32 == _ROW:
+                for slot in range(min(row_of_slot.shape[0], self.rows.slots)):
+                    if row_of_slot[slot] >= 0 and self.rows.cells[record >> 32, slot] != 0:
+                        return True
+                continue
+            while record != 0:
+                if row_of_slot[slot_of(record)] >= 0:
+                    return True
+                link = record >> 32
+                record = 0 if link == _END else self.records[link]
+        return False
+
+    def members(self, slot: int, bit: int, out: U64) -> int:
+        """Write the keys of what worker `slot` holds at place `bit` into `out`, as many as fit; returns how many there
+        are."""
+        mask = 1 << bit
+        count = 0
+        for i in range(self.slots.end):
+            record = self.slots.words[2 * i + 1]
+            bits = 0
+            if record & _LOW32 == _ROW:
+                bits = int(self.rows.cells[record >> 32, slot])
+                record = 0
+            while record != 0:
+                if slot_of(record) == slot:
+                    bits = int(record)
+                    break
+                link = record >> 32
+                record = 0 if link == _END else self.records[link]
+            if bits & mask != 0:
+                if count < out.shape[0]:
+                    out[count] = self.slots.words[2 * i]
+                count += 1
+        return count

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a commit is, when it applies, and the Redis commands it becomes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import TypeVar
+
+import msgspec
+
+from kvrouter.router.base.common.checksum import checksum
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.redis_client.errors import StoredValueError
+from kvrouter.router.base.redis_client.resp import Hashes, command
+from kvrouter.router.index.ingest.net_changes import ResidencyDelta
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.checkpoint import StoredPlace, parse_places
+from kvrouter.router.index.store.log_entry import decode_text, encode_text
+
+T = TypeVar("T")
+
+# The fields of `meta` that a transaction reads, as `Head.of` takes them.
+HEAD_FIELDS = (
+    keys.META_EPOCH,
+    keys.META_SEQ,
+    keys.META_COMMITS,
+    keys.META_PLACES,
+    keys.META_LEASE,
+    keys.META_CHECKPOINT,
+    keys.META_SUM,
+    keys.META_UNREADABLE,
+)
+
+# No log has more entries after a checkpoint: some thousand are usual, and the largest log has millions.
+MAX_TAIL_ENTRIES = 2**32
+
+# Before the first entry of every log.
+NO_LOG_ID = "0-0"
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """The effect of batches first_seq..last_seq of one worker's epoch.
+
+    copies: (place, block hash, number of copies): 2 or more is stored, less deletes. meta: further fields of `meta` to
+    set, none of keys.META_FIELDS."""
+
+    worker: WorkerKey
+    epoch: str
+    first_seq: int
+    last_seq: int
+    changes: list[ResidencyDelta] = []
+    copies: list[tuple[Place, int, int]] = []
+    meta: dict[str, bytes] = {}
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """One taking of a worker's lease. `number` is a fencing token: no two takings of one process have the same, also
+    when the store lost its data in between, and no later one has a lower."""
+
+    token: str
+    number: int
+
+    @property
+    def value(self) -> bytes:
+        return f"{self.token}:{self.number}".encode()
+
+    @staticmethod
+    def token_of(value: bytes) -> str | None:
+        """Who has the lease; None for what no router writes: such a lease has no owner."""
+        token, _, number = value.rpartition(b":")
+        try:
+            keys.parse_number(number)
+            return token.decode() or None
+        except ValueError:
+            return None
+
+
+class CommitOutcome(Enum):
+    """APPLIED changed the store; the others changed nothing.
+
+    FENCED: the lease ended, or was taken again. STALE: another epoch is current, or the seqs do not continue the
+    committed ones: replayed, or the store lost its last second in a crash. `load` shows where the store is. A commit
+    that is sent again because its connection was lost is STALE when the first one had been applied."""
+
+    APPLIED = "applied"
+    FENCED = "fenced"
+    STALE = "stale"
+
+
+class WorkerImage(msgspec.Struct, frozen=True):
+    """What the store holds of one worker. epoch None: no epoch was ever opened; seq None: none committed in this epoch.
+
+    Following the log from (log_id, commits) continues this image. tail_entries, tail_blocks: what of it was read from
+    the log, behind the checkpoint."""
+
+    worker: WorkerKey
+    epoch: str | None
+    seq: int | None
+    meta: dict[str, bytes]
+    log_id: str
+    commits: int
+    places: dict[Place, Hashes]
+    tail_entries: int = 0
+    tail_blocks: int = 0
+
+    @classmethod
+    def empty(cls, worker: WorkerKey) -> WorkerImage:
+        """Of a worker of which nothing is known."""
+        return cls(worker, None, None, {}, NO_LOG_ID, 0, {})
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What a transaction must know before it writes."""
+
+    epoch: str | None
+    seq: int | None
+    commits: int
+    # The places of the checkpoint by their texts.
+    places: dict[str, StoredPlace]
+    lease: int
+    # The number of the last log entry that the checkpoint contains.
+    checkpoint: int
+    # `places` as it is stored.
+    places_text: bytes
+    # The first field that cannot be read and counts as absent; None: all can be read. Nothing but a new epoch may be
+    # written over it.
+    problem: StoredValueError | None = None
+
+    @classmethod
+    def of(
+        cls,
+        key: str,
+        epoch: bytes | None,
+        seq: bytes | None,
+        commits: bytes | None,
+        places: bytes | None,
+        lease: bytes | None,
+        checkpoint: bytes | None,
+        sum_: bytes | None,
+        unreadable: bytes | None = None,
+    ) -> Head:
+        """Read the fields of `meta` at `key`. unreadable: why a router cannot read the worker's values."""
+        problem: StoredValueError | None = None
+
+        def read(field: str, value: bytes | None, parse: Callable[[bytes], T], absent: T) -> T:
+            nonlocal problem
+            try:
+                return absent if value is None else parse(value)
+            except ValueError:
+                problem = problem or StoredValueError(key, field, value)
+                return absent
+
+        head = cls(
+            epoch=read(keys.META_EPOCH, epoch, decode_text, None),
+            places=read(keys.META_PLACES, places, parse_places, {}),
+            seq=read(keys.META_SEQ, seq, keys.parse_number, None),
+            commits=read(keys.META_COMMITS, commits, keys.parse_number, 0),
+            lease=read(keys.META_LEASE, lease, keys.parse_number, 0),
+            checkpoint=read(keys.META_CHECKPOINT, checkpoint, keys.parse_number, 0),
+            places_text=places or b"",
+        )
+        if epoch is not None and sum_ != head_sum(epoch, seq or b"", commits or b"", places or b"", checkpoint or b""):
+            problem = problem or StoredValueError(key, keys.META_SUM, sum_)
+        if not 0 <= head.commits - head.checkpoint <= MAX_TAIL_ENTRIES:
+            problem = problem or StoredValueError(key, keys.META_CHECKPOINT, checkpoint)
+        if unreadable is not None:
+            problem = problem or StoredValueError(key, keys.META_UNREADABLE, unreadable)
+        return msgspec.structs.replace(head, problem=problem)
+
+    @property
+    def written(self) -> tuple[str | None, int | None]:
+        """(epoch, seq) that was committed last. What cannot be read is nothing to go on from."""
+        return (self.epoch, self.seq) if self.problem is None else (None, None)
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether it cannot be said which keys the epoch has."""
+        return self.problem is not None and self.problem.field in (keys.META_EPOCH, keys.META_PLACES)
+
+
+def head_sum(epoch: bytes, seq: bytes, commits: bytes, places: bytes, checkpoint: bytes) -> bytes:
+    """Return the checksum of these fields of `meta` as they are stored; an absent field counts as empty."""
+    return checksum(epoch, seq, commits, places, checkpoint)
+
+
+def head_fields(epoch: str, seq: int | None, commits: int, checkpoint: int, places_text: bytes) -> dict[str, bytes]:
+    """Return the fields of `meta` that describe the state of a worker's index, with their checksum."""
+    fields = {
+        keys.META_EPOCH: encode_text(epoch),
+        keys.META_SEQ: b"" if seq is None else b"%d" % seq,
+        keys.META_COMMITS: b"%d" % commits,
+        keys.META_PLACES: places_text,
+        keys.META_CHECKPOINT: b"%d" % checkpoint,
+    }
+    fields[keys.META_SUM] = head_sum(*fields.values())
+    if seq is None:
+        del fields[keys.META_SEQ]
+    return fields
+
+
+def next_fields(head: Head, seq: int | None) -> dict[str, bytes]:
+    """Return the fields of `head` that one more log entry changes. seq: the last committed seq from then on."""
+    fields = head_fields(head.epoch or "", seq, head.commits + 1, head.checkpoint, head.places_text)
+    return {name: value for name, value in fields.items() if name not in _SET_BY_CHECKPOINTS}
+
+
+_SET_BY_CHECKPOINTS = frozenset({keys.META_EPOCH, keys.META_PLACES, keys.META_CHECKPOINT})
+
+
+def continues(commit: Commit, seq: int | None) -> bool:
+    """Whether the commit's seqs follow `seq`; None: it is the first of its epoch, which may start anywhere.
+
+    A hole would mean that the store lost commits, so that it still holds blocks long gone."""
+    return seq is None or commit.first_seq == seq + 1
+
+
+def checked_meta(meta: dict[str, bytes] | None) -> dict[str, bytes]:
+    if taken := keys.META_FIELDS & set(meta or ()):
+        raise ValueError(f"meta fields {sorted(taken)} are the store's own; name yours differently")
+    return meta or {}
+
+
+def epoch_keys(worker: WorkerKey, head: Head) -> list[str]:
+    """All keys of the current epoch; a name that no key has costs nothing to UNLINK."""
+    epoch = head.epoch or ""
+    residents = [keys.residents(worker, epoch, keys.parse_place(text)) for text in head.places]
+    return [*residents, keys.copies(worker, epoch)]
+
+
+def unlink_all(worker: WorkerKey, head: Head) -> bytes:
+    return command("UNLINK", keys.meta(worker), keys.log(worker), keys.lease(worker), *epoch_keys(worker, head))
+
+
+def copies_commands(commit: Commit) -> Iterable[bytes]:
+    kept: list[bytes] = []
+    dropped: list[bytes] = []
+    for place, block_hash, count in commit.copies:
+        field = keys.copies_field(place, block_hash)
+        if count >= 2:
+            kept += (field, copies_value(field, count))
+        else:
+            dropped.append(field)
+    key = keys.copies(commit.worker, commit.epoch)
+    if kept:
+        yield command("HSET", key, *kept)
+    if dropped:
+        yield command("HDEL", key, *dropped)
+
+
+def copies_value(field: bytes, count: int) -> bytes:
+    """Return the stored value for a block with several copies: their number, with a checksum of field and number."""
+    number = b"%d" % count
+    return number + b" " + checksum(field, number)
+
+
+def parse_copies_value(field: bytes, value: bytes) -> int:
+    """Return the number of copies. Raises ValueError for a value that `copies_value` never writes."""
+    number, _, found = value.partition(b" ")
+    if found != checksum(field, number):
+        raise ValueError(f"the checksum of {value!r} is wrong")
+    return keys.parse_number(number)
+
+
+def hset(key: str, fields: dict[str, bytes]) -> bytes:
+    return command("HSET", key, *(part for name, value in fields.items() for part in (encode_text(name), value)))

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The logs of many workers as one stream of typed items: each entry once, in its worker's order.
+
+One blocking XREAD over all logs of a single server. A cluster refuses XREAD over several slots, so there each worker
+has a connection of its own. Entries are numbered per worker without holes; whatever breaks the numbering (a trimmed
+log, a store that lost its last second, a worker dropped and registered again) ends in one Reload, never in a silent
+miss. The follower decides nothing and keeps no residency; while the store is away, routing goes on from the mirror.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable
+
+import msgspec
+
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.redis_client.connection import Connection
+from kvrouter.router.base.redis_client.errors import ReplyError, StoreError
+from kvrouter.router.base.redis_client.resp import command
+from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import NO_LOG_ID, WorkerImage
+from kvrouter.router.index.store.log_entry import LogEntry, parse_entry
+
+# How long one XREAD waits for news. Only a bound on how long a dead connection can look idle; news arrives at once.
+BLOCK_S = 1.0
+# So much later there is no store to be heard: what other routers learned meanwhile is not known here, and must be said
+# within seconds. A command that is under way for longer than this, with all others waiting behind it, is as good as
+# silence.
+SILENT_S = 1.5
+# Entries of one log a read: bounds the memory of one reply (2,048 transitions are 16 KiB, 65,536 are 512 KiB), not the
+# rate.
+ENTRIES_PER_READ = 16
+# Replies read ahead of the consumer; then the follower waits, and the log is the queue. A reply is no larger than the
+# logs that it reads (LOG_BYTES each in index/store.py), and usually far smaller.
+READ_AHEAD = 4
+# What is followed from now on waits so long for more: a worker that this process is to follow itself is read here for a
+# moment only, and to read one more log takes another connection.
+GATHER_S = 0.05
+# Pause before reconnecting: doubled from the first to the last, spread by half so that routers do not return in step.
+RETRY_FIRST_S = 0.05
+RETRY_LAST_S = 2.0
+
+
+class Reload(msgspec.Struct, frozen=True):
+    """The log cannot be followed from where we were: load the worker and `add` it again; until then nothing comes."""
+
+    worker: WorkerKey
+    reason: str
+
+
+class StoreLost(msgspec.Struct, frozen=True):
+    """The store does not answer; we go on trying. Entries of these workers may be late from now on."""
+
+    workers: tuple[WorkerKey, ...]
+    reason: str
+
+
+class StoreBack(msgspec.Struct, frozen=True):
+    """The store answers again for these workers; what was missed follows, or a Reload."""
+
+    workers: tuple[WorkerKey, ...]
+
+
+FollowerItem = LogEntry | Reload | StoreLost | StoreBack
+
+
+class _Position:
+    """How far one worker's log was read. A new `add` makes a new one, which separates items of the old."""
+
+    def __init__(self, worker: WorkerKey, log_id: str, commits: int) -> None:
+        self.worker = worker
+        self.log_id = log_id
+        self.commits = commits
+
+    def advance(self, entry_id: bytes, fields: list[bytes]) -> LogEntry | Reload:
+        """What the entry after this position means."""
+        try:
+            entry = parse_entry(self.worker, entry_id, fields)
+        except (ValueError, KeyError, msgspec.MsgspecError) as error:
+            return Reload(self.worker, f"an entry of the log cannot be read: {error!r}")
+        if entry.commit != self.commits + 1:
+            reason = f"the log goes on with entry {entry.commit} after {self.commits}: trimmed, or rewritten"
+            return Reload(self.worker, reason)
+        self.log_id, self.commits = entry.id, entry.commit
+        return entry
+
+
+_Found = list[tuple[_Position | None, FollowerItem]]
+
+
+class _Reader:
+    """One connection and the logs that it reads."""
+
+    def __init__(
+        self, servers: Servers, out: asyncio.Queue[_Found], rng: random.Random, supervisor: TaskSupervisor
+    ) -> None:
+        self._servers = servers
+        self._out = out
+        self._rng = rng
+        self._positions: dict[str, _Position] = {}  # by the key of the log
+        self._connection: Connection | None = None
+        self._blocked = False
+        # Which logs are read, and what ends that for others that were added.
+        self._followed: dict[str, _Position] = {}
+        self._gathering: asyncio.TimerHandle | None = None
+        self._woken = asyncio.Event()
+        self._lost = False
+        # False between a failure and the next start.
+        self.runs = True
+        self.task = supervisor.start("log_reader", self._run)
+
+    def add(self, position: _Position) -> None:
+        self._positions[keys.log(position.worker)] = position
+        self._woken.set()
+        if self._blocked and self._gathering is None:
+            self._gathering = asyncio.get_running_loop().call_later(GATHER_S, self._read_anew)
+
+    def _read_anew(self) -> None:
+        self._gathering = None
+        is_behind = any(self._followed.get(log) is not position for log, position in self._positions.items())
+        if is_behind and self._blocked and self._connection is not None:
+            # The read under way does not know some log. Nothing is lost with it: positions move only with replies.
+            self._connection.close()
+
+    def remove(self, worker: WorkerKey) -> None:
+        self._positions.pop(keys.log(worker), None)
+
+    async def close(self) -> None:
+        self.task.cancel()
+        if self._gathering is not None:
+            self._gathering.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        if self._connection is not None:
+            self._connection.close()
+
+    async def _run(self) -> None:
+        pause_s = RETRY_FIRST_S
+        self.runs = True
+        while True:
+            try:
+                await self._follow()
+                pause_s = RETRY_FIRST_S
+            except StoreError as error:
+                if self._connection is not None:
+                    self._connection.close()
+                if self._woken.is_set() and self._blocked:
+                    continue
+                if not self._lost:
+                    self._lost = True
+                    await self._out.put([(None, StoreLost(self._workers(), str(error)))])
+                await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, RETRY_LAST_S)
+            except Exception:
+                # A defect of ours: positions have moved over entries that nobody was given.
+                self.runs = False
+                if self._connection is not None:
+                    self._connection.close()
+                await self._reload(list(self._positions.values()), "the reader of the logs failed")
+                raise
+
+    async def _reload(self, positions: list[_Position], reason: str) -> None:
+        """Read these no further, as their logs cannot be continued."""
+        for position in positions:
+            self._stop(position)
+        if positions:
+            await self._out.put([(position, Reload(position.worker, reason)) for position in positions])
+
+    async def _follow(self) -> None:
+        """One read, connecting first where needed."""
+        self._blocked = False
+        self._woken.clear()
+        if not self._positions:
+            await self._woken.wait()
+            await asyncio.sleep(GATHER_S)
+            return
+        if self._connection is None or self._connection.closed:
+            self._connection = await self._servers.dedicated(next(iter(self._positions)))
+            await self._check_positions()
+            if self._lost:
+                self._lost = False
+                await self._out.put([(None, StoreBack(self._workers()))])
+            if not self._positions:
+                return
+        followed = self._followed = dict(self._positions)
+        request = command(
+            *("XREAD", "COUNT", ENTRIES_PER_READ, "BLOCK", round(BLOCK_S * 1_000), "STREAMS"),
+            *followed,
+            *(position.log_id for position in followed.values()),
+        )
+        self._blocked = True
+        try:
+            (streams,) = await self._connection.run(request, 1, BLOCK_S + SILENT_S)
+        except ReplyError as error:
+            if error.code == "WRONGTYPE":
+                await self._stop_foreign(list(followed.values()))
+            # UNBLOCKED: the slot went to another node while we waited; the next read learns where.
+            elif error.code != "UNBLOCKED":
+                await self._servers.follow_error(error)
+            self._connection.close()
+            return
+        self._blocked = False
+        found: _Found = []
+        for log, entries in streams or ():
+            found += self._advance(followed[log.decode("ascii")], entries)
+        if found:
+            await self._out.put(found)
+
+    def _advance(self, position: _Position, entries: Iterable[tuple[bytes, list[bytes]]]) -> _Found:
+        found: _Found = []
+        for entry_id, fields in entries:
+            item = position.advance(entry_id, fields)
+            found.append((position, item))
+            if isinstance(item, Reload):
+                self._stop(position)
+                break
+        return found
+
+    async def _check_positions(self) -> None:
+        """Reloads workers of whom we read entries that the store has no more: after a crash, none newer may ever come.
+
+        Called when the connection stands: a store that restarts later breaks it, and is checked again."""
+        positions = list(self._positions.values())
+        if not positions:
+            return
+        try:
+            stored = await self._commits(positions)
+        except ReplyError as error:
+            if error.code != "WRONGTYPE":
+                raise
+            # One at a time, to see whose it is.
+            stored = []
+            for position in positions:
+                try:
+                    stored += await self._commits([position])
+                except ReplyError as one:
+                    stored.append(str(one).encode())
+        for position, number in zip(positions, stored, strict=True):
+            try:
+                commits = keys.parse_number(number or b"0")
+            except ValueError:
+                await self._reload([position], f"the store counts its entries as {number!r}")
+                continue
+            if commits < position.commits:
+                reason = f"the store has {commits} entries where we read {position.commits}: it lost some"
+                await self._reload([position], reason)
+
+    async def _commits(self, positions: list[_Position]) -> list[bytes | None]:
+        requests = [command("HGET", keys.meta(position.worker), keys.META_COMMITS) for position in positions]
+        return await self._servers.run(keys.meta(positions[0].worker), *requests)
+
+    async def _stop_foreign(self, positions: list[_Position]) -> None:
+        """Reloads the workers whose log is none: one such refuses the read of all."""
+        requests = [command("TYPE", keys.log(position.worker)) for position in positions]
+        kinds = await self._servers.run(keys.log(positions[0].worker), *requests)
+        foreign = [one for one, kind in zip(positions, kinds, strict=True) if kind not in (b"stream", b"none")]
+        await self._reload(foreign, "its log in the store is of a type that no router writes")
+
+    def _stop(self, position: _Position) -> None:
+        log = keys.log(position.worker)
+        if self._positions.get(log) is position:
+            del self._positions[log]
+
+    def _workers(self) -> tuple[WorkerKey, ...]:
+        return tuple(position.worker for position in self._positions.values())
+
+
+class LogFollower:
+    """Follows the logs of the workers that were added; `async for` over it, or `next` for many items at once.
+
+    Belongs to one event loop and one consumer. `rng` spreads reconnections."""
+
+    def __init__(self, servers: Servers, *, supervisor: TaskSupervisor, rng: random.Random | None = None) -> None:
+        self._servers = servers
+        self._rng = rng or random.Random()
+        self._supervisor = supervisor
+        self._out: asyncio.Queue[_Found] = asyncio.Queue(READ_AHEAD)
+        self._positions: dict[WorkerKey, _Position] = {}
+        self._readers: dict[WorkerKey | None, _Reader] = {}
+        self._ready: list[FollowerItem] = []
+
+    def add(self, worker: WorkerKey, log_id: str = NO_LOG_ID, commits: int = 0) -> None:
+        """Follows `worker` after entry (log_id, commits); by default from its first. Replaces an earlier add."""
+        position = self._positions[worker] = _Position(worker, log_id, commits)
+        name = worker if self._servers.is_cluster else None
+        reader = self._readers.get(name)
+        if reader is None:
+            reader = self._readers[name] = _Reader(self._servers, self._out, self._rng, self._supervisor)
+        reader.add(position)
+
+    @property
+    def reading(self) -> bool:
+        """Whether what is added is read: not while a reader that failed waits to be started again."""
+        return all(reader.runs for reader in self._readers.values())
+
+    def add_image(self, image: WorkerImage) -> None:
+        """Follows on from a loaded image."""
+        self.add(image.worker, image.log_id, image.commits)
+
+    async def remove(self, worker: WorkerKey) -> None:
+        """Follows `worker` no longer; no item of it comes after this."""
+        if self._positions.pop(worker, None) is None:
+            return
+        if self._servers.is_cluster:
+            await self._readers.pop(worker).close()
+        else:
+            self._readers[None].remove(worker)
+
+    async def next(self) -> list[FollowerItem]:
+        """Waits until there is at least one item; returns all that are there, in order for each worker."""
+        while True:
+            found = [await self._out.get()]
+            while not self._out.empty():
+                found.append(self._out.get_nowait())
+            items: list[FollowerItem] = []
+            for batch in found:
+                items += (item for position, item in batch if self._is_current(position))
+            if items:
+                return items
+
+    def _is_current(self, position: _Position | None) -> bool:
+        return position is None or self._positions.get(position.worker) is position
+
+    def __aiter__(self) -> LogFollower:
+        return self
+
+    async def __anext__(self) -> FollowerItem:
+        if not self._ready:
+            self._ready = (await self.next())[::-1]
+        return self._ready.pop()
+
+    async def close(self) -> None:
+        """Ends all reading."""
+        await asyncio.gather(*(reader.close() for reader in self._readers.values()))
+        self._readers.clear()
+        self._positions.clear()

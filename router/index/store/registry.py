@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which workers are registered. What is read is decoded and checked, as other programs may have written there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import msgspec
+
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.redis_client.errors import StoredValueError
+from kvrouter.router.base.redis_client.resp import command
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import unlink_all
+from kvrouter.router.index.store.transactions import Transactions, pairs
+from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, Registration
+from kvrouter.router.model.workers.worker_spec import (
+    endpoint_problem,
+    patch_key_problem,
+    patch_problem,
+    url_problem,
+    worker_id_problem,
+)
+
+log = logging.getLogger(__name__)
+
+encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Registration).decode
+
+
+def decode(worker: WorkerKey, raw: bytes, prefix: str = keys.PREFIX) -> Registration:
+    """What is registered for `worker`, in the schema of `prefix`. Raises StoredValueError."""
+    try:
+        registration = _decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        registration = None
+    if registration is None or registration.worker != worker or any(_problems(registration)):
+        raise StoredValueError(keys.registry(worker.model, prefix), keys.registry_field(worker), raw)
+    return registration
+
+
+def worker_of(raw: bytes) -> WorkerKey | None:
+    """Whom a registration is of; None: it is none."""
+    try:
+        return _decode(raw).worker
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+
+
+def _problems(registration: Registration) -> Iterator[str | None]:
+    """What no router registers: it would be connected to, or be a size of the rule's tables."""
+    yield worker_id_problem(registration.worker.worker_id)
+    for endpoint in (registration.events, registration.replay):
+        yield endpoint and endpoint_problem(endpoint)
+    if registration.url is not None:
+        yield url_problem(registration.url)
+    if registration.patch is not None:
+        yield patch_problem(registration.patch)
+    if registration.patch_key is not None:
+        yield patch_key_problem(registration.patch_key, registration.patch)
+    yield _size_problem(registration.block_size)
+    yield from _catalog_problems(registration.catalog or CatalogSpec())
+
+
+def _catalog_problems(catalog: CatalogSpec) -> Iterator[str | None]:
+    if len(catalog.groups) > MAX_GROUPS:
+        yield "too many groups"
+    for size in (
+        catalog.hash_block_size,
+        catalog.scheduler_block_size,
+        catalog.hash_lookahead_tokens,
+        catalog.offload_blocks_per_chunk,
+    ):
+        yield _size_problem(size)
+    for group in catalog.groups:
+        if group.group_idx is not None and not 0 <= group.group_idx < MAX_GROUPS:
+            yield "no group"
+        for size in (group.block_size, group.sliding_window, group.attention_chunk_size):
+            yield _size_problem(size)
+
+
+def _size_problem(size: int | None) -> str | None:
+    return None if size is None or 0 < size <= MAX_TOKENS else "no size"
+
+
+class Registry:
+    """The registrations in Redis, as bytes. Raises StoreUnavailable and StoreError."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+        self._servers = transactions.servers
+
+    async def put(self, worker: WorkerKey, registration: bytes) -> int:
+        """Stores what was registered for `worker`, in place of what was there. Returns the version that has it."""
+        key = keys.registry(worker.model)
+        *_, version = await self._servers.run_each(
+            (key, command("HSET", key, keys.registry_field(worker), registration)),
+            (keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model))),
+            # Last: whoever sees the new number sees the change.
+            (keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS)),
+        )
+        return int(version)
+
+    async def version(self) -> int:
+        """Rises with each change of the registry. Lower than it was: the store lost what was written meanwhile, or it
+        is no number, which counts as lost."""
+        key = keys.REGISTRATIONS
+        try:
+            version = await self._transactions.reply(key, command("GET", key))
+            return keys.parse_number(version or b"0")
+        except (ValueError, StoredValueError) as error:
+            # INCR refuses it, and with that every registration.
+            await self._servers.run(key, command("DEL", key))
+            log.warning("stored value dropped", extra={"key": key, "reason": str(error)})
+            return 0
+
+    async def restore(self, known: dict[WorkerKey, bytes], above: int) -> None:
+        """Writes back what the store lost; what is there stays. The version rises over `above`."""
+        for worker, registration in known.items():
+            key = keys.registry(worker.model)
+            await self._servers.run(key, command("HSETNX", key, keys.registry_field(worker), registration))
+            await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model)))
+        missing = above + 1 - await self.version()
+        if missing > 0:
+            # Two routers that do this at once raise it twice, which only makes all read once more.
+            await self._servers.run(keys.REGISTRATIONS, command("INCRBY", keys.REGISTRATIONS, missing))
+
+    async def load(self) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
+        """All registered workers, of all models, and what of the registry cannot be read."""
+        return await load_registry(self._transactions)
+
+    async def drop(self, worker: WorkerKey) -> bool:
+        """Forgets `worker` and unlinks all that the index holds of it; its owner is FENCED from then on.
+
+        False: it was not registered."""
+        key = keys.registry(worker.model)
+        (dropped,) = await self._servers.run(key, command("HDEL", key, keys.registry_field(worker)))
+        (left,) = await self._servers.run(key, command("HLEN", key))
+        if not left:
+            member = keys.model_member(worker.model)
+            await self._servers.run(keys.MODELS, command("SREM", keys.MODELS, member))
+            # Another process may have registered a worker of this model between the two; its own SADD may be over
+            # already.
+            (left,) = await self._servers.run(key, command("HLEN", key))
+            if left:
+                await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, member))
+        await self._servers.run(keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS))
+        await self.void(worker)
+        return bool(dropped)
+
+    async def void(self, worker: WorkerKey) -> None:
+        """Unlinks all that the index holds of `worker`, which stays registered; its owner is FENCED from then on."""
+        await self._transactions.run(worker, lambda holder, head: [unlink_all(worker, head)])
+
+
+async def load_registry(
+    transactions: Transactions, prefix: str = keys.PREFIX
+) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
+    """See Registry.load. prefix: of the schema whose registry it is."""
+    found: dict[WorkerKey, bytes] = {}
+    unreadable: list[StoredValueError] = []
+    models = keys.models(prefix)
+    for member in await transactions.reply(models, command("SMEMBERS", models)):
+        try:
+            model = keys.parse_model_member(member)
+        except ValueError:
+            unreadable.append(StoredValueError(models, "a member", member))
+            continue
+        key = keys.registry(model, prefix)
+        try:
+            fields = await transactions.reply(key, command("HGETALL", key))
+        except StoredValueError as error:
+            unreadable.append(error)
+            continue
+        for field, value in pairs(fields):
+            try:
+                found[keys.parse_registry_field(model, field)] = value
+            except ValueError:
+                unreadable.append(StoredValueError(key, "the name of a field", field))
+    return found, unreadable

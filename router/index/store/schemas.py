@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which schemas of keys the store holds, and what was registered under the former one, which is read and never written
+(ADR 42)."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.redis_client.errors import StoredValueError
+from kvrouter.router.base.redis_client.resp import command
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.log_entry import decode_text
+from kvrouter.router.index.store.registry import load_registry
+from kvrouter.router.index.store.transactions import Transactions, pairs
+
+log = logging.getLogger(__name__)
+
+
+class SchemasSeen(msgspec.Struct, frozen=True):
+    """newer: of each schema above ours, the version of the router that wrote it first. former_version: of the former
+    schema's registry; None: there is none."""
+
+    newer: dict[int, str]
+    former_version: int | None
+
+
+class Adopted(msgspec.Struct, frozen=True):
+    """version: of the former registry, up to which it is taken over. workers: by tag, what stood there."""
+
+    version: int
+    workers: dict[str, bytes]
+
+
+class Schemas:
+    """Raises StoreUnavailable and StoreError."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+        self._servers = transactions.servers
+
+    async def look(self, software: str) -> SchemasSeen:
+        """Notes this schema, with this router's version, where it is not noted; says what else is there."""
+        key, former = keys.SCHEMAS, keys.FORMER_REGISTRATIONS
+        newer = {}
+        try:
+            await self._transactions.reply(key, command("HSETNX", key, keys.SCHEMA, software))
+            for field, value in pairs(await self._transactions.reply(key, command("HGETALL", key))):
+                if (number := _number(field)) is not None and number > keys.SCHEMA:
+                    newer[number] = value.decode(errors="replace")
+        except StoredValueError as error:
+            await self._drop(error)
+        try:
+            version = await self._transactions.reply(former, command("GET", former))
+        except StoredValueError:
+            # Routers of that schema drop it and count again.
+            version = b""
+        return SchemasSeen(newer, None if version is None else _number(version) or 0)
+
+    async def former(self) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
+        """What is registered under the former schema, and what of it cannot be read."""
+        try:
+            return await load_registry(self._transactions, keys.FORMER_PREFIX)
+        except StoredValueError as error:
+            return {}, [error]
+
+    async def adopted(self) -> Adopted:
+        key = keys.ADOPTED
+        try:
+            fields = dict(pairs(await self._transactions.reply(key, command("HGETALL", key))))
+        except StoredValueError as error:
+            await self._drop(error)
+            fields = {}
+        version = _number(fields.pop(keys.ADOPTED_VERSION.encode(), b"")) or 0
+        return Adopted(version, {decode_text(tag): raw for tag, raw in fields.items()})
+
+    async def adopt(self, worker: WorkerKey, raw: bytes | None) -> None:
+        """What stood there of `worker` is taken over; None: it is gone there, and here."""
+        field = keys.worker_tag(worker)
+        order = command("HDEL", keys.ADOPTED, field) if raw is None else command("HSET", keys.ADOPTED, field, raw)
+        await self._servers.run(keys.ADOPTED, order)
+
+    async def adopt_version(self, version: int) -> None:
+        """All up to it is taken over."""
+        await self._servers.run(keys.ADOPTED, command("HSET", keys.ADOPTED, keys.ADOPTED_VERSION, version))
+
+    async def _drop(self, error: StoredValueError) -> None:
+        """Of a type that no router writes."""
+        log.warning("stored value dropped", extra={"key": error.key, "reason": str(error)})
+        await self._servers.run(error.key, command("DEL", error.key))
+
+
+def _number(data: bytes) -> int | None:
+    try:
+        return keys.parse_number(data)
+    except ValueError:
+        return None

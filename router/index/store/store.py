@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index in Redis: fenced commits, and loading what they left; with leases, registry and peers beside them.
+
+Invariants:
+- A commit is one MULTI/EXEC of native commands on one worker's keys. It applies only if its lease is the one that the
+  worker has now, its epoch is the current one and its seqs continue the committed ones; else it changes nothing. The
+  lease is watched, so it cannot end between check and EXEC.
+- Each commit, note and new epoch writes exactly one log entry, numbered without holes per worker. Residency is the
+  checkpoint with the changes of the entries after it, so the log is never trimmed behind the checkpoint.
+- Residency of an epoch that ended leaves no key behind: the checkpoint's places are kept in `meta`, so voiding is
+  UNLINK of a few keys, never a scan.
+
+Not here: counting copies (ingest), deciding who should own a worker (fleet/assignment.py), when a checkpoint is due
+(streams/commit_loop.py), reading it all (stored_worker.py), following the log (log_follower.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.redis_client.errors import StoredValueError
+from kvrouter.router.base.redis_client.resp import command, info_field, long_command
+from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.checkpoint import Checkpoint, checkpoint_commands, pack_places, places_text
+from kvrouter.router.index.store.commit import (
+    HEAD_FIELDS,
+    Commit,
+    CommitOutcome,
+    Head,
+    Lease,
+    WorkerImage,
+    checked_meta,
+    continues,
+    copies_commands,
+    epoch_keys,
+    head_fields,
+    hset,
+    next_fields,
+    unlink_all,
+)
+from kvrouter.router.index.store.common_keys import CommonKeys
+from kvrouter.router.index.store.leases import Leases
+from kvrouter.router.index.store.log_entry import EntryKind, encode_text, entry_fields
+from kvrouter.router.index.store.peers import Peers
+from kvrouter.router.index.store.registry import Registry
+from kvrouter.router.index.store.schemas import Schemas
+from kvrouter.router.index.store.stored_worker import load_copies, load_image
+from kvrouter.router.index.store.transactions import Transactions
+
+# Entries kept of each worker's log. An owner commits a few hundred times a second at most, so a follower may be
+# seconds behind before it must load again, which takes a fraction of a second; at 2,048 transitions a commit a full
+# log is 16 MiB.
+LOG_ENTRIES = 1_024
+# About how many bytes of each worker's log are kept where commits are larger than that (a flood, a snapshot): some of
+# its entries then go earlier, and a follower that was behind loads again. One entry is kept however large.
+LOG_BYTES = 64 * 1024**2
+
+
+class IndexStore:
+    """The index on one server or cluster. Safe for concurrent use within one event loop; raises StoreUnavailable and
+    StoreError."""
+
+    def __init__(self, servers: Servers, *, log_entries: int = LOG_ENTRIES) -> None:
+        self.servers = servers
+        self._transactions = Transactions(servers)
+        self.leases = Leases(self._transactions)
+        self.peers = Peers(self._transactions)
+        self.registry = Registry(self._transactions)
+        self.schemas = Schemas(self._transactions)
+        self.common_keys = CommonKeys(self._transactions)
+        self._log_entries = log_entries
+        # The number of the last log entry of each worker that this process wrote, or knows to be written.
+        self.last_entries: dict[WorkerKey, int] = {}
+
+    @classmethod
+    async def open(cls, url: str, *, log_entries: int = LOG_ENTRIES) -> IndexStore:
+        """Connects to redis://, rediss://, unix:// or redis+sentinel://; a cluster is recognised by itself.
+
+        log_entries: about how many entries of each worker's log are kept."""
+        return cls(await Servers.open(url), log_entries=log_entries)
+
+    async def close(self) -> None:
+        await self.servers.close()
+
+    async def eviction_policies(self) -> dict[str, str]:
+        """The maxmemory-policy of each server, by its address; INFO says it also where CONFIG is forbidden."""
+        found = await self.servers.each(command("INFO", "memory"))
+        return {server: info_field(info, "maxmemory_policy") for server, (info,) in found.items()}
+
+    async def forget(self, worker: WorkerKey, token: str) -> bool:
+        """Unlinks all that the index holds of `worker`, unless another token has its lease: for every process that
+        learns that its registration is gone, as any of them may have taken the lease meanwhile."""
+
+        self.last_entries.pop(worker, None)
+
+        def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
+            free = holder is None or Lease.token_of(holder) in (None, token)
+            return [unlink_all(worker, head)] if free else False
+
+        return await self._transactions.run(worker, write) is None
+
+    # -- commits
+
+    async def open_epoch(
+        self, worker: WorkerKey, epoch: str, lease: Lease, meta: dict[str, bytes] | None = None
+    ) -> CommitOutcome:
+        """Starts `epoch`: what the old epoch held is unlinked, meta replaced. STALE: it is the current epoch."""
+        fields = checked_meta(meta)
+        garbage = False
+
+        def write(head: Head) -> list[bytes] | CommitOutcome:
+            nonlocal garbage
+            if head.epoch == epoch and head.problem is None:
+                return CommitOutcome.STALE
+            garbage = head.hides_keys
+            meta_key, commits = keys.meta(worker), head.commits + 1
+            own = head_fields(epoch, None, commits, commits, b"") | {keys.META_LEASE: b"%d" % lease.number}
+            return [
+                command("UNLINK", meta_key, *epoch_keys(worker, head)),
+                hset(meta_key, own | fields),
+                self._xadd(worker, 0, entry_fields(worker, EntryKind.EPOCH, commits, epoch, meta=fields)),
+            ]
+
+        outcome = await self._write(worker, lease, write)
+        if garbage and outcome is CommitOutcome.APPLIED:
+            # Which keys the old epoch had is not known.
+            unlink = self._transactions.unlink_epochs
+            await self.servers.on(keys.meta(worker), lambda connection: unlink(connection, worker, epoch))
+        return outcome
+
+    async def note(self, worker: WorkerKey, epoch: str, lease: Lease, meta: dict[str, bytes]) -> CommitOutcome:
+        """Sets fields of meta while `epoch` is current, without a batch."""
+        fields = checked_meta(meta)
+
+        def write(head: Head) -> list[bytes] | CommitOutcome:
+            if head.problem is not None:
+                raise head.problem
+            if head.epoch != epoch:
+                return CommitOutcome.STALE
+            commits = head.commits + 1
+            own = next_fields(head, head.seq)
+            entry = entry_fields(worker, EntryKind.NOTE, commits, epoch, meta=fields)
+            return [hset(keys.meta(worker), own | fields), self._xadd(worker, commits - head.checkpoint, entry)]
+
+        return await self._write(worker, lease, write)
+
+    async def commit(self, commit: Commit, lease: Lease) -> CommitOutcome:
+        """Applies `commit` if `lease` counts, its epoch is current and first_seq is the committed seq + 1.
+
+        The first commit of an epoch may start at any seq. A commit may be of any size, but its transitions also stay in
+        the log: cut snapshots into commits of some 10,000."""
+        if commit.first_seq > commit.last_seq:
+            raise ValueError(f"seqs {commit.first_seq}..{commit.last_seq} are none: a commit holds at least one batch")
+        fields = checked_meta(commit.meta)
+        worker, epoch = commit.worker, commit.epoch
+
+        def write(head: Head) -> list[bytes] | CommitOutcome:
+            if head.problem is not None:
+                raise head.problem
+            if head.epoch != epoch or not continues(commit, head.seq):
+                return CommitOutcome.STALE
+            commits = head.commits + 1
+            own = next_fields(head, commit.last_seq)
+            entry = entry_fields(
+                worker, EntryKind.COMMIT, commits, epoch, (commit.first_seq, commit.last_seq), commit.changes, fields
+            )
+            return [
+                *copies_commands(commit),
+                hset(keys.meta(worker), own | fields),
+                self._xadd(worker, commits - head.checkpoint, entry),
+            ]
+
+        return await self._write(worker, lease, write)
+
+    async def checkpoint(self, checkpoint: Checkpoint, lease: Lease) -> CommitOutcome:
+        """Replaces the checkpoint if `lease` counts and its seq is the last that was committed to its epoch, which is
+        current. Written twice, it is the same."""
+        worker, packed = checkpoint.worker, pack_places(checkpoint.places)
+
+        def write(head: Head) -> list[bytes] | CommitOutcome:
+            if head.problem is not None:
+                raise head.problem
+            if (head.epoch, head.seq) != (checkpoint.epoch, checkpoint.seq):
+                return CommitOutcome.STALE
+            own = head_fields(checkpoint.epoch, head.seq, head.commits, head.commits, places_text(packed))
+            return [*checkpoint_commands(checkpoint, packed, head.places), hset(keys.meta(worker), own)]
+
+        return await self._write(worker, lease, write, entries=0)
+
+    async def _write(
+        self,
+        worker: WorkerKey,
+        lease: Lease,
+        write: Callable[[Head], list[bytes] | CommitOutcome],
+        *,
+        entries: int = 1,
+    ) -> CommitOutcome:
+        """Execute the commands that `write` returns for the head of `meta`, if `lease` counts, and update
+        `last_entries`.
+
+        entries: how many log entries the commands add."""
+        before = 0
+
+        def write_fenced(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
+            nonlocal before
+            before = head.commits
+            return write(head) if holder == lease.value else CommitOutcome.FENCED
+
+        outcome = await self._transactions.run(worker, write_fenced) or CommitOutcome.APPLIED
+        if outcome is not CommitOutcome.FENCED:
+            self.last_entries[worker] = before + (entries if outcome is CommitOutcome.APPLIED else 0)
+        return outcome
+
+    async def report_unreadable(self, worker: WorkerKey, reason: str) -> None:
+        """Lets whoever follows the worker know that what is stored of it cannot be read, so that it opens a new
+        epoch."""
+        order = hset(keys.meta(worker), {keys.META_UNREADABLE: encode_text(reason)})
+        # Nobody follows it: then the next who does loads it.
+        await self._transactions.run(worker, lambda holder, head: False if holder is None else [order])
+
+    def _xadd(self, worker: WorkerKey, tail: int, fields: list[bytes]) -> bytes:
+        """tail: entries after the checkpoint, with this one; they are kept."""
+        size_bytes = sum(map(len, fields))
+        entries = max(1, tail, min(self._log_entries, LOG_BYTES // size_bytes))
+        return long_command("XADD", keys.log(worker), "MAXLEN", "~", entries, "*", *fields)
+
+    # -- reading
+
+    async def load(self, worker: WorkerKey) -> WorkerImage:
+        """What the store holds of `worker`, all of one moment; following the log from there goes on from it."""
+        return await load_image(self._transactions, worker)
+
+    async def load_copies(self, worker: WorkerKey) -> dict[tuple[Place, int], int]:
+        """The copies of the current epoch, where 2 or more, by place and block hash. Exact for the lease holder."""
+        return await load_copies(self._transactions, worker)
+
+    async def committed(self, worker: WorkerKey) -> tuple[str | None, int | None]:
+        """The current epoch and its last committed seq: shows an owner whether the store lost what it committed."""
+        key = keys.meta(worker)
+        try:
+            fields = await self._transactions.reply(key, command("HMGET", key, *HEAD_FIELDS))
+        except StoredValueError:
+            return None, None
+        return Head.of(key, *fields).written

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings from a file, the environment and flags. Later sources win; what is wrong is named in one line with its
+fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.host_list import allowed_hosts
+from kvrouter.router.model.config.settings import (
+    ENV_PREFIX,
+    FIELDS,
+    HIDDEN,
+    LISTS,
+    SECRETS,
+    Config,
+    describe,
+    flag_of,
+    variable_of,
+    without_password,
+)
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.model_names import parse_aliases, parse_tokenizers
+from kvrouter.router.model.workers.worker_spec import parse_worker
+
+# Read by the client commands and by `serve` itself; not settings.
+CLIENT_VARIABLES = frozenset(
+    {
+        "KVROUTER_URL",
+        "KVROUTER_CONFIG",
+        "KVROUTER_CA_FILE",
+        "KVROUTER_CLIENT_CERTIFICATE",
+        "KVROUTER_CLIENT_KEY",
+    }
+)
+
+# Namespaces of our other parts, which may run in the same environment.
+FOREIGN_PREFIXES = ("KVROUTER_ENGINE_", "KVROUTER_PATCH", "KVROUTER_TEST_", "KVROUTER_SIM_")
+
+# Kubernetes sets these for every Service of the namespace, also for one that is named `kvrouter`: then KVROUTER_PORT is
+# `tcp://10.0.0.7:30000`.
+KUBERNETES_NAME = re.compile(r"KVROUTER_(.*_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
+
+KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
+
+REDIS_URL = re.compile(r"unix://.|(rediss?|valkeys?)(\+(cluster|sentinel))?://.")
+
+# YAML reads `none_hash_seed: 0` as a number; to the engines it is text.
+TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "worker_api_key", "none_hash_seed")
+
+# Lists whose entries are pairs, and what reads them.
+PAIRS = {"tokenizers": parse_tokenizers, "model_aliases": parse_aliases}
+
+
+# The settings that are lists of hosts, and the function that reads each.
+HOST_LISTS: dict[str, Callable[[tuple[str, ...]], object]] = {"allow_hosts": AllowList, "allowed_hosts": allowed_hosts}
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where the settings of a process came from, to read them again: the settings file, and the flags that were
+    given."""
+
+    file: str | None = None
+    flags: dict[str, str | list[str]] = {}
+
+
+def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were given: None and empty lists were not."""
+    return {name: value for name, value in flags.items() if value is not None and value != []}
+
+
+def load_config(
+    file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any], content: str | None = None
+) -> Config:
+    """The settings from their three sources. Raises SettingError.
+
+    content: what the file holds, where it was read already.
+    """
+    given = given_flags(flags)
+    if "redis" in given and "data_dir" in given:
+        raise SettingError("--redis and --data-dir contradict each other: the data is either there or here; give one")
+    values: dict[str, Any] = {}
+    for name, value in _from_file(file, content).items():
+        values[name] = _converted(name, value, f"{name} in {file}")
+    for name, value in _from_environ(environ).items():
+        values[name] = _converted(name, value, variable_of(name))
+    for name, value in given.items():
+        values[name] = _converted(name, value, flag_of(name))
+    if "data_dir" in given:
+        # The flag wins over a Redis that the file or the environment names.
+        values["redis"] = None
+    config = Config(**values)
+    _check_allowed(config)
+    return config
+
+
+def _from_file(file: Path | None, text: str | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8") if text is None else text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise SettingError(f"cannot read the settings file {file}: {reason}; name a readable YAML file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark else ""
+        raise SettingError(f"{file} is not YAML{line}: write lines like `port: 30000`") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingError(f"{file} is not a list of settings: write lines like `port: 30000`")
+    for name in content:
+        if name not in FIELDS:
+            raise SettingError(f"{file}: there is no setting {name!r}; {_nearest(str(name), str)}")
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable in CLIENT_VARIABLES or variable.startswith(FOREIGN_PREFIXES):
+            continue
+        if KUBERNETES_NAME.match(variable) or (variable == "KVROUTER_PORT" and KUBERNETES_PORT.match(text)):
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in FIELDS:
+            raise SettingError(f"the environment variable {variable} is no setting; {_nearest(name, variable_of)}")
+        if text:
+            found[name] = text.split() if name in LISTS else text
+    return found
+
+
+def _nearest(name: str, form: Callable[[str], str]) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_"), FIELDS, n=1)
+    if close:
+        return f"did you mean {form(close[0])}?"
+    return "there are " + ", ".join(form(known) for known in FIELDS)
+
+
+def _converted(name: str, value: Any, where: str) -> Any:
+    field = FIELDS[name]
+    if name in TEXT_SETTINGS and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    shown = HIDDEN if name in SECRETS else repr(without_password(value) if isinstance(value, str) else value)
+    try:
+        converted = msgspec.convert(value, field.type, strict=False)
+    except msgspec.ValidationError:
+        raise SettingError(f"{where} is {shown}: write {describe(name)}") from None
+    if name == "redis" and not REDIS_URL.match(converted):
+        raise SettingError(f"{where} is {shown}: write {describe(name)}")
+    if name == "workers":
+        _check_workers(converted, where)
+    if name in PAIRS:
+        try:
+            PAIRS[name](converted)
+        except SettingError as error:
+            raise SettingError(f"{where}: {error.message}") from None
+    if name in HOST_LISTS:
+        try:
+            HOST_LISTS[name](converted)
+        except SettingError as error:
+            raise SettingError(f"{where}: {error.message}") from None
+    return converted
+
+
+def _check_allowed(config: Config) -> None:
+    allowed = AllowList(config.allow_hosts)
+    for spec in config.workers:
+        worker = parse_worker(spec)
+        problem = allowed.registration_problem(worker.registration(worker.model or ""))
+        if problem:
+            raise SettingError(f"--worker {worker.worker_id!r}: {problem}")
+
+
+def _check_workers(specs: tuple[str, ...], where: str) -> None:
+    seen: dict[tuple[str, int], str] = {}
+    for spec in specs:
+        try:
+            worker = parse_worker(spec)
+        except SettingError as error:
+            raise SettingError(f"{where} {without_password(spec)!r}: {error.message}") from None
+        key = (worker.worker_id, worker.dp_rank or 0)
+        if key in seen:
+            raise SettingError(f"{where}: {spec!r} and {seen[key]!r} name one worker; give each its own ID or dp_rank")
+        seen[key] = spec

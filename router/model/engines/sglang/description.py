@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang. Its own events tell of full attention alone: no removal of a sliding window's pages or of a Mamba state.
+
+Source: SGLang 0.5.23 srt/disaggregation/kv_events.py, srt/mem_cache/events.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from kvrouter.router.base.common.ids import CPU, STORAGE
+from kvrouter.router.model.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
+from kvrouter.router.model.engines.sglang.cache_info import cache_in
+from kvrouter.router.model.engines.sglang.server_info import SERVER_INFO_PATH, streams_in
+from kvrouter.router.model.kvcache.block_hash import HashScheme
+from kvrouter.router.model.kvcache.catalog import FULL_KINDS
+from kvrouter.router.model.kvcache.offload_connectors import HICACHE
+from kvrouter.router.model.kvcache.page_hash import LOOKAHEAD_TOKENS
+from kvrouter.router.model.workers.registration import CatalogSpec
+
+DEFAULT_ALGO = "sglang"
+
+
+def schemes(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
+    """The one that follows from whether it has EAGLE; there is no seed. Another engine's name counts for nothing."""
+    algo = spec.hash_algo if spec.hash_algo in LOOKAHEAD_TOKENS else None
+    return (HashScheme(algo or DEFAULT_ALGO, b""),)
+
+
+def completed(spec: CatalogSpec) -> CatalogSpec:
+    return msgspec.structs.replace(
+        spec,
+        hash_algo=spec.hash_algo or DEFAULT_ALGO,
+        partial_hits=False,
+        offload_connector=spec.offload_connector or HICACHE,
+        whole_windows=True,
+    )
+
+
+def stock_problem(spec: CatalogSpec) -> str:
+    """Full attention alone has to be stated, because a hybrid's events look the same."""
+    if spec.groups and all(group.kind in FULL_KINDS for group in spec.groups):
+        return ""
+    return (
+        "SGLang's own events do not tell which sliding-window pages and Mamba states were evicted, nor whether the model "
+        "has any: load the engine patch there, or register a catalog with one group of full_attention if that is all it has"
+    )
+
+
+def skips_cache(fields: Mapping[str, object]) -> bool:
+    """The log-probabilities of an echoed prompt begin at its first token, so nothing before them is reused.
+
+    Source: SGLang 0.5.23 entrypoints/openai/serving_completions.py, managers/schedule_batch.py:1774.
+    """
+    return fields.get("echo") is True and bool(fields.get("logprobs"))
+
+
+# There is no process_start_time_seconds: its metrics are gathered from several processes. How long a start took has nine
+# digits, which another start does not have again. Source: SGLang 0.5.23 observability/metrics_collector.py.
+GAUGES = EngineGauges(
+    waiting=b"sglang:num_queue_reqs",
+    running=b"sglang:num_running_reqs",
+    kv_usage=b"sglang:token_usage",
+    rank_label=b"dp_rank",
+    life=re.compile(
+        rb'^sglang:startup_time_seconds\{[^}\n]*phase="scheduler_e2e"[^}\n]*\} ([0-9.eE+-]+)\r?\n', re.MULTILINE
+    ),
+)
+
+# Source: SGLang 0.5.23 entrypoints/openai/serving_tokenize.py, protocol.py (TokenizeRequest). Its chats and completions
+# know neither of the ignored fields.
+TOKENS = TokenEndpoints(
+    render_paths={},
+    how_to_render="SGLang has none",
+    chat_fields=None,
+    text_fields=("prompt",),
+    ignored_fields=frozenset({"add_generation_prompt", "add_special_tokens"}),
+    names_arguments=False,
+    reads_messages=False,
+)
+
+FLAGS = OperatorFlags(
+    serve="python -m sglang.launch_server ...",
+    events=(
+        '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\''
+    ),
+    usage="--enable-cache-report",
+    prefix_cache="(without --disable-radix-cache)",
+    memory="--mem-fraction-static",
+)
+
+SGLANG = Engine(
+    name="sglang",
+    title="SGLang",
+    schemes=schemes,
+    completed=completed,
+    stock_problem=stock_problem,
+    media={"CPU_PINNED": CPU, "DISK": STORAGE},
+    tiers_shown=False,
+    info_path=SERVER_INFO_PATH,
+    streams_in=streams_in,
+    # Its /health takes a second or more and generates a token; this says whether it takes requests.
+    health_path="/ready",
+    gauges=GAUGES,
+    cache_in=cache_in,
+    tokens=TOKENS,
+    flags=FLAGS,
+    skips_cache=skips_cache,
+)

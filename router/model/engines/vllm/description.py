@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM: what the wire, the schemes and the rule of this router were first made for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from kvrouter.router.model.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
+from kvrouter.router.model.engines.vllm.cache_info import cache_in
+from kvrouter.router.model.engines.vllm.event_sources import SOURCES_PATH, streams_in
+from kvrouter.router.model.kvcache.block_hash import HashScheme, known_schemes
+from kvrouter.router.model.kvcache.page_hash import LOOKAHEAD_TOKENS
+from kvrouter.router.model.workers.registration import CatalogSpec
+
+
+def schemes(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
+    """Only what was stated, where something was. seed: the engines' PYTHONHASHSEED as configured. Raises ValueError on
+    an unknown algorithm with a none_hash, and on a none_hash of a wrong length."""
+    # SGLang's names count for nothing; one that is of no known engine raises.
+    algo = None if spec.hash_algo in LOOKAHEAD_TOKENS else spec.hash_algo
+    if spec.none_hash is not None:
+        return (HashScheme.from_bytes(algo or "sha256", bytes.fromhex(spec.none_hash)),)
+    stated_seed = spec.none_hash_seed if spec.none_hash_seed is not None else seed
+    known = known_schemes(() if stated_seed is None else (stated_seed,))
+    if stated_seed is not None:
+        # What the user says comes first; an engine with vLLM's default seed is still recognised.
+        known = tuple(dict.fromkeys((HashScheme.from_seed(algo or "sha256", stated_seed), *known)))
+    return tuple(scheme for scheme in known if algo is None or scheme.algo == algo) or known
+
+
+def completed(spec: CatalogSpec) -> CatalogSpec:
+    return spec
+
+
+def stock_problem(spec: CatalogSpec) -> str:
+    """None: every group's stores and removals are published."""
+    return ""
+
+
+def skips_cache(fields: Mapping[str, object]) -> bool:
+    """Log-probabilities of the prompt's tokens need all of it computed.
+
+    Source: vLLM 0.32.0 v1/request.py (skip_reading_prefix_cache), entrypoints/openai/completion/protocol.py.
+    """
+    echoed = fields.get("echo") is True and fields.get("logprobs") is not None
+    return fields.get("prompt_logprobs") is not None or echoed
+
+
+GAUGES = EngineGauges(
+    waiting=b"vllm:num_requests_waiting",
+    running=b"vllm:num_requests_running",
+    kv_usage=b"vllm:kv_cache_usage_perc",
+    rank_label=b"engine",
+    # The whole line, so that a number cut in two is not taken for one.
+    life=re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)\r?\n", re.MULTILINE),
+)
+
+# Source: vLLM 0.32.0 entrypoints/scale_out/render, entrypoints/serve/tokenize.
+TOKENS = TokenEndpoints(
+    render_paths={
+        "chat": "/v1/chat/completions/render",
+        "text": "/v1/completions/render",
+        "responses": "/v1/responses/render",
+        "messages": "/v1/messages/render",
+    },
+    how_to_render="vLLM has one with --enable-scale-out",
+    chat_fields=(
+        *("messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+        *("chat_template", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs"),
+    ),
+    text_fields=("prompt", "add_special_tokens"),
+    ignored_fields=frozenset(),
+    names_arguments=True,
+    reads_messages=True,
+)
+
+FLAGS = OperatorFlags(
+    serve="vllm serve ...",
+    events=(
+        '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
+        '"replay_endpoint": "tcp://*:5558"}\''
+    ),
+    usage="--enable-prompt-tokens-details",
+    prefix_cache="--enable-prefix-caching",
+    memory="--gpu-memory-utilization",
+)
+
+VLLM = Engine(
+    name="vllm",
+    title="vLLM",
+    schemes=schemes,
+    completed=completed,
+    stock_problem=stock_problem,
+    media={},
+    tiers_shown=True,
+    info_path=SOURCES_PATH,
+    streams_in=streams_in,
+    health_path="/health",
+    gauges=GAUGES,
+    cache_in=cache_in,
+    tokens=TOKENS,
+    flags=FLAGS,
+    skips_cache=skips_cache,
+)

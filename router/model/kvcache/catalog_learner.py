@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker's events show of its cache groups, until its catalog is known. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from kvrouter.events.vllm.messages import BlockRemoved, BlockStored
+from kvrouter.router.base.common.ids import GPU
+from kvrouter.router.model.kvcache.catalog import FULL_KINDS, NO_EVIDENCE, Catalog, Group, build_catalog, group_of
+from kvrouter.router.model.kvcache.offload_connectors import TierEvidence
+from kvrouter.router.model.workers.registration import MAX_GROUPS, CatalogSpec
+
+# Prompts whose first block is remembered while the chunk size is unknown; offloading follows the store within a step or
+# two.
+MAX_ROOTS = 4_096
+
+# Events of a worker after which an odd one no longer counts: a removal of a group that nothing else speaks of, or what
+# contradicts all that came since. An engine under load publishes that many in seconds.
+ODD_EVENTS_FORGOTTEN_AFTER = 1_024
+
+# Stores of a group whose blocks came one at a time so far that are remembered: some prompts, of which one shows the
+# group's size.
+MAX_SINGLE_STORES = 4_096
+
+# Stands for the block size of a group that is known from partial entries alone: more than any engine's, so that no
+# whole block is looked for, and within what vLLM's rule looks at inside one block. The first whole block names the
+# size.
+UNNAMED_BLOCK_TOKENS = 65_536
+
+# Block sizes of one group that are remembered: its own, that of partial entries, and some to show a contradiction by.
+MAX_BLOCK_SIZES = 8
+
+# vLLM <= 0.19 names no groups and turns hybrid caching off when events are on, so its one group behaves as full
+# attention.
+UNNAMED_GROUP_KIND = "full_attention"
+
+
+class LearnedGroup(msgspec.Struct, frozen=True):
+    """What events said of one group, as kept in Redis."""
+
+    group_idx: int | None
+    kind: str | None
+    window: int | None
+    block_sizes: list[int]
+    problem: str | None
+    # See `CatalogLearner.in_doubt`.
+    doubtful: bool = False
+    gpu_block_sizes: list[int] = []
+    partial: bool = False
+
+
+class LearnedCatalog(msgspec.Struct, frozen=True):
+    """All that a `CatalogLearner` learned, as kept in Redis."""
+
+    groups: list[LearnedGroup]
+    blocks_per_chunk: int | None
+    tier: TierEvidence = NO_EVIDENCE
+
+
+class _Seen:
+    """What events said of one group so far."""
+
+    __slots__ = (
+        "block_sizes",
+        "gpu_block_sizes",
+        "kind",
+        "partial",
+        "problem",
+        "recent_sizes",
+        "single_stores",
+        "window",
+    )
+
+    def __init__(self) -> None:
+        self.kind: str | None = None
+        self.window: int | None = None
+        self.block_sizes: set[int] = set()
+        # Block sizes that came since the group is in doubt.
+        self.recent_sizes: set[int] = set()
+        # Those of them that the GPU's events said.
+        self.gpu_block_sizes: set[int] = set()
+        self.problem: str | None = None
+        # Whether entries inside its blocks were announced, and the hashes that show it.
+        self.partial = False
+        self.single_stores: set[int] = set()
+
+    @property
+    def stored(self) -> bool:
+        """Whether a store said something of the group, not only a removal."""
+        return self.kind is not None or bool(self.block_sizes)
+
+
+class CatalogLearner:
+    """Learns a worker's catalog from its events.
+
+    Groups seen so far are taken for all there are; one that shows up later counts at once. A group known only from
+    placeholders or removals, or one that contradicts itself, makes the catalog incomplete, until this many events came
+    without another sign of it (ODD_EVENTS_FORGOTTEN_AFTER) that it was one odd event. `version` changes whenever the
+    catalog does.
+    """
+
+    def __init__(self, spec: CatalogSpec | None = None, problem: str | None = None) -> None:
+        """problem: why the engine's own events prove no hit; None where they do."""
+        self._source = "configured"
+        self._problem = problem
+        self.version = 0
+        self._state(spec or CatalogSpec())
+        self._seen: dict[int | None, _Seen] = {}
+        self._life_is_whole = False
+        # Groups of which it is not known yet whether their blocks are larger than what was announced.
+        self._unsized: set[int | None] = set()
+        # Events so far, and by group in doubt the number at which it is judged again.
+        self._events = 0
+        self._judged_at: dict[int | None, int] = {}
+        self._blocks_per_chunk: int | None = None
+        self._tier = NO_EVIDENCE
+        # First blocks of prompts and their sizes, newest last: one alone on an offload tier shows that chunks are
+        # single blocks.
+        self._roots: dict[int, int] = {}
+
+    def _state(self, spec: CatalogSpec) -> None:
+        self._spec = spec
+        self._stated = {group.group_idx: group_of(group) for group in spec.groups}
+        self.version += 1
+
+    def declare(self, spec: CatalogSpec, problem: str | None) -> None:
+        """The engine itself says what its catalog is; problem: why no hit of it can be predicted all the same."""
+        self._source, self._problem = "declared", problem
+        self._state(spec)
+
+    def begin_life(self) -> None:
+        """Every event of the engine's life comes from here on, so that what none of them stored was never stored."""
+        self._life_is_whole = True
+
+    def miss_event(self) -> None:
+        """An event could not be read."""
+        self._life_is_whole = False
+
+    @property
+    def wants_parents(self) -> bool:
+        """Whether `parent` may still teach something."""
+        return self._life_is_whole and bool(self._unsized)
+
+    def parent(self, event: BlockStored) -> None:
+        """Learn from a GPU store of full attention, after `stored`, if it is a whole block or an entry inside one, as
+        both come in the hash block size (vLLM 0.32 block_pool.py: cache_full_blocks, cache_partial_block). Whole blocks
+        come several at a time, and each after its parent; the parent of an entry inside a block is stored by nobody."""
+        seen = self._seen.get(event.group_idx)
+        if seen is None or event.group_idx not in self._unsized or not len(event.block_hashes):
+            return
+        parent = event.parent_block_hash
+        orphan = parent is not None and parent not in seen.single_stores
+        whole = seen.kind not in FULL_KINDS or len(seen.block_sizes) > 1 or len(event.block_hashes) > 1
+        if whole or orphan or len(seen.single_stores) >= MAX_SINGLE_STORES:
+            self._unsized.discard(event.group_idx)
+            seen.single_stores.clear()
+            if orphan and not whole:
+                seen.partial = True
+                self.version += 1
+        else:
+            seen.single_stores.add(int(event.block_hashes[0]))
+
+    @property
+    def in_doubt(self) -> bool:
+        """Odd events came, so that every event says something, also one that was seen before."""
+        return bool(self._judged_at)
+
+    def knows(self, group_idx: int | None) -> bool:
+        """Whether a store spoke of this group, so that its removals say nothing new."""
+        seen = self._seen.get(group_idx)
+        return seen is not None and seen.stored
+
+    def elapse(self, events: int) -> None:
+        """This many events were applied."""
+        self._events += events
+        if self._judged_at:
+            for group_idx in [group for group, at in self._judged_at.items() if at <= self._events]:
+                self._judge(group_idx)
+
+    def _doubt(self, group_idx: int | None) -> None:
+        self._judged_at[group_idx] = self._events + ODD_EVENTS_FORGOTTEN_AFTER
+        if group_idx in self._seen:
+            self._seen[group_idx].recent_sizes.clear()
+
+    def _judge(self, group_idx: int | None) -> None:
+        """Nothing odd was said of a group for long enough: what was said since holds, and a group of which nothing was
+        is none."""
+        seen = self._seen[group_idx]
+        if seen.problem is not None and not seen.recent_sizes:
+            self._doubt(group_idx)
+            return
+        del self._judged_at[group_idx]
+        if seen.problem is None:
+            del self._seen[group_idx]
+        else:
+            seen.problem, seen.block_sizes = None, set(seen.recent_sizes)
+            seen.gpu_block_sizes &= seen.block_sizes
+        self.version += 1
+
+    def _contradicts_names(self, group_idx: int | None) -> bool:
+        """Engines name all their groups, or the one they have has no name."""
+        known = (index for index, seen in self._seen.items() if seen.stored and index not in self._judged_at)
+        return any((index is None) is not (group_idx is None) for index in known)
+
+    def _hear_again(self, group_idx: int | None, seen: _Seen, block_size: int) -> None:
+        """A store of a group in doubt."""
+        if self._contradicts_names(group_idx) or (block_size <= 0 and not seen.stored):
+            self._doubt(group_idx)
+        elif seen.problem is None:
+            # Only removals spoke of it, and now it shows that it is one.
+            del self._judged_at[group_idx]
+        elif block_size > 0 and len(seen.recent_sizes) < MAX_BLOCK_SIZES:
+            seen.recent_sizes.add(block_size)
+
+    def stored(self, event: BlockStored, *, shows_tier: bool = True) -> None:
+        """Take what a Stored event says of its group, also when its hash list is empty.
+
+        shows_tier: of another medium than the GPU, it has the shape in which its connector sent it."""
+        seen = self._touch(event.group_idx, event.medium)
+        if seen is not None and event.group_idx in self._judged_at:
+            self._hear_again(event.group_idx, seen, event.block_size)
+        if event.medium != GPU and shows_tier:
+            self._judge_tier(event, seen)
+        if event.medium != GPU and event.block_size == 0:
+            self._judge_placeholder(event, seen)
+        if seen is None or event.block_size <= 0:
+            return
+        kind = event.kind or (UNNAMED_GROUP_KIND if event.group_idx is None else None)
+        if event.medium != GPU:
+            self._learn_chunk(event, seen)
+            if kind is None:
+                return
+        if event.block_size not in seen.block_sizes and len(seen.block_sizes) < MAX_BLOCK_SIZES:
+            seen.block_sizes.add(event.block_size)
+            self.version += 1
+            if len(seen.block_sizes) > 2 or max(seen.block_sizes) % min(seen.block_sizes):
+                self._contradict(event, f"announced with block sizes {sorted(seen.block_sizes)}")
+        if event.medium == GPU and event.block_size in seen.block_sizes:
+            seen.gpu_block_sizes.add(event.block_size)
+        if kind is not None and (kind, event.sliding_window) != (seen.kind, seen.window):
+            if seen.kind is not None:
+                self._contradict(
+                    event,
+                    f"announced as {seen.kind} (window {seen.window}) and as {kind} (window {event.sliding_window})",
+                )
+            seen.kind, seen.window = kind, event.sliding_window
+            self.version += 1
+
+    def _judge_tier(self, event: BlockStored, seen: _Seen | None) -> None:
+        tier = self._tier.add(event, seen.gpu_block_sizes if seen else ())
+        if tier is not self._tier:
+            self._tier = tier
+            self.version += 1
+
+    def removed(self, event: BlockRemoved) -> None:
+        """A removal names a group but says nothing of it."""
+        seen = self._touch(event.group_idx, event.medium)
+        if seen is not None and not seen.stored:
+            self._doubt(event.group_idx)
+
+    def _contradict(self, event: BlockStored, what: str) -> None:
+        self._doubt(event.group_idx)
+        seen = self._seen[event.group_idx]
+        seen.problem = f"group {event.group_idx} contradicts itself: {what}"
+        seen.recent_sizes.add(event.block_size)
+
+    def _touch(self, group_idx: int | None, medium: str) -> _Seen | None:
+        seen = self._seen.get(group_idx)
+        if seen is None:
+            # vLLM 0.20 to 0.23 drops the group of offload events: such a nameless tier is no group of its own.
+            if group_idx is None and medium != GPU:
+                return None
+            # One over the limit is kept, and makes the catalog say so.
+            if len(self._seen) > MAX_GROUPS:
+                return None
+            seen = self._seen[group_idx] = _Seen()
+            self._unsized.add(group_idx)
+            self.version += 1
+            if self._contradicts_names(group_idx):
+                self._doubt(group_idx)
+        return seen
+
+    def _learn_chunk(self, event: BlockStored, seen: _Seen) -> None:
+        # A self-describing store names all blocks of its chunk; a partial tail has a smaller block size and is ignored
+        # here. Announcements of a SimpleCPUOffloadConnector look like chunks of one block, which its rule does not
+        # need.
+        count = len(event.block_hashes)
+        if seen.block_sizes and event.block_size == max(seen.block_sizes) and count > (self._blocks_per_chunk or 0):
+            self._blocks_per_chunk = count
+            self.version += 1
+
+    @property
+    def wants_roots(self) -> bool:
+        """Whether `roots` may still teach something."""
+        return self._blocks_per_chunk is None
+
+    def roots(self, event: BlockStored, hashes: Iterable[int]) -> None:
+        """Remember the first blocks of prompts, whose stores have no parent; they differ from `event` in hashes alone.
+        Only full attention announces blocks without leaving any out."""
+        if event.kind not in FULL_KINDS:
+            return
+        for block_hash in hashes:
+            self._roots[block_hash] = event.block_size
+            if len(self._roots) > MAX_ROOTS:
+                del self._roots[next(iter(self._roots))]
+
+    def _judge_placeholder(self, event: BlockStored, seen: _Seen | None) -> None:
+        # A chunk is known by its last block, so a chunk that ends with the first block of its group is that block
+        # alone.
+        if self._blocks_per_chunk is not None or seen is None or not seen.block_sizes:
+            return
+        size = max(seen.block_sizes)
+        if any(self._roots.get(int(block_hash)) == size for block_hash in event.block_hashes):
+            self._blocks_per_chunk = 1
+            self.version += 1
+
+    def catalog(self, hash_block_size: int | None = None) -> Catalog:
+        """The catalog as known now: stated groups first, learned ones beside them.
+
+        hash_block_size: what verified hashes showed, for an engine whose prefix_match_unit is finer than the gcd.
+        """
+        spec = self._spec
+        if spec.hash_block_size is None and hash_block_size is not None:
+            spec = msgspec.structs.replace(spec, hash_block_size=hash_block_size)
+        stated = self._stated_as_announced()
+        problem = self._problem or self._contradiction(stated)
+        groups = dict(stated)
+        # Entries inside blocks are there for a Mamba state's sake.
+        partial = any(seen.partial for seen in self._seen.values()) and any(
+            seen.kind == "mamba" for seen in self._seen.values()
+        )
+        if partial and spec.partial_hits is None:
+            spec = msgspec.structs.replace(spec, partial_hits=True)
+        sizes = [min(seen.block_sizes) for seen in self._seen.values() if seen.block_sizes]
+        finest = spec.hash_block_size or min(sizes, default=0)
+        for group_idx, seen in self._seen.items():
+            if group_idx in stated:
+                continue
+            if group_idx is None and len(self._seen) > 1:
+                problem = problem or "events of one engine came both with and without group_idx"
+                continue
+            size = max(seen.block_sizes, default=0)
+            if partial and seen.partial and len(seen.block_sizes) == 1:
+                size = max(size, UNNAMED_BLOCK_TOKENS // size * size)
+            problem = problem or seen.problem or _size_problem(group_idx, seen.block_sizes, finest)
+            if seen.kind is None and size:
+                problem = problem or (
+                    f"group {group_idx} was announced without its kind (vLLM before 0.22.1): register a catalog"
+                )
+            groups[group_idx] = Group(group_idx, seen.kind or "unknown", size, seen.window)
+        source = self._source if stated and stated.keys() >= groups.keys() else "learned"
+        return build_catalog(groups.values(), source, spec, self._blocks_per_chunk, problem, self._tier)
+
+    def _stated_as_announced(self) -> dict[int | None, Group]:
+        """Return the stated groups by the numbers that events give them.
+
+        The only group of an engine has no number in the events of SGLang and of vLLM up to 0.19, and 0 in later ones.
+        So a group that is stated alone is taken for the one that is announced alone, if one of the two has no number.
+        """
+        if len(self._stated) == len(self._seen) == 1:
+            (number, group), (announced,) = *self._stated.items(), self._seen
+            if announced != number and None in (number, announced):
+                return {announced: msgspec.structs.replace(group, group_idx=announced)}
+        return self._stated
+
+    def _contradiction(self, stated: dict[int | None, Group]) -> str | None:
+        """Return how events differ from the stated groups, so that no block that they announce would be found."""
+        if stated and self._seen and not stated.keys() & self._seen.keys():
+            return (
+                f"its catalog states {_numbers(stated)}, its events announce {_numbers(self._seen)}: register the groups that "
+                "the engine has, or no catalog"
+            )
+        for number, group in stated.items():
+            sizes = self._seen[number].gpu_block_sizes if number in self._seen else set()
+            # With several groups, entries inside blocks are announced in the hash block size.
+            inner = len(stated.keys() | self._seen.keys()) > 1 and not any(group.block_size % size for size in sizes)
+            if sizes and group.block_size not in sizes and not inner:
+                return (
+                    f"its catalog states blocks of {group.block_size} tokens for {group.name}, its events announce "
+                    f"{', '.join(map(str, sorted(sizes)))}: register the engine's block size"
+                )
+        return None
+
+    def dump(self) -> bytes:
+        """What was learned, for another process of the router; read back by `load`."""
+        groups = [
+            LearnedGroup(
+                index,
+                seen.kind,
+                seen.window,
+                sorted(seen.block_sizes),
+                seen.problem,
+                index in self._judged_at,
+                sorted(seen.gpu_block_sizes),
+                seen.partial,
+            )
+            for index, seen in self._seen.items()
+        ]
+        return msgspec.json.encode(LearnedCatalog(groups, self._blocks_per_chunk, self._tier))
+
+    def load(self, dumped: bytes) -> None:
+        """Take over what `dump` wrote. Raises msgspec.DecodeError on anything else."""
+        learned = msgspec.json.decode(dumped, type=LearnedCatalog)
+        for group in learned.groups:
+            seen = self._seen[group.group_idx] = _Seen()
+            seen.kind, seen.window, seen.problem = group.kind, group.window, group.problem
+            seen.block_sizes = set(group.block_sizes)
+            if group.doubtful or group.problem is not None:
+                self._doubt(group.group_idx)
+            seen.gpu_block_sizes = set(group.gpu_block_sizes)
+            seen.partial = group.partial
+        self._tier = learned.tier
+        self._blocks_per_chunk = learned.blocks_per_chunk
+        self.version += 1
+
+
+def _numbers(groups: Iterable[int | None]) -> str:
+    return ", ".join("a group without a number" if number is None else f"group {number}" for number in groups)
+
+
+def _size_problem(group_idx: int | None, sizes: set[int], finest: int) -> str | None:
+    """A group has one block size; partial entries come in the hash block size, the finest of all."""
+    if len(sizes) <= 1 or sizes == {max(sizes), finest}:
+        return None
+    return f"group {group_idx} contradicts itself: announced with block sizes {sorted(sizes)}"

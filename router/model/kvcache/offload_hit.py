@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tiers beside the GPU add to its hit, as pure functions: one rule for each connector of vLLM,
+and one for SGLang's HiCache.
+
+OffloadingConnector looks whole chunks up, group by group, in an order of its own. SimpleCPUOffloadConnector keeps a
+block pool like the GPU's, and has vLLM's coordinator judge the part of the prompt behind the local hit. Which rule
+holds is in the tables of `hit_tables.py`; a worker whose connector has no rule has neither range. Lengths are in
+tokens.
+
+Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py:752 :966,
+v1/simple_kv_offload/manager.py:338, v1/core/sched/scheduler.py:975.
+"""
+
+from __future__ import annotations
+
+from kvrouter.router.model.kvcache.gpu_hit import coordinator_hit, resident
+from kvrouter.router.model.kvcache.hit_tables import (
+    EXT_CHUNK,
+    EXT_CPU_BANK,
+    EXT_CPU_MASK,
+    EXT_EAGLE,
+    EXT_SPARSE,
+    EXT_STORAGE_BANK,
+    EXT_STORAGE_MASK,
+    EXT_WINDOW,
+    EXT_WINDOW_CHUNKS,
+    GEO_ALIGN,
+    GEO_CPU_END,
+    GEO_CPU_START,
+    GEO_EXT_END,
+    GEO_EXT_MAMBA_ALIGN,
+    GEO_EXT_SPARSE,
+    GEO_EXT_START,
+    GEO_EXT_TAIL_BLOCK,
+    GEO_EXT_UNPROVEN,
+    GEO_HASH_BLOCK,
+    GEO_JOINT_END,
+    GEO_JOINT_START,
+    GEO_SCHEDULER_BLOCK,
+    GEO_SPEC_START,
+    GEO_STORAGE_END,
+    GEO_STORAGE_START,
+    GEO_SUFFIX_ALIGN,
+    RULE_CHUNKED_LOCAL,
+    RULE_FULL,
+    RULE_SLIDING_WINDOW,
+    SPEC_BLOCK,
+    SPEC_CHUNK,
+    SPEC_MEMBER_END,
+    SPEC_MEMBER_START,
+    SPEC_RULE,
+    SPEC_WINDOW,
+)
+from kvrouter.router.model.kvcache.rule_tables import RuleTables
+
+# SGLang loads nothing back for fewer tokens of full attention, unless a window or a state is loaded too.
+# Source: SGLang 0.5.23 srt/mem_cache/unified_radix_cache.py:576 :1879.
+LOAD_BACK_TOKENS = 10
+
+# Named, because a literal would be shifted in 32 bits where this is compiled.
+_FLAG = 1
+
+
+def offloaded(tables: RuleTables, row: int, index: int, x: int, storage: bool) -> bool:
+    """Whether the chunk that ends at hash `index` can be loaded from the CPU tier, or with `storage` from the disk tier
+    too."""
+    if index < 0 or index >= tables.rows.shape[1]:
+        return False
+    if tables.rows[row + tables.exts[x, EXT_CPU_BANK], index] & tables.exts[x, EXT_CPU_MASK] != 0:
+        return True
+    return (
+        storage and tables.rows[row + tables.exts[x, EXT_STORAGE_BANK], index] & tables.exts[x, EXT_STORAGE_MASK] != 0
+    )
+
+
+def offload_prefix(tables: RuleTables, row: int, x: int, storage: bool, scale: int, first: int, last: int) -> int:
+    """Consecutive loadable chunks from chunk `first` on, below chunk `last`."""
+    chunk = first
+    while chunk < last and offloaded(tables, row, (chunk + 1) * scale - 1, x, storage):
+        chunk += 1
+    return chunk - first
+
+
+def offload_window(
+    tables: RuleTables, row: int, x: int, storage: bool, scale: int, first: int, last: int, window: int, initial: int
+) -> int:
+    """End, from chunk `first`, of the last run of `window` loadable chunks; the rightmost run must have `initial` of
+    them."""
+    run = 0
+    need = initial
+    if last > tables.rows.shape[1] // scale:
+        # The chunks past the given hashes are missing, and a miss ends the claim of the rightmost run.
+        need = window
+        last = tables.rows.shape[1] // scale
+    for chunk in range(last - 1, first - 1, -1):
+        if offloaded(tables, row, (chunk + 1) * scale - 1, x, storage):
+            run += 1
+        else:
+            run = 0
+            need = window
+        if run == need:
+            return chunk - first + need
+    return run
+
+
+def complete_chunks(tables: RuleTables, row: int, w: int, num_tokens: int, local: int, storage: bool) -> int:
+    """Tokens beyond `local` that whole chunks of an offload tier give. Source: offloading/scheduler.py:752."""
+    first, last = tables.geos[w, GEO_EXT_START], tables.geos[w, GEO_EXT_END]
+    num_hashes = num_tokens // tables.geos[w, GEO_HASH_BLOCK]
+    limit = num_tokens
+    if tables.geos[w, GEO_EXT_SPARSE] != 0:
+        limit -= 1
+        if tables.geos[w, GEO_EXT_MAMBA_ALIGN] != 0:
+            limit -= limit % tables.geos[w, GEO_EXT_MAMBA_ALIGN]
+    sparse_first = first
+    while sparse_first < last and tables.exts[sparse_first, EXT_SPARSE] == 0:
+        sparse_first += 1
+    hit = 0
+    verified = 0
+    begin = first
+    again = first < last
+    while again:
+        again = False
+        seen_sparse = False
+        next_begin = last
+        for x in range(begin, last):
+            chunk = tables.exts[x, EXT_CHUNK]
+            scale = chunk // tables.geos[w, GEO_HASH_BLOCK]
+            chunks = num_hashes // scale
+            unverified = tables.exts[x, EXT_EAGLE] != 0 and verified >> (x - first) & 1 == 0
+            limit = min(limit, chunks * chunk)
+            if limit - local < chunk:
+                return 0
+            query = min(limit + chunk, chunks * chunk) if unverified else limit
+            end = min((query + chunk - 1) // chunk, chunks)
+            start = local // chunk
+            if tables.exts[x, EXT_SPARSE] == 0:
+                found = offload_prefix(tables, row, x, storage, scale, start, end)
+            else:
+                window = tables.exts[x, EXT_WINDOW_CHUNKS]
+                extra = 1 if unverified else 0
+                initial = window
+                if tables.exts[x, EXT_WINDOW] > 0:
+                    candidate = min(limit, (end - extra) * chunk)
+                    padding = (-candidate) % chunk
+                    initial = max(window, (tables.exts[x, EXT_WINDOW] - 1 + padding + chunk - 1) // chunk)
+                found = offload_window(tables, row, x, storage, scale, start, end, window + extra, initial + extra)
+            if found == 0:
+                return 0
+            if unverified:
+                found -= 1
+                verified |= _FLAG << (x - first)
+            limit = min(limit, chunk * (start + found))
+            new = limit - local
+            if new < chunk:
+                return 0
+            if new < hit:
+                if tables.exts[x, EXT_EAGLE] == 0:
+                    verified = 0
+                if seen_sparse and not again:
+                    again = True
+                    next_begin = sparse_first
+            seen_sparse = seen_sparse or tables.exts[x, EXT_SPARSE] != 0
+            hit = new
+        begin = next_begin
+    return hit
+
+
+def single_block_chunks(tables: RuleTables, row: int, w: int, num_tokens: int) -> bool:
+    """Whether this prompt's own chunks show that a chunk is one block.
+
+    A chunk of k blocks ends at a multiple of k blocks, so k divides every such end; ends without a common divisor leave
+    k = 1.
+    """
+    divisor = 0
+    for g in range(tables.geos[w, GEO_EXT_START], tables.geos[w, GEO_EXT_END]):
+        scale = tables.exts[g, EXT_CHUNK] // tables.geos[w, GEO_HASH_BLOCK]
+        for chunk in range(min(num_tokens // tables.exts[g, EXT_CHUNK], tables.rows.shape[1] // scale)):
+            if not offloaded(tables, row, (chunk + 1) * scale - 1, g, True):
+                continue
+            a = chunk + 1
+            b = divisor
+            while b != 0:
+                a, b = b, a % b
+            divisor = a
+            if divisor == 1:
+                return True
+    return False
+
+
+def chunks_hit(tables: RuleTables, row: int, w: int, num_tokens: int, local: int, storage: bool) -> int:
+    """Tokens beyond `local` that an OffloadingConnector gives, a partial tail included."""
+    if tables.geos[w, GEO_EXT_UNPROVEN] != 0 and not single_block_chunks(tables, row, w, num_tokens):
+        return 0
+    found = complete_chunks(tables, row, w, num_tokens, local, storage)
+    block = tables.geos[w, GEO_EXT_TAIL_BLOCK]
+    if block != 0:
+        hash_block = tables.geos[w, GEO_HASH_BLOCK]
+        complete = local + found
+        boundary = min(num_tokens - 1, complete + block - 1)
+        boundary -= boundary % hash_block
+        while boundary > complete:
+            everywhere = True
+            for g in range(tables.geos[w, GEO_EXT_START], tables.geos[w, GEO_EXT_END]):
+                if not offloaded(tables, row, boundary // hash_block - 1, g, storage):
+                    everywhere = False
+                    break
+            if everywhere:
+                found = boundary - local
+                break
+            boundary -= hash_block
+    return found
+
+
+def suffix_hit(tables: RuleTables, row: int, w: int, first: int, last: int, num_tokens: int, local: int) -> int:
+    """Tokens beyond `local` that a SimpleCPUOffloadConnector gives: what its spec groups allow of the rest of the
+    prompt."""
+    for s in range(first, last):
+        # vLLM 0.33 offers nothing where a chunk would not begin at its own boundary; 0.32 offers other chunks than it
+        # needs.
+        if tables.specs[s, SPEC_RULE] == RULE_CHUNKED_LOCAL and local % tables.specs[s, SPEC_CHUNK] != 0:
+            return 0
+    shift = local // tables.geos[w, GEO_HASH_BLOCK]
+    align = tables.geos[w, GEO_SUFFIX_ALIGN]
+    found, _ = coordinator_hit(tables, row, shift, w, first, last, align, num_tokens - local)
+    return found
+
+
+def loads_back(tables: RuleTables, row: int, w: int, hit: int) -> bool:
+    """Whether SGLang's HiCache loads what the GPU lacks of the first `hit` tokens, all of which it holds somewhere."""
+    first = tables.geos[w, GEO_SPEC_START]
+    count = tables.geos[w, GEO_JOINT_END] - tables.geos[w, GEO_JOINT_START]
+    missing = 0
+    for s in range(first, first + count):
+        block = tables.specs[s, SPEC_BLOCK]
+        scale = block // tables.geos[w, GEO_HASH_BLOCK]
+        start, end = tables.specs[s, SPEC_MEMBER_START], tables.specs[s, SPEC_MEMBER_END]
+        last = hit // block
+        begin = last - 1
+        if tables.specs[s, SPEC_RULE] == RULE_FULL:
+            begin = 0
+        elif tables.specs[s, SPEC_RULE] == RULE_SLIDING_WINDOW:
+            begin = last - (tables.specs[s, SPEC_WINDOW] - 1 + block - 1) // block
+        for i in range(max(begin, 0), last):
+            if resident(tables, row, (i + 1) * scale - 1, start, end):
+                continue
+            if tables.specs[s, SPEC_RULE] != RULE_FULL:
+                return True
+            missing += block
+            if missing >= LOAD_BACK_TOKENS:
+                return True
+    return False
+
+
+def joint_hit(tables: RuleTables, row: int, w: int, num_tokens: int, gpu: int) -> int:
+    """Tokens that SGLang reuses with its host tier: what is on either of both counts, if it is loaded at all."""
+    first, last = tables.geos[w, GEO_JOINT_START], tables.geos[w, GEO_JOINT_END]
+    hit, _ = coordinator_hit(tables, row, 0, w, first, last, tables.geos[w, GEO_ALIGN], num_tokens)
+    return hit if hit > gpu and loads_back(tables, row, w, hit) else gpu
+
+
+def tier_hit(
+    tables: RuleTables,
+    row: int,
+    w: int,
+    num_tokens: int,
+    gpu: int,
+    storage: bool,
+) -> int:
+    """Tokens the engine reuses with its CPU tier, or with `storage` with its disk tier too; at least `gpu`.
+
+    The tiers are looked up behind the last whole scheduler block. A sub-block tail of the GPU hit is given up only for
+    a longer hit.
+    """
+    if tables.geos[w, GEO_JOINT_START] < tables.geos[w, GEO_JOINT_END]:
+        return joint_hit(tables, row, w, num_tokens, gpu)
+    tail = gpu % tables.geos[w, GEO_SCHEDULER_BLOCK]
+    local = gpu - tail
+    found = 0
+    if tables.geos[w, GEO_EXT_START] < tables.geos[w, GEO_EXT_END]:
+        found = chunks_hit(tables, row, w, num_tokens, local, storage)
+    first, last = tables.geos[w, GEO_CPU_START], tables.geos[w, GEO_CPU_END]
+    if storage:
+        first, last = tables.geos[w, GEO_STORAGE_START], tables.geos[w, GEO_STORAGE_END]
+    if first < last:
+        found = suffix_hit(tables, row, w, first, last, num_tokens, local)
+    return local + found if found > tail else gpu

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which hash scheme a worker uses: assumed at first, verified or refuted by the blocks that it announces.
+
+A wrong assumption finds nothing, so it can only under-credit. Pure; the schemes are in `block_hash.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import msgspec
+
+from kvrouter.events.vllm.messages import BlockStored
+from kvrouter.router.base.common.ids import GPU
+from kvrouter.router.model.kvcache.block_hash import (
+    HashScheme,
+    SchemeUnexplained,
+    SchemeVerified,
+    Verdict,
+    verify_scheme,
+)
+from kvrouter.router.model.kvcache.page_hash import LOOKAHEAD_TOKENS
+from kvrouter.router.model.workers.registration import CatalogSpec
+
+# Root blocks judged before an unexplained worker is left alone: a judgement costs up to 20 ms, and an engine whose
+# first hundreds of prompts all fail will not verify later.
+MAX_JUDGEMENTS = 256
+
+
+# With EAGLE, a page of SGLang's is announced with the token after it.
+MAX_PAGE_LOOKAHEAD = max(LOOKAHEAD_TOKENS.values())
+# What vLLM's hashes cover of the tokens after their block, with EAGLE or MTP from 0.33 on (vllm/config/vllm.py:678);
+# MTP of several modules covers more, which has to be declared.
+LOOKAHEADS_TRIED = (0, 1)
+
+
+class SchemeState(Enum):
+    """How well a worker's hash scheme is known."""
+
+    ASSUMED = "assumed"
+    DECLARED = "declared"
+    VERIFIED = "verified"
+    UNEXPLAINED = "unexplained"
+
+
+class HashIdentity:
+    """The hash scheme of one worker and how it is known."""
+
+    def __init__(self, spec: CatalogSpec, candidates: tuple[HashScheme, ...]) -> None:
+        """candidates: what could explain this worker's hashes, likeliest first; at least one."""
+        self._spec = spec
+        stated = spec.hash_lookahead_tokens
+        self._candidates = _with_lookaheads(candidates, LOOKAHEADS_TRIED if stated is None else (stated,))
+        self.scheme = self._candidates[0]
+        self.standing = SchemeState.ASSUMED if spec.none_hash is None else SchemeState.DECLARED
+        self.hash_block_size: int | None = None
+        self._judgements = 0
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the next batches should be decoded with token ids, to verify the scheme."""
+        return self.standing is not SchemeState.VERIFIED and self._judgements < MAX_JUDGEMENTS
+
+    @property
+    def explained(self) -> bool:
+        return self.standing is not SchemeState.UNEXPLAINED
+
+    @property
+    def label(self) -> str:
+        if not self.explained:
+            return "unknown (explained by none of: " + ", ".join(scheme.label for scheme in self._candidates) + ")"
+        return f"{self.scheme.label} ({self.standing.value})"
+
+    def judge(self, event: BlockStored) -> bool:
+        """Take a Stored event as evidence if it holds a dense root block; True when the standing changed."""
+        tokens = event.token_ids
+        dense_root = (
+            event.medium == GPU
+            and event.parent_block_hash is None
+            and event.block_size > 0
+            and len(event.block_hashes) > 0
+            and tokens is not None
+            and 0 <= len(tokens) - len(event.block_hashes) * event.block_size <= MAX_PAGE_LOOKAHEAD
+        )
+        if not dense_root or not self.wants_tokens or tokens is None:
+            return False
+        keys: Sequence[object] | None = event.extra_keys[0] if event.extra_keys else None
+        self._judgements += 1
+        before = self.standing
+        self._take(
+            verify_scheme(
+                self._candidates,
+                block_hash=int(event.block_hashes[0]),
+                token_ids=tokens[: event.block_size + max(scheme.lookahead_tokens for scheme in self._candidates)],
+                block_size=event.block_size,
+                hash_block_size=self._spec.hash_block_size,
+                extra_keys_untagged=keys,
+                lora_name=event.lora_name,
+                lora_paths=self._spec.lora_paths,
+            )
+        )
+        return self.standing is not before
+
+    def prove(self, token_ids: Sequence[int], block_hash: int) -> None:
+        """Take an example that the engine computed for this purpose: a root block of one hash block, without extra
+        keys, and the tokens after it that its hash covers."""
+        self._take(
+            verify_scheme(
+                self._candidates,
+                block_hash=block_hash,
+                token_ids=token_ids,
+                block_size=len(token_ids) - self.scheme.lookahead_tokens,
+                hash_block_size=len(token_ids) - self.scheme.lookahead_tokens,
+                extra_keys_untagged=None,
+                lora_name=None,
+                lora_paths={},
+            )
+        )
+
+    def _take(self, verdict: Verdict) -> None:
+        if isinstance(verdict, SchemeVerified):
+            self.scheme, self.hash_block_size = verdict.scheme, verdict.hash_block_size
+            self.standing = SchemeState.VERIFIED
+        elif isinstance(verdict, SchemeUnexplained) and verdict.plain:
+            self.standing = SchemeState.UNEXPLAINED
+
+    def restore(self, scheme: HashScheme, standing: SchemeState, hash_block_size: int | None) -> None:
+        """Take over what an earlier process of the router found out."""
+        if standing is SchemeState.VERIFIED and scheme in self._candidates:
+            self.scheme, self.standing, self.hash_block_size = scheme, standing, hash_block_size
+
+
+def _with_lookaheads(schemes: tuple[HashScheme, ...], lookaheads: tuple[int, ...]) -> tuple[HashScheme, ...]:
+    """Those of vLLM with each of these lookaheads, in the order of the lookaheads; SGLang's have their own."""
+    found: dict[HashScheme, None] = {}
+    for lookahead in lookaheads:
+        for scheme in schemes:
+            own = scheme.algo in LOOKAHEAD_TOKENS
+            found[scheme if own else msgspec.structs.replace(scheme, lookahead=lookahead)] = None
+    return tuple(found)

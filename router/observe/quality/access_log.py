@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The access log: one line for each proxied request, once it is over. Off by default.
+
+A line has no text of a prompt, only the hashes of its pieces: who knows a prompt can see that it was sent, and
+`kvrouter replay` can see what prompts share.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.piece_names import piece_names
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.observe.quality.reuse_report import ReuseReport
+
+LOGGER = "kvrouter.access"
+MESSAGE = "request"
+
+# As large as those of published traces: a prompt of 12,000 tokens has 24.
+PIECE_TOKENS = 512
+# `kvrouter replay` multiplies ids, and JSON's numbers are exact up to here.
+ID_BITS = 52
+
+log = logging.getLogger(LOGGER)
+
+
+def set_up_access_log(*, wanted: bool) -> None:
+    """Lines go where the other lines go, whatever their level."""
+    log.setLevel(logging.INFO if wanted else logging.CRITICAL)
+
+
+def pieces_of(question: Question) -> list[int]:
+    """Ids of the prompt's pieces, each chained over those before it, the last one of what is left; empty where not all
+    tokens are known. Below 2**52."""
+    if question.token_ids is None or len(question.token_ids) != question.num_tokens:
+        return []
+    return [name >> (64 - ID_BITS) for name in piece_names(question, PIECE_TOKENS, with_rest=True)]
+
+
+def write_line(
+    *,
+    request_id: str,
+    path: str,
+    model: str | None,
+    status: int,
+    outcome: str,
+    worker: WorkerKey | None,
+    selection_id: str | None,
+    num_tokens: int | None,
+    pieces: list[int],
+    report: ReuseReport | None,
+    e2e_s: float,
+) -> None:
+    """status: of the engine's answer, 0 where there was none. num_tokens: of the prompt as counted here. e2e_s: where
+    there is no report."""
+    fields: dict[str, Any] = {
+        "request_id": request_id,
+        "path": path,
+        "model": model,
+        "status": status,
+        "outcome": outcome,
+        "worker": None if worker is None else worker.route_name,
+        "selection_id": selection_id,
+        "num_tokens": num_tokens,
+    }
+    if report is None:
+        fields["e2e_s"] = round(e2e_s, 6)
+    else:
+        fields |= {name: _rounded(value) for name, value in report.fields().items()}
+    log.info(MESSAGE, extra=fields | {"pieces": pieces})
+
+
+def _rounded(value: float | None) -> float | None:
+    return round(value, 6) if isinstance(value, float) else value

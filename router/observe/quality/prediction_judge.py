@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges whether predictions for one worker come true, by its engine's reports. Pure.
+
+One request proves nothing: between the choice and the engine's lookup, siblings make a prompt reuse more, and evictions
+make it reuse less. A request that was alone at its worker meets neither, so few of these are conclusive; among other
+requests only a majority that loses a good part is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvrouter.router.model.workers.worker_status import ReuseStatus
+
+# Requests that were alone: of the last 16, at least 8, more than half of them less. One or two in a row may have met
+# the evictions of an answer that had just ended, or the request of another router; a wrong hash seed, tokenizer or rule
+# is wrong each time.
+ALONE_WINDOW = 16
+ALONE_MIN = 8
+# Requests among others: of the last 64, at least 32, more than half of them less, and over a quarter of the predicted
+# tokens lost. Of 240 requests of 16 clients to two engines with small caches none got less
+# (tests/engine/test_proxy_engine.py), a third more.
+BUSY_WINDOW = 64
+BUSY_MIN = 32
+BUSY_LOST_SHARE = 0.25
+# Answers in a row that could have reported cached tokens and did not. vLLM before 0.25 omits zeros, so a few prove
+# nothing.
+SILENT_MIN = 8
+# Prompts whose length the engine reported: of the last 16, at least 8, more than half differ from the count here.
+COUNTED_WINDOW = 16
+COUNTED_MIN = 8
+HALF = 0.5
+
+
+class PredictionOutcome(StrEnum):
+    """The result of one prediction; untold: the engine did not report what it reused."""
+
+    EXACT = "exact"
+    LESS = "less"
+    MORE = "more"
+    UNTOLD = "untold"
+
+
+class DoubtKind(StrEnum):
+    """What speaks against the predictions for a worker."""
+
+    TOKENIZER = "tokenizer"
+    SILENT = "silent"
+    UNTRUE = "untrue"
+
+
+class Doubt(NamedTuple):
+    """Why predictions are not to be trusted. text: a sentence with its fix."""
+
+    kind: DoubtKind
+    text: str
+
+
+def outcome_of(predicted: int, delivered: int) -> PredictionOutcome:
+    if delivered == predicted:
+        return PredictionOutcome.EXACT
+    return PredictionOutcome.LESS if delivered < predicted else PredictionOutcome.MORE
+
+
+class PredictionJudge:
+    """One engine process's last predictions above zero, and their results."""
+
+    def __init__(self) -> None:
+        # (predicted, delivered)
+        self._alone: deque[tuple[int, int]] = deque(maxlen=ALONE_WINDOW)
+        self._all: deque[tuple[int, int]] = deque(maxlen=BUSY_WINDOW)
+        # (counted here, counted by the engine)
+        self._lengths: deque[tuple[int, int]] = deque(maxlen=COUNTED_WINDOW)
+        self._tells = False
+        self._silent = 0
+        # The number of the engine's process. An answer is judged only in the life in which its worker was chosen.
+        self.life = 0
+        # Of all answers with both numbers: how many, and their tokens.
+        self._answers = self._predicted_tokens = self._delivered_tokens = 0
+
+    def begin_life(self) -> None:
+        """Forget the evidence, which is about another process. The sums stay, because they are this router's own."""
+        self.life += 1
+        self._alone.clear()
+        self._all.clear()
+        self._lengths.clear()
+        self._tells, self._silent = False, 0
+
+    def delivered_of(self, cached_tokens: int | None, predicted: int | None) -> int | None:
+        """The reuse that an answer with usage reports, None if unknown. predicted: as in `judge`, None: no prediction.
+
+        If an engine reported it before and now omits it, that means zero (vLLM before 0.25), unless it continues to
+        omit it."""
+        if cached_tokens is not None:
+            self._tells, self._silent = True, 0
+            return cached_tokens
+        if predicted:
+            self._silent += 1
+        return 0 if self._tells and self._silent < SILENT_MIN else None
+
+    def sum_up(self, predicted: int, delivered: int) -> None:
+        """An answer with both numbers, whatever the prediction."""
+        self._answers += 1
+        self._predicted_tokens += predicted
+        self._delivered_tokens += delivered
+
+    def reuse(self) -> ReuseStatus | None:
+        """The sums; None without an answer."""
+        return ReuseStatus(self._predicted_tokens, self._delivered_tokens, self._answers) if self._answers else None
+
+    def judge(self, predicted: int, delivered: int, *, alone: bool) -> None:
+        """alone: no other request was on its way to this worker or being answered there, from the choice to the first
+        token."""
+        if not predicted:
+            return
+        self._all.append((predicted, delivered))
+        if alone:
+            self._alone.append((predicted, delivered))
+
+    def counted(self, here: int, there: int) -> None:
+        """The length of a prompt whose tokens are all known, by the router and by the engine."""
+        self._lengths.append((here, there))
+
+    def problem(self) -> str | None:
+        """What is wrong, with its fix; None where nothing is."""
+        doubt = self.doubt()
+        return None if doubt is None else doubt.text
+
+    def doubt(self) -> Doubt | None:
+        """The same with its kind."""
+        wrong = [(here, there) for here, there in self._lengths if here != there]
+        if len(self._lengths) >= COUNTED_MIN and len(wrong) > HALF * len(self._lengths):
+            here, there = wrong[-1]
+            return Doubt(
+                DoubtKind.TOKENIZER,
+                f"it counts other tokens than the router: {len(wrong)} of {len(self._lengths)} prompts differ, the last has "
+                f"{there} there and {here} here, so their reuse cannot be predicted; check that both have the same tokenizer "
+                "and chat template",
+            )
+        if self._silent >= SILENT_MIN:
+            return Doubt(
+                DoubtKind.SILENT,
+                f"it does not say what it reuses: {self._silent} answers with a predicted hit in a row do not tell cached_tokens; "
+                "start the engine with --enable-prompt-tokens-details (where it has that: nothing of what is predicted is reused)",
+            )
+        untrue = self._untrue()
+        return None if untrue is None else Doubt(DoubtKind.UNTRUE, untrue)
+
+    def _untrue(self) -> str | None:
+        less = _less(self._alone)
+        if len(self._alone) >= ALONE_MIN and len(less) > HALF * len(self._alone):
+            return (
+                f"predictions do not come true: {_told(self._alone, less)} of requests that were alone there; check its hash seed "
+                "(PYTHONHASHSEED), --prefix-caching-hash-algo, and that its events come from this engine"
+            )
+        less = _less(self._all)
+        if len(self._all) >= BUSY_MIN and len(less) > HALF * len(self._all):
+            predicted, delivered = _sums(self._all)
+            if predicted - delivered > BUSY_LOST_SHARE * predicted:
+                return (
+                    f"predictions do not come true: {_told(self._all, less)}; what was predicted is evicted before it is used "
+                    "(too small a cache for its load, or events that come late), or was never there"
+                )
+        return None
+
+
+def _less(judged: deque[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(predicted, delivered) for predicted, delivered in judged if delivered < predicted]
+
+
+def _sums(judged: deque[tuple[int, int]]) -> tuple[int, int]:
+    return sum(predicted for predicted, _ in judged), sum(min(pair) for pair in judged)
+
+
+def _told(judged: deque[tuple[int, int]], less: list[tuple[int, int]]) -> str:
+    predicted, delivered = _sums(judged)
+    return (
+        f"less was reused than predicted in {len(less)} of the last {len(judged)} ({delivered} of {predicted} tokens)"
+    )

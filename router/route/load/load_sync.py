@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shares load between router processes: publishes what this one has in flight, and reads what the others have. The
+async shell.
+
+No choice waits for it: changes are collected briefly and written in the background. A process that is not heard for
+SILENT_S is considered gone, and its load with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import Callable
+
+from kvrouter.router.base.common.errors import StoreDown
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.redis_client.connection import Connection
+from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.base.redis_client.resp import command
+from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.index.store import keys
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
+from kvrouter.router.route.load.load_messages import (
+    LoadMessage,
+    ReservationEnd,
+    WorkerGauge,
+    WorkerTotals,
+    decode,
+    encode,
+)
+from kvrouter.router.route.load.worker_load import LoadModel
+
+log = logging.getLogger("kvrouter.load")
+
+# How long changes are collected. With it, a round trip and a busy loop, others see them well within a tenth of a
+# second; at 50 messages a second and process, 64 processes still cost the server little.
+BATCH_S = 0.02
+# Interval of complete messages, even without changes: they repair lost ones and show that this process is alive.
+WHOLE_EVERY_S = 0.5
+# Four of those missed: a process that stands still for so long serves nobody either.
+SILENT_S = 2.0
+# Messages kept: some seconds of 64 processes. A reader that is further behind learns all from the next complete ones.
+STREAM_MESSAGES = 4_096
+# Messages read at once, so that other things get their turn.
+MESSAGES_PER_READ = 256
+# One blocking read, so much shorter than a connection's own patience that silence is not taken for a dead server.
+READ_BLOCK_MS = 2_000
+# How long the others may take to say whether a reservation is theirs: two batches, and the stall of a busy machine.
+ENDING_ANSWER_S = 2.0
+RETRY_FIRST_S = 0.1
+RETRY_LAST_S = 2.0
+# Reservations of others that clients end at once; more are refused, as the store is not keeping up.
+MAX_ENDINGS = 10_000
+# Notices of one message: what a process says in some seconds.
+MAX_NOTICES = 64
+
+
+class LoadShare:
+    """One process's part in it. `end_here` ends a reservation if it is this process's; `changed` is called when load
+    may have fallen."""
+
+    def __init__(
+        self,
+        weights: LoadModel,
+        servers: Servers,
+        *,
+        process: str,
+        clock: Callable[[], float],
+        rng: random.Random,
+        end_here: Callable[[str, str], bool],
+        changed: Callable[[], None],
+        noticed: Callable[[bytes], None] = lambda notice: None,
+        supervisor: TaskSupervisor | None = None,
+    ) -> None:
+        """process: names this one among all; that of an earlier life is replaced by the first message. noticed: called
+        with each notice of another process."""
+        self._weights = weights
+        self._table = weights.table
+        self._servers = servers
+        self._process = process
+        self._clock = clock
+        self._rng = rng
+        self._end_here = end_here
+        self._changed = changed
+        self._noticed = noticed
+        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
+        self._news = asyncio.Event()
+        self._whole_wanted = True
+        self._gauges: dict[WorkerKey, EngineLoad] = {}
+        self._endings: list[ReservationEnd] = []
+        self._answers: list[tuple[str, int, bool]] = []
+        self._notices: list[bytes] = []
+        self._numbers = itertools.count(1)
+        # By number: the answer, and who has not said that the reservation is not theirs.
+        self._asked: dict[int, tuple[asyncio.Future[bool], set[str]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.unreadable = 0
+        # Why others' load is not known, None while it is.
+        self.problem: str | None = None
+
+    def start(self) -> None:
+        self._tasks = [
+            self._supervisor.start("load_write", self._write),
+            self._supervisor.start("load_read", self._read),
+        ]
+
+    async def stop(self) -> None:
+        """Ends it, and notifies the others, so that they need not wait for the timeout."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            with contextlib.suppress(StoreError):
+                await self._send(LoadMessage(self._process, True, leaves=True))
+
+    @property
+    def others(self) -> int:
+        return self._table.others
+
+    def touched(self) -> None:
+        """This process's load changed. Without other processes nothing is sent."""
+        if self._table.others:
+            self._news.set()
+
+    def gauge(self, worker: WorkerKey, said: EngineLoad) -> None:
+        """Report of an engine that this process polls; the others poll other engines."""
+        if self._table.others:
+            self._gauges[worker] = said
+            self._news.set()
+
+    def send_notice(self, notice: bytes) -> None:
+        """Have the other processes notice this, unless too much waits already: nothing hangs on it."""
+        if self._table.others and len(self._notices) < MAX_NOTICES:
+            self._notices.append(notice)
+            self._news.set()
+
+    async def end_elsewhere(self, selection_id: str, how: str) -> bool:
+        """Ends a reservation of another process. False: all others say that they do not have it. Raises StoreDown."""
+        if not self._table.others and self.problem is None:
+            return False
+        if self.problem is not None or len(self._asked) >= MAX_ENDINGS:
+            raise _unasked(self.problem or "too many are under way")
+        number = next(self._numbers)
+        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._asked[number] = (answered, self._table.processes)
+        self._endings.append(ReservationEnd(number, selection_id, how))
+        self._news.set()
+        try:
+            async with asyncio.timeout(ENDING_ANSWER_S):
+                return await answered
+        except TimeoutError:
+            raise _unasked("not all routers answer") from None
+        finally:
+            del self._asked[number]
+
+    # -- telling
+
+    async def _write(self) -> None:
+        retry_s, whole_due = RETRY_FIRST_S, 0.0
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, whole_due - self._clock())):
+                    await self._news.wait()
+            if self._news.is_set():
+                await asyncio.sleep(BATCH_S)
+            now = self._clock()
+            message = self._message(self._whole_wanted or now >= whole_due)
+            try:
+                await self._send(message)
+            except StoreError as error:
+                # Its load is published again as a whole.
+                self._whole_wanted = True
+                self._refuse(message.endings, str(error))
+                await asyncio.sleep(retry_s * self._rng.uniform(0.5, 1.0))
+                retry_s = min(2 * retry_s, RETRY_LAST_S)
+            else:
+                retry_s = RETRY_FIRST_S
+                if message.whole:
+                    whole_due = now + WHOLE_EVERY_S
+
+    def _refuse(self, endings: list[ReservationEnd], reason: str) -> None:
+        for ending in endings:
+            asked = self._asked.get(ending.number)
+            if asked is not None and not asked[0].done():
+                asked[0].set_exception(_unasked(reason))
+
+    def _message(self, whole: bool) -> LoadMessage:
+        self._news.clear()
+        self._whole_wanted = False
+        found = self._table.own() if whole else self._table.own_changes()
+        gauges, self._gauges = self._gauges, {}
+        endings, self._endings = self._endings, []
+        answers, self._answers = self._answers, []
+        notices, self._notices = self._notices, []
+        return LoadMessage(
+            self._process,
+            whole,
+            [WorkerTotals.of(worker, totals) for worker, totals in found.items()],
+            [WorkerGauge(*worker, said) for worker, said in gauges.items()],
+            endings,
+            answers,
+            notices=notices,
+        )
+
+    async def _send(self, message: LoadMessage) -> None:
+        fields = (keys.LOADS_MESSAGE, encode(message))
+        await self._servers.run(keys.LOADS, command("XADD", keys.LOADS, "MAXLEN", "~", STREAM_MESSAGES, "*", *fields))
+
+    # -- hearing
+
+    async def _read(self) -> None:
+        retry_s = RETRY_FIRST_S
+        while True:
+            connection: Connection | None = None
+            try:
+                connection = await self._servers.dedicated(keys.LOADS)
+                last = await self._newest(connection)
+                # A process that had not heard of this one sends everything, and gets everything.
+                self._whole_wanted = True
+                self._news.set()
+                self._regained()
+                while True:
+                    last = await self._next(connection, last)
+                    retry_s = RETRY_FIRST_S
+            except StoreError as error:
+                self._lost(str(error))
+                await asyncio.sleep(retry_s * self._rng.uniform(0.5, 1.0))
+                retry_s = min(2 * retry_s, RETRY_LAST_S)
+            finally:
+                if connection is not None:
+                    connection.close()
+
+    async def _newest(self, connection: Connection) -> bytes:
+        (newest,) = await connection.run(command("XREVRANGE", keys.LOADS, "+", "-", "COUNT", 1), 1)
+        found: bytes = newest[0][0] if newest else b"0-0"
+        return found
+
+    async def _next(self, connection: Connection, last: bytes) -> bytes:
+        request = command("XREAD", "COUNT", MESSAGES_PER_READ, "BLOCK", READ_BLOCK_MS, "STREAMS", keys.LOADS, last)
+        (reply,) = await connection.run(request, 1)
+        if reply is None:
+            return last
+        ((_, entries),) = reply
+        for entry_id, fields in entries:
+            last = entry_id
+            message = decode(fields[1]) if fields else None
+            if message is None:
+                self.unreadable += 1
+            elif message.process != self._process:
+                self._take(message)
+        self._changed()
+        return last
+
+    def _take(self, message: LoadMessage) -> None:
+        now = self._clock()
+        if message.leaves:
+            self._table.forget_process(message.process, now)
+            return
+        before = self._table.others
+        totals = {told.worker: told.totals for told in message.totals}
+        self._table.heard(message.process, totals, whole=message.whole, now=now)
+        if self._table.others > before:
+            self._whole_wanted = True
+            self._news.set()
+        for told in message.gauges:
+            self._weights.engine_said(told.worker, told.said, now)
+        for ending in message.endings:
+            self._answers.append((message.process, ending.number, self._end_here(ending.selection_id, ending.how)))
+            self._news.set()
+        for notice in message.notices:
+            self._noticed(notice)
+        for process, number, ended in message.answers:
+            if process == self._process and (asked := self._asked.get(number)) is not None:
+                answered, silent = asked
+                silent.discard(message.process)
+                if not answered.done() and (ended or not silent):
+                    answered.set_result(ended)
+
+    def tick(self) -> None:
+        """Now and then: forget who is silent."""
+        now = self._clock()
+        gone = self._table.forget_silent(now - SILENT_S, now)
+        if gone:
+            log.info("routers not heard, their load is dropped", extra={"routers": len(gone)})
+            self._changed()
+
+    def _lost(self, reason: str) -> None:
+        if self.problem is None:
+            log.warning("load of other routers not known", extra={"reason": reason})
+        self.problem = reason
+
+    def _regained(self) -> None:
+        if self.problem is not None:
+            log.info("load of other routers known again")
+        self.problem = None
+
+
+def _unasked(reason: str) -> StoreDown:
+    return StoreDown(f"the owner of this reservation is unknown now ({reason}); it ends by itself, or try again")

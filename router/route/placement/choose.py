@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of the worker with the lowest cost (`cost.py`), and the reason for it. Pure: hits and load in, choice out.
+
+A saturated worker is skipped while another one that is not has no more load; affinity never overrides this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from heapq import nsmallest
+from random import Random
+
+import msgspec
+
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.route.placement.cost import Candidate, ChoiceContext, Costs, weigh
+from kvrouter.router.route.placement.expected_reuse import ExpectedReuse
+from kvrouter.router.route.placement.policies import KV, LEAST_COST, PolicyInput
+
+# Why the chosen worker reuses less of the prompt than the best one would.
+EXCLUSION = "exclusion"  # the client excluded it, or pinned another
+STATE = "state"  # it takes no requests now: down, draining, circuit breaker open
+LOAD = "load"  # too much is queued or decoded there, or it is slow
+AFFINITY = "affinity"  # the session, or a prompt with the same beginning, was elsewhere
+TEMPERATURE = "temperature"
+POLICY = "policy"  # a policy other than kv
+MEMORY = "memory"  # its cache is written more often, so that what the prompt pushes out is worth more
+TIER = "tier"  # loading it back would take longer than computing it elsewhere
+LOST_REASONS = (EXCLUSION, STATE, LOAD, AFFINITY, TEMPERATURE, POLICY, MEMORY, TIER)
+
+
+class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The workers of a choice, as they were compared."""
+
+    hits: Sequence[Hit]
+    costs: Costs
+    # The place of the chosen worker among the hits.
+    chosen: int
+    # The tokens of the prompt that are being computed at each worker.
+    pending: Mapping[WorkerKey, int]
+
+    def best(self, limit: int | None = None) -> list[int]:
+        """Return the places of the cheapest workers, the chosen one first, even where chance or another policy chose it.
+
+        Args:
+            limit: How many places to return; None: all.
+        """
+        hits, costs, skipped = self.hits, self.costs.totals, self.costs.skipped
+        chosen = self.chosen
+        ranks = [(i in skipped, costs[i], -hit.gpu, -hit.cpu, i) for i, hit in enumerate(hits) if i != chosen]
+        best = sorted(ranks) if limit is None or limit >= len(hits) else nsmallest(limit - 1, ranks)
+        return [chosen, *[rank[-1] for rank in best]]
+
+    def candidates(self) -> list[Candidate]:
+        """Return all workers, the best one first."""
+        pending = self.pending
+        return [self.costs.candidate(i, hit := self.hits[i], pending.get(hit.worker, 0)) for i in self.best()]
+
+
+class Choice(msgspec.Struct, frozen=True, gc=False):
+    """The chosen worker, and why it was chosen."""
+
+    hit: Hit
+    url: str | None
+    # A sentence for people.
+    reason: str
+    # The workers that were compared, None where they are not kept.
+    comparison: Comparison | None = None
+    # The worker's work before the first token, in computed tokens.
+    prefill_tokens: int = 0
+    queued_tokens: int = 0
+    # The longest hit of all workers that were compared.
+    best_hit_tokens: int = 0
+    # Why the chosen worker has a shorter hit: one of LOST_REASONS, or empty if its hit is the longest.
+    lost: str = ""
+    all_saturated: bool = False
+    # The worker that computes the prompt and hands it over, None where the chosen one computes it.
+    prefill: Choice | None = None
+    # The work before the first token if the chosen worker computed the prompt itself.
+    alone_tokens: int = 0
+    # The reuse that prompts ahead of this one add to the hit, None where nothing is known of them.
+    expected: ExpectedReuse | None = None
+
+    @property
+    def expected_tokens(self) -> int:
+        """Return the reuse that is expected at the chosen worker, never below its hit."""
+        return self.hit.disk if self.expected is None else self.expected.tokens
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Return the workers that were compared, the best one first; none where they are not kept."""
+        return [] if self.comparison is None else self.comparison.candidates()
+
+    def alone(self) -> Choice:
+        """Return this choice without the other workers, which take memory."""
+        prefill = self.prefill and self.prefill.alone()
+        return msgspec.structs.replace(self, comparison=None, prefill=prefill)
+
+
+def choose(hits: Sequence[Hit], context: ChoiceContext, rng: Random) -> Choice:
+    """Choose one of `hits`, which must not be empty. The caller fills in its URL."""
+    longest = max([hit.disk for hit in hits])
+    costs = weigh(hits, context, longest)
+    skipped = costs.skipped
+    chosen = _pick(hits, costs, skipped, context, rng)
+    hit = hits[chosen]
+    best = chosen if hit.disk == longest else next(i for i, other in enumerate(hits) if other.disk == longest)
+    lost = "" if best == chosen else _loss(hits, best, chosen, skipped, context)
+    return Choice(
+        hit,
+        None,
+        _reason(hits, costs, skipped, best, chosen, lost, context),
+        Comparison(hits, costs, chosen, context.pending),
+        int(costs.terms[chosen][0] + 0.5),
+        int(costs.terms[chosen][1] + 0.5),
+        longest,
+        lost,
+        len(costs.saturated) == len(hits),
+    )
+
+
+def _pick(hits: Sequence[Hit], costs: Costs, skipped: set[int], context: ChoiceContext, rng: Random) -> int:
+    """Return the place of the chosen worker."""
+    loads = costs.loads
+    if not skipped:
+        return context.policy.pick(PolicyInput(hits, costs.totals, loads, context.num_tokens, context.turn), rng)
+    free = [i for i in range(len(hits)) if i not in skipped]
+    contest = PolicyInput(
+        [hits[i] for i in free],
+        [costs.totals[i] for i in free],
+        [loads[i] for i in free],
+        context.num_tokens,
+        context.turn,
+    )
+    return free[context.policy.pick(contest, rng)]
+
+
+def _loss(hits: Sequence[Hit], best: int, chosen: int, skipped: set[int], context: ChoiceContext) -> str:
+    if best in skipped:
+        return LOAD
+    if context.policy is not LEAST_COST:
+        return TEMPERATURE if context.policy.softened else POLICY
+    worker = hits[chosen].worker
+    longest = hits[best].disk
+    idle = weigh((hits[best], hits[chosen]), context, longest, idle=True)
+    there, here = idle.totals
+    if hits[best].worker in context.weights.slowness or there <= here:
+        return LOAD
+    if there - idle.memory_tokens(0) <= here - idle.memory_tokens(1):
+        return MEMORY
+    if worker in context.pending or (context.session is not None and context.session.worker == worker):
+        return AFFINITY
+    if hits[chosen].full_attention > longest:
+        return AFFINITY
+    return TIER
+
+
+def _reason(
+    hits: Sequence[Hit],
+    costs: Costs,
+    skipped: set[int],
+    best: int,
+    chosen: int,
+    lost: str,
+    context: ChoiceContext,
+) -> str:
+    hit, num_tokens = hits[chosen], context.num_tokens
+    if hit.disk == 0:
+        text = f"no worker holds a reusable prefix of the {num_tokens} tokens"
+        if hits[best].disk:
+            text = f"computes all {num_tokens} tokens"
+    elif hit.approximate:
+        text = f"approximate: {hit.disk} of {num_tokens} tokens were sent there before"
+    else:
+        tiers = [f"{hit.gpu} on the GPU"]
+        if hit.cpu > hit.gpu:
+            tiers.append(f"{hit.cpu - hit.gpu} more from the CPU tier")
+        if hit.disk > hit.cpu:
+            tiers.append(f"{hit.disk - hit.cpu} more from storage")
+        text = f"reuses {hit.disk} of {num_tokens} tokens ({', '.join(tiers)})"
+    if (coming := context.pending.get(hit.worker, 0)) > hit.disk:
+        text += f"; {coming} tokens of it are being computed there"
+    if lost:
+        other = hits[best]
+        why = _but(lost, best, costs, skipped)
+        text += f"; {printable(other.worker.route_name)} would reuse {other.disk}, but {why}"
+    elif context.policy.name == KV:
+        text += _among(hits, costs, skipped, chosen)
+    if context.key_share is not None:
+        text += f"; its API key holds {context.key_share.excess:.1f} times its fair part of the memory"
+    return f"{text}; all workers are saturated" if len(costs.saturated) == len(hits) else text
+
+
+def _but(lost: str, best: int, costs: Costs, skipped: set[int]) -> str:
+    if best in skipped:
+        return "it is saturated"
+    if lost == LOAD:
+        return f"has {costs.loads[best]} tokens of load"
+    if lost == AFFINITY:
+        return "the session, or a prompt with the same beginning, was here"
+    if lost == TEMPERATURE:
+        return "the choice was made by temperature sampling"
+    if lost == MEMORY:
+        return "what the prompt pushes out of its cache is worth more"
+    if lost == TIER:
+        return "would load them back more slowly than they are computed"
+    return "the policy is not kv"
+
+
+def _among(hits: Sequence[Hit], costs: Costs, skipped: set[int], chosen: int) -> str:
+    """Say how many workers were as good as the chosen one, or that the load alone decided."""
+    loads = costs.loads
+    hit, cost, tokens = hits[chosen], costs.totals[chosen], hits[chosen].disk
+    alike = [i for i, other in enumerate(hits) if other.disk == tokens]
+    if len(alike) == 1:
+        return ""
+    equal = [i for i in alike if (hits[i].gpu, hits[i].cpu) == (hit.gpu, hit.cpu)]
+    ties = sum(costs.totals[i] == cost and i not in skipped for i in equal)
+    text = f"; chosen at random among {ties} equals" if ties > 1 else ""
+    if len(equal) > ties and any(loads[i] > loads[chosen] for i in equal):
+        text = f"; the least loaded of {len(equal)} that reuse as much{text}"
+    return text

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost of a prompt at a worker: one number in tokens; the lowest wins. Pure.
+
+    cost = slowness * (prefill + queued) + decode + delay + room - copy - junction - session
+
+A prompt costs what it computes and waits for, what it makes others wait for, and what it pushes out of memory, less what
+its copy of a popular beginning saves the next ones.
+
+- prefill: the worker's work on this prompt before its first token, in tokens computed in the same time.
+- queued: the same for all prompts ahead of it there, minus what is already computed of the current one.
+- decode: what running sequences take from prefill.
+- delay: how much longer later prompts wait, by the measured load of the fleet.
+- room: what the prompt's blocks push out of the worker's cache (`cache_writes.py`); more where an API key that holds
+  more than its fair part would push out the blocks of others (`key_shares.py`).
+- copy: what a copy of a beginning that others share saves the next prompts that begin so, as far as those who hold it
+  have a queue.
+- junction: a bonus for the worker that will keep a checkpoint where the prompt diverges from what it holds.
+- session: a bonus for the worker that has the session.
+
+Invariants: a cost is a whole number, so equal costs are equal, and ties are real; of two workers the one that is no
+worse in any respect costs no more. Compiled, see `setup.py`: a call in C has no keyword-only arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import floor
+
+import msgspec
+
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.cache_writes import ModelWrites
+from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.route.load.key_shares import KeyShare
+from kvrouter.router.route.load.load_table import WorkerLoad
+from kvrouter.router.route.load.session_affinity import SessionPlace
+from kvrouter.router.route.load.worker_load import Correction, LoadModel
+from kvrouter.router.route.placement.copies import NO_COPIES, Copies
+from kvrouter.router.route.placement.policies import LEAST_COST, Policy
+
+# What a token of context that is being decoded costs a new prompt. Its chunks share their steps with the running
+# sequences, and a sequence of some thousand tokens takes 0.2 to 0.4 ms of a step (simulator/engine/timing.py), as much
+# as 4 to 6 tokens of prefill, in each of the one to three steps of a prompt. With a higher value, queues elsewhere get
+# longer (docs/reference/benchmarks.md).
+DECODE_TOKEN_COST = 0.001
+
+# A worker may hold full attention's blocks of a hybrid model's prompt beyond the last point where it can be resumed,
+# because windows or states were not kept there. Where such a prompt diverges, vLLM keeps a checkpoint (a junction), and
+# the next prompt with this beginning resumes there: computing that part there is worth nearly as much as a hit. Below
+# 1, so that of two equal lengths the actual hit wins. With 0.25 a short queue outweighs most of it;
+# docs/reference/benchmarks.md has the effect.
+JUNCTION_SHARE = 0.9
+
+# Computing a prompt delays all later ones and evicts what they might have reused. By queueing theory (one server, first
+# come first served, random arrivals, mean work m, load r), work x behind queued work q makes all later prompts together
+# wait r / (1 - r) * x * (2 * q + x) / (2 * m) longer; at r = 0.5 the first factor is 1. A second copy of a prefix
+# evicts another one, and computing that again costs more than the wait; how much depends on the workload. From a sweep
+# from 0 to 16 (docs/reference/benchmarks.md): up to this value reuse grows and first tokens come as soon, or sooner
+# under load; beyond it they come later.
+DELAY_WEIGHT = 8.0
+
+# A block that is pushed out and computed again pushes out another one. Where it comes back with probability p, a block
+# is worth p / (1 - p) of them: 2 at p = 2/3, and where all pools are written alike half of this weight remains.
+ROOM_WEIGHT = 4.0
+
+# A bonus, never a rule: a share of what the session's worker would have to compute. If its cache is known, the hit
+# already contains the session's value, and the bonus only decides near ties. If it is unknown (text that was not
+# tokenized, a worker without events), the session's last prompt is most likely still there.
+SESSION_SHARE_KNOWN = 0.05
+SESSION_SHARE_BLIND = 0.5
+
+_NO_LOAD = WorkerLoad()
+
+
+NO_WRITES = ModelWrites()
+
+
+class ChoiceContext(msgspec.Struct, frozen=True, gc=False):
+    """Everything that counts in a choice besides the hits."""
+
+    num_tokens: int
+    weights: LoadModel
+    # Tokens of the prompt's beginning that are being computed at a worker.
+    pending: Mapping[WorkerKey, int] = {}
+    session: SessionPlace | None = None
+    policy: Policy = LEAST_COST
+    # Prompts of this model that were placed before.
+    turn: int = 0
+    # Whether the prompt's tokens are unknown, so that hits say nothing.
+    blind: bool = False
+    # The time by the clock of the load.
+    now: float = 0.0
+    # The blocks that were stored lately in the workers' caches.
+    writes: ModelWrites = NO_WRITES
+    copies: Copies = NO_COPIES
+    # The share of time in which a worker computes prompts, below 1 (`busy_share.py`).
+    busy: float = 0.5
+    # The part of the memory that the prompt's API key holds, None if that is no more than its fair part.
+    key_share: KeyShare | None = None
+
+
+class CostTerms(msgspec.Struct, frozen=True):
+    """The terms of one worker's cost, in tokens, each as it goes into the sum."""
+
+    prefill: int
+    queued: int
+    decode: int
+    delay: int
+    room: int
+    copy: int
+    junction: int
+    session: int
+
+    @property
+    def load(self) -> int:
+        return self.queued + self.decode
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One worker in a choice."""
+
+    hit: Hit
+    # The sum of `parts`.
+    cost: int
+    # The part of the cost that is others' work.
+    load: int
+    parts: CostTerms
+    saturated: bool
+    # Tokens of the prompt that the worker is computing now.
+    pending: int
+
+
+# Tokens for one worker: what the prompt needs and what is queued before it, both by a worker of usual speed; then the
+# terms of its cost: prefill, queued, decode, delay, room, copy, junction, session.
+Terms = tuple[float, float, float, float, float, float, float, float, float, float]
+
+
+class Costs(msgspec.Struct, frozen=True, gc=False):
+    """The costs of all hits' workers, in tokens."""
+
+    # The sum of each worker's terms.
+    totals: list[int]
+    # The part of each cost that is others' work there.
+    loads: list[int]
+    terms: list[Terms]
+    # Places of the hits whose workers are saturated.
+    saturated: set[int]
+
+    @property
+    def skipped(self) -> set[int]:
+        """Return the places of the saturated workers that get nothing: those with at least as much load as another worker
+        that is not saturated. Without the condition, one that has just restarted got all prompts, whatever its queue."""
+        saturated, loads = self.saturated, self.loads
+        if not saturated or len(saturated) == len(loads):
+            return set()
+        least = min(load for i, load in enumerate(loads) if i not in saturated)
+        return {i for i in saturated if loads[i] >= least}
+
+    def memory_tokens(self, i: int) -> float:
+        """Return what the worker at this place costs because of its memory."""
+        return self.terms[i][6] - self.terms[i][7]
+
+    def candidate(self, i: int, hit: Hit, pending_tokens: int) -> Candidate:
+        """Return the worker at this place, whose hit it is."""
+        parts = CostTerms(*map(round, self.terms[i][2:]))
+        return Candidate(hit, self.totals[i], parts.load, parts, i in self.saturated, pending_tokens)
+
+
+def weigh(
+    hits: Sequence[Hit],
+    context: ChoiceContext,
+    longest: int,
+    idle: bool = False,
+) -> Costs:
+    """Return the cost of each hit's worker.
+
+    Args:
+        hits: A hit for each worker.
+        context: Everything else that counts.
+        longest: The longest hit of all workers, in tokens.
+        idle: Whether to ignore all other work, as if the fleet were idle.
+    """
+    weights, num_tokens, pending, session = context.weights, context.num_tokens, context.pending, context.session
+    loads, corrections = ({}, {}) if idle else (weights.table.loads, weights.corrections)
+    slow, cpu_cost, disk_cost = weights.slowness, weights.tiers.cpu, weights.tiers.disk
+    # The relative value of the queue M/G/1 is r / (1 - r) * u * u / (2 * m) for u tokens of work in it; `delay` is the
+    # difference that a prompt makes.
+    delay_share = DELAY_WEIGHT * context.busy / (1 - context.busy) / (2 * weights.usual_prefill_tokens)
+    pressures, mean_pressure = context.writes.pressures()
+    copies, key_share = context.copies, context.key_share
+    # The part of the prompt's beginning that others share and some of these workers has, or computes.
+    shared = min(copies.depth_tokens, longest)
+    if pending and shared < copies.depth_tokens:
+        computed = max([pending.get(hit.worker, 0) for hit in hits])
+        shared = min(copies.depth_tokens, max(longest, computed))
+    shared_copy = copies.of(shared) if shared else 0.0
+    queues, saturated = _queues(hits, context, loads, corrections)
+    relief = -1.0
+    costs: list[int] = []
+    burdens: list[int] = []
+    terms: list[Terms] = []
+    # One loop: a call for each of some hundred workers would be half of the time of a choice.
+    for i, hit in enumerate(hits):
+        worker = hit.worker
+        usual_queued, decode = queues[i]
+        reached = hit.disk
+        prefill: float = num_tokens - reached
+        new = num_tokens - hit.gpu
+        if reached != hit.gpu:
+            prefill += (hit.cpu - hit.gpu) * cpu_cost + (reached - hit.cpu) * disk_cost
+        if pending and (coming := pending.get(worker, 0)):
+            prefill = min(prefill, num_tokens - coming)
+            new = min(new, num_tokens - coming)
+            reached = max(reached, coming)
+        burdens.append(int(usual_queued + decode + 0.5))
+        slowness = slow.get(worker, 1.0) if slow else 1.0
+        work, queued = slowness * prefill, slowness * usual_queued
+        copy, lasting = 0.0, work
+        if shared_copy and reached < shared:
+            saved = slowness * (shared_copy - copies.of(reached) if reached else shared_copy)
+            if relief < 0:
+                relief = _shortest_queue(hits, queues, context, shared - copies.piece_tokens)
+            # While a worker that has all of it is idle, later prompts are better off there.
+            copy = saved * relief / (relief + work)
+            # A copy is an investment: what it saves later prompts does not make them wait.
+            lasting = work - saved if work > saved else 0.0
+        delay = delay_share * lasting * (2 * queued + lasting)
+        # Nothing is known of the cache of a worker without events: it is as full as the others', or it would get every new
+        # prompt.
+        room = 0.0
+        if mean_pressure:
+            room = ROOM_WEIGHT * new * (mean_pressure if hit.approximate else pressures.get(worker, 0.0))
+            if key_share is not None:
+                room *= key_share.price(worker)
+        junction = bonus = 0.0
+        if hit.full_attention > longest:
+            # What a checkpoint there would add to what the next prompt with this beginning can reuse.
+            junction = (hit.full_attention - longest) * JUNCTION_SHARE
+        if session is not None and session.worker == worker:
+            # Without credit, or with a guess for a hit, a worker may hold anything.
+            known = not (context.blind or hit.reason or hit.approximate)
+            bonus = min(session.tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
+        costs.append(floor(work + queued + decode + delay + room - copy - junction - bonus + 0.5))
+        terms.append((prefill, usual_queued, work, queued, decode, delay, room, copy, junction, bonus))
+    return Costs(costs, burdens, terms, saturated)
+
+
+def _queues(
+    hits: Sequence[Hit],
+    context: ChoiceContext,
+    loads: Mapping[WorkerKey, WorkerLoad],
+    corrections: Mapping[WorkerKey, Correction],
+) -> tuple[list[tuple[float, float]], set[int]]:
+    """Return the work that waits at each hit's worker, and the places of the saturated workers.
+
+    The work is what is queued, less the computed part of the prompt under way, and what decoding costs; both in tokens at
+    the usual speed."""
+    weights, limit = context.weights, context.weights.saturation_tokens
+    queues: list[tuple[float, float]] = []
+    saturated: set[int] = set()
+    for i, hit in enumerate(hits):
+        worker = hit.worker
+        load = loads.get(worker, _NO_LOAD)
+        queued: float = load.prefill_tokens
+        decode: float = load.decode_tokens
+        if corrections and (correction := corrections.get(worker)) is not None:
+            queued += correction.foreign_prefill_tokens
+            decode += correction.foreign_decode_tokens
+            if weights.is_saturated(int(queued), correction):
+                saturated.add(i)
+        elif queued > limit:
+            saturated.add(i)
+        if load.prefill_tokens:
+            queued -= weights.progress_tokens(worker, load, context.now)
+        queues.append((queued, decode * DECODE_TOKEN_COST))
+    return queues, saturated
+
+
+def _shortest_queue(
+    hits: Sequence[Hit], queues: Sequence[tuple[float, float]], context: ChoiceContext, beyond: int
+) -> float:
+    """Return the least work in tokens that waits at a worker which has, or computes, more than `beyond` tokens of the
+    prompt; 0 if there is none."""
+    pending, slow = context.pending, context.weights.slowness
+    return min(
+        [
+            (queued + decode) * slow.get(hit.worker, 1.0)
+            for hit, (queued, decode) in zip(hits, queues, strict=True)
+            if hit.disk > beyond or pending.get(hit.worker, 0) > beyond
+        ],
+        default=0.0,
+    )

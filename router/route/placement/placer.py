@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places prompts: chooses the worker, and counts the load there from that moment until it ends.
+
+Belongs to one asyncio loop; `choose` and `reserve` are synchronous and do no I/O. Where a prompt goes is
+`decider.py`'s, who waits while all are saturated `admission_queue.py`'s, what is under way `reservations.py`'s; this
+joins them, and shares the load with the other processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from kvrouter.router.base.common.errors import NoWorker, Saturated, UnknownModel, UnknownSelection
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.common.task_supervisor import TaskSupervisor
+from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.engines.engine_metrics import EngineLoad
+from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE, RELEASE
+from kvrouter.router.route.load.load_sync import LoadShare
+from kvrouter.router.route.load.load_table import LoadTable
+from kvrouter.router.route.load.prompts_ahead import PromptAhead
+from kvrouter.router.route.load.worker_load import Correction, LoadModel, WorkerBacklog
+from kvrouter.router.route.placement.admission_queue import RETRY_AFTER_S, AdmissionQueue
+from kvrouter.router.route.placement.choose import Choice
+from kvrouter.router.route.placement.decider import NOBODY, Decider, HitSource
+from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
+from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.route.placement.reservations import Reservations
+from kvrouter.router.route.placement.selections import SELECTION_TTL_S, Selected, Selections
+
+# Models whose problems one answer names.
+MODELS_SHOWN = 8
+# The longest Retry-After that is derived from the queue.
+RETRY_AFTER_MAX_S = 30.0
+
+
+class WorkerLoadView(msgspec.Struct, frozen=True):
+    """One worker as `GET /loads` shows it. rates in tokens/s, None: not measured yet."""
+
+    worker: WorkerKey
+    burden: WorkerBacklog
+    engine: Correction | None
+    prefill_rate: float | None
+    decode_rate: float | None
+
+
+class Placer:
+    """Places prompts. `start` shares the load with other processes; without it, this process works alone."""
+
+    def __init__(
+        self,
+        fleet: HitSource,
+        *,
+        config: Config,
+        metrics: PlacementMetrics,
+        clock: Callable[[], float],
+        rng: random.Random,
+        new_id: Callable[[], str],
+        unavailable: Callable[[WorkerKey], str | None] = lambda worker: None,
+        prefillers: Callable[[str], frozenset[WorkerKey]] = lambda model: NOBODY,
+        record: Callable[[str, PlacementRequest, Choice], None] = lambda selection_id, ask, choice: None,
+        noticed: Callable[[bytes], None] = lambda notice: None,
+        servers: Servers | None = None,
+        process: str = "",
+        supervisor: TaskSupervisor | None = None,
+    ) -> None:
+        """unavailable: why a worker takes no requests now, None if it does. prefillers: a model's workers that only
+        compute prompts. record: keeps each decision, with its comparison. noticed: see LoadShare. servers, process:
+        where and under which name load is shared."""
+        self._fleet = fleet
+        self._metrics = metrics
+        self._clock = clock
+        self._record = record
+        self.new_id = new_id
+        self.weights = LoadModel(LoadTable(), config.saturation_tokens)
+        self._decider = Decider(
+            fleet,
+            self.weights,
+            config=config,
+            metrics=metrics,
+            rng=rng,
+            unavailable=unavailable,
+            prefillers=prefillers,
+        )
+        self._selections = Selections()
+        self._reservations = Reservations(
+            self.weights, self._decider, metrics=metrics.load, clock=clock, changed=self._touched, freed=self._freed
+        )
+        metrics.before_page(self._measure)
+        supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
+        self._line = AdmissionQueue(self.reserve, self.tick, config, metrics, clock, supervisor)
+        self._share: LoadShare | None = None
+        if servers is not None:
+            self._share = LoadShare(
+                self.weights,
+                servers,
+                process=process,
+                clock=clock,
+                rng=rng,
+                end_here=self._reservations.end,
+                changed=self._line.look_soon,
+                noticed=noticed,
+                supervisor=supervisor,
+            )
+
+    def start(self) -> None:
+        if self._share is not None:
+            self._share.start()
+        self._line.start()
+
+    async def stop(self) -> None:
+        await self._line.stop()
+        if self._share is not None:
+            await self._share.stop()
+
+    def takers(self, models: Iterable[str]) -> list[WorkerKey]:
+        """The workers that would take a prompt of any of these models now. Raises NoWorker if there are none."""
+        found: list[WorkerKey] = []
+        problems = []
+        for model in models:
+            try:
+                found += self._decider.takers(model)
+            except (NoWorker, UnknownModel) as error:
+                problems.append(error.message)
+        if not found:
+            raise NoWorker("; ".join(problems[:MODELS_SHOWN]) or "no worker is registered")
+        return found
+
+    def choose(self, ask: PlacementRequest, selection_id: str | None = None) -> Choice:
+        """The worker for this prompt; nothing is reserved. Raises UnknownModel, UnknownWorker, NoWorker.
+
+        selection_id: under which it can be claimed later. A dry run is neither kept nor counted.
+
+        If all are saturated, the cheapest is chosen, and its reason says so."""
+        now = self._clock()
+        choice, prompt = self._decide(ask, now)
+        if ask.dry_run:
+            return choice
+        if selection_id is not None:
+            self._record(selection_id, ask, choice)
+        self._decider.record_choice(ask, choice, prompt, now, reserved=False)
+        if selection_id is not None:
+            kept = choice.alone()
+            model, num_tokens, until_s = ask.question.model, ask.question.num_tokens, now + SELECTION_TTL_S
+            selected = Selected(model, kept, prompt.names, num_tokens, ask.max_tokens, until_s)
+            self._selections.keep(selection_id, selected)
+        return choice
+
+    def reserve(self, ask: PlacementRequest, *, anyway: bool = False, prefill_tokens: int | None = None) -> Placement:
+        """Chooses, and counts the load there from now on. Raises what `choose` raises, Saturated, and Conflict for an
+        id in use.
+
+        anyway: ignore saturation and roles, because the client has decided already. prefill_tokens: what the client
+        says is to be computed."""
+        now = self._clock()
+        if ask.dry_run:
+            # A reservation is a request, never a dry run.
+            ask = msgspec.structs.replace(ask, dry_run=False)
+        choice, prompt = self._decide(ask, now, anyway=anyway)
+        if choice.all_saturated and not anyway:
+            raise Saturated(
+                f"every worker that may take this prompt is saturated (over {self.weights.saturation_tokens} tokens queued, or its "
+                "cache full and prompts waiting): try again, or add workers",
+                retry_after_s=self._retry_after_s(choice.hit.worker),
+            )
+        if prefill_tokens is not None:
+            choice = msgspec.structs.replace(choice, prefill_tokens=prefill_tokens)
+        selection_id = ask.selection_id or self.new_id()
+        kept = choice if ask.question.explain or ask.keeps_comparison else choice.alone()
+        placement = self._reservations.book(
+            selection_id, kept, prompt.names, ask.question.num_tokens, ask.max_tokens, now
+        )
+        self._record(selection_id, ask, choice)
+        self._decider.record_choice(ask, choice, prompt, now, reserved=True)
+        return placement
+
+    def claim(self, selection_id: str, model: str | None) -> Placement:
+        """Counts the load of what `choose` chose under this id from now on, once. Raises UnknownSelection, and Conflict
+        for an id in use."""
+        now = self._clock()
+        selected = self._selections.find(selection_id, now)
+        gone = selected is None or selected.choice.hit.worker not in self._fleet.workers()
+        if selected is None or gone or model not in (None, selected.model):
+            raise UnknownSelection(
+                f"no selection {printable(selection_id)!r} to reserve: it was already reserved, has expired, was never made at "
+                "this process, or its worker is gone; send worker_id and the prompt, or use /select_and_reserve"
+            )
+        placement = self._reservations.book(
+            selection_id, selected.choice, selected.names, selected.num_tokens, selected.max_tokens, now
+        )
+        self._selections.drop(selection_id)
+        self._decider.mark_pending(selected.choice.hit.worker, selected.names, now)
+        return placement
+
+    async def place(self, ask: PlacementRequest) -> Placement:
+        """As `reserve`, and waits in line while all are saturated. Raises QueueFull, and Saturated when its time is
+        over."""
+        if ask.question.is_long:
+            await self._fleet.hash_ahead(ask.question)
+        return await self._line.place(ask)
+
+    def _decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
+        choice, prompt = self._decider.decide(ask, now, anyway=anyway)
+        if not ask.dry_run:
+            self._metrics.choice_seconds.observe(self._clock() - now)
+        return choice, prompt
+
+    def _retry_after_s(self, worker: WorkerKey) -> float:
+        """Until the worker has done half of what is queued there, as far as its speed is known."""
+        drain_s = self.weights.drain_s(worker, self.weights.burden(worker).queued_tokens // 2)
+        return RETRY_AFTER_S if drain_s is None else min(max(drain_s, RETRY_AFTER_S), RETRY_AFTER_MAX_S)
+
+    async def prefill_complete(self, selection_id: str) -> None:
+        """The prefill of a reservation of any process is over. Raises UnknownSelection, StoreDown."""
+        await self._end(selection_id, PREFILL_COMPLETE)
+
+    async def release(self, selection_id: str) -> None:
+        """A reservation of any process is over. Raises UnknownSelection, StoreDown."""
+        await self._end(selection_id, RELEASE)
+
+    def end_here(self, selection_id: str, how: str) -> bool:
+        """`prefill_complete` or `release` of a reservation of this process; False where it has none of this id."""
+        return self._reservations.end(selection_id, how)
+
+    async def _end(self, selection_id: str, how: str) -> None:
+        if self.end_here(selection_id, how):
+            return
+        if self._share is None or not await self._share.end_elsewhere(selection_id, how):
+            raise UnknownSelection(
+                f"no reservation {printable(selection_id)!r}: it was released, has expired, or was never made"
+            )
+
+    def engine_said(self, worker: WorkerKey, said: EngineLoad) -> None:
+        """An engine reported its load to this process."""
+        ended = self.weights.engine_said(worker, said, self._clock())
+        self._metrics.load.voided.inc(ended)
+        if self._share is not None:
+            self._share.gauge(worker, said)
+        self._freed()
+
+    def send_notice(self, notice: bytes) -> None:
+        """See `LoadShare.send_notice`."""
+        if self._share is not None:
+            self._share.send_notice(notice)
+
+    def burdens(self) -> list[WorkerLoadView]:
+        """All workers, as `GET /loads` shows them."""
+        found = []
+        for worker in sorted(self._fleet.workers()):
+            rates = self.weights.rates.get(worker)
+            found.append(
+                WorkerLoadView(
+                    worker,
+                    self.weights.burden(worker),
+                    self.weights.corrections.get(worker),
+                    rates.prefill_rate if rates is not None else None,
+                    rates.decode_rate if rates is not None else None,
+                )
+            )
+        return found
+
+    def decode_tokens(self, worker: WorkerKey) -> int:
+        """What the worker holds for the answers that it decodes."""
+        return self.weights.burden(worker).decode_tokens
+
+    def hash_block_size(self, model: str) -> int:
+        """Tokens of a block of the model, 1 while that is not known."""
+        return self._fleet.hash_block_size(model)
+
+    def now(self) -> float:
+        return self._clock()
+
+    def waiting(self, model: str) -> tuple[int, int]:
+        """Prompts in line for a model, and their tokens."""
+        return self._line.of(model)
+
+    def health(self) -> list[str]:
+        """Problems of the load."""
+        if self._share is None or self._share.problem is None:
+            return []
+        return [f"the load of other routers is not known ({self._share.problem}): each counts its own alone"]
+
+    def _touched(self) -> None:
+        if self._share is not None:
+            self._share.touched()
+
+    def _freed(self) -> None:
+        self._touched()
+        self._line.look_soon()
+
+    def tick(self) -> None:
+        """Periodic work: old entries expire."""
+        now = self._clock()
+        workers = list(self._fleet.workers())
+        self._reservations.expire(now)
+        self.weights.tick(workers, now)
+        self._decider.expire(now)
+        self._fleet.state_pools()
+        self._selections.expire(now)
+        if self._share is not None:
+            self._share.tick()
+        self._touched()
+
+    def _measure(self) -> None:
+        metrics = self._metrics.load
+        metrics.known.set(0 if self._share is not None and self._share.problem is not None else 1)
+        metrics.routers.set(1 + self.weights.table.others)
+        metrics.held.set(len(self.weights.table))
+        for worker in self._fleet.workers():
+            burden = self.weights.burden(worker)
+            metrics.queued_tokens(worker).set(burden.queued_tokens)
+            metrics.decode_tokens(worker).set(burden.decode_tokens)
+            metrics.requests(worker).set(burden.requests)
+            metrics.saturated(worker).set(burden.saturated)

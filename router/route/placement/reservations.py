@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this process has placed and what is still under way: its load, from the choice until it ends, and what each end
+teaches of a worker's speed.
+
+Belongs to one asyncio loop; synchronous, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE
+from kvrouter.router.route.load.load_metrics import LoadMetrics
+from kvrouter.router.route.load.worker_load import LoadModel
+from kvrouter.router.route.placement.choose import Choice
+from kvrouter.router.route.placement.decider import Decider
+from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest, PrefillPart
+
+# Of an answer whose length is not known: half of it is there on average while it is decoded.
+USUAL_OUTPUT_TOKENS = 512
+LIVE = StreamState.LIVE.value
+# A reservation's part at the prefill worker; no client's id has a slash.
+PREFILL_PART = "/prefill"
+
+
+class Reservations:
+    """The owner of the placements. changed: called when load came; freed: when some went."""
+
+    def __init__(
+        self,
+        weights: LoadModel,
+        decider: Decider,
+        *,
+        metrics: LoadMetrics,
+        clock: Callable[[], float],
+        changed: Callable[[], None],
+        freed: Callable[[], None],
+    ) -> None:
+        self._weights = weights
+        self._table = weights.table
+        self._decider = decider
+        self._metrics = metrics
+        self._clock = clock
+        self._changed = changed
+        self._freed = freed
+        self._placements: dict[str, Placement] = {}
+
+    def book(
+        self, selection_id: str, choice: Choice, names: list[int], num_tokens: int, max_tokens: int | None, now: float
+    ) -> Placement:
+        output_tokens = min(max_tokens if max_tokens is not None else USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS)
+        decode_tokens = num_tokens + output_tokens // 2
+        placement = Placement(self, selection_id, choice, names, num_tokens, decode_tokens, now)
+        self._count(selection_id, choice, decode_tokens, now)
+        self._placements[selection_id] = placement
+        self._weights.typical(choice.prefill_tokens, num_tokens)
+        if choice.prefill is not None:
+            self._begin_prefill(placement, choice.prefill, now)
+        self._changed()
+        return placement
+
+    def _count(self, reservation_id: str, choice: Choice, decode_tokens: int, now: float) -> None:
+        dropped = self._table.reserve(reservation_id, choice.hit.worker, choice.prefill_tokens, decode_tokens, now)
+        self._forget(dropped, "no_room")
+        self._metrics.reservations.inc()
+
+    def _begin_prefill(self, placement: Placement, there: Choice, now: float) -> None:
+        part = placement.prefill = PrefillPart(placement.selection_id + PREFILL_PART, there, now)
+        placement.predicted_tokens = there.hit.disk
+        # It holds the prompt until it is fetched; nothing is decoded there.
+        self._count(part.reservation_id, there, 0, now)
+
+    def handed_over(self, placement: Placement) -> None:
+        """See `Placement.handed_over`."""
+        part = placement.prefill
+        if part is None:
+            return
+        now = self._clock()
+        placement.prefilled_at = part.worker
+        self._decider.computed(part.worker, placement.names, now)
+        self._learn(part.choice, placement.num_tokens, now - part.placed_s)
+        self._end_prefill(placement, now)
+        # From now on it is the decode worker's; until now its engine may have said that it is idle.
+        self._table.renew(placement.selection_id, now)
+        self._decider.mark_pending(placement.worker, placement.names, now)
+        self._freed()
+
+    def prefill_failed(self, placement: Placement, ask: PlacementRequest | None) -> None:
+        """See `Placement.prefill_failed`."""
+        part = placement.prefill
+        if part is None:
+            return
+        now = self._clock()
+        self._decider.failed(part.worker, placement.names, now)
+        self._end_prefill(placement, now)
+        there = None if ask is None else self._decider.another_prefill(ask, placement.choice, now)
+        if there is not None:
+            self._decider.mark_pending(there.hit.worker, placement.names, now)
+            self._begin_prefill(placement, there, now)
+        else:
+            placement.predicted_tokens = placement.choice.hit.disk
+            self._table.renew(placement.selection_id, now, prefill_tokens=placement.choice.alone_tokens)
+            self._decider.mark_pending(placement.worker, placement.names, now)
+        self._freed()
+
+    def _end_prefill(self, placement: Placement, now: float) -> None:
+        part, placement.prefill = placement.prefill, None
+        if part is not None and self._table.release(part.reservation_id, now):
+            self._metrics.ended["released"].inc()
+
+    def first_token(self, placement: Placement) -> None:
+        """See `Placement.first_token`."""
+        if not placement.prefilling:
+            return
+        placement.prefilling = False
+        now = placement.told_s = self._clock()
+        self._computed(placement)
+        if (part := placement.prefill) is not None:
+            # The client of both did not report the end of the first one.
+            placement.prefilled_at = part.worker
+            self._decider.computed(part.worker, placement.names, now)
+            self._decider.mark_pending(placement.worker, placement.names, now)
+            self._end_prefill(placement, now)
+        elif placement.prefilled_at is None and not placement.has_moved:
+            self._learn(placement.choice, placement.num_tokens, now - placement.placed_s)
+        self._table.prefill_done(placement.selection_id, now)
+        self._decider.computed(placement.worker, placement.names, now)
+        self._freed()
+
+    def served_by(self, placement: Placement, hit: Hit) -> None:
+        """See `Placement.served_by`."""
+        if placement.selection_id not in self._placements or hit.worker == placement.worker:
+            return
+        now = self._clock()
+        self._decider.failed(placement.worker, placement.names, now)
+        if self._table.release(placement.selection_id, now):
+            self._metrics.ended["released"].inc()
+        prefill_tokens = placement.choice.prefill_tokens
+        if placement.prefilled_at is None:
+            prefill_tokens = placement.num_tokens - hit.disk
+            placement.predicted_tokens = hit.disk
+        placement.choice = msgspec.structs.replace(placement.choice, hit=hit, prefill_tokens=prefill_tokens)
+        placement.worker, placement.has_moved = hit.worker, True
+        self._count(placement.selection_id, placement.choice, placement.decode_tokens, now)
+        self._decider.mark_pending(hit.worker, placement.names, now)
+        self._freed()
+
+    def done(self, placement: Placement, output_tokens: int | None) -> None:
+        """See `Placement.done`."""
+        if self._placements.pop(placement.selection_id, None) is None:
+            return
+        now = self._clock()
+        self._table.release(placement.selection_id, now)
+        if placement.prefilling:
+            if output_tokens is not None:
+                # An answer in one piece.
+                self._computed(placement)
+            # It may never have come to computing the prefix.
+            placement.prefilling = False
+            self._decider.failed(placement.worker, placement.names, now)
+            if placement.prefill is not None:
+                self._decider.failed(placement.prefill.worker, placement.names, now)
+                self._end_prefill(placement, now)
+        elif output_tokens is not None and placement.told_s is not None:
+            self._weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.told_s)
+        self._metrics.ended["released"].inc()
+        self._freed()
+
+    def reused(self, placement: Placement, tokens: int) -> None:
+        """See `Placement.reused`."""
+        if not placement.has_moved and placement.prefilled_at is None:
+            self._decider.reused(placement.choice, tokens)
+
+    def _computed(self, placement: Placement) -> None:
+        """Somebody computed its prompt."""
+        self._weights.prompts.add(placement.prefilled_at or placement.worker, placement.num_tokens)
+
+    def _learn(self, choice: Choice, num_tokens: int, seconds: float) -> None:
+        """How long a worker took for a prompt of this many tokens, from its request to its first token."""
+        hit = choice.hit
+        # Where siblings were being computed, or a disk was read, the time is not that of the prompt's own tokens.
+        if hit.state != LIVE or hit.approximate or hit.disk > hit.cpu or choice.prefill_tokens < num_tokens - hit.disk:
+            return
+        rates = self._weights.rates_of(hit.worker)
+        rates.first_token(num_tokens - hit.disk, hit.cpu - hit.gpu, choice.queued_tokens, seconds)
+
+    def end(self, selection_id: str, how: str) -> bool:
+        placement = self._placements.get(selection_id)
+        if placement is None:
+            return False
+        if how == PREFILL_COMPLETE:
+            self.first_token(placement)
+        else:
+            self.done(placement, None)
+        return True
+
+    def _forget(self, reservation_ids: Iterable[str], how: str) -> None:
+        for reservation_id in reservation_ids:
+            placement = self._placements.pop(reservation_id, None)
+            if placement is not None:
+                self._end_prefill(placement, self._clock())
+            self._metrics.ended[how].inc()
+
+    def expire(self, now: float) -> None:
+        """End what is too old."""
+        self._forget(self._table.expire(now), "expired")

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small prompts with which a way to tokens is held against the engine itself. Pure.
+
+Each has what tokenizers and templates are known to differ in: other scripts, spaces at either end, several parts in one
+message, a call of a tool and its result, a message that is to be continued. A way is trusted with a feature where it
+makes of that feature's probe exactly what the engine makes of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.route.tokens.token_request import Feature, Kind, TokenRequest
+
+USER = {"role": "user", "content": " What is the capital of  France?\n"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'},
+}
+
+_CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "You are brief."},
+        USER,
+        {"role": "assistant", "content": "Paris – Größe: 105 km². "},
+        {"role": "user", "content": [{"type": "text", "text": " And of Japan? "}, {"type": "text", "text": "日本🙂"}]},
+    ]
+}
+_TOOLS: dict[str, Any] = {
+    "messages": [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"celsius": 21}'},
+    ],
+    "tools": [TOOL],
+    # Any engine takes this; "auto" wants a parser of tool calls.
+    "tool_choice": "none",
+}
+_CONTINUED: dict[str, Any] = {
+    "messages": [USER, {"role": "assistant", "content": "It is Par"}],
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+}
+_TEXT: dict[str, Any] = {"prompt": " Größe  naïve\n\n日本語 🙂 = 3.14159"}
+
+
+def _asked(kind: Kind, body: dict[str, Any]) -> TokenRequest:
+    return TokenRequest(kind, {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()})
+
+
+PROBES: dict[Feature, TokenRequest] = {
+    "chat": _asked("chat", _CHAT),
+    "tools": _asked("chat", _TOOLS),
+    "continued": _asked("chat", _CONTINUED),
+    "text": _asked("text", _TEXT),
+}
+_SYSTEM = [{"type": "text", "text": "You are brief. "}, {"type": "text", "text": "Größe: 日本."}]
+_MESSAGES: dict[str, Any] = {
+    "system": _SYSTEM,
+    "messages": [
+        USER,
+        {"role": "assistant", "content": [{"type": "text", "text": "Paris – 105 km². "}]},
+        {"role": "user", "content": [{"type": "text", "text": " And of Japan? "}, {"type": "text", "text": "日本🙂"}]},
+    ],
+}
+_MESSAGE_TOOLS: dict[str, Any] = {
+    "messages": [
+        USER,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I should look it up.", "signature": "s"},
+                {"type": "text", "text": "One moment."},
+                {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Córdoba", "days": 2}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "call_1",
+                    "content": [{"type": "text", "text": '{"celsius": 21}'}, {"type": "text", "text": "sunny"}],
+                },
+            ],
+        },
+    ],
+    "tools": [
+        {
+            "name": "weather",
+            "description": "The weather in a city",
+            "input_schema": {"properties": {"city": {"type": "string"}}, "required": ["city"]},
+        }
+    ],
+    # As for chats.
+    "tool_choice": {"type": "none"},
+}
+_INLINE_SYSTEM: dict[str, Any] = {
+    "system": "You are brief.",
+    "messages": [
+        USER,
+        {"role": "assistant", "content": "Paris"},
+        {"role": "system", "content": [{"type": "text", "text": "Mind the date."}]},
+        {"role": "user", "content": "日本?"},
+    ],
+}
+
+# Messages of Anthropic's API, which engines turn into chats.
+MESSAGE_PROBES: dict[Feature, TokenRequest] = {
+    "messages": _asked("messages", _MESSAGES),
+    "message tools": _asked("messages", _MESSAGE_TOOLS),
+    "inline system": _asked("messages", _INLINE_SYSTEM),
+}
+# Where a template takes no system message, or not several parts.
+PLAIN_CHAT = _asked(
+    "chat", {"messages": [USER, {"role": "assistant", "content": "Paris"}, {"role": "user", "content": "日本?"}]}
+)
+
+# What the engine made of a probe: the ids, how many where it does not tell them, or its refusal.
+Truth = NDArray[np.int64] | int | str
+
+
+def running(probe: TokenRequest) -> bytes:
+    """The body with which the engine runs the probe for one token and returns its ids."""
+    return msgspec.json.encode(probe.fields | {"max_tokens": 1, "temperature": 0, "return_token_ids": True})
+
+
+def agrees(truth: Truth, ids: NDArray[np.int64]) -> bool:
+    """Whether `ids` equal the engine's, as far as it reports them."""
+    if isinstance(truth, str):
+        return False
+    return len(ids) == truth if isinstance(truth, int) else np.array_equal(truth, ids)
+
+
+def difference(truth: Truth, ids: NDArray[np.int64]) -> str:
+    """Where they part, for a person."""
+    if isinstance(truth, str):
+        return f"the engine refuses it: {truth}"
+    if isinstance(truth, int):
+        return f"{len(ids)} tokens where the engine has {truth}"
+    both = min(len(truth), len(ids))
+    apart = np.flatnonzero(truth[:both] != ids[:both])
+    at = int(apart[0]) if len(apart) else both
+    return f"{len(ids)} tokens where the engine has {len(truth)}, equal up to token {at}"

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chat's messages and tools as vLLM hands them to the chat template. Pure.
+
+Source: vLLM 0.32.0 renderers/chat_utils.py (parse_chat_messages), entrypoints/openai/chat_completion/protocol.py; the
+order of a tool call's keys is that of OpenAI's types, by which vLLM reads it. What is not surely read as there is left
+to the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvrouter.router.route.tokens.engine.wire import RenderQuirks, drops_tools, with_reasoning
+from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.route.tokens.token_request import TokenRequest
+
+ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
+# vLLM takes such a line out of system messages. Source: renderers/chat_utils.py, _strip_claude_code_billing_header.
+BILLING_LINE = "x-anthropic-billing-header"
+
+TOOL_KEYS = frozenset({"type", "function"})
+FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+
+
+def conversation(asked: TokenRequest, habits: RenderQuirks) -> list[dict[str, Any]]:
+    """The messages. Raises Unknown where only the engine can say what it makes of them."""
+    return [_message(with_reasoning(message), habits) for message in asked.messages]
+
+
+def _message(message: dict[str, Any], habits: RenderQuirks) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in ROLES:
+        raise _left(f"the role {role!r}")
+    content = _content(message.get("content"), as_parts=habits.content_parts and role != "tool")
+    if role == "system" and BILLING_LINE in str(content):
+        raise _left("a billing line in a system message")
+    found: dict[str, Any] = {"role": role, "content": content}
+    if role == "assistant":
+        calls = message.get("tool_calls")
+        if calls is not None and not isinstance(calls, list):
+            raise _left("tool_calls that are no list")
+        if calls:
+            found["tool_calls"] = [_tool_call(call) for call in calls]
+        reasoning = message.get("reasoning")
+        if reasoning is not None:
+            if not isinstance(reasoning, str):
+                raise _left("reasoning that is no text")
+            found["reasoning"] = found["reasoning_content"] = reasoning
+    elif role == "tool" and "tool_call_id" in message:
+        found["tool_call_id"] = message["tool_call_id"]
+    if isinstance(message.get("name"), str):
+        found["name"] = message["name"]
+    if "task" in message:
+        raise _left("a message's task")
+    if role == "developer":
+        found["tools"] = message.get("tools")
+    return found
+
+
+def _content(content: Any, *, as_parts: bool) -> str | list[dict[str, str]]:
+    """One text, or parts with text, as the template wants it."""
+    if content is None:
+        texts: list[str] = []
+    elif isinstance(content, str):
+        texts = [content]
+    elif isinstance(content, list):
+        texts = [_text_of(part) for part in content]
+    else:
+        raise _left("content that is neither text nor parts")
+    return [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
+        raise _left("a part that is more than a text")
+    text = part["text"]
+    if not isinstance(text, str):
+        raise _left("a part without its text")
+    return text
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    if not isinstance(call, dict) or call.keys() != {"id", "type", "function"} or call["type"] != "function":
+        raise _left("a tool call of another form")
+    function = call["function"]
+    if not isinstance(function, dict) or function.keys() != {"name", "arguments"}:
+        raise _left("a tool call of another form")
+    if not all(isinstance(text, str) for text in (call["id"], *function.values())):
+        raise _left("a tool call of another form")
+    return {
+        "id": call["id"],
+        "function": {"arguments": _arguments(function["arguments"]), "name": function["name"]},
+        "type": "function",
+    }
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Templates want an object; what is none becomes an empty one."""
+    if not text:
+        return {}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def tools(asked: TokenRequest, habits: RenderQuirks) -> list[dict[str, Any]] | None:
+    """The tools as vLLM's own types write them out. Raises Unknown."""
+    given = asked.value("tools")
+    if given is None or drops_tools(asked, habits):
+        return None
+    if not isinstance(given, list) or not given:
+        raise _left("tools that are no list")
+    return [_tool(tool) for tool in given]
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or not tool.keys() <= TOOL_KEYS or tool.get("type", "function") != "function":
+        raise _left("a tool of another form")
+    function = tool.get("function")
+    if not isinstance(function, dict) or not function.keys() <= set(FUNCTION_KEYS) or "name" not in function:
+        raise _left("a tool of another form")
+    found = {name: function.get(name) for name in FUNCTION_KEYS}
+    if found["strict"] is None:
+        del found["strict"]
+    return {"type": "function", "function": found}
+
+
+def _left(what: str) -> TokensUnknown:
+    return TokensUnknown("unsupported", f"{what} is not read by the tokenizer here; the engine reads it")

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's tokenizer and chat template from a folder as models come in: tokenizer.json, tokenizer_config.json, a
+template.
+
+Synchronous; long texts belong in a thread. Nothing is downloaded. Whether what comes out is what the engine makes is
+judged elsewhere, by probes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer
+
+from kvrouter.router.base.common.errors import SettingError
+from kvrouter.router.base.common.regular_file import read_regular
+from kvrouter.router.route.tokens.anthropic_messages import as_chat
+from kvrouter.router.route.tokens.engine.wire import RenderQuirks, template_arguments
+from kvrouter.router.route.tokens.local.chat_messages import conversation, tools
+from kvrouter.router.route.tokens.local.chat_template import OWN_ARGUMENTS, ChatTemplate
+from kvrouter.router.route.tokens.local.piece_cache import PieceCache
+from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.route.tokens.token_request import TRUNCATION, TokenRequest
+
+# Names of special tokens that templates may write. Source: transformers 5, SPECIAL_TOKENS_ATTRIBUTES.
+NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+# Bound on one file; the largest tokenizers have some 35 MB.
+MAX_FILE_BYTES = 256 * 1024**2
+
+# Fields that only the engine can read: whether a client's template is refused depends on a flag of the engine.
+LEFT_TO_THE_ENGINE = (TRUNCATION, "suffix", "chat_template", "mm_processor_kwargs", "media_io_kwargs")
+
+
+# vLLM gives a template that loops over contents their parts. Where both come to the same, this decides.
+LOOPS_OVER_CONTENT = re.compile(r"{%-?\s*for\s+\w+\s+in\s[^%]*content")
+
+
+class LocalTokenizer:
+    """One model's. now: the local time, for templates that write the date."""
+
+    def __init__(self, folder: Path, now: Callable[[], datetime]) -> None:
+        """Read the folder. Raises SettingError."""
+        self.folder = folder
+        config = _read_json(folder / "tokenizer_config.json")
+        try:
+            tokenizer = Tokenizer.from_buffer(read_regular(folder / "tokenizer.json", MAX_FILE_BYTES))
+        except Exception as error:
+            # The library raises the bare Exception.
+            raise SettingError(f"cannot read {folder / 'tokenizer.json'}: {error}; name a folder with one") from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.add_tokens(_further_tokens(tokenizer, config))
+        texts = _templates(folder, config)
+        self._special = {name: _content(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
+        self._templates = {name: ChatTemplate(text, now) for name, text in texts.items()}
+        self._pieces = PieceCache(tokenizer, "".join([*texts.values(), *self._special.values()]))
+
+    @property
+    def held_bytes(self) -> int:
+        return self._pieces.held_bytes
+
+    def ids(self, asked: TokenRequest, habits: RenderQuirks) -> NDArray[np.int64]:
+        """Raises Unknown where only the engine can say."""
+        for name in LEFT_TO_THE_ENGINE:
+            if asked.has(name):
+                raise TokensUnknown("unsupported", f"{name} is not read by the tokenizer here; the engine reads it")
+        if asked.kind == "messages":
+            asked = as_chat(asked, merges_system=habits.merges_system)
+        special = asked.value("add_special_tokens")
+        if asked.kind == "text":
+            text = asked.value("prompt")
+            if not isinstance(text, str):
+                raise TokensUnknown("unsupported", "the tokenizer here reads text alone")
+            return self._encoded(text, special is not False)
+        if asked.kind != "chat":
+            raise TokensUnknown("unsupported", "the tokenizer here reads chats and completions alone")
+        return self._encoded(self._chat(asked, habits), special is True)
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> NDArray[np.int64]:
+        ids = self._pieces.encode(text, add_special_tokens=add_special_tokens)
+        if not len(ids):
+            raise TokensUnknown("refused", "the prompt has no tokens")
+        return ids
+
+    def _chat(self, asked: TokenRequest, habits: RenderQuirks) -> str:
+        given = tools(asked, habits)
+        template = self._templates.get("tool_use" if given else "default") or self._templates.get("default")
+        if template is None:
+            raise TokensUnknown("unsupported", f"{self.folder} has no chat template; put its chat_template.jinja there")
+        messages = conversation(asked, habits)
+        if any(message["role"] == "developer" for message in messages) and "developer" not in template.text:
+            raise TokensUnknown("unsupported", "the role developer, which the engine turns into another here")
+        arguments = template_arguments(asked)
+        if not OWN_ARGUMENTS.isdisjoint(arguments.keys() - {"documents"}) or "chat_template" in arguments:
+            raise TokensUnknown("unsupported", "chat_template_kwargs that replace arguments of their own")
+        continued = asked.value("continue_final_message") is True
+        generation = asked.value("add_generation_prompt") is not False
+        if continued and generation:
+            raise TokensUnknown("refused", "continue_final_message wants add_generation_prompt to be false")
+        whole: dict[str, Any] = {"documents": None} | self._special | arguments
+        whole |= {"tools": given, "add_generation_prompt": generation}
+        return template.render(messages, continued=continued, arguments=whole)
+
+    def likely_habits(self) -> tuple[RenderQuirks, ...]:
+        """What an engine with this template may do, the likeliest first. A loop over a message's content reads
+        parts."""
+        default = self._templates.get("default")
+        loops = default is not None and LOOPS_OVER_CONTENT.search(default.text) is not None
+        return tuple(
+            RenderQuirks(keeps_unused_tools=keeps, content_parts=parts, merges_system=merges)
+            for merges in (False, True)
+            for keeps in (True, False)
+            for parts in ((True, False) if loops else (False, True))
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(read_regular(path, MAX_FILE_BYTES))
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError) as error:
+        raise SettingError(f"cannot read {path}: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _content(token: Any) -> str:
+    """A special token stands in the settings as its text or with its properties."""
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _further_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> list[AddedToken]:
+    """Tokens of the settings that tokenizer.json lacks, in the order of their ids."""
+    listed = config.get("added_tokens_decoder") or {}
+    found = []
+    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        if tokenizer.token_to_id(token["content"]) is None:
+            properties = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            found.append(AddedToken(token["content"], **{name: bool(token.get(name, False)) for name in properties}))
+    return found
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name: `default`, and `tool_use` where a model has one of its own for tools."""
+    given = config.get("chat_template")
+    found: dict[str, str] = {}
+    if isinstance(given, str):
+        found["default"] = given
+    elif isinstance(given, list):
+        found = {str(entry["name"]): str(entry["template"]) for entry in given}
+    for path in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
+        try:
+            found["default" if path.parent == folder else path.stem] = read_regular(path, MAX_FILE_BYTES).decode(
+                "utf-8"
+            )
+        except FileNotFoundError:
+            continue
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"cannot read {path}: {error}") from None
+    return found

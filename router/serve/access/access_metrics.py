@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of certificate, API keys and registrations."""
+
+from __future__ import annotations
+
+from kvrouter.router.base.common.tally import Counter
+from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+
+# The files that are read again, and the outcomes of a change.
+FILES = ("certificate", "api_keys", "gateway_certificate")
+OUTCOMES = ("taken", "refused")
+# Outcomes of a request with a key: it was admitted, its key's scope did not suffice, or it registered too often. A
+# request without a known key is unauthorized.
+ADMITTED, FORBIDDEN, LIMITED, UNAUTHORIZED = "admitted", "forbidden", "limited", "unauthorized"
+KEY_OUTCOMES = (ADMITTED, FORBIDDEN, LIMITED)
+# The header that showed that a web page may have had the request sent (`browser_policy.py`).
+FOREIGN_HOST, FOREIGN_ORIGIN = "host", "origin"
+
+
+class AccessMetrics:
+    """key_requests: by a key's name, of which there are at most MAX_KEYS; the series end with the key."""
+
+    def __init__(self, registry: MetricRegistry) -> None:
+        self.start = registry.gauge(
+            "tls_certificate_start_timestamp_seconds",
+            "From when the certificate of the HTTP port is valid, in seconds since 1970; 0 without TLS",
+        )
+        self.expiry = registry.gauge(
+            "tls_certificate_expiry_timestamp_seconds",
+            "When the certificate of the HTTP port ends, in seconds since 1970; 0 without TLS",
+        )
+        self.stale = registry.gauge(
+            "access_file_stale", "1 while what a file holds now cannot be used, and the former is", "file"
+        )
+        self.reloads = registry.counter(
+            "access_reloads_total", "Changes of files, by what came of them", "file", "outcome"
+        )
+        self.key_requests: Counter = registry.counter(
+            "key_requests_total", "Requests to paths that take a key, by its name", "key", "outcome"
+        )
+        self.foreign = registry.counters(
+            "foreign_requests_total",
+            "Requests refused because a web page may have had them sent",
+            reason=(FOREIGN_HOST, FOREIGN_ORIGIN),
+        )
+        self.limited = registry.counter("registrations_limited_total", "Registrations refused for coming too fast")

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models and cache salts that an API key may name. Pure.
+
+A hit, predicted or delivered, shows that somebody has sent this prefix to that model under that salt. With a key that
+is bound to its own salts, a client learns this only about its own prompts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrouter.router.base.common.errors import Forbidden
+
+
+class KeyBounds(msgspec.Struct, frozen=True):
+    """The bounds of one key; a field is None where the key may name any."""
+
+    key: str
+    """Its name, for errors, and for its share of the caches' memory."""
+    models: frozenset[str] | None = None
+    """Models by their own names, not by aliases, and LoRA adapters."""
+    cache_salts: frozenset[str] | None = None
+
+    def check_model(self, model: str, lora_name: str | None) -> None:
+        """Raise Forbidden unless the key may name this model, or this adapter."""
+        name = lora_name or model
+        if self.models is not None and name not in self.models:
+            raise Forbidden(
+                f"the API key {self.key} is bound to other models than {name!r}: name one of its own, or add this one to its "
+                "`models` in the router's api_keys_file",
+                code="model_not_allowed",
+            )
+
+    def check_salt(self, cache_salt: str | None, *, hashed: bool = False) -> None:
+        """Raise Forbidden unless the key may use this salt. hashed: whether the prompt came as block hashes, from which
+        the salt cannot be seen."""
+        if self.cache_salts is None or (cache_salt in self.cache_salts and not hashed):
+            return
+        what = "send token ids in place of block hashes" if hashed else "send one of these as `cache_salt`"
+        raise Forbidden(
+            f"the API key {self.key} is bound to its own cache salts: {what}, or change its `cache_salts` in the router's "
+            "api_keys_file",
+            code="salt_not_allowed",
+        )

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an API key may be for. `router/serve/api/scopes.py` says which route takes which."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Scope(StrEnum):
+    """The part of the API that a key opens."""
+
+    # Both PROXY and HITS.
+    ASK = "ask"
+    # Proxied requests, and models.
+    PROXY = "proxy"
+    # Every answer that shows predicted hits (questions, choices, reservations), and models.
+    HITS = "hits"
+    # Registering, changing, draining and removing workers.
+    REGISTER = "register"
+    # Everything that can be read about the fleet and the router, metrics included.
+    WATCH = "watch"
+    # Everything.
+    ADMIN = "admin"
+
+
+# The scopes that `ask` includes.
+ASK_PARTS = frozenset({Scope.PROXY, Scope.HITS})

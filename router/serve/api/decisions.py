@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why requests went where they went, also later."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from kvrouter.router.base.common.errors import UnknownDecision
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.observe.decisions.watch import Watch
+from kvrouter.router.serve.api.decision_reply import (
+    DecisionReply,
+    DecisionsReply,
+    decision_reply,
+    find_decision,
+    read_decision,
+)
+from kvrouter.router.serve.api.openapi import gives
+from kvrouter.router.serve.api.workers import respond
+
+MAX_LISTED = 1_000
+
+Limit = Annotated[int, Query(ge=1, le=MAX_LISTED, description="how many, the newest first")]
+
+
+def decision_routes(watch: Watch) -> APIRouter:
+    """The routes, bound to what is watched."""
+    router = APIRouter(tags=["watching"])
+
+    @router.get(
+        "/decisions",
+        summary="The last decisions of the process that answers",
+        operation_id="list_decisions",
+        responses=gives(DecisionsReply, 400),
+    )
+    async def listed(request: Request, limit: Limit = 100) -> Response:
+        found = [decision_reply(kept, explain=False) for kept in watch.decisions.last(limit)]
+        return respond(request, DecisionsReply(found))
+
+    @router.get(
+        "/decisions/{name:name}",
+        summary="Why a request went where it went",
+        operation_id="explain_decision",
+        responses=gives(DecisionReply, 404),
+    )
+    async def explained(request: Request, name: str) -> Response:
+        """name: the id of a selection, or the x-request-id of a request: then of its last attempt."""
+        reply = find_decision(watch.decisions, name)
+        if reply is None and watch.elsewhere is not None:
+            elsewhere = await watch.elsewhere(name)
+            reply = None if elsewhere is None else read_decision(elsewhere)
+        if reply is None:
+            raise UnknownDecision(
+                f"no decision {printable(name[:80])!r} is kept: it is too old (decisions_kept), was made by another "
+                "router, or never was"
+            )
+        return respond(request, reply)
+
+    return router

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GET /events`: the fleet's events as Server-Sent Events, for as long as the client stays."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import parse_qs
+
+from kvrouter.router.base.common.errors import BadQuestion, RouterError, TooManyConnections
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.follow.feed.backlog import Backlog, Chunk, HeldChunks
+from kvrouter.router.follow.feed.event_feed import EventFeed
+from kvrouter.router.follow.feed.fleet_event import EventFilter, EventType
+from kvrouter.router.model.upstream.connection import AnswerHead
+from kvrouter.router.serve.api.openapi import EVENTS as PATH
+from kvrouter.router.serve.proxy.downstream import Client
+from kvrouter.router.serve.proxy.headers import Headers, header
+
+LAST_EVENT_ID = b"last-event-id"
+# A proxy must not hold back or remember what is sent.
+HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+PARAMETERS = ("model", "worker", "type", "hashes")
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+class EventStream:
+    """Answers the clients of `feed`."""
+
+    def __init__(self, feed: EventFeed) -> None:
+        self._feed = feed
+
+    async def forward(self, client: Client) -> None:
+        """Until the client is gone, reads too slowly, or the router stops."""
+        try:
+            wanted = filter_of(client.url)
+            if (refusal := self._feed.refusal) is not None:
+                raise TooManyConnections(refusal)
+        except RouterError as error:
+            client.refuse(error, [])
+            return
+        last_id = header(client.headers, LAST_EVENT_ID)
+        subscriber = _Subscriber(client, self._feed.held)
+        client.begin(AnswerHead(200, b"OK", [], None), HEADERS, subscriber)
+        try:
+            self._feed.subscribe(wanted, subscriber, None if last_id is None else last_id.decode("latin-1"))
+            await subscriber.ended.wait()
+            subscriber.finish()
+        finally:
+            self._feed.unsubscribe(wanted, subscriber)
+            subscriber.drop()
+
+
+class _Subscriber:
+    """One client, as the feed sees it. Its connection holds a piece or two; all other bytes wait in the backlog and are
+    counted against the client."""
+
+    def __init__(self, client: Client, held: HeldChunks) -> None:
+        self._client = client
+        self._backlog = Backlog(held)
+        self._is_paused = False
+        # The last text that the client is sent; None: its answer breaks off.
+        self._comment: bytes | None = None
+        self.ended = asyncio.Event()
+
+    @property
+    def unread_bytes(self) -> int:
+        """Return how many bytes the client has not taken, here and in its connection."""
+        return self._backlog.size_bytes + self._client.unread_bytes
+
+    def send(self, chunk: Chunk) -> None:
+        """Send whole events, at once or when the client reads again."""
+        if not self.ended.is_set():
+            self._backlog.append(chunk)
+            self._pass_on()
+
+    def end(self, comment: bytes) -> None:
+        """End the answer, and drop the bytes that the client has not read."""
+        if not self.ended.is_set():
+            # Break off within an event: a client drops half an event at the end of an answer, but would take a comment
+            # for the other half.
+            self._comment = None if self._backlog.is_within_chunk else comment
+            self.drop()
+
+    def finish(self) -> None:
+        """End the answer."""
+        if self._comment is None:
+            self._client.break_off()
+        else:
+            self._client.send([self._comment])
+            self._client.finish()
+
+    def drop(self) -> None:
+        """Send nothing more, and release the backlog."""
+        self.ended.set()
+        self._backlog.clear()
+
+    def pause(self) -> None:
+        """Stop sending, because the connection is full."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Send the backlog on, because the client reads again."""
+        self._is_paused = False
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._backlog.size_bytes and not self._is_paused and not self.ended.is_set():
+            # Sending may call `pause` or `end`.
+            self._client.send(self._backlog.take())
+
+
+def filter_of(url: bytes) -> EventFilter:
+    """What a request's query wants. Raises BadQuestion."""
+    query = url.partition(b"?")[2].decode("ascii", "replace")
+    given = parse_qs(query, keep_blank_values=True)
+    for name in given:
+        if name not in PARAMETERS:
+            raise BadQuestion(f"parameter {printable(name)} is not known; {PATH} takes {', '.join(PARAMETERS)}")
+    types = {part for text in given.get("type", []) for part in text.split(",")}
+    known = [event_type.value for event_type in EventType]
+    for one in sorted(types - set(known)):
+        raise BadQuestion(f"parameter type: {printable(one)} is no event; write some of {', '.join(known)}")
+    flag = given.get("hashes", ["false"])[-1].lower()
+    if flag not in FLAGS:
+        raise BadQuestion(f"parameter hashes: {printable(flag)} is neither true nor false")
+    return EventFilter(
+        frozenset(given["model"]) if "model" in given else None,
+        frozenset(given["worker"]) if "worker" in given else None,
+        # Lost events are always announced.
+        frozenset(map(EventType, types)) | {EventType.LOST} if types else None,
+        FLAGS[flag],
+    )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decision whether a request is admitted, before its body is read: by its host and origin, its key, the scopes of
+its route, and the rate of registrations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvrouter.router.base.common.errors import (
+    Forbidden,
+    ForeignHost,
+    ForeignOrigin,
+    RouterError,
+    TooManyRegistrations,
+    Unauthorized,
+)
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.serve.access.access import Access
+from kvrouter.router.serve.access.access_metrics import (
+    ADMITTED,
+    FORBIDDEN,
+    FOREIGN_HOST,
+    FOREIGN_ORIGIN,
+    LIMITED,
+    UNAUTHORIZED,
+)
+from kvrouter.router.serve.access.api_keys import UNKNOWN_NAME
+from kvrouter.router.serve.access.scope import Scope
+from kvrouter.router.serve.api.http.request import HttpRequest
+from kvrouter.router.serve.api.scopes import REGISTER, RouteTable, Scopes
+
+# How routes that register begin: without keys only these are looked up.
+REGISTERING = ("/register", "/unregister", "/workers")
+# How much of a path an error shows.
+SHOWN_CHARS = 80
+
+
+class Guard:
+    """open_paths: admitted without a key."""
+
+    def __init__(self, access: Access, routes: RouteTable, open_paths: Collection[str]) -> None:
+        self._access = access
+        self._routes = routes
+        self._open_paths = open_paths
+
+    @property
+    def wants_key(self) -> bool:
+        return self._access.keys is not None
+
+    @property
+    def known_hosts(self) -> set[bytes] | None:
+        """Return the Host headers that were admitted already, or None if any is admitted."""
+        return self._access.browsers.known_hosts
+
+    def refusal(self, request: HttpRequest) -> RouterError | None:
+        """Return why a request is refused, or None if it is admitted; an admitted one is counted."""
+        return self._foreign(request) or self._unpermitted(request)
+
+    def _foreign(self, request: HttpRequest) -> RouterError | None:
+        """Return why a request is refused because a page may have had it sent, or None."""
+        if not (request.host or request.origin or request.fetch_site):
+            # The short way has judged it, or it names no host.
+            return None
+        browsers, counts = self._access.browsers, self._access.metrics.foreign
+        problem = browsers.host_problem(request.host)
+        if problem is not None:
+            counts[FOREIGN_HOST].inc()
+            return ForeignHost(problem)
+        problem = browsers.origin_problem(request.method, request.host, request.origin, request.fetch_site)
+        if problem is not None:
+            counts[FOREIGN_ORIGIN].inc()
+            return ForeignOrigin(problem)
+        return None
+
+    def _unpermitted(self, request: HttpRequest) -> RouterError | None:
+        """Return why a request is refused because of its key, its scopes or its rate, or None."""
+        method, path = request.method, request.path
+        keys = self._access.keys
+        if keys is None:
+            if not path.startswith(REGISTERING) or self._routes.scopes(method, path) != REGISTER:
+                return None
+            return self._too_many("")
+        if path in self._open_paths:
+            return None
+        holder = keys.holder(request.authorization)
+        if holder is None:
+            self._access.count(UNKNOWN_NAME, UNAUTHORIZED)
+            return Unauthorized("this router wants its API key: send the header `Authorization: Bearer KEY`")
+        request.bounds = holder.bounds
+        wanted = self._routes.scopes(method, path)
+        refused: RouterError | None = None
+        outcome = ADMITTED
+        if not holder.may(wanted):
+            outcome = FORBIDDEN
+            refused = Forbidden(
+                f"the API key {holder.name} has the scope {_named(holder.scopes)}, and {method} {printable(path[:SHOWN_CHARS])} "
+                f"takes one with {_named(wanted)}: send another key, or add the scope in the router's api_keys_file"
+            )
+        elif wanted == REGISTER and (refused := self._too_many(holder.name)) is not None:
+            outcome = LIMITED
+        self._access.count(holder.name, outcome)
+        return refused
+
+    def _too_many(self, key: str) -> TooManyRegistrations | None:
+        pause_s = self._access.registration_pause_s(key)
+        if not pause_s:
+            return None
+        return TooManyRegistrations(
+            "registrations come faster than this router takes them: send them again later, or raise its registrations_per_s",
+            retry_after_s=pause_s,
+        )
+
+
+def _named(scopes: Scopes) -> str:
+    """The scopes, in their order; `admin` has all."""
+    shown = [scope.value for scope in Scope if scope in scopes and (scope is not Scope.ADMIN or len(scopes) == 1)]
+    return " or ".join(shown)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One HTTP request as it came, and what of its head this server judges where the parser leaves it open (RFC 9112;
+RFC 9110)."""
+
+from __future__ import annotations
+
+from typing import Self
+from urllib.parse import unquote
+
+import httptools
+
+from kvrouter.router.base.common.errors import BadQuestion, NotSupported, RouterError, WrongVersion
+from kvrouter.router.serve.access.browser_policy import HOST
+from kvrouter.router.serve.access.key_bounds import KeyBounds
+from kvrouter.router.serve.api.http.plain_head import PlainHead
+from kvrouter.router.serve.proxy import headers as h
+from kvrouter.router.serve.proxy.headers import Headers
+
+VERSIONS = frozenset({"1.0", "1.1"})
+# Headers that may come only once. Each one decides who may do what here, what a body is, or where a request goes, so
+# with two of them the meaning would depend on whether a reader takes the first or the last. Host has an error of its
+# own; the parser refuses two lengths and two transfer codings.
+SINGLE = frozenset(
+    {
+        b"authorization",
+        b"content-encoding",
+        b"content-type",
+        b"expect",
+        b"last-event-id",
+        b"origin",
+        b"sec-fetch-site",
+        h.DP_RANK,
+        h.PIN,
+        h.REQUEST_ID,
+        h.SESSION_ID,
+    }
+)
+SCHEMES = frozenset({b"http", b"https"})
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+NO_UPGRADE = "this server speaks HTTP/1.1 only; send no Upgrade header (in Java: HttpClient.Version.HTTP_1_1)"
+
+
+class HttpRequest:
+    """A request and how far its answer is.
+
+    url: the target in origin form, with its query, as bytes. path: the target without its query, escapes resolved.
+    host, origin, fetch_site: the headers Host, Origin and Sec-Fetch-Site, empty where absent or judged already. bounds:
+    the models and salts that its key may name; None: any. refusal: why it is answered with an error whatever its body
+    contains."""
+
+    __slots__ = (
+        "accept",
+        "answer_begun",
+        "answer_ended",
+        "authorization",
+        "body",
+        "bounds",
+        "content_length",
+        "content_type",
+        "expects_continue",
+        "fetch_site",
+        "headers",
+        "host",
+        "is_whole",
+        "keep_alive",
+        "method",
+        "origin",
+        "path",
+        "refusal",
+        "speaks_1_1",
+        "url",
+    )
+
+    def __init__(
+        self, method: bytes, version: str, target: bytes, headers: Headers, *, keep_alive: bool, upgrades: bool
+    ) -> None:
+        """headers: names in lower case. upgrades: whether the parser takes what follows for another protocol. Raises
+        RouterError where a request with this head is refused whatever its path."""
+        if version not in VERSIONS:
+            raise WrongVersion("this server speaks HTTP/1.1 and HTTP/1.0 only; send one of these")
+        if method == b"CONNECT":
+            raise NotSupported(
+                "this is no forward proxy: CONNECT is not supported; send requests for this router's paths"
+            )
+        self.speaks_1_1 = version == "1.1"
+        self.accept = self.authorization = self.content_type = ""
+        self.origin = self.fetch_site = b""
+        self.content_length: bytes | None = None
+        self.expects_continue = False
+        host = None
+        chunked = False
+        seen: set[bytes] = set()
+        for name, value in headers:
+            if name in SINGLE:
+                if name in seen:
+                    shown = name.decode("ascii")
+                    raise BadQuestion(f"there is more than one {shown} header; send one", code="repeated_header")
+                seen.add(name)
+            if name == b"content-type":
+                self.content_type = value.decode("latin-1")
+            elif name == b"accept":
+                self.accept = value.decode("latin-1")
+            elif name == b"content-length":
+                self.content_length = value
+            elif name == b"authorization":
+                self.authorization = value.decode("latin-1")
+            elif name == b"host":
+                if host is not None:
+                    raise BadQuestion("there is more than one Host header; send one", code="invalid_host")
+                host = value
+            elif name == b"origin":
+                self.origin = value
+            elif name == b"sec-fetch-site":
+                self.fetch_site = value
+            elif name == b"expect":
+                # Clients of HTTP/1.0 know no interim answers.
+                self.expects_continue = self.speaks_1_1 and value.lower() == b"100-continue"
+            elif name == b"transfer-encoding":
+                if value.lower() != b"chunked":
+                    raise NotSupported(
+                        "the only transfer coding supported is chunked; send the body without another one"
+                    )
+                chunked = True
+        if host is None:
+            # HTTP/1.0 knows none.
+            if self.speaks_1_1:
+                raise BadQuestion("there is no Host header; send one", code="invalid_host")
+        elif HOST.match(host) is None:
+            raise BadQuestion("the Host header is no host with an optional port; send one", code="invalid_host")
+        if upgrades and (chunked or self.content_length not in (None, b"0")):
+            # The parser takes the body for the other protocol.
+            raise BadQuestion(NO_UPGRADE, code="upgrade_not_supported")
+        self.method = method.decode("ascii")
+        self.headers = headers
+        self.url, authority = split_target(target)
+        # RFC 9112, 3.2.2: the host that the target names counts, not the header's.
+        self.host = host or b"" if authority is None else authority
+        self.path = _path_of(self.url)
+        self.keep_alive = keep_alive and self.speaks_1_1 and not upgrades
+        self.body: bytes | bytearray = bytearray()
+        self.refusal: RouterError | None = None
+        self.bounds: KeyBounds | None = None
+        self.is_whole = self.answer_begun = self.answer_ended = False
+
+    @classmethod
+    def plain(cls, head: PlainHead) -> Self:
+        """A whole request; without its headers where they go nowhere."""
+        self = cls.__new__(cls)
+        self.method, self.speaks_1_1, self.keep_alive = head.method, True, True
+        self.path, self.url = head.path, head.path.encode()
+        self.content_type, self.accept, self.authorization = head.content_type, head.accept, head.authorization
+        self.headers, self.content_length, self.refusal = head.headers or [], None, None
+        self.host = self.origin = self.fetch_site = b""
+        self.bounds = None
+        self.body = bytearray()
+        self.is_whole = True
+        self.expects_continue = self.answer_begun = self.answer_ended = False
+        return self
+
+
+def split_target(target: bytes) -> tuple[bytes, bytes | None]:
+    """Return a request's target as path and query, and the host that it names, None where it names none.
+
+    `http://router/v1/models?x` is `/v1/models?x` and `router`. A target without a path is returned unchanged. Raises
+    BadQuestion."""
+    if target.startswith(b"/") or target == b"*":
+        return target, None
+    try:
+        parts = httptools.parse_url(target)
+    except httptools.HttpParserError:
+        parts = None
+    if parts is None or parts.schema is None or parts.schema.lower() not in SCHEMES:
+        raise BadQuestion("the target is no path and no http URL; send a path like /v1/models", code="invalid_path")
+    path = parts.path or b"/"
+    # An IPv6 address comes without its brackets.
+    host = b"[%b]" % parts.host if b":" in parts.host else parts.host
+    authority = host if parts.port is None else b"%b:%d" % (host, parts.port)
+    return path if parts.query is None else path + b"?" + parts.query, authority
+
+
+def _path_of(url: bytes) -> str:
+    try:
+        path = url.partition(b"?")[0].decode("ascii")
+    except UnicodeDecodeError:
+        raise BadQuestion("the path has bytes outside ASCII; escape them", code="invalid_path") from None
+    return unquote(path) if "%" in path else path

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registered models, as OpenAI's API lists them."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from kvrouter.router.base.common.errors import UnknownModel
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.serve.access.key_bounds import KeyBounds
+from kvrouter.router.serve.api.openapi import gives
+from kvrouter.router.serve.api.ports import CorePort
+from kvrouter.router.serve.api.requests import BOUNDS
+from kvrouter.router.serve.api.responses import ModelReply, ModelsReply
+from kvrouter.router.serve.api.workers import respond
+
+
+def model_routes(core: CorePort) -> APIRouter:
+    """The routes, bound to `core`."""
+    router = APIRouter(tags=["models"])
+
+    def named(request: Request) -> list[str]:
+        """Return the names that the request's key may name."""
+        bounds: KeyBounds | None = request.scope.get(BOUNDS)
+        models = None if bounds is None else bounds.models
+        return [name for name in core.names() if models is None or name in models]
+
+    @router.get("/v1/models", summary="All models", operation_id="models", responses=gives(ModelsReply))
+    async def models(request: Request) -> Response:
+        """All names that a request's `model` may have."""
+        return respond(request, ModelsReply([ModelReply(model) for model in named(request)]))
+
+    @router.get("/v1/models/{model:name}", summary="One model", operation_id="model", responses=gives(ModelReply, 404))
+    async def one(request: Request, model: str) -> Response:
+        names = named(request)
+        if model not in names:
+            known = ", ".join(map(printable, names)) or "none yet"
+            raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {known}")
+        return respond(request, ModelReply(model))
+
+    return router

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAPI document, and a page that lists it. Both are self-contained: nothing is loaded from the internet."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from kvrouter.router.follow.feed.fleet_event import EventType
+from kvrouter.router.model.workers import registration_bodies
+from kvrouter.router.observe.findings.finding import DiagnosisReport
+from kvrouter.router.observe.findings.store_view import StoreReply
+from kvrouter.router.route.tokens.proxied_paths import AUDIO
+from kvrouter.router.serve.api import decision_reply as decided
+from kvrouter.router.serve.api import requests as bodies
+from kvrouter.router.serve.api import responses as replies
+from kvrouter.router.serve.api.examples import EXAMPLES, PATH_PARTS
+from kvrouter.router.serve.api.field_texts import text_of
+from kvrouter.router.serve.api.versioned_paths import VERSION
+
+EVENTS = "/events"
+SCHEMA_REF = "#/components/schemas/{name}"
+
+# Every struct that an operation below or in the route modules refers to; nested ones come with them.
+SCHEMAS = (
+    bodies.QueryBody,
+    bodies.QueryByHashBody,
+    bodies.SelectBody,
+    bodies.ReservationBody,
+    registration_bodies.RegisterBody,
+    registration_bodies.UnregisterBody,
+    registration_bodies.WorkerPatch,
+    replies.QueryReply,
+    replies.SelectReply,
+    replies.ReservedReply,
+    replies.EndedReply,
+    replies.ModelLoadReply,
+    replies.WorkersReply,
+    replies.RegisteredReply,
+    replies.ModelReply,
+    replies.ModelsReply,
+    replies.HealthReply,
+    replies.ReadyReply,
+    replies.VersionReply,
+    DiagnosisReport,
+    StoreReply,
+    replies.ErrorReply,
+    decided.DecisionReply,
+    decided.DecisionsReply,
+)
+
+# What can go wrong, by status. No operation has a `default` answer: clients and the fuzzer must know which ones to
+# expect.
+PROBLEMS = {
+    400: "The body or a parameter does not fit the endpoint",
+    401: "The API key is missing or wrong",
+    403: "The API key lacks the scope, or allow_hosts does not admit an address",
+    404: "No such model or worker is registered, or there is no such reservation",
+    409: "It contradicts what is registered or reserved, or the limit of workers is reached",
+    413: "The body exceeds the limit",
+    429: "All workers are saturated, and too many prompts wait; or registrations come too fast",
+    502: "The engine that the router had to query does not answer",
+    503: "No worker can take it, or the store does not answer",
+    504: "The engine did not answer in time",
+}
+
+# The endpoints that FastAPI does not know: path, what it is for, body, reply, problems.
+HOT_OPERATIONS: tuple[tuple[str, str, type, type, tuple[int, ...]], ...] = (
+    (
+        "/query",
+        "How much of a prompt each worker would reuse, by token ids",
+        bodies.QueryBody,
+        replies.QueryReply,
+        (400, 404, 413),
+    ),
+    ("/query_by_hash", "The same, by block hashes", bodies.QueryByHashBody, replies.QueryReply, (400, 404, 413)),
+    (
+        "/select",
+        "The worker with the lowest cost, and why",
+        bodies.SelectBody,
+        replies.SelectReply,
+        (400, 404, 413, 503),
+    ),
+    (
+        "/select_and_reserve",
+        "The same, and its load counts until it is released or expires",
+        bodies.SelectBody,
+        replies.SelectReply,
+        (400, 404, 409, 413, 503),
+    ),
+)
+
+# What is passed on to an engine: path and what it is for.
+PROXIED_OPERATIONS = {
+    "/v1/chat/completions": "A chat, by the engine that has the least left to compute",
+    "/v1/completions": "A completion, by the engine that has the least left to compute",
+    "/v1/responses": "A response, by the engine that has the least left to compute",
+    "/v1/embeddings": "Embeddings, by an engine",
+    "/v1/messages": "A message of Anthropic's API, by the engine that has the least left to compute",
+    "/v1/messages/count_tokens": "How many tokens a message has, by an engine",
+    "/v1/audio/transcriptions": "The text of a recording, by the engine with the least load",
+    "/v1/audio/translations": "The text of a recording in English, by the engine with the least load",
+    "/v1/rerank": "Documents in the order of their relevance, by the engine with the least load",
+    "/v2/rerank": "The same, where Cohere's second API has it",
+    "/rerank": "The same, where vLLM has it",
+    "/v1/score": "Scores of pairs of texts, by the engine with the least load",
+    "/score": "The same, where vLLM has it",
+    "/tokenize": "The tokens of a text, by an engine",
+    "/detokenize": "The text of tokens, by an engine",
+}
+PROXIED_NOTE = (
+    "Body and answer keep their bytes: what else they may have is the engine's, and so are its own errors, whatever their "
+    "status."
+)
+PROXIED_PROBLEMS = (400, 404, 413, 429, 502, 503, 504)
+
+
+# Where an endpoint of ours is: the first is what generated clients take.
+SERVERS = [
+    {"url": VERSION, "description": "stable"},
+    {"url": "/", "description": "the same, without a version"},
+]
+
+_MANY = {"type": "array", "items": {"type": "string"}}
+
+EVENTS_OPERATION: dict[str, Any] = {
+    "tags": ["watching"],
+    "summary": "The fleet's events, as Server-Sent Events without an end",
+    "operationId": "events",
+    "parameters": [
+        {"name": "model", "in": "query", "schema": _MANY, "description": "only events of these models"},
+        {"name": "worker", "in": "query", "schema": _MANY, "description": "only events of these workers"},
+        {
+            "name": "type",
+            "in": "query",
+            "schema": {"type": "array", "items": {"type": "string", "enum": [one.value for one in EventType]}},
+            "description": "only these events",
+        },
+        {"name": "hashes", "in": "query", "schema": {"type": "boolean"}, "description": "with the blocks' hashes"},
+        {"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}, "description": "goes on after it"},
+    ],
+    "responses": {
+        "200": {"description": "Events", "content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    },
+}
+
+
+def takes(kind: type) -> dict[str, Any]:
+    """The request body of an operation, as FastAPI's `openapi_extra`."""
+    return {"requestBody": {"required": True, "content": _content(kind)}}
+
+
+def gives(kind: type, *problems: int, status: int = 200, many: bool = False) -> dict[int | str, dict[str, Any]]:
+    """The answers of an operation, as FastAPI's `responses`. problems: statuses of PROBLEMS; 401 and 403 are added where
+    there is a key. many: a list of them."""
+    answers: dict[int | str, dict[str, Any]] = {status: {"description": "Done", "content": _content(kind, many=many)}}
+    return answers | {status: _problem(status) for status in problems}
+
+
+def _problem(status: int) -> dict[str, Any]:
+    return {"description": PROBLEMS[status], "content": _content(replies.ErrorReply)}
+
+
+def _content(kind: type, *, many: bool = False) -> dict[str, Any]:
+    one: dict[str, Any] = {"$ref": SCHEMA_REF.format(name=kind.__name__)}
+    schema = {"schema": {"type": "array", "items": one} if many else one}
+    return {replies.JSON: dict(schema), bodies.MSGPACK: dict(schema)}
+
+
+def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
+    """The OpenAPI document of FastAPI's routes and the hot ones together."""
+    found = app.openapi()
+    for path, summary, body, reply, problems in HOT_OPERATIONS:
+        responses = {str(code): answer for code, answer in gives(reply, *problems).items()}
+        found["paths"][path] = {
+            "post": {
+                "tags": ["asking"],
+                "summary": summary,
+                "operationId": path[1:],
+                "responses": responses,
+                **takes(body),
+            }
+        }
+    responses = EVENTS_OPERATION["responses"] | {str(status): _problem(status) for status in (400, 503)}
+    found["paths"][EVENTS] = {"get": EVENTS_OPERATION | {"responses": responses}}
+    for path, summary in PROXIED_OPERATIONS.items():
+        found["paths"][path] = {"post": _proxied(path, summary)}
+    for path, operations in found["paths"].items():
+        for method, operation in operations.items():
+            # FastAPI's own answer to a wrong parameter, which ours (400) takes the place of.
+            operation["responses"].pop("422", None)
+            if len(app.state.paths.spellings(path)) > 1:
+                operation["servers"] = SERVERS
+            _illustrate(operation, EXAMPLES.get((method.upper(), path)))
+    _, schemas = msgspec.json.schema_components(SCHEMAS, ref_template=SCHEMA_REF)
+    for name, schema in schemas.items():
+        for field, described in schema.get("properties", {}).items():
+            if (text := text_of(name, field)) is not None:
+                described.setdefault("description", text)
+    components = found.setdefault("components", {})
+    components["schemas"] = schemas
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+        for path, operations in found["paths"].items():
+            for operation in operations.values():
+                if path in ("/health", "/ready"):
+                    operation["security"] = []
+                else:
+                    operation["responses"] |= {str(status): _problem(status) for status in (401, 403)}
+    return found
+
+
+def _proxied(path: str, summary: str) -> dict[str, Any]:
+    model = {"type": "string", "description": text_of("", "model")}
+    body: dict[str, Any] = {"type": "object", "properties": {"model": model}}
+    kind = replies.JSON
+    if path in AUDIO:
+        kind = "multipart/form-data"
+        body["properties"]["file"] = {"type": "string", "format": "binary", "description": "the recording"}
+    content = {replies.JSON: {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
+    done = {"description": "The engine's answer", "content": content}
+    return {
+        "tags": ["OpenAI"],
+        "summary": summary,
+        "description": PROXIED_NOTE,
+        "operationId": path.strip("/").replace("/", "_"),
+        "requestBody": {"required": True, "content": {kind: {"schema": body}}},
+        "responses": {"200": done} | {str(status): _problem(status) for status in PROXIED_PROBLEMS},
+    }
+
+
+def _illustrate(operation: dict[str, Any], body: Any) -> None:
+    """Puts an example into the body and the path of an operation."""
+    if body is not None:
+        operation["requestBody"]["content"][replies.JSON]["example"] = body
+    for parameter in operation.get("parameters", ()):
+        if parameter["in"] == "path":
+            parameter["description"], parameter["example"] = PATH_PARTS[parameter["name"]]
+
+
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "code{font-family:ui-monospace,monospace}td{padding:.2rem 1rem .2rem 0;vertical-align:top}"
+    "details{margin:.3rem 0 1rem}pre{overflow:auto;background:#8881;padding:.6rem}"
+)
+
+
+def page(document: dict[str, Any]) -> str:
+    """The document as an HTML page: every endpoint, and the schema of every body and answer."""
+    rows = []
+    for path, operations in sorted(document["paths"].items()):
+        for method, operation in sorted(operations.items()):
+            body = _link(operation.get("requestBody"))
+            reply = _link(operation["responses"].get("200"))
+            rows.append(
+                f"<tr><td><code>{method.upper()} {escape(path)}</code></td>"
+                f"<td>{escape(operation.get('summary', ''))}</td><td>{body}</td><td>{reply}</td></tr>"
+            )
+    schemas = []
+    for name, schema in sorted(document["components"]["schemas"].items()):
+        text = escape(msgspec.json.format(msgspec.json.encode(schema), indent=2).decode())
+        schemas.append(f'<h3 id="{escape(name)}">{escape(name)}</h3><pre>{text}</pre>')
+    title = escape(f"{document['info']['title']} {document['info']['version']}")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>{title}</title><style>{STYLE}</style></head><body>"
+        f'<h1>{title}</h1><p>The same as <a href="openapi.json">OpenAPI</a>, for your client generator. Paths without a '
+        f"version are also served below <code>{VERSION}</code>.</p>"
+        f"<table><tr><td>endpoint</td><td>what it does</td><td>body</td><td>answer</td></tr>{''.join(rows)}</table>"
+        f"<h2>Bodies and answers</h2>{''.join(schemas)}</body></html>"
+    )
+
+
+def _link(part: dict[str, Any] | None) -> str:
+    schema = ((part or {}).get("content") or {}).get(replies.JSON, {}).get("schema", {})
+    name = escape(schema.get("$ref", "").rpartition("/")[2])
+    return f'<a href="#{name}">{name}</a>' if name else ""

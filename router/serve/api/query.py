@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hot endpoints that query the index: `/query`, `/query_by_hash`. From the raw body to the reply, no I/O,
+and synchronous but for long bodies.
+
+They run outside FastAPI, whose parameters and pydantic cost three times as much as everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.base.common.json_arrays import hash_array, token_array
+from kvrouter.router.index.matching.matcher import HashPlan, HitTable
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.kvcache.hit_tables import FOUND_COLUMNS
+from kvrouter.router.model.workers.model_names import ServedModel
+from kvrouter.router.model.workers.registration_bodies import (
+    model_of,
+)
+from kvrouter.router.serve.api.dynamo_shapes import DEFAULT_MODEL, check_group
+from kvrouter.router.serve.api.http_metrics import HttpMetrics
+from kvrouter.router.serve.api.ports import CorePort
+from kvrouter.router.serve.api.query_template import QueryTemplate
+from kvrouter.router.serve.api.requests import (
+    BodyReader,
+    HotRequest,
+    QueryBody,
+    QueryByHashBody,
+    is_msgpack,
+    within_bounds,
+    worker_ids_of,
+)
+from kvrouter.router.serve.api.responses import JSON, QueryReply, encode, query_reply
+
+# Models whose templates are kept; a worker's text takes some 200 bytes.
+MAX_TEMPLATES = 1_000
+
+# The placeholder of number `cell` of the table while a reply's template is made: longer than any prompt.
+PLACEHOLDER = 8 * 10**18
+PLACEHOLDERS = re.compile(rb"(?<=:)(8[0-9]{18})(?=[,}])")
+# Of each worker: longest_matched, gpu, cpu, disk, and twice that of its rank.
+NUMBERS_OF_WORKER = 6
+
+# A body, its tokens or its hashes, and what it says of the prompt's length.
+_Read = tuple[Any, NDArray[np.int64] | None, NDArray[np.uint64] | None, int | None]
+
+
+class QueryRoutes:
+    """Turns bodies into questions to the core and its answers into replies.
+
+    clock: seconds, for `kvrouter_decide_seconds`, which covers the core alone."""
+
+    def __init__(self, core: CorePort, metrics: HttpMetrics, clock: Callable[[], float]) -> None:
+        self._core = core
+        self._observe = metrics.decide_seconds.observe
+        self._clock = clock
+        self._query_reader = BodyReader(QueryBody, arrays=False)
+        self._by_hash_reader = BodyReader(QueryByHashBody, arrays=False)
+        # The template for each model, with and without hashes, and the plan that it was made from.
+        self._templates: dict[tuple[str, bool], tuple[HashPlan, QueryTemplate | None]] = {}
+
+    def query(self, asked: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
+        if asked.is_long:
+            return self._answer_long(asked, self._read_tokens)
+        return self._ask(self._question(self._read_tokens(asked), asked), asked)
+
+    def query_by_hash(self, asked: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
+        if asked.is_long:
+            return self._answer_long(asked, self._read_hashes)
+        return self._ask(self._question(self._read_hashes(asked), asked), asked)
+
+    async def _answer_long(self, asked: HotRequest, read: Callable[[HotRequest], _Read]) -> QueryReply | bytes:
+        question = self._question(await asyncio.to_thread(read, asked), asked)
+        await self._core.hash_ahead(question)
+        return self._ask(question, asked)
+
+    def _read_tokens(self, asked: HotRequest) -> _Read:
+        """Runs in any thread."""
+        body = self._query_reader.read(asked.data, asked.content_type, asked.start)
+        return body, token_array(body.token_ids, is_msgpack=is_msgpack(asked.content_type)), None, None
+
+    def _read_hashes(self, asked: HotRequest) -> _Read:
+        """Runs in any thread."""
+        body = self._by_hash_reader.read(asked.data, asked.content_type, asked.start)
+        return body, None, hash_array(body.block_hashes, is_msgpack=is_msgpack(asked.content_type)), body.num_tokens
+
+    def _question(self, read: _Read, asked: HotRequest) -> Question:
+        return within_bounds(self.question(*read, held=read[0].held), asked.bounds)
+
+    def _ask(self, question: Question, asked: HotRequest) -> QueryReply | bytes:
+        start = self._clock()
+        # The usual question: of all workers, and only how much.
+        usual = question.worker_ids is None and not (question.explain or question.held)
+        table = self._core.hit_table(question) if usual else None
+        if table is not None and asked.takes_json:
+            template = self._template((question.model, question.token_ids is None), table)
+            if template is not None:
+                content = template.fill(table.found)
+                self._observe(self._clock() - start)
+                return content
+        hits = self._core.ask(question) if table is None else table.hits()
+        self._observe(self._clock() - start)
+        return query_reply(hits, question.explain, question.held)
+
+    def _template(self, name: tuple[str, bool], table: HitTable) -> QueryTemplate | None:
+        known = self._templates.get(name)
+        if known is None or known[0] is not table.plan:
+            if len(self._templates) >= MAX_TEMPLATES:
+                self._templates.clear()
+            known = self._templates[name] = table.plan, make_template(table)
+        return known[1]
+
+    def question(
+        self,
+        body: Any,
+        tokens: NDArray[np.int64] | None,
+        hashes: NDArray[np.uint64] | None,
+        num_tokens: int | None,
+        *,
+        workers: list[str | int] | None = None,
+        exclude_workers: list[str | int] | None = None,
+        dp_rank: int | None = None,
+        held: bool = False,
+    ) -> Question:
+        """The question of `body` about this prompt. workers: used if its own field is absent. Raises BadQuestion,
+        UnknownModel."""
+        served = self.served(body)
+        model = served.model
+        if tokens is not None:
+            if not len(tokens):
+                raise BadQuestion("token_ids is empty: send the ids of the whole prompt")
+            num_tokens = len(tokens)
+        elif num_tokens is None:
+            # A prompt always has a token after its last reusable block: the engine must compute one.
+            num_tokens = (0 if hashes is None else len(hashes)) * self._core.hash_block_size(model) + 1
+        return Question(
+            model=model,
+            num_tokens=num_tokens,
+            token_ids=tokens,
+            block_hashes=hashes,
+            # The engines read an empty name and an empty salt as none.
+            lora_name=body.lora_name or served.lora_name,
+            cache_salt=body.cache_salt or None,
+            worker_ids=intersect_optional(
+                worker_ids_of(body.workers if workers is None else workers), served.worker_ids
+            ),
+            exclude_worker_ids=worker_ids_of(exclude_workers) or frozenset(),
+            dp_rank=dp_rank,
+            explain=body.explain,
+            held=held,
+        )
+
+    def served(self, body: Any) -> ServedModel:
+        """What the body's model stands for. Raises BadQuestion, UnknownModel."""
+        check_group(body.routing_group)
+        model = model_of(body)
+        if model is None and DEFAULT_MODEL in self._core.models():
+            model = DEFAULT_MODEL
+        if not model:
+            raise BadQuestion("model is missing: name the model that the workers were registered with")
+        return self._core.resolve(model)
+
+
+def make_template(table: HitTable) -> QueryTemplate | None:
+    """The template of all replies to questions of the table's plan; None where the numbers decide more than themselves:
+    which rank of a worker is shown."""
+    numbers = PLACEHOLDER + np.arange(table.found.size).reshape(table.found.shape)
+    hits = HitTable(table.plan, numbers, table.none).hits()
+    if len({hit.worker.worker_id for hit in hits}) < len(hits):
+        return None
+    content, _ = encode(query_reply(hits, explain=False), JSON)
+    pieces = PLACEHOLDERS.split(content)
+    cells = [int(digits) - PLACEHOLDER for digits in pieces[1::2]]
+    if len(cells) != NUMBERS_OF_WORKER * len(table.plan.views):
+        # A worker's name has them too.
+        return None
+    return QueryTemplate(pieces[::2], cells, FOUND_COLUMNS)
+
+
+def intersect_optional(some: frozenset[str] | None, others: frozenset[str] | None) -> frozenset[str] | None:
+    """The intersection; None stands for all."""
+    if others is None:
+        return some
+    return others if some is None else some & others

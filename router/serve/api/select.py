@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hot endpoints that choose a worker: `/select`, `/select_and_reserve`; and `/reservations`, for a client that has
+chosen one.
+
+Without I/O, outside FastAPI like those of `query.py`, and synchronous but for long bodies, and for texts, which wait
+until their tokens are found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.base.common.json_arrays import hash_array, token_array
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.workers.registration_bodies import (
+    model_of,
+)
+from kvrouter.router.model.workers.role import HandoverWay
+from kvrouter.router.route.placement.candidates import Pin
+from kvrouter.router.route.placement.choose import Choice
+from kvrouter.router.route.placement.placement_request import MAX_LIMIT_TOKENS, Placement, PlacementRequest
+from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.route.tokens.without_cache import engines_without_cache
+from kvrouter.router.serve.access.key_bounds import KeyBounds
+from kvrouter.router.serve.api.dynamo_shapes import ROUTING_GROUP, check_group
+from kvrouter.router.serve.api.http_metrics import HttpMetrics
+from kvrouter.router.serve.api.ports import CorePort, TokensPort
+from kvrouter.router.serve.api.query import QueryRoutes, intersect_optional
+from kvrouter.router.serve.api.requests import (
+    BodyReader,
+    HotRequest,
+    ReservationBody,
+    SelectBody,
+    is_given,
+    is_msgpack,
+    within_bounds,
+    worker_ids_of,
+)
+from kvrouter.router.serve.api.responses import PrefillReply, SelectReply, TokensReply, candidate_reply, overlap_of
+
+USUAL_BLOCK_TOKENS = 16
+
+# A body, with its tokens or its hashes where these are the prompt.
+_Read = tuple[Any, NDArray[np.int64] | None, NDArray[np.uint64] | None]
+
+
+class SelectRoutes:
+    """Turns bodies into placement requests and choices into replies.
+
+    tokens: tokenizes texts; None: texts are refused. clock: seconds, for `kvrouter_decide_seconds`, which covers
+    `placing` alone."""
+
+    def __init__(
+        self,
+        core: CorePort,
+        placing: Placer,
+        tokens: TokensPort | None,
+        asking: QueryRoutes,
+        metrics: HttpMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._core = core
+        self._placing = placing
+        self._tokens = tokens
+        self._asking = asking
+        self._observe = metrics.decide_seconds.observe
+        self._clock = clock
+        self._select_reader = BodyReader(SelectBody, arrays=False)
+        self._reservation_reader = BodyReader(ReservationBody, arrays=False)
+
+    def select(self, asked: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+        return self._select(asked, self._choose)
+
+    def select_and_reserve(self, asked: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+        return self._select(asked, self._reserve)
+
+    async def reserve_at(self, raw: bytes, content_type: str, bounds: KeyBounds | None) -> Placement:
+        """`POST /reservations`: where the client has chosen the worker."""
+        asked = HotRequest(raw, 0, content_type, takes_json=True, bounds=bounds)
+        body, tokens, hashes = (
+            await asyncio.to_thread(_read, self._reservation_reader, asked)
+            if asked.is_long
+            else _read(self._reservation_reader, asked)
+        )
+        if body.worker_id is None:
+            return self._claim(body)
+        length = _length(body)
+        if tokens is not None or hashes is not None:
+            question = self._known(body, tokens, hashes)
+            await self._core.hash_ahead(question)
+        elif length is not None:
+            question = self._asking.question(body, None, np.empty(0, np.uint64), length)
+        else:
+            raise BadQuestion("give token_ids, block_hashes or isl_tokens: they determine the prompt's load")
+        within_bounds(question, bounds)
+        pinned = Pin(str(body.worker_id), body.dp_rank)
+        ask = msgspec.structs.replace(_ask(body, question, bounds), pinned=pinned)
+        prefill_tokens = 0 if body.track_prefill_tokens is False else body.effective_prefill_tokens
+        if prefill_tokens is not None and prefill_tokens > question.num_tokens:
+            raise BadQuestion(f"effective_prefill_tokens exceeds the prompt's {question.num_tokens} tokens")
+        return self._placing.reserve(ask, anyway=True, prefill_tokens=prefill_tokens)
+
+    def _claim(self, body: Any) -> Placement:
+        """What was selected before, by its id."""
+        check_group(body.routing_group)
+        if body.selection_id is None:
+            raise BadQuestion("give worker_id, or only selection_id to claim what an earlier /select chose under it")
+        return self._placing.claim(body.selection_id, model_of(body))
+
+    def _select(
+        self, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]
+    ) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+        if asked.is_long:
+            return self._select_long(asked, decide)
+        body, tokens, hashes = _read_prompt(self._select_reader, asked)
+        if tokens is None and hashes is None:
+            return self._select_text(body, asked, decide)
+        question = within_bounds(self._known(body, tokens, hashes), asked.bounds)
+        return decide(_ask(body, question, asked.bounds))
+
+    async def _select_long(self, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]) -> SelectReply:
+        body, tokens, hashes = await asyncio.to_thread(_read_prompt, self._select_reader, asked)
+        if tokens is None and hashes is None:
+            return await self._select_text(body, asked, decide)
+        question = within_bounds(self._known(body, tokens, hashes), asked.bounds)
+        await self._core.hash_ahead(question)
+        return decide(_ask(body, question, asked.bounds))
+
+    def _known(self, body: Any, tokens: NDArray[np.int64] | None, hashes: NDArray[np.uint64] | None) -> Question:
+        """The question of a prompt whose tokens or hashes are in the body."""
+        return self._asking.question(
+            body,
+            tokens,
+            hashes,
+            _length(body),
+            workers=_workers(body),
+            exclude_workers=body.exclude_workers,
+            dp_rank=body.dp_rank,
+        )
+
+    async def _select_text(
+        self, body: Any, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]
+    ) -> SelectReply:
+        if self._tokens is None:
+            raise BadQuestion(
+                "this router does not tokenize prompt or messages; send token_ids or block_hashes "
+                "(an engine's /tokenize gives the ids)",
+                code="tokens_required",
+            )
+        served = self._asking.served(body)
+        if asked.bounds is not None:
+            asked.bounds.check_model(served.model, body.lora_name or served.lora_name)
+            asked.bounds.check_salt(body.cache_salt or None)
+        raw = asked.data[asked.start :]
+        if is_msgpack(asked.content_type):
+            try:
+                raw = msgspec.json.encode(msgspec.msgpack.decode(raw))
+            except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+                raise BadQuestion(f"the body has a value that JSON cannot express: {error}") from None
+        path = CHAT_PATH if is_given(body.messages) else TEXT_PATH
+        read = read_client_body(path, raw)
+        is_dry = body.dry_run and decide == self._choose
+        prompt = await self._tokens.prompt(path, served.model, read, counts=not is_dry)
+        if prompt.refused:
+            raise BadQuestion(f"the engine rejects the prompt: {prompt.problem}", code="prompt_refused")
+        question = prompt.question(
+            served.model,
+            lora_name=body.lora_name or served.lora_name,
+            cache_salt=body.cache_salt or None,
+            worker_ids=intersect_optional(worker_ids_of(_workers(body)), served.worker_ids),
+            exclude_worker_ids=worker_ids_of(body.exclude_workers) or frozenset(),
+            dp_rank=body.dp_rank,
+            explain=body.explain,
+            without_cache=engines_without_cache(read),
+        )
+        await self._core.hash_ahead(question)
+        reply = decide(_ask(body, question, asked.bounds))
+        known = 0 if prompt.token_ids is None else len(prompt.token_ids)
+        reply.tokens = TokensReply(prompt.source, prompt.num_tokens, known, prompt.problem)
+        return reply
+
+    def _choose(self, ask: PlacementRequest) -> SelectReply:
+        selection_id = ask.selection_id or self._placing.new_id()
+        start = self._clock()
+        choice = self._placing.choose(ask, selection_id)
+        if not ask.dry_run:
+            self._observe(self._clock() - start)
+        return self._reply(ask.question, choice, selection_id, reserved=False)
+
+    def _reserve(self, ask: PlacementRequest) -> SelectReply:
+        start = self._clock()
+        placement = self._placing.reserve(ask)
+        self._observe(self._clock() - start)
+        return self._reply(ask.question, placement.choice, placement.selection_id, reserved=True)
+
+    def _reply(self, question: Question, choice: Choice, selection_id: str, *, reserved: bool) -> SelectReply:
+        worker = choice.hit.worker
+        decode_tokens = self._placing.decode_tokens(worker) + (0 if reserved else question.num_tokens)
+        block_size = self._core.hash_block_size(question.model)
+        reply = SelectReply(
+            selection_id=selection_id,
+            model=question.model,
+            worker_id=self._core.given_id(worker),
+            dp_rank=worker.dp_rank,
+            endpoint=choice.url,
+            overlap=overlap_of(choice.hit),
+            expected_tokens=choice.expected_tokens,
+            effective_prefill_tokens=question.num_tokens - choice.hit.disk,
+            reason=choice.reason,
+            model_name=question.model,
+            routing_group=ROUTING_GROUP,
+            isl_tokens=question.num_tokens,
+            block_size=block_size,
+            potential_decode_blocks=decode_blocks(decode_tokens, block_size),
+            reserved=reserved,
+        )
+        if choice.prefill is not None:
+            reply.prefill = self._prefill(question, choice.prefill, self._core.handover(worker))
+        if question.explain:
+            given_id = self._core.given_id
+            reply.candidates = [candidate_reply(one, given_id(one.hit.worker)) for one in choice.candidates]
+        return reply
+
+    def _prefill(self, question: Question, there: Choice, handover: HandoverWay) -> PrefillReply:
+        worker, given_id = there.hit.worker, self._core.given_id
+        return PrefillReply(
+            worker_id=given_id(worker),
+            dp_rank=worker.dp_rank,
+            endpoint=there.url,
+            overlap=overlap_of(there.hit),
+            effective_prefill_tokens=question.num_tokens - there.hit.disk,
+            handover=handover,
+            reason=there.reason,
+            candidates=[candidate_reply(one, given_id(one.hit.worker)) for one in there.candidates]
+            if question.explain
+            else msgspec.UNSET,
+        )
+
+
+def _read(reader: BodyReader, asked: HotRequest) -> _Read:
+    """Pure: runs in any thread. Raises BadQuestion."""
+    return _numbers(reader.read(asked.data, asked.content_type, asked.start), asked)
+
+
+def _numbers(body: Any, asked: HotRequest) -> _Read:
+    packed = is_msgpack(asked.content_type)
+    if is_given(body.token_ids):
+        return body, token_array(body.token_ids, is_msgpack=packed), None
+    if is_given(body.block_hashes):
+        return body, None, hash_array(body.block_hashes, is_msgpack=packed)
+    return body, None, None
+
+
+def _read_prompt(reader: BodyReader, asked: HotRequest) -> _Read:
+    """The same where there must be one prompt, as text unless its tokens or hashes are there."""
+    body = reader.read(asked.data, asked.content_type, asked.start)
+    has_text = is_given(body.prompt) or is_given(body.messages)
+    if is_given(body.token_ids) + is_given(body.block_hashes) + has_text != 1:
+        raise BadQuestion("give exactly one of token_ids, block_hashes, prompt and messages: the prompt to place")
+    return _numbers(body, asked)
+
+
+def decode_blocks(decode_tokens: int, block_size: int) -> int:
+    """Decode load in blocks of the model, in which Dynamo counts it; where none is known, in the usual ones."""
+    return -(-decode_tokens // (block_size if block_size > 1 else USUAL_BLOCK_TOKENS))
+
+
+def _ask(body: Any, question: Question, bounds: KeyBounds | None) -> PlacementRequest:
+    max_tokens = body.expected_output_tokens if body.max_tokens is None else body.max_tokens
+    if max_tokens is not None:
+        max_tokens = min(max_tokens, MAX_LIMIT_TOKENS)
+    pinned = body.pinned_worker
+    pin = None if pinned is None else Pin(str(pinned.worker_id), pinned.dp_rank)
+    context = body.session_context
+    session_id = body.session_id if context is None else context.session_id
+    return PlacementRequest(
+        question,
+        session_id,
+        max_tokens,
+        pin,
+        body.selection_id,
+        dry_run=body.dry_run,
+        key_name="" if bounds is None else bounds.key,
+    )
+
+
+def _length(body: Any) -> int | None:
+    found: int | None = body.isl_tokens if body.num_tokens is None else body.num_tokens
+    return found
+
+
+def _workers(body: Any) -> list[str | int] | None:
+    found: list[str | int] | None = body.allowed_worker_ids if body.workers is None else body.workers
+    return found

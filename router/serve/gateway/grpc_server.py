@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gRPC server that gateways call: `ExternalProcessor/Process` and `Health/Check`. The async shell over
+`process_stream.py`; on the loop of the router, whose state it shares."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+
+from kvrouter.router.base.common.errors import RouterError, SettingError, internal_error
+from kvrouter.router.serve.access.certificate import GatewayPems
+from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
+from kvrouter.router.serve.gateway.messages import ProtocolError, Reply
+from kvrouter.router.serve.gateway.process_stream import GatewayRequest, ProcessStream, Route
+from kvrouter.router.serve.gateway.wire import (
+    EXTERNAL_PROCESSOR,
+    HEALTH,
+    decode,
+    encode,
+    health_answer,
+    health_service,
+)
+from kvrouter.router.serve.proxy.headers import Headers
+
+log = logging.getLogger("kvrouter.gateway")
+
+# The bytes of a message besides its piece of a body.
+FRAME_BYTES = 64 * 1024
+# Largest message, in bodies of the largest size. A BUFFERED body is one message, and as large as the gateway's own
+# buffer allows. gRPC ends the stream of a message over its limit, and the client gets an empty 500; below it, the
+# router answers 413 to a body over max_body_bytes.
+RECEIVED_BODIES = 4
+# As many as the HTTP port has connections. Each may hold a body; above it a gateway is refused, and does as its failure
+# mode says.
+MAX_STREAMS = 4_096
+# Before the end of a shutdown: answers under way then go on without this picker, from their next piece on. Events of a
+# stream are tens of milliseconds apart.
+LEAVE_S = 2.0
+# The services that a health check may name. In the extension's specification, liveness is the process, the others are
+# readiness.
+LIVENESS = "liveness"
+READINESS = ("", "readiness", EXTERNAL_PROCESSOR)
+JSON: Headers = [(b"content-type", b"application/json")]
+
+INTERNAL_ERROR = 500
+
+Pick = Callable[[GatewayRequest], Awaitable[Route]]
+
+
+class Certificate:
+    """The certificate that new connections get; it may be replaced at any time."""
+
+    def __init__(self, current: Callable[[], GatewayPems]) -> None:
+        """Show no certificate yet. current: returns the one to show now; gRPC's threads call it, and it must not
+        wait."""
+        self._current = current
+        self._shown = current()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return the credentials for a port of gRPC."""
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._shown), self._renewed, self._shown.client_ca is not None
+        )
+
+    def _renewed(self) -> Any:
+        """Return another certificate for the next connections, None if it is unchanged."""
+        current = self._current()
+        if current is self._shown:
+            return None
+        self._shown = current
+        return _configuration(current)
+
+
+def _configuration(pems: GatewayPems) -> Any:
+    return grpc.ssl_server_certificate_configuration([(pems.key, pems.certificate)], pems.client_ca)
+
+
+class GatewayServer:
+    """`start`, then `stop`. pick: the endpoint of a request. ready: why no request can be placed now, None
+    where one can."""
+
+    def __init__(
+        self,
+        pick: Pick,
+        ready: Callable[[], str | None],
+        metrics: GatewayMetrics,
+        internal_errors: Callable[[], object],
+        *,
+        max_body_bytes: int,
+    ) -> None:
+        self._pick = pick
+        self._ready = ready
+        self._metrics = metrics
+        self._internal_errors = internal_errors
+        self._max_body_bytes = max_body_bytes
+        self._server: grpc.aio.Server | None = None
+        self._open = 0
+        # Whether answers are left to the gateway.
+        self._leaves = False
+        metrics.open.set_function(lambda: self._open)
+
+    async def start(self, host: str, port: int, certificate: Certificate | None, *, shared: bool) -> int:
+        """The port that it listens on. shared: other processes of this router listen there too. Raises
+        SettingError."""
+        options = [
+            ("grpc.so_reuseport", int(shared)),
+            ("grpc.max_receive_message_length", RECEIVED_BODIES * self._max_body_bytes + FRAME_BYTES),
+            ("grpc.max_send_message_length", self._max_body_bytes + FRAME_BYTES),
+            ("grpc.max_metadata_size", FRAME_BYTES),
+        ]
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_STREAMS)
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(
+                    EXTERNAL_PROCESSOR, {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
+                ),
+                grpc.method_handlers_generic_handler(
+                    HEALTH, {"Check": grpc.unary_unary_rpc_method_handler(self._check)}
+                ),
+            )
+        )
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = (
+                server.add_insecure_port(address)
+                if certificate is None
+                else server.add_secure_port(address, certificate.credentials())
+            )
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise SettingError(
+                f"cannot listen on {host} port {port} for gateways; stop what listens there, or pass another --gateway-port"
+            )
+        await server.start()
+        self._server = server
+        return int(bound)
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more streams; those under way have this long to end, or what a later call says."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(max(0.0, grace_s - LEAVE_S), self._leave)
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    def _leave(self) -> None:
+        self._leaves = True
+
+    async def _process(self, _: Any, context: Any) -> None:
+        stream = ProcessStream(self._max_body_bytes)
+        self._open += 1
+        try:
+            while (raw := await context.read()) is not grpc.aio.EOF:
+                for reply in await self._replies(stream, raw):
+                    await context.write(encode(reply))
+                if stream.is_refused:
+                    # The rest of the request gets no second answer.
+                    return
+                if self._leaves and stream.is_answering:
+                    # A gateway goes on without a picker that ends the stream in order.
+                    return
+        except ProtocolError as error:
+            self._metrics.protocol_errors.inc()
+            log.warning("a gateway's stream cannot be served", extra={"problem": str(error)})
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        finally:
+            self._open -= 1
+            stream.close()
+
+    async def _replies(self, stream: ProcessStream, raw: bytes) -> list[Reply]:
+        """Raises ProtocolError."""
+        try:
+            replies = stream.receive(decode(raw))
+            if stream.request is not None:
+                return stream.send_on(await self._pick(stream.request))
+        except RouterError as error:
+            return stream.refuse(error.status, headers_of(error), msgspec.json.encode(error.body()))
+        except ProtocolError:
+            raise
+        except Exception:
+            log.exception("unhandled error")
+            self._internal_errors()
+            return stream.refuse(INTERNAL_ERROR, JSON, msgspec.json.encode(internal_error()))
+        return replies
+
+    async def _check(self, raw: bytes, context: Any) -> bytes:
+        try:
+            service = health_service(raw)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise
+        if service == LIVENESS:
+            return health_answer(serves=True)
+        if service not in READINESS:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return health_answer(serves=self._ready() is None)
+
+
+def headers_of(error: RouterError) -> Headers:
+    """Of the answer that says it."""
+    if error.retry_after_s is None:
+        return JSON
+    # Whole seconds are all that HTTP knows.
+    return [*JSON, (b"retry-after", b"%d" % math.ceil(error.retry_after_s))]

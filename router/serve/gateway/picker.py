@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Picks the endpoint of one request of a gateway. The request is read, placed and handed over as the proxy's are: the
+same reader, the same choice, the same load. Belongs to one loop."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable
+
+import msgspec
+
+import kvrouter.router.serve.proxy.headers as h
+from kvrouter.router.base.common.direct_task import directly
+from kvrouter.router.base.common.errors import RATE_LIMIT, NoWorker, RouterError, Saturated
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.observe.quality.request_watch import CLIENT_GONE, Quality
+from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.serve.gateway.endpoints import UNUSABLE, Destination, Endpoints, destination
+from kvrouter.router.serve.gateway.gateway_metrics import GatewayMetrics
+from kvrouter.router.serve.gateway.messages import ENDPOINT
+from kvrouter.router.serve.gateway.picked_request import PickedRequest
+from kvrouter.router.serve.gateway.process_stream import GatewayRequest, Route
+from kvrouter.router.serve.proxy.admission import Admission
+from kvrouter.router.serve.proxy.attempts import AttemptsSpent
+from kvrouter.router.serve.proxy.kv_transfer_params import can_be_handed_over
+from kvrouter.router.serve.proxy.prefill_leg import Given, excluding
+from kvrouter.router.serve.proxy.proxy import Proxy, error_of
+from kvrouter.router.serve.proxy.request_reader import Request
+from kvrouter.router.serve.proxy.worker_addresses import Addresses
+
+# Workers that one error names.
+NAMES_SHOWN = 8
+POST = b"POST"
+OTHER_PATH = "other"
+ENDPOINT_HEADER = ENDPOINT.encode()
+# Only the router may name a prefill worker: a sidecar connects wherever these point.
+PREFILL_HEADERS = (h.PREFILLER, h.PREFILLER_URL)
+
+
+class Shed(RouterError):
+    """429: every worker that may take the prompt has too much to do. The proxy answers 503; the extension wants 429 for
+    what is shed."""
+
+    status = 429
+    type = RATE_LIMIT
+    default_code = Saturated.default_code
+
+
+class Picker:
+    """models: those that are registered. fallbacks: endpoints that are named behind the picked one."""
+
+    def __init__(
+        self,
+        *,
+        proxy: Proxy,
+        placing: Placer,
+        admission: Admission,
+        quality: Quality,
+        metrics: GatewayMetrics,
+        models: Callable[[], list[str]],
+        fallbacks: int,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        self._proxy = proxy
+        self._placing = placing
+        self._admission = admission
+        self._quality = quality
+        self._metrics = metrics
+        self._models = models
+        self._fallbacks = fallbacks
+        self._clock = clock
+        self._rng = rng
+        self._addresses: Addresses | None = None
+        self._known_endpoints = Endpoints(Addresses((), proxy.allowed))
+
+    async def pick(self, asked: GatewayRequest) -> Route:
+        """Raises RouterError; nothing is reserved then."""
+        began_s = self._clock()
+        if asked.method != POST or asked.path not in PATHS:
+            return self._pass(asked)
+        request_id = h.header(asked.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
+        watch = self._quality.begin(asked.path, asked.headers, request_id.decode("latin-1"))
+        request = Request(asked, watch, request_id)
+        outcome = CLIENT_GONE
+        try:
+            ask = await self._proxy.reader.read(request)
+            watch.asked(ask)
+            route = await self._route(request, ask, asked.subset)
+        except RouterError as error:
+            outcome = "refused"
+            if isinstance(error, Saturated):
+                raise Shed(error.message, retry_after_s=error.retry_after_s) from None
+            raise
+        except Exception:
+            outcome = "bug"
+            raise
+        else:
+            outcome = ""
+        finally:
+            if outcome:
+                self._metrics.requests(asked.path, outcome).inc()
+                watch.ended(outcome)
+        self._metrics.pick_seconds.observe(self._clock() - began_s)
+        return route
+
+    def _endpoints(self) -> Endpoints:
+        addresses = self._proxy.addresses()
+        if addresses is not self._addresses:
+            self._addresses = addresses
+            self._known_endpoints = Endpoints(addresses)
+        return self._known_endpoints
+
+    def _pass(self, asked: GatewayRequest) -> Route:
+        """Any worker: there is no prompt in it. Raises NoWorker."""
+        outside, endpoints = self._endpoints().outside(asked.subset), self._endpoints()
+        usable = endpoints.of.keys() - outside
+        takers = [worker for worker in self._placing.takers(self._models()) if worker in usable]
+        if not takers:
+            raise _nobody(None, endpoints, asked.subset)
+        self._metrics.requests(OTHER_PATH, "passed").inc()
+        endpoint = endpoints.of[self._rng.choice(takers)]
+        return Route(endpoint, [(ENDPOINT_HEADER, endpoint.encode())], _removed(asked.headers, []))
+
+    async def _route(self, request: Request, ask: PlacementRequest, subset: tuple[str, ...] | None) -> Route:
+        """Raises RouterError."""
+        splits = ask.question.model in self._proxy.addresses().prefillers
+        splits = splits and can_be_handed_over(request.client.path, request.body)
+        ask = msgspec.structs.replace(
+            ask, keeps_comparison=self._fallbacks > 0 and ask.pinned is None, may_hand_over=splits
+        )
+        placement = await self._place(ask, subset)
+        # As they are now: it may have waited in line.
+        addresses, endpoints = self._proxy.addresses(), self._endpoints()
+        try:
+            request.watch.placed(placement)
+            where = self._destination(placement, endpoints, addresses)
+            given = Given(request.body, h.NOTHING)
+            if placement.prefill is not None:
+                # gRPC's tasks are asyncio's.
+                given = await directly(self._proxy.prefill_leg.hand_over(request, ask, placement, addresses, set()))
+            return self._sent(request, ask, placement, where, given, addresses)
+        except AttemptsSpent as spent:
+            placement.done()
+            raise error_of(spent.failure) from None
+        except BaseException:
+            placement.done()
+            raise
+
+    async def _place(self, ask: PlacementRequest, subset: tuple[str, ...] | None) -> Placement:
+        """A place at a worker that the gateway can be given. Raises RouterError."""
+        for _ in range(2):
+            outside = self._endpoints().outside(subset)
+            try:
+                placement = await self._placing.place(excluding(ask, outside) if outside else ask)
+            except NoWorker:
+                model, usable = ask.question.model, self._endpoints().of.keys()
+                if outside and not any(worker.model == model for worker in usable - outside):
+                    break
+                raise
+            if placement.worker in self._endpoints().of and placement.worker not in self._endpoints().outside(subset):
+                return placement
+            # It came while the request waited.
+            placement.done()
+        raise _nobody(ask.question.model, self._endpoints(), subset)
+
+    def _destination(self, placement: Placement, endpoints: Endpoints, addresses: Addresses) -> Destination:
+        """The placement's worker and its fallbacks, in the order of their cost."""
+        comparison = placement.choice.comparison
+        others = []
+        if comparison is not None:
+            # A few more than are needed: some may be behind the same endpoint.
+            others = [comparison.hits[place] for place in comparison.best(1 + 2 * self._fallbacks)[1:]]
+            placement.choice = placement.choice.alone()
+        return destination(placement.choice.hit, others, endpoints, addresses, self._fallbacks)
+
+    def _sent(
+        self,
+        request: Request,
+        ask: PlacementRequest,
+        placement: Placement,
+        where: Destination,
+        given: Given,
+        addresses: Addresses,
+    ) -> Route:
+        client, worker = request.client, placement.worker
+        target = addresses.targets[worker]
+        headers = [(ENDPOINT_HEADER, where.text.encode()), (h.REQUEST_ID, request.request_id), *given.headers]
+        if (rank := addresses.ranks.get(worker)) is not None:
+            headers.append((h.DP_RANK, b"%d" % rank))
+        authorization = self._proxy.authorization(client.headers, target)
+        if authorization is not None:
+            headers.append((b"authorization", authorization))
+        sent = request.watch.sending(worker, target.host, target.port, request.headers)
+        if sent is not client.headers:
+            headers += [header for header in sent if header not in client.headers]
+        body = given.body if given.body is not client.body else None
+        predicted = ask.question.token_ids is not None and self._proxy.shows_hits
+        observer = PickedRequest(
+            request, placement, where, self._endpoints, self._admission, self._metrics, predicted=predicted
+        )
+        return Route(where.text, headers, _removed(client.headers, headers), body, observer)
+
+
+def _removed(headers: h.Headers, given: h.Headers) -> tuple[bytes, ...]:
+    """What of a client's headers must not reach an engine."""
+    set_here = {name for name, _ in given}
+    names = {name for name, _ in headers if name in PREFILL_HEADERS or name.startswith(b"x-kvrouter-")}
+    return tuple(names - set_here)
+
+
+def _nobody(model: str | None, endpoints: Endpoints, subset: tuple[str, ...] | None) -> NoWorker:
+    what = "no worker" if model is None else f"no worker of model {model!r}"
+    if subset is not None:
+        return NoWorker(f"{what} is among the {len(subset)} endpoints that the gateway allows")
+    unusable = _names(endpoints.unusable)
+    return NoWorker(
+        f"{what} has an address that a gateway can be given ({unusable or 'none is registered'}): {UNUSABLE}"
+    )
+
+
+def _names(workers: frozenset[WorkerKey]) -> str:
+    return ", ".join(sorted(printable(worker.route_name) for worker in workers)[:NAMES_SHOWN])

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one Process stream: one HTTP request on its way through a gateway, and its answer. Pure.
+
+Nothing of a request goes on before it is whole and its endpoint is known. Of an answer, every piece goes on at once.
+What a gateway sends out of order ends the stream with a ProtocolError; it never leaves a request half answered."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvrouter.router.base.common.errors import TooLarge
+from kvrouter.router.route.tokens.proxied_paths import PATHS
+from kvrouter.router.serve.access.key_bounds import KeyBounds
+from kvrouter.router.serve.gateway.messages import (
+    BodyMode,
+    BodyReply,
+    HeadersReply,
+    Incoming,
+    KeptBody,
+    Modes,
+    Part,
+    ProtocolError,
+    Refusal,
+    Reply,
+    TrailersReply,
+)
+from kvrouter.router.serve.proxy.headers import NOTHING, Headers
+
+METHOD, PATH, STATUS = b":method", b":path", b":status"
+CONTENT_LENGTH = b"content-length"
+# A changed body goes on in pieces of this size: Envoy's own are as large, and gRPC's messages must stay below 4 MiB.
+PIECE_BYTES = 64 * 1024
+
+
+class Observer(Protocol):
+    """Who follows an answer."""
+
+    def begins(self, status: int, headers: Headers, served: str | None) -> Headers:
+        """Its headers came. What the client gets besides them, in place of those of the same name."""
+        ...
+
+    def takes(self, data: bytes) -> None:
+        """The next bytes of its body."""
+
+    def ends(self) -> None:
+        """It is whole."""
+
+    def close(self) -> None:
+        """It will not be whole: the stream ended before."""
+
+
+class Route:
+    """Where a request goes. given, removed: headers of the request. body: in place of its own, None: unchanged.
+    observer: None where nobody follows the answer."""
+
+    __slots__ = ("body", "endpoint", "given", "observer", "removed")
+
+    def __init__(
+        self,
+        endpoint: str | None,
+        given: Headers = NOTHING,
+        removed: tuple[bytes, ...] = (),
+        body: bytes | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.given = given
+        self.removed = removed
+        self.body = body
+        self.observer = observer
+
+
+class GatewayRequest:
+    """One whole request: the `ClientRequest` of `proxy.downstream`. url: its path, with the query.
+
+    A path that ends with one of the proxy's is that one: a gateway's route may have a prefix (`/team/model/v1/...`),
+    which it takes off behind the picker."""
+
+    def __init__(self, headers: Headers, body: bytes, subset: tuple[str, ...] | None) -> None:
+        pseudo = dict(headers)
+        self.method = pseudo.get(METHOD, b"")
+        given, mark, query = pseudo.get(PATH, b"/").partition(b"?")
+        self.path = _known_path(given.decode("latin-1"))
+        self.url = self.path.encode("latin-1") + mark + query
+        self.headers = [(name, value) for name, value in headers if not name.startswith(b":")]
+        self.body = body
+        self.subset = subset
+        # The gateway decides which clients it admits; its protocol has no key.
+        self.bounds: KeyBounds | None = None
+
+
+def _known_path(path: str) -> str:
+    if path in PATHS:
+        return path
+    return max((known for known in PATHS if path.endswith(known)), key=len, default=path)
+
+
+class ProcessStream:
+    """Give it each message; when `request` is there, find its route, and `send_on` or `refuse`."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._modes = Modes()
+        self._expects = Part.REQUEST_HEADERS
+        self._headers: Headers = []
+        self._subset: tuple[str, ...] | None = None
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+        self._has_trailers = False
+        self._has_body = False
+        # Whether the gateway has the last word about it: the client gets an error.
+        self.is_refused = False
+        self._observer: Observer | None = None
+        # The request that waits for its route.
+        self.request: GatewayRequest | None = None
+
+    def receive(self, message: Incoming) -> list[Reply]:
+        """What to answer now. Raises ProtocolError."""
+        part = message.part
+        if part is Part.RESPONSE_BODY:
+            return self._answer_body(message)
+        if part is Part.REQUEST_BODY:
+            return self._request_body(message)
+        if part is Part.REQUEST_HEADERS:
+            return self._request_headers(message)
+        if part is Part.RESPONSE_HEADERS:
+            return self._answer_headers(message)
+        if part is Part.REQUEST_TRAILERS:
+            return self._request_trailers()
+        self._expect(Part.RESPONSE_BODY, part)
+        self._end_answer()
+        return [TrailersReply(part)]
+
+    def send_on(self, route: Route) -> list[Reply]:
+        """The request's route is known."""
+        self.request, self._observer = None, route.observer
+        self._expects = Part.RESPONSE_HEADERS
+        trailers: list[Reply] = [TrailersReply(Part.REQUEST_TRAILERS)] if self._has_trailers else []
+        if not self._has_body:
+            if trailers and self._modes.request == BodyMode.BUFFERED:
+                # The gateway sent the headers on before it knew that no body follows, so it has placed the request
+                # itself.
+                return trailers
+            return [HeadersReply(Part.REQUEST_HEADERS, route.given, route.removed, route.endpoint), *trailers]
+        if self._modes.request == BodyMode.BUFFERED:
+            given = route.given
+            if route.body is not None:
+                # A gateway refuses a changed body under the length of the one before.
+                given = [*given, (CONTENT_LENGTH, b"%d" % len(route.body))]
+            return [KeptBody(Part.REQUEST_BODY, route.body, given, route.removed, route.endpoint)]
+        pieces, self._pieces = self._pieces, []
+        if route.body is not None:
+            view = route.body
+            pieces = [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)] or [b""]
+        last = len(pieces) - 1
+        ends = not trailers
+        # The gateway drops the length of a body that may be changed, and engines would get it in chunks.
+        length = [(CONTENT_LENGTH, b"%d" % sum(map(len, pieces)))] if ends else NOTHING
+        replies: list[Reply] = [
+            HeadersReply(Part.REQUEST_HEADERS, [*route.given, *length], route.removed, route.endpoint)
+        ]
+        replies += [BodyReply(Part.REQUEST_BODY, piece, ends and n == last) for n, piece in enumerate(pieces)]
+        return replies + trailers
+
+    def refuse(self, status: int, headers: Headers, body: bytes) -> list[Reply]:
+        """Answer the client without any engine. Later messages on the stream have no effect."""
+        self.request, self._pieces, self.is_refused = None, [], True
+        return [Refusal(status, headers, body)]
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether every piece of the answer that came has gone on, and more may come."""
+        return self._expects is Part.RESPONSE_BODY
+
+    def close(self) -> None:
+        """The stream has ended, wherever the exchange was."""
+        if self._modes.answer == BodyMode.NONE and self._expects is Part.RESPONSE_BODY:
+            # The gateway does not show the body, and ends the stream when it likes.
+            self._end_answer()
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            observer.close()
+
+    def _expect(self, expected: Part, part: Part) -> None:
+        if self._expects is not expected:
+            raise ProtocolError(f"{part.name} came where {self._expects.name} was to come")
+
+    # The request.
+
+    def _request_headers(self, message: Incoming) -> list[Reply]:
+        self._expect(Part.REQUEST_HEADERS, message.part)
+        if message.observes:
+            raise ProtocolError("the gateway only observes, so nothing can be picked: turn observability_mode off")
+        self._modes = message.modes or self._modes
+        self._headers, self._subset = message.headers, message.subset
+        if message.ends:
+            self._whole()
+            return []
+        length = next((value for name, value in message.headers if name == CONTENT_LENGTH), b"")
+        if length.isdigit():
+            # Check the length before the body comes: a BUFFERED body is one message, and gRPC refuses a message that is
+            # too large without an error for the client.
+            self._check_size(int(length))
+        mode = self._modes.request
+        self._expects = Part.REQUEST_BODY
+        if mode == BodyMode.FULL_DUPLEX_STREAMED:
+            # The headers are answered once the endpoint is known, which takes the body.
+            return []
+        if mode == BodyMode.BUFFERED:
+            return [HeadersReply(message.part)]
+        raise ProtocolError(
+            "an endpoint is picked by the request's body: set the gateway's request_body_mode to FULL_DUPLEX_STREAMED"
+        )
+
+    def _request_body(self, message: Incoming) -> list[Reply]:
+        self._expect(Part.REQUEST_BODY, message.part)
+        self._has_body = True
+        self._size_bytes += len(message.data)
+        self._check_size(self._size_bytes)
+        self._pieces.append(message.data)
+        # A BUFFERED body is one message; it is not marked as the request's end if trailers follow.
+        if message.ends or self._modes.request == BodyMode.BUFFERED:
+            self._whole()
+        return []
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._max_body_bytes:
+            raise TooLarge(
+                f"the body is over {self._max_body_bytes} bytes; send a shorter prompt, or raise the router's max_body_bytes"
+            )
+
+    def _request_trailers(self) -> list[Reply]:
+        if self._expects is Part.RESPONSE_HEADERS:
+            # The body said that it had ended.
+            return [TrailersReply(Part.REQUEST_TRAILERS)]
+        self._expect(Part.REQUEST_BODY, Part.REQUEST_TRAILERS)
+        self._has_trailers = True
+        self._whole()
+        return []
+
+    def _whole(self) -> None:
+        self._expects = Part.RESPONSE_HEADERS
+        self.request = GatewayRequest(self._headers, b"".join(self._pieces), self._subset)
+        self._headers = []
+
+    # The answer.
+
+    def _answer_headers(self, message: Incoming) -> list[Reply]:
+        if self._expects is Part.REQUEST_BODY:
+            # The gateway's own answer to a request that it gave up.
+            self._expects, self._pieces = Part.RESPONSE_HEADERS, []
+        self._expect(Part.RESPONSE_HEADERS, message.part)
+        self._expects = Part.RESPONSE_BODY
+        observer = self._observer
+        given: Headers = NOTHING
+        removed: tuple[bytes, ...] = ()
+        if observer is not None:
+            status = next((value for name, value in message.headers if name == STATUS), b"0")
+            headers = [(name, value) for name, value in message.headers if not name.startswith(b":")]
+            given = observer.begins(int(status) if status.isdigit() else 0, headers, message.served)
+            ours = {name for name, _ in given}
+            removed = tuple(name for name, _ in headers if name.startswith(b"x-kvrouter-") and name not in ours)
+        if message.ends:
+            self._end_answer()
+        return [HeadersReply(message.part, given, removed)]
+
+    def _answer_body(self, message: Incoming) -> list[Reply]:
+        self._expect(Part.RESPONSE_BODY, message.part)
+        if self._observer is not None and message.data:
+            self._observer.takes(message.data)
+        # A BUFFERED body is one message; trailers may follow it, and the gateway need not show them.
+        if message.ends or self._modes.answer == BodyMode.BUFFERED:
+            self._end_answer()
+        if self._modes.answer == BodyMode.FULL_DUPLEX_STREAMED:
+            return [BodyReply(message.part, message.data, message.ends)]
+        return [KeptBody(message.part)]
+
+    def _end_answer(self) -> None:
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            observer.ends()

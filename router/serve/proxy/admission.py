@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workers that take new requests: those that are not draining and whose breaker is not open.
+
+Each request to a worker is an `Exchange`, which reports its outcome to the breaker. Requests that wait for a worker's
+first byte are known here too: they stop waiting when its health check fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.matching.matcher import WorkerView
+from kvrouter.router.model.upstream.connection import Connection
+from kvrouter.router.model.upstream.failure import Failure, Kind
+from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.serve.proxy.circuit_breaker import Breaker, BreakerState
+from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
+
+DRAINING = "it is draining and takes no new requests until its state is set to active"
+
+# The first status that is the client's error, and the first that is the worker's.
+FIRST_ERROR = 400
+FIRST_SERVER_ERROR = 500
+
+log = logging.getLogger("kvrouter.proxy")
+
+
+class Exchange:
+    """One request at one worker, as the worker's breaker sees it. Only the first report of its end counts."""
+
+    __slots__ = ("_admission", "_breaker", "_is_over", "_status", "_tried", "_worker")
+
+    def __init__(self, admission: Admission, worker: WorkerKey, breaker: Breaker, tried: bool) -> None:
+        """Begin. tried: whether this request decides if a worker that failed takes requests again."""
+        self._admission = admission
+        self._worker = worker
+        self._breaker = breaker
+        self._tried = tried
+        self._status = 0
+        self._is_over = False
+
+    def answered(self, status: int) -> None:
+        """Note the first byte of an answer. A 5xx is a failure at once, whatever follows it."""
+        self._status = status
+        if status >= FIRST_SERVER_ERROR:
+            self.failed(f"it answers {status}")
+        else:
+            self._breaker.answered()
+
+    def ended(self) -> None:
+        """Note that the answer is whole."""
+        if self._ends():
+            self._breaker.ended(tried=self._tried, is_client_error=self._status >= FIRST_ERROR)
+            if self._tried:
+                self._show()
+
+    def failed(self, problem: str) -> None:
+        """Note that there is no answer, by the worker's fault."""
+        if self._ends():
+            self._breaker.failed(problem, self._admission.clock(), tried=self._tried)
+            self._show()
+
+    def spoiled(self, problem: str) -> None:
+        """Note an answer that began well but is useless by the worker's fault, for example because it broke off."""
+        if self._ends():
+            self._breaker.spoiled(problem, self._admission.clock(), tried=self._tried)
+            self._show()
+
+    def unknown(self) -> None:
+        """Note an end that the worker did not cause."""
+        if self._ends():
+            self._breaker.unknown(tried=self._tried)
+
+    def _ends(self) -> bool:
+        is_over, self._is_over = self._is_over, True
+        return not is_over
+
+    def _show(self) -> None:
+        self._admission.show(self._worker, self._breaker)
+
+
+class Admission:
+    """One breaker for each worker that was sent a request or was lost.
+
+    drains: whether a worker is draining. clock: seconds, monotonic."""
+
+    def __init__(self, drains: Callable[[WorkerKey], bool], clock: Callable[[], float], metrics: ProxyMetrics) -> None:
+        self._drains = drains
+        self.clock = clock
+        self._metrics = metrics
+        self._known: dict[WorkerKey, Breaker] = {}
+        self._shown: dict[WorkerKey, BreakerState] = {}
+        self._waiting: dict[WorkerKey, set[Connection]] = {}
+        self._down: set[WorkerKey] = set()
+
+    def problem(self, worker: WorkerKey) -> str | None:
+        """Why `worker` takes no new requests now; None if it does."""
+        if self._drains(worker):
+            return DRAINING
+        breaker = self._known.get(worker)
+        # Nearly all are closed.
+        return None if breaker is None or breaker.until_s is None else breaker.problem(self.clock())
+
+    def health(self) -> list[str]:
+        """Breakers that are open; an engine whose health checks fail is reported with its stream."""
+        return [
+            f"worker {printable(worker.route_name)} takes no requests: {problem}"
+            for worker in self._known
+            if (problem := self.breaker_problem(worker)) is not None
+        ]
+
+    def breaker_problem(self, worker: WorkerKey) -> str | None:
+        """Why its breaker admits no requests; None where it does, and where its health checks fail."""
+        breaker = self._known.get(worker)
+        return None if breaker is None or worker in self._down else breaker.problem(self.clock())
+
+    def begun(self, worker: WorkerKey) -> Exchange:
+        """Note a request to a worker. The caller reports on the returned exchange how it goes."""
+        breaker = self._known.get(worker)
+        if breaker is None:
+            breaker = self._known[worker] = Breaker()
+        tried = breaker.until_s is not None and breaker.begun(self.clock())
+        return Exchange(self, worker, breaker, tried)
+
+    def waits(self, worker: WorkerKey, connection: Connection) -> None:
+        """A request waits there for its first byte, until `waits_no_more`."""
+        self._waiting.setdefault(worker, set()).add(connection)
+
+    def waits_no_more(self, worker: WorkerKey, connection: Connection) -> None:
+        waiting = self._waiting[worker]
+        waiting.discard(connection)
+        if not waiting:
+            del self._waiting[worker]
+
+    def on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
+        """Called when the core's status of `worker` changes; None: it was dropped."""
+        if view is None:
+            self._down.discard(worker)
+            self._known.pop(worker, None)
+            self._shown.pop(worker, None)
+            return
+        down = view.state is StreamState.DOWN
+        if down == (worker in self._down):
+            return
+        if down:
+            self._down.add(worker)
+            breaker = self._known.setdefault(worker, Breaker())
+            breaker.lost(view.reason, self.clock())
+            for connection in list(self._waiting.get(worker, ())):
+                connection.give_up(Failure(Kind.LOST, view.reason))
+        else:
+            self._down.discard(worker)
+            breaker = self._known[worker]
+            breaker.found()
+        self.show(worker, breaker)
+
+    def show(self, worker: WorkerKey, breaker: Breaker) -> None:
+        """Count and log the breaker's state, if it is another than before."""
+        if self._known.get(worker) is not breaker:
+            # The worker was dropped meanwhile.
+            return
+        now = self.clock()
+        state = breaker.state(now)
+        before = self._shown.get(worker, BreakerState.CLOSED)
+        if state is before:
+            return
+        self._shown[worker] = state
+        for known in BreakerState:
+            self._metrics.breaker_state(worker)(known).set(known is state)
+        extra = {"worker": worker, "state": state.value, "reason": breaker.problem(now) or ""}
+        log.log(logging.INFO if state is BreakerState.CLOSED else logging.WARNING, "breaker", extra=extra)

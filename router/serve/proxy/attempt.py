@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request to one worker, up to the first byte of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+import kvrouter.router.serve.proxy.headers as h
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.upstream.connection import AnswerHead, Connection
+from kvrouter.router.model.upstream.failure import Failure, Kind
+from kvrouter.router.model.upstream.origin import Target
+from kvrouter.router.model.upstream.pool import Pool
+from kvrouter.router.serve.proxy.admission import Admission, Exchange
+from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
+from kvrouter.router.serve.proxy.request_reader import Request
+from kvrouter.router.serve.proxy.worker_addresses import Addresses
+
+
+class Sent(msgspec.Struct, frozen=True, eq=False):
+    """An answer that has begun."""
+
+    target: Target
+    connection: Connection
+    head: AnswerHead
+    # Wants one more report, of how the answer ends.
+    exchange: Exchange
+
+
+class Attempt:
+    """addresses: as they are now. authorization: what engines get for such headers. silence_s: how long an engine may
+    send nothing."""
+
+    def __init__(
+        self,
+        *,
+        addresses: Callable[[], Addresses],
+        authorization: Callable[[h.Headers, Target], bytes | None],
+        admission: Admission,
+        pool: Pool,
+        metrics: ProxyMetrics,
+        silence_s: float,
+    ) -> None:
+        self._addresses = addresses
+        self._authorization = authorization
+        self._admission = admission
+        self._pool = pool
+        self._metrics = metrics
+        self._silence_s = silence_s
+
+    async def send(
+        self,
+        request: Request,
+        worker: WorkerKey,
+        body: bytes,
+        headers: h.Headers,
+        added: h.Headers = h.NOTHING,
+    ) -> Sent:
+        """Send the request to the worker and return the beginning of its answer. headers: the client's. added: the
+        router's own. Raises Failure."""
+        client = request.client
+        addresses = self._addresses()
+        target = addresses.targets[worker]
+        head = h.request_head(
+            target,
+            client.url,
+            request.watch.sending(worker, target.host, target.port, headers),
+            length=len(body),
+            request_id=request.request_id,
+            authorization=self._authorization(client.headers, target),
+            rank=addresses.ranks.get(worker),
+            added=added,
+        )
+        exchange = self._admission.begun(worker)
+        try:
+            connection, answered = await self._first_byte(request, worker, target, head, body)
+        except Failure as failure:
+            self.count(worker, failure)
+            exchange.failed(failure.text)
+            request.watch.failed(failure.kind.value, failure.text)
+            raise
+        except BaseException:
+            exchange.unknown()
+            raise
+        exchange.answered(answered.status)
+        return Sent(target, connection, answered, exchange)
+
+    async def _first_byte(
+        self, request: Request, worker: WorkerKey, target: Target, head: bytes, body: bytes
+    ) -> tuple[Connection, AnswerHead]:
+        """Over a kept connection where there is one, over a new one where it was closed. Raises Failure."""
+        connection = self._pool.idle(target) if request.attempts.reuses_connections else None
+        if connection is not None:
+            try:
+                return connection, await self._ask(connection, worker, head, body)
+            except Failure as failure:
+                if failure.kind is not Kind.STALE:
+                    raise
+                self.count(worker, failure)
+                request.attempts.stale(named(worker))
+        connection = await self._pool.connect(target)
+        return connection, await self._ask(connection, worker, head, body)
+
+    async def _ask(self, connection: Connection, worker: WorkerKey, head: bytes, body: bytes) -> AnswerHead:
+        self._admission.waits(worker, connection)
+        try:
+            return await connection.ask(head, body, self._silence_s)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            self._admission.waits_no_more(worker, connection)
+
+    def give_back(self, sent: Sent) -> None:
+        """The answer is whole: its connection may be kept."""
+        sent.exchange.ended()
+        self._pool.give_back(sent.target, sent.connection)
+
+    def break_off(self, worker: WorkerKey, sent: Sent, failure: Failure) -> None:
+        """The answer broke off, and the worker is to blame."""
+        sent.connection.close()
+        self.count(worker, failure)
+        sent.exchange.spoiled(failure.text)
+
+    def give_up(self, sent: Sent) -> None:
+        """Nobody wants the rest of the answer."""
+        sent.connection.close()
+        sent.exchange.unknown()
+
+    def count(self, worker: WorkerKey, failure: Failure) -> None:
+        """An attempt failed."""
+        self._metrics.failures(worker)(failure.kind).inc()
+
+
+def named(worker: WorkerKey) -> str:
+    """As headers name it."""
+    return h.named_in_header(worker.route_name)

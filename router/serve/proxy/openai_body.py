@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields of an OpenAI body that the proxy reads: the model, and the length of the answer. The bytes are forwarded
+unchanged.
+
+All values may be of any type: the engine reports what is wrong with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.route.placement.placement_request import MAX_LIMIT_TOKENS
+from kvrouter.router.route.tokens.client_body import ClientBody
+
+
+class OpenAIBody(msgspec.Struct):
+    """The fields that are looked at; all others are skipped."""
+
+    model: Any = None
+    cache_salt: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+
+    @property
+    def limit_tokens(self) -> int | None:
+        """How many tokens may be generated at most, None where it is not said."""
+        for given in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
+            if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+                return min(given, MAX_LIMIT_TOKENS)
+        return None
+
+    @property
+    def salt(self) -> str | None:
+        return self.cache_salt if isinstance(self.cache_salt, str) and self.cache_salt else None
+
+
+FIELDS = OpenAIBody.__struct_fields__
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def openai_body(body: ClientBody) -> OpenAIBody:
+    """Raises BadQuestion."""
+    try:
+        return OpenAIBody(**{name: msgspec.json.decode(body.fields[name]) for name in FIELDS if name in body.fields})
+    except RecursionError:
+        raise BadQuestion("the body is nested too deeply", code="malformed_body") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BadQuestion(f"the body is not JSON: {error}", code="malformed_body") from None
+
+
+def renamed(raw: bytes, model: str) -> bytes:
+    """The same object for another `model`; everything else keeps its bytes."""
+    fields = _fields.decode(raw)
+    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(fields)

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One OpenAI request from its client to an engine, and the answer back: bodies and streams unchanged, byte for byte.
+
+`request_reader.py` reads the request, `placer.py` chooses the worker, `failure.py` decides about retries. An engine's
+errors go to the client; the router's own errors say what to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+import kvrouter.router.serve.proxy.headers as h
+from kvrouter.router.base.common.errors import NoWorker, RouterError, Saturated, WorkerSilent, WorkerUnreachable
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.base.common.random_ids import RandomIds
+from kvrouter.router.model.upstream.failure import Failure, Kind
+from kvrouter.router.model.upstream.origin import Target
+from kvrouter.router.model.upstream.pool import Pool
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.engine_key import EngineKey
+from kvrouter.router.model.workers.model_names import ServedModel
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.worker_status import ReuseStatus
+from kvrouter.router.observe.quality.request_watch import Quality
+from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.route.placement.placer import Placer
+from kvrouter.router.serve.proxy.admission import FIRST_ERROR, FIRST_SERVER_ERROR, Admission
+from kvrouter.router.serve.proxy.attempt import Attempt, Sent, named
+from kvrouter.router.serve.proxy.attempts import GONE_STATUSES, AttemptsSpent
+from kvrouter.router.serve.proxy.downstream import Client
+from kvrouter.router.serve.proxy.kv_transfer_params import can_be_handed_over
+from kvrouter.router.serve.proxy.prefill_leg import PrefillLeg, excluding
+from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
+from kvrouter.router.serve.proxy.request_reader import Request, RequestReader, Tokens
+from kvrouter.router.serve.proxy.worker_addresses import Addresses
+
+log = logging.getLogger("kvrouter.proxy")
+
+EVENT_STREAM = b"text/event-stream"
+# The problem of a stream that is complete as HTTP but ends with an engine's error.
+ERROR_IN_STREAM = "its stream ends with an error of the engine"
+
+
+class _Answer:
+    """An attempt that came as far as the first byte of an answer."""
+
+    def __init__(self, placement: Placement, sent: Sent) -> None:
+        self.placement = placement
+        self.sent = sent
+        self.connection = sent.connection
+        self.head = sent.head
+
+
+class Proxy:
+    """The proxy of one event loop. `close` it when no request is in progress.
+
+    engine_key: the key that engines get in place of the client's Authorization; without one, the client's is passed on
+    if the router has no key of its own."""
+
+    def __init__(
+        self,
+        *,
+        placing: Placer,
+        tokens: Tokens,
+        resolve: Callable[[str], ServedModel],
+        registrations: Callable[[], Sequence[Registration]],
+        admission: Admission,
+        pool: Pool,
+        metrics: ProxyMetrics,
+        quality: Quality,
+        allowed: AllowList,
+        silence_s: float,
+        engine_key: EngineKey,
+        has_own_key: bool,
+        shows_hits: bool = True,
+    ) -> None:
+        """silence_s: how long an engine may say nothing. shows_hits: whether answers name the predicted hit."""
+        self._placing = placing
+        self.reader = RequestReader(tokens, resolve, lambda: sorted(self.addresses().models), self.client_authorization)
+        self._registrations = registrations
+        self._admission = admission
+        self._pool = pool
+        self._metrics = metrics
+        self._quality = quality
+        self.allowed = allowed
+        self._sending = Attempt(
+            addresses=self.addresses,
+            authorization=self.authorization,
+            admission=admission,
+            pool=pool,
+            metrics=metrics,
+            silence_s=silence_s,
+        )
+        self.prefill_leg = PrefillLeg(self._sending, metrics)
+        self._engine_key = engine_key
+        self._has_own_key = has_own_key
+        self.shows_hits = shows_hits
+        self._new_id = RandomIds()
+        self._open = 0
+        metrics.open.set_function(lambda: self._open)
+        metrics.key_withheld.set_function(lambda: len(engine_key.withheld()))
+        self._addressed: Sequence[Registration] | None = None
+        self._known_addresses = Addresses((), allowed)
+
+    async def forward(self, client: Client) -> None:
+        """Answers the client; raises nothing but defects and its own cancellation, which means that the client is
+        gone."""
+        request_id = h.header(client.headers, h.REQUEST_ID) or self._new_id().encode()
+        watch = self._quality.begin(client.path, client.headers, request_id.decode("latin-1"))
+        request = Request(client, watch, request_id)
+        outcome = "client_gone"
+        self._open += 1
+        try:
+            ask = await self.reader.read(request)
+            watch.asked(ask)
+            answer = await self._answer(request, ask)
+            outcome = await self._relay(client, request, answer, predicted=ask.question.token_ids is not None)
+        except RouterError as error:
+            outcome = "unreachable" if isinstance(error, WorkerUnreachable | WorkerSilent) else "refused"
+            client.refuse(error, [(h.REQUEST_ID, request.request_id), *_retried(request)])
+        except Exception:
+            outcome = "bug"
+            raise
+        finally:
+            self._open -= 1
+            self._metrics.requests(client.path, outcome).inc()
+            watch.ended(outcome)
+
+    def closed(self, worker: WorkerKey) -> str | None:
+        """Why a worker takes no new requests now; None if it does."""
+        return self._admission.problem(worker)
+
+    def health(self) -> list[str]:
+        """Workers behind an open breaker, and workers whose predictions do not come true."""
+        return [*self._admission.health(), *self._quality.health(), *self._engine_key.health()]
+
+    def predictions_problem(self, worker: WorkerKey) -> str | None:
+        """Why the predictions for a worker are not to be trusted; None where nothing speaks against them."""
+        return self._quality.problem(worker)
+
+    def reuse(self, worker: WorkerKey) -> ReuseStatus | None:
+        """What was predicted and delivered for a worker; None where no answer of it was judged."""
+        return self._quality.reuse(worker)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def authorization(self, headers: h.Headers, target: Target) -> bytes | None:
+        """Return the Authorization that an engine is sent: the engines' key, else the client's header."""
+        key = self._engine_key.header_for(target.origin)
+        return self.client_authorization(headers) if key is None else key.encode("ascii")
+
+    def client_authorization(self, headers: h.Headers) -> bytes | None:
+        """Return the client's Authorization if it is meant for the engines: neither side has a key in the settings."""
+        if self._engine_key.is_set or self._has_own_key:
+            return None
+        return h.header(headers, b"authorization")
+
+    async def _answer(self, request: Request, ask: PlacementRequest) -> _Answer:
+        """The first byte of an answer, from whichever worker gives one. Raises RouterError."""
+        # A gateway's answer that its engine is gone: the client gets it if no worker has a better one.
+        spare: _Answer | None = None
+        error: RouterError | None = None
+        failed: set[WorkerKey] = set()
+        if ask.question.model in self.addresses().prefillers:
+            splits = can_be_handed_over(request.client.path, request.body)
+            ask = msgspec.structs.replace(ask, may_hand_over=splits)
+        try:
+            while True:
+                try:
+                    placement = await self._place(ask)
+                except (NoWorker, Saturated):
+                    if spare is not None:
+                        answer, spare = spare, None
+                        return answer
+                    if error is not None:
+                        # The last engine's error says more than that no other one is left.
+                        raise error from None
+                    raise
+                request.watch.placed(placement)
+                if spare is not None:
+                    spare.connection.close()
+                    spare = None
+                try:
+                    answer = await self._attempt(request, ask, placement, failed)
+                except AttemptsSpent as spent:
+                    raise error_of(spent.failure) from None
+                except Failure as caught:
+                    failure, error = caught, error_of(caught)
+                    if not request.attempts.failed(named(placement.worker), failure):
+                        raise error from None
+                    failed |= self.addresses().sharing(placement.worker)
+                else:
+                    status, is_gone = answer.head.status, answer.head.status in GONE_STATUSES
+                    handed_over = computed_at(placement) is not None
+                    if not (is_gone or (handed_over and status >= FIRST_SERVER_ERROR)):
+                        return answer
+                    failure = Failure(Kind.GONE, f"the engine answers {status}")
+                    self._sending.count(placement.worker, failure)
+                    if not request.attempts.failed(named(placement.worker), failure):
+                        return answer
+                    if handed_over and (placement.prefill is not None or not is_gone):
+                        # The sidecar or the blocks were not reached: the worker can do it alone.
+                        ask = msgspec.structs.replace(ask, may_hand_over=False)
+                    else:
+                        failed |= self.addresses().sharing(placement.worker)
+                    placement.done()
+                    request.watch.failed(failure.kind.value, failure.text)
+                    spare = answer
+                self._metrics.retries.labels(failure.kind.value).inc()
+                ask = excluding(ask, failed)
+        finally:
+            if spare is not None:
+                spare.connection.close()
+
+    async def _place(self, ask: PlacementRequest) -> Placement:
+        """A place at a worker that can be sent something."""
+        placement = await self._placing.place(ask)
+        addresses = self.addresses()
+        if placement.worker in addresses.targets:
+            return placement
+        placement.done()
+        if ask.pinned is None:
+            placement = await self._placing.place(excluding(ask, addresses.unreachable))
+            if placement.worker in addresses.targets:
+                return placement
+            placement.done()
+        raise NoWorker("no worker can take it: register the engine's HTTP address (url), and let allow_hosts admit it")
+
+    def addresses(self) -> Addresses:
+        """Of the workers as they are registered now: the same object until one of them changes."""
+        registrations = self._registrations()
+        if registrations is not self._addressed:
+            self._addressed = registrations
+            self._known_addresses = Addresses(registrations, self.allowed)
+        return self._known_addresses
+
+    async def _attempt(
+        self, request: Request, ask: PlacementRequest, placement: Placement, failed: set[WorkerKey]
+    ) -> _Answer:
+        """The first byte of this worker's answer. failed: the workers that failed. Raises Failure,
+        Spent."""
+        body, added = request.body, h.NOTHING
+        try:
+            if placement.prefill is not None:
+                given = await self.prefill_leg.hand_over(request, ask, placement, self.addresses(), failed)
+                body, added = given.body, given.headers
+            sent = await self._sending.send(request, placement.worker, body, request.headers, added)
+        except BaseException:
+            placement.done()
+            raise
+        return _Answer(placement, sent)
+
+    async def _relay(self, client: Client, request: Request, answer: _Answer, *, predicted: bool) -> str:
+        """Passes the answer on, until its end; how it ended. predicted: whether the hit of the choice is a
+        prediction."""
+        placement, connection, head = answer.placement, answer.connection, answer.head
+        added = [
+            (h.WORKER, named(placement.worker).encode()),
+            (h.SELECTION_ID, placement.selection_id.encode()),
+            *_retried(request),
+        ]
+        if predicted and self.shows_hits:
+            added.append((h.PREDICTED_HIT, b"%d" % placement.predicted_tokens))
+        if (prefiller := computed_at(placement)) is not None:
+            added.append((h.PREFILL_WORKER, named(prefiller).encode()))
+            request.watch.handed_over()
+        streams = is_event_stream(head.headers)
+        if streams:
+            # The first byte of any other answer comes with its last token.
+            placement.first_token()
+        watch = request.watch
+        tap = watch.tap(client.send, head.status, head.headers, streams=streams)
+        try:
+            client.begin(head, h.answer_headers(head.headers, added, request.request_id), connection)
+            await connection.relay(tap)
+            client.finish()
+        except Failure as failure:
+            client.break_off()
+            self._sending.break_off(placement.worker, answer.sent, failure)
+            return "cut"
+        except BaseException:
+            self._sending.give_up(answer.sent)
+            raise
+        finally:
+            placement.done(watch.output_tokens())
+        if tap.failed:
+            answer.sent.exchange.spoiled(ERROR_IN_STREAM)
+        self._sending.give_back(answer.sent)
+        outcome = outcome_of(head.status, failed=tap.failed)
+        self._metrics.answers(placement.worker)(outcome).inc()
+        if log.isEnabledFor(logging.DEBUG):
+            extra = {"path": client.path, "worker": placement.worker, "status": head.status}
+            log.debug("proxied", extra=extra | {"trail": request.attempts.trail} | watch.told().fields())
+        return outcome
+
+
+def computed_at(placement: Placement) -> WorkerKey | None:
+    """The prefill worker, where it was one."""
+    return placement.prefilled_at if placement.prefill is None else placement.prefill.worker
+
+
+def outcome_of(status: int, *, failed: bool) -> str:
+    """Return how a whole answer with this status ended. failed: whether its stream reports an engine's failure."""
+    if failed or status >= FIRST_SERVER_ERROR:
+        return "server_error"
+    return "client_error" if status >= FIRST_ERROR else "ok"
+
+
+def is_event_stream(headers: h.Headers) -> bool:
+    """Whether an answer with these headers is a stream of events."""
+    kind = h.header(headers, b"content-type")
+    return kind is not None and kind.startswith(EVENT_STREAM)
+
+
+def _retried(request: Request) -> h.Headers:
+    trail = request.attempts.trail
+    return [(h.RETRIED, ", ".join(trail).encode())] if trail else []
+
+
+def error_of(failure: Failure) -> RouterError:
+    """The client's error when no worker answered."""
+    if failure.kind in (Kind.SILENT, Kind.CONNECT_TIMEOUT):
+        return WorkerSilent(f"{failure.text}; send the request again, or raise the router's answer_timeout_s")
+    return WorkerUnreachable(f"{failure.text}; no other worker was tried or could answer; send the request again")

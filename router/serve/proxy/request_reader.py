@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a client's request into a placement request: the model, the prompt's tokens, its session, and the length of
+the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+import kvrouter.router.serve.proxy.headers as h
+from kvrouter.router.base.common.errors import BadQuestion
+from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.base.common.json_arrays import LONG_BODY_BYTES
+from kvrouter.router.index.matching.question import Question
+from kvrouter.router.model.workers.model_names import ServedModel
+from kvrouter.router.observe.quality.request_watch import RequestWatch
+from kvrouter.router.route.placement.placement_request import PlacementRequest
+from kvrouter.router.route.tokens.client_body import ClientBody, read_client_body
+from kvrouter.router.route.tokens.forward_ids import forwarded_body
+from kvrouter.router.route.tokens.prompt_tokens import Prompt, estimated_tokens
+from kvrouter.router.route.tokens.proxied_paths import AUDIO, WITHOUT_PROMPT
+from kvrouter.router.route.tokens.without_cache import engines_without_cache
+from kvrouter.router.serve.proxy.attempts import Attempts
+from kvrouter.router.serve.proxy.downstream import ClientRequest
+from kvrouter.router.serve.proxy.form_body import read_form_model
+from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, renamed
+
+# Whisper makes 50 tokens of a second, of which a WAV file has 32 kB and an MP3 file 8 to 16 kB; for load alone.
+AUDIO_BYTES_PER_TOKEN = 512
+
+
+class Tokens(Protocol):
+    """`tokens.Tokenizing`, as far as it is needed here."""
+
+    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt: ...
+
+
+class Request:
+    """One request under way. body, headers: what the engine gets. watch: observes each step."""
+
+    def __init__(self, client: ClientRequest, watch: RequestWatch, request_id: bytes) -> None:
+        self.client = client
+        self.watch = watch
+        self.request_id = request_id
+        self.pin = h.header(client.headers, h.PIN)
+        self.attempts = Attempts(client.path, pinned=self.pin is not None)
+        self.body = client.body
+        self.headers = client.headers
+
+
+class RequestReader:
+    """resolve: what a request's `model` means. models: what is registered. authorization: what engines get for such
+    headers."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        resolve: Callable[[str], ServedModel],
+        models: Callable[[], list[str]],
+        authorization: Callable[[h.Headers], bytes | None],
+    ) -> None:
+        self._tokens = tokens
+        self._resolve = resolve
+        self._models = models
+        self._authorization = authorization
+
+    async def read(self, request: Request) -> PlacementRequest:
+        """Return the question to place, and settle `request.body` and `request.headers` by it. Raises BadQuestion and
+        UnknownModel."""
+        client = request.client
+        if client.path in AUDIO:
+            return self._read_form(request)
+        if len(client.body) < LONG_BODY_BYTES:
+            read = read_client_body(client.path, client.body)
+        else:
+            read = await asyncio.to_thread(read_client_body, client.path, client.body)
+        request.headers = h.as_json(client.headers)
+        body = openai_body(read)
+        name = self._name_of(body.model)
+        served = self._resolve(name)
+        _check_bounds(client, served, body.salt)
+        if name not in (served.model, served.lora_name) and body.model is not None:
+            # The engine does not know this router's other names.
+            request.body = renamed(client.body, served.lora_name or served.model)
+        return _placement_request(request, await self._question(request, read, body, served), body.limit_tokens)
+
+    def _read_form(self, request: Request) -> PlacementRequest:
+        """An audio's."""
+        client = request.client
+        form = read_form_model(h.header(client.headers, b"content-type"), client.body)
+        name = self._name_of(form.name)
+        served = self._resolve(name)
+        _check_bounds(client, served, None)
+        if name not in (served.model, served.lora_name) and form.name is not None:
+            request.body = form.renamed(client.body, served.lora_name or served.model)
+        prompt = Prompt(max(1, len(client.body) // AUDIO_BYTES_PER_TOKEN), None, "none")
+        question = prompt.question(served.model, lora_name=served.lora_name, worker_ids=served.worker_ids)
+        return _placement_request(request, question, None)
+
+    async def _question(self, request: Request, read: ClientBody, body: OpenAIBody, served: ServedModel) -> Question:
+        client = request.client
+        if client.path in WITHOUT_PROMPT:
+            return Prompt(1, None, "none").question(served.model, worker_ids=served.worker_ids)
+        authorization = self._authorization(client.headers)
+        try:
+            prompt = await self._tokens.prompt(
+                client.path,
+                served.model,
+                read,
+                authorization=None if authorization is None else authorization.decode("latin-1"),
+            )
+        except BadQuestion as error:
+            # The engine reports what is wrong with it.
+            prompt = Prompt(estimated_tokens(len(request.body)), None, "none", error.message)
+        if prompt.broke_engine:
+            request.attempts.tokens_failed()
+        request.body = forwarded_body(client.path, request.body, prompt)
+        return prompt.question(
+            served.model,
+            cache_salt=body.salt,
+            lora_name=served.lora_name,
+            worker_ids=served.worker_ids,
+            without_cache=engines_without_cache(read),
+        )
+
+    def _name_of(self, model: Any) -> str:
+        if isinstance(model, str) and model:
+            return model
+        models = self._models()
+        if model is None and len(models) == 1:
+            # As in vLLM.
+            return models[0]
+        known = ", ".join(map(printable, models)) or "none yet"
+        raise BadQuestion(f"model must name one of the registered models: {known}", code="invalid_model")
+
+
+def _check_bounds(client: ClientRequest, served: ServedModel, cache_salt: str | None) -> None:
+    """Raise Forbidden unless the client's key may name this model and, where a prompt is cached, this salt."""
+    bounds = client.bounds
+    if bounds is None:
+        return
+    bounds.check_model(served.model, served.lora_name)
+    if client.path not in WITHOUT_PROMPT:
+        bounds.check_salt(cache_salt or None)
+
+
+def _placement_request(request: Request, question: Question, max_tokens: int | None) -> PlacementRequest:
+    session = h.header(request.client.headers, h.SESSION_ID)
+    return PlacementRequest(
+        question,
+        session_id=None if session is None else session.decode("latin-1"),
+        max_tokens=max_tokens,
+        pinned=None if request.pin is None else unquote(request.pin.decode("latin-1")),
+        key_name="" if request.client.bounds is None else request.client.bounds.key,
+    )

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP addresses of the registered workers, and which workers share one. Pure; rebuilt when a registration changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.model.upstream.origin import Target, target_of
+from kvrouter.router.model.workers.allow_list import AllowList
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.role import HandoverWay, Role
+
+
+class Addresses:
+    """targets: of the workers that may be sent requests. ranks: the rank to send with a request, if several ranks are
+    registered under one URL; an engine with one rank rejects requests for another.
+
+    unreachable: workers registered without a URL, or with one that is not allowed. by_header: decode workers whose
+    sidecar gets the prefill worker by header. prefillers: models that have prefill workers."""
+
+    def __init__(self, registrations: Sequence[Registration], allowed: AllowList) -> None:
+        self.targets: dict[WorkerKey, Target] = {}
+        self.ranks: dict[WorkerKey, int] = {}
+        self.models: set[str] = set()
+        self.prefillers: set[str] = set()
+        self._at: dict[str, set[WorkerKey]] = {}
+        self._urls: dict[WorkerKey, str] = {}
+        unreachable, by_header = set(), set()
+        for registration in registrations:
+            worker, url = registration.worker, registration.url
+            self.models.add(worker.model)
+            if registration.role is Role.PREFILL:
+                self.prefillers.add(worker.model)
+            if registration.handover is HandoverWay.HEADER:
+                by_header.add(worker)
+            if url is None or allowed.problem(url) is not None:
+                unreachable.add(worker)
+                continue
+            self.targets[worker] = target_of(url)
+            self._at.setdefault(url, set()).add(worker)
+            self._urls[worker] = url
+        for worker, url in self._urls.items():
+            if sum(other.model == worker.model for other in self._at[url]) > 1:
+                self.ranks[worker] = worker.dp_rank
+        self.unreachable = frozenset(unreachable)
+        self.by_header = frozenset(by_header)
+
+    def sharing(self, worker: WorkerKey) -> set[WorkerKey]:
+        """The workers behind the same URL, itself included: where one process listens for several ranks, it is gone for
+        all."""
+        url = self._urls.get(worker)
+        return {worker} if url is None else self._at[url]

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a gateway sends copies of requests. Each is answered with 204 as soon as it is read, and goes nowhere from here.
+
+Bounds: a body MAX_BODY_BYTES, all bodies that are read or wait MAX_HELD_BYTES; beyond these, requests are counted only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import ClientError, web
+
+from kvrouter.shadow.observation import Skip, Unjudged
+
+MAX_BODY_BYTES = 32 << 20
+MAX_HELD_BYTES = 256 << 20
+# A gateway sends what it has.
+BODY_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 1.0
+
+# What can be judged, below any prefix.
+JUDGED_PATHS = ("/v1/chat/completions", "/v1/completions")
+
+
+class HeldBytes:
+    """What all bodies together take."""
+
+    def __init__(self, limit: int = MAX_HELD_BYTES) -> None:
+        self._limit = limit
+        self.size = 0
+
+    def take(self, size: int) -> bool:
+        """Whether that fits; if it does not, nothing is taken."""
+        if self.size + size > self._limit:
+            return False
+        self.size += size
+        return True
+
+    def release(self, size: int) -> None:
+        self.size -= size
+
+
+class MirrorListener:
+    """take: given each body that can be judged, its worker and its id as the headers name them; it releases the body's
+    bytes of `held` when it is done. skip: given why another POST is not judged."""
+
+    def __init__(
+        self,
+        take: Callable[[bytes, str | None, str | None], None],
+        skip: Callable[[Skip, str], None],
+        held: HeldBytes,
+        *,
+        worker_header: str | None,
+        id_header: str,
+    ) -> None:
+        self._take = take
+        self._skip = skip
+        self._held = held
+        self._worker_header = worker_header
+        self._id_header = id_header
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Returns the port that it listens on. Raises OSError."""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_TIMEOUT_S)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        if request.method == "POST":
+            try:
+                if not request.path.endswith(JUDGED_PATHS):
+                    raise Unjudged(Skip.NO_PROMPT)
+                body = await self._body(request)
+                self._take(body, self._header(request, self._worker_header), self._header(request, self._id_header))
+            except Unjudged as problem:
+                self._skip(problem.reason, problem.detail)
+        return web.Response(status=204)
+
+    async def _body(self, request: web.Request) -> bytes:
+        """Raises Unjudged."""
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for part in request.content.iter_any():
+                    if size + len(part) > MAX_BODY_BYTES:
+                        raise Unjudged(Skip.TOO_LARGE)
+                    if not self._held.take(len(part)):
+                        raise Unjudged(Skip.OVERFLOW)
+                    size += len(part)
+                    parts.append(part)
+        except BaseException as error:
+            self._held.release(size)
+            if isinstance(error, TimeoutError | ClientError | web.HTTPException | OSError):
+                raise Unjudged(Skip.BROKEN, f"its body broke off: {error}") from None
+            raise
+        return b"".join(parts)
+
+    def _header(self, request: web.Request, name: str | None) -> str | None:
+        return (request.headers.get(name) or None) if name else None
