@@ -12,7 +12,9 @@ from doc_blocks import all_blocks, counts, stray_marks
 from doc_worlds import WORLDS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+# Each package and each wing of the router has a page that says which file to open.
+READMES = sorted([*ROOT.glob("*/README.md"), *ROOT.glob("router/*/README.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *READMES])
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FILE = re.compile(r"`((?:client|events|router|engine_patch|simulator|replay|tests|benchmarks|deploy)/[\w./-]+\.\w+)`")
@@ -37,6 +39,21 @@ def test_links_and_file_names_lead_somewhere(page: Path) -> None:
         if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
             missing.append(f"{link}#{anchor}")
     assert not missing
+
+
+@pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.parent.relative_to(ROOT)))
+def test_a_readme_of_code_names_files_that_exist(page: Path) -> None:
+    names = re.findall(r"`((?:\.\./)*\w+(?:/[\w/.]*|\.(?:py|pyx|h)))`", page.read_text())
+    seen_from = (page.parent, ROOT, ROOT / "router")
+    listed = {path.name for path in page.parent.rglob("*")}
+    missing = [name for name in names if name not in listed and not any((base / name).exists() for base in seen_from)]
+    assert names and not missing
+
+
+def test_every_package_and_wing_has_a_readme() -> None:
+    wings = {path.parent for path in ROOT.glob("router/*/__init__.py")} - {ROOT / "router" / "cli"}
+    packages = {path.parent for path in ROOT.glob("*/py.typed")} - {ROOT / "router"}
+    assert {page.parent for page in READMES} >= wings | packages
 
 
 def test_the_map_has_every_page() -> None:
