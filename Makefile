@@ -114,6 +114,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/python .ci/prose.py
+	$(BIN)/python .ci/names.py
 	$(BIN)/mypy -p kvrouter.client -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator -p kvrouter.replay -p kvrouter.shadow
 	MYPYPATH=$(HELPERS) $(BIN)/mypy tests
 	MYPYPATH=benchmarks:tests/chaos $(BIN)/mypy benchmarks
