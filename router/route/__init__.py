@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice: from the tokens of a prompt to the worker that gets it."""
+"""The routing decision: from the tokens of a prompt to the worker that gets it."""

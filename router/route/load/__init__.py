@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in flight where, and how fast each worker is."""
+"""The load in flight at each worker, and the speed of each worker."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages about load between router processes, on the stream `kvr:3:loads` in Redis. Pure.
 
-A message has totals, never differences; older messages are useless, so nothing is kept.
+A message has totals, never differences, so an old message is useless and need not be kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PREFILL_COMPLETE = "prefill_complete"
 
 
 class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
-    """What the sender has in flight at one worker."""
+    """The sender's load at one worker."""
 
     model: str
     worker_id: str
@@ -32,19 +32,22 @@ class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, worker: WorkerKey, totals: Totals) -> WorkerTotals:
+        """Return the totals in the form of a message."""
         return cls(*worker, totals.prefill_tokens, totals.decode_tokens, totals.requests)
 
     @property
     def worker(self) -> WorkerKey:
+        """The worker's key."""
         return WorkerKey(self.model, self.worker_id, self.dp_rank)
 
     @property
     def totals(self) -> Totals:
+        """The load as the table holds it."""
         return Totals(self.prefill_tokens, self.decode_tokens, self.requests)
 
 
 class WorkerGauge(msgspec.Struct, frozen=True, array_like=True):
-    """The latest report of an engine that the sender follows."""
+    """The latest report of an engine that the sender polls."""
 
     model: str
     worker_id: str
@@ -53,28 +56,37 @@ class WorkerGauge(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def worker(self) -> WorkerKey:
+        """The worker's key."""
         return WorkerKey(self.model, self.worker_id, self.dp_rank)
 
 
 class ReservationEnd(msgspec.Struct, frozen=True, array_like=True):
-    """A reservation of another process is over, or its prefill is. number: identifies the answer."""
+    """A request to end a reservation, or its prefill, that another process owns."""
 
+    # Identifies the answer.
     number: int
     selection_id: str
+    # RELEASE or PREFILL_COMPLETE.
     how: str
 
 
 class LoadMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """whole: `totals` are all that the sender has. answers: to endings of others, (process, number, whether it was the
-    sender's to end). leaves: it ends. notices: for those who watch the others, opaque here."""
+    """One message of a process."""
 
+    # The sender's name.
     process: str
+    # Whether `totals` are all that the sender has; otherwise only those that changed.
     whole: bool
     totals: list[WorkerTotals] = []
     gauges: list[WorkerGauge] = []
+    # Requests to end reservations of other processes.
     endings: list[ReservationEnd] = []
+    # Answers to the endings of others: (process that sent the ending, its number, whether the reservation was the
+    # sender's).
     answers: list[tuple[str, int, bool]] = []
+    # Whether the sender stops.
     leaves: bool = False
+    # For other parts of the router; opaque here.
     notices: list[bytes] = []
 
 
@@ -83,7 +95,7 @@ _decoder = msgspec.msgpack.Decoder(LoadMessage)
 
 
 def decode(raw: bytes) -> LoadMessage | None:
-    """None: another version or another program wrote it."""
+    """Return the message, or None if another version or another program wrote it."""
     try:
         return _decoder.decode(raw)
     except (msgspec.MsgspecError, ValueError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of reservations and of each worker's load."""
+"""Metrics of reservations and of each worker's load."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ RESERVATION_ENDS = ("released", "expired", "no_room")
 
 
 class LoadMetrics:
+    """The counters and gauges of reservations, and the gauges of each worker."""
+
     def __init__(self, registry: MetricRegistry) -> None:
         counter, gauge, worker_gauge = registry.counter, registry.gauge, registry.worker_gauge
         self.reservations = counter("reservations_total", "Prompts whose load was counted")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares load between router processes: publishes what this one has in flight, and reads what the others have. The
-async shell.
+"""Sharing of load between router processes: publishes this one's load and reads that of the others. The async shell.
 
-No choice waits for it: changes are collected briefly and written in the background. A process that is not heard for
-SILENT_S is considered gone, and its load with it.
+Choices never wait for it: changes are collected briefly and written in the background. A process that is not heard for
+SILENT_S counts as gone, and its load is dropped.
 """
 
 from __future__ import annotations
@@ -36,32 +35,35 @@ from kvrouter.router.route.load.worker_load import LoadModel
 
 log = logging.getLogger("kvrouter.load")
 
-# How long changes are collected. With it, a round trip and a busy loop, others see them well within a tenth of a
+# How long changes are collected. Even with a round trip and a busy loop, others see them well within a tenth of a
 # second; at 50 messages a second and process, 64 processes still cost the server little.
 BATCH_S = 0.02
-# Interval of complete messages, even without changes: they repair lost ones and show that this process is alive.
+# Interval of complete messages, even without changes; they repair lost messages and show that this process is alive.
 WHOLE_EVERY_S = 0.5
-# Four of those missed: a process that stands still for so long serves nobody either.
+# Four missed complete messages: a process that stalls for this long serves no requests either.
 SILENT_S = 2.0
-# Messages kept: some seconds of 64 processes. A reader that is further behind learns all from the next complete ones.
+# Messages kept in the stream: some seconds of 64 processes. A reader that is further behind learns everything from the
+# next complete messages.
 STREAM_MESSAGES = 4_096
-# Messages read at once, so that other things get their turn.
+# Messages read at once; the limit gives other tasks their turn.
 MESSAGES_PER_READ = 256
-# One blocking read, so much shorter than a connection's own patience that silence is not taken for a dead server.
+# Length of one blocking read. It is much shorter than the timeout of a connection, so that silence is not taken for a
+# dead server.
 READ_BLOCK_MS = 2_000
-# How long the others may take to say whether a reservation is theirs: two batches, and the stall of a busy machine.
+# How long other processes may take to say whether a reservation is theirs: two batches, and the stall of a busy
+# machine.
 ENDING_ANSWER_S = 2.0
 RETRY_FIRST_S = 0.1
 RETRY_LAST_S = 2.0
-# Reservations of others that clients end at once; more are refused, as the store is not keeping up.
+# Requests to end reservations of other processes that may be pending at once; more are refused, because the store is
+# not keeping up.
 MAX_ENDINGS = 10_000
-# Notices of one message: what a process says in some seconds.
+# Notices in one message: as many as one process sends in some seconds.
 MAX_NOTICES = 64
 
 
 class LoadShare:
-    """One process's part in it. `end_here` ends a reservation if it is this process's; `changed` is called when load
-    may have fallen."""
+    """This process's side of the shared load: a task that publishes its load, and one that reads the others' load."""
 
     def __init__(
         self,
@@ -76,8 +78,21 @@ class LoadShare:
         noticed: Callable[[bytes], None] = lambda notice: None,
         supervisor: TaskSupervisor | None = None,
     ) -> None:
-        """process: names this one among all; that of an earlier life is replaced by the first message. noticed: called
-        with each notice of another process."""
+        """Connect a load model with the stream of the servers.
+
+        Args:
+            weights: This process's load model.
+            servers: The servers that hold the stream.
+            process: The name of this process among all. The first message replaces the load that an earlier process of
+                this name left behind.
+            clock: Returns the current time.
+            rng: Source of the jitter of retries.
+            end_here: Ends a reservation of this process, by its id and how it ends; returns False if this process does
+                not have it.
+            changed: Called when load may have fallen.
+            noticed: Called with each notice of another process.
+            supervisor: Runs both tasks; None for a new one.
+        """
         self._weights = weights
         self._table = weights.table
         self._servers = servers
@@ -95,21 +110,24 @@ class LoadShare:
         self._answers: list[tuple[str, int, bool]] = []
         self._notices: list[bytes] = []
         self._numbers = itertools.count(1)
-        # By number: the answer, and who has not said that the reservation is not theirs.
+        # Pending requests to end a reservation, by number: the future, and the processes that have not yet denied
+        # ownership.
         self._asked: dict[int, tuple[asyncio.Future[bool], set[str]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        # Messages of another version or another program.
         self.unreadable = 0
-        # Why others' load is not known, None while it is.
+        # Why the load of the other processes is not known; None while it is.
         self.problem: str | None = None
 
     def start(self) -> None:
+        """Start publishing and reading."""
         self._tasks = [
             self._supervisor.start("load_write", self._write),
             self._supervisor.start("load_read", self._read),
         ]
 
     async def stop(self) -> None:
-        """Ends it, and notifies the others, so that they need not wait for the timeout."""
+        """Stop, and notify the other processes so that they need not wait for the timeout."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -119,27 +137,32 @@ class LoadShare:
 
     @property
     def others(self) -> int:
+        """The number of other processes."""
         return self._table.others
 
     def touched(self) -> None:
-        """This process's load changed. Without other processes nothing is sent."""
+        """Publish changes of this process's load soon; nothing is sent without other processes."""
         if self._table.others:
             self._news.set()
 
     def gauge(self, worker: WorkerKey, said: EngineLoad) -> None:
-        """Report of an engine that this process polls; the others poll other engines."""
+        """Publish the report of an engine that this process polls; other processes poll other engines."""
         if self._table.others:
             self._gauges[worker] = said
             self._news.set()
 
     def send_notice(self, notice: bytes) -> None:
-        """Have the other processes notice this, unless too much waits already: nothing hangs on it."""
+        """Send a notice to the other processes; it is dropped if too many wait, because nothing depends on it."""
         if self._table.others and len(self._notices) < MAX_NOTICES:
             self._notices.append(notice)
             self._news.set()
 
     async def end_elsewhere(self, selection_id: str, how: str) -> bool:
-        """Ends a reservation of another process. False: all others say that they do not have it. Raises StoreDown."""
+        """End a reservation of another process; return False if all other processes deny that it is theirs.
+
+        Raises:
+            StoreDown: The owner could not be determined.
+        """
         if not self._table.others and self.problem is None:
             return False
         if self.problem is not None or len(self._asked) >= MAX_ENDINGS:
@@ -157,7 +180,7 @@ class LoadShare:
         finally:
             del self._asked[number]
 
-    # -- telling
+    # -- publishing
 
     async def _write(self) -> None:
         retry_s, whole_due = RETRY_FIRST_S, 0.0
@@ -172,7 +195,7 @@ class LoadShare:
             try:
                 await self._send(message)
             except StoreError as error:
-                # Its load is published again as a whole.
+                # The next message contains the whole load again.
                 self._whole_wanted = True
                 self._refuse(message.endings, str(error))
                 await asyncio.sleep(retry_s * self._rng.uniform(0.5, 1.0))
@@ -183,15 +206,17 @@ class LoadShare:
                     whole_due = now + WHOLE_EVERY_S
 
     def _refuse(self, endings: list[ReservationEnd], reason: str) -> None:
+        """Fail the pending requests to end these reservations."""
         for ending in endings:
-            asked = self._asked.get(ending.number)
-            if asked is not None and not asked[0].done():
-                asked[0].set_exception(_unasked(reason))
+            pending = self._asked.get(ending.number)
+            if pending is not None and not pending[0].done():
+                pending[0].set_exception(_unasked(reason))
 
     def _message(self, whole: bool) -> LoadMessage:
+        """Return the next message, and clear everything that it contains."""
         self._news.clear()
         self._whole_wanted = False
-        found = self._table.own() if whole else self._table.own_changes()
+        totals_by_worker = self._table.own() if whole else self._table.own_changes()
         gauges, self._gauges = self._gauges, {}
         endings, self._endings = self._endings, []
         answers, self._answers = self._answers, []
@@ -199,8 +224,8 @@ class LoadShare:
         return LoadMessage(
             self._process,
             whole,
-            [WorkerTotals.of(worker, totals) for worker, totals in found.items()],
-            [WorkerGauge(*worker, said) for worker, said in gauges.items()],
+            [WorkerTotals.of(worker, totals) for worker, totals in totals_by_worker.items()],
+            [WorkerGauge(*worker, load) for worker, load in gauges.items()],
             endings,
             answers,
             notices=notices,
@@ -210,7 +235,7 @@ class LoadShare:
         fields = (keys.LOADS_MESSAGE, encode(message))
         await self._servers.run(keys.LOADS, command("XADD", keys.LOADS, "MAXLEN", "~", STREAM_MESSAGES, "*", *fields))
 
-    # -- hearing
+    # -- reading
 
     async def _read(self) -> None:
         retry_s = RETRY_FIRST_S
@@ -218,13 +243,13 @@ class LoadShare:
             connection: Connection | None = None
             try:
                 connection = await self._servers.dedicated(keys.LOADS)
-                last = await self._newest(connection)
-                # A process that had not heard of this one sends everything, and gets everything.
+                last_id = await self._newest(connection)
+                # Publish the whole load now; each process to which this one is new answers with its whole load.
                 self._whole_wanted = True
                 self._news.set()
                 self._regained()
                 while True:
-                    last = await self._next(connection, last)
+                    last_id = await self._next(connection, last_id)
                     retry_s = RETRY_FIRST_S
             except StoreError as error:
                 self._lost(str(error))
@@ -235,57 +260,60 @@ class LoadShare:
                     connection.close()
 
     async def _newest(self, connection: Connection) -> bytes:
+        """Return the id of the stream's newest entry."""
         (newest,) = await connection.run(command("XREVRANGE", keys.LOADS, "+", "-", "COUNT", 1), 1)
-        found: bytes = newest[0][0] if newest else b"0-0"
-        return found
+        entry_id: bytes = newest[0][0] if newest else b"0-0"
+        return entry_id
 
-    async def _next(self, connection: Connection, last: bytes) -> bytes:
-        request = command("XREAD", "COUNT", MESSAGES_PER_READ, "BLOCK", READ_BLOCK_MS, "STREAMS", keys.LOADS, last)
+    async def _next(self, connection: Connection, last_id: bytes) -> bytes:
+        """Read and apply the entries after `last_id`, and return the id of the last one read."""
+        request = command("XREAD", "COUNT", MESSAGES_PER_READ, "BLOCK", READ_BLOCK_MS, "STREAMS", keys.LOADS, last_id)
         (reply,) = await connection.run(request, 1)
         if reply is None:
-            return last
+            return last_id
         ((_, entries),) = reply
         for entry_id, fields in entries:
-            last = entry_id
+            last_id = entry_id
             message = decode(fields[1]) if fields else None
             if message is None:
                 self.unreadable += 1
             elif message.process != self._process:
                 self._take(message)
         self._changed()
-        return last
+        return last_id
 
     def _take(self, message: LoadMessage) -> None:
+        """Apply a message of another process."""
         now = self._clock()
         if message.leaves:
             self._table.forget_process(message.process, now)
             return
-        before = self._table.others
-        totals = {told.worker: told.totals for told in message.totals}
+        others_before = self._table.others
+        totals = {entry.worker: entry.totals for entry in message.totals}
         self._table.heard(message.process, totals, whole=message.whole, now=now)
-        if self._table.others > before:
+        if self._table.others > others_before:
             self._whole_wanted = True
             self._news.set()
-        for told in message.gauges:
-            self._weights.engine_said(told.worker, told.said, now)
+        for gauge in message.gauges:
+            self._weights.engine_said(gauge.worker, gauge.said, now)
         for ending in message.endings:
             self._answers.append((message.process, ending.number, self._end_here(ending.selection_id, ending.how)))
             self._news.set()
         for notice in message.notices:
             self._noticed(notice)
         for process, number, ended in message.answers:
-            if process == self._process and (asked := self._asked.get(number)) is not None:
-                answered, silent = asked
+            if process == self._process and (pending := self._asked.get(number)) is not None:
+                answered, silent = pending
                 silent.discard(message.process)
                 if not answered.done() and (ended or not silent):
                     answered.set_result(ended)
 
     def tick(self) -> None:
-        """Now and then: forget who is silent."""
+        """Drop the load of processes that are silent; called periodically."""
         now = self._clock()
-        gone = self._table.forget_silent(now - SILENT_S, now)
-        if gone:
-            log.info("routers not heard, their load is dropped", extra={"routers": len(gone)})
+        silent = self._table.forget_silent(now - SILENT_S, now)
+        if silent:
+            log.info("routers not heard, their load is dropped", extra={"routers": len(silent)})
             self._changed()
 
     def _lost(self, reason: str) -> None:
@@ -300,4 +328,5 @@ class LoadShare:
 
 
 def _unasked(reason: str) -> StoreDown:
+    """Return the error that says why the owner of a reservation could not be determined."""
     return StoreDown(f"the owner of this reservation is unknown now ({reason}); it ends by itself, or try again")

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load of every worker: what this process has reserved there, and what other processes report. Pure.
+"""The load of every worker: the reservations of this process, and the totals that other processes report. Pure.
 
 A reservation counts from the choice until its release or expiry: its prefill tokens until the first token at the
-latest, its decode tokens to the end. Others report totals, never differences, so the next message repairs a lost one.
-Invariants: no total is ever negative; all are 0 once all reservations have ended and all other processes are silent or
-have none.
+latest, its decode tokens to the end. Other processes report totals, never differences, so the next message repairs a
+lost one.
+
+Invariants: no total is ever negative. All totals are 0 once all reservations have ended and all other processes are
+silent or report no load.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ import msgspec
 from kvrouter.router.base.common.errors import Conflict
 from kvrouter.router.base.common.ids import WorkerKey
 
-# A client that reserved and was never heard again: longer than nearly all answers take, and the engine's own numbers
-# take the load away earlier where the engine turns out to be idle.
+# For a client that reserves and is never heard again. It is longer than nearly all answers take, and an engine that
+# reports that it is idle ends the reservation earlier.
 RESERVATION_TTL_S = 600.0
-# A prefill whose end nobody reports, as a gateway that only uses `DELETE`.
+# For a prefill whose end is never reported, as by a gateway that only uses `DELETE`.
 PREFILL_TTL_S = 60.0
-# Some 300 bytes each. More in flight at one process than any has connections for; beyond, the oldest count no longer.
+# Some 300 bytes each. One process has connections for fewer; beyond the limit, the oldest reservations are dropped.
 MAX_RESERVATIONS = 100_000
 
 
 class Totals(msgspec.Struct, frozen=True, gc=False):
-    """What one process has in flight at one worker."""
+    """The load of one process at one worker."""
 
     prefill_tokens: int = 0
     decode_tokens: int = 0
@@ -38,10 +40,7 @@ NOTHING = Totals()
 
 
 class WorkerLoad:
-    """What is in flight at one worker, of all processes. Read by each choice, so plain attributes.
-
-    since_s: when it began with the prompt that it computes: the last one's first token, or when there was none before.
-    head_tokens: of that prompt, if it is one of this process, else 0."""
+    """The load of all processes at one worker. Its plain attributes are fast to read at every choice."""
 
     __slots__ = ("decode_tokens", "head_tokens", "prefill_tokens", "requests", "since_s")
 
@@ -49,10 +48,14 @@ class WorkerLoad:
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.requests = 0
+        # When the worker began with the prompt that it is computing: at the first token of the previous prompt, or when
+        # this prompt arrived at an empty queue.
         self.since_s = 0.0
+        # Tokens to compute of that prompt if it belongs to this process, else 0.
         self.head_tokens = 0
 
     def change(self, before: Totals, after: Totals, now: float) -> None:
+        """Replace a process's part of this load."""
         if after.prefill_tokens < before.prefill_tokens or not self.prefill_tokens:
             self.since_s = now
         self.prefill_tokens += after.prefill_tokens - before.prefill_tokens
@@ -61,22 +64,26 @@ class WorkerLoad:
 
     @property
     def is_idle(self) -> bool:
+        """Whether no process has any load at the worker."""
         return not (self.prefill_tokens or self.decode_tokens or self.requests)
 
 
 class Reservation(msgspec.Struct, gc=False):
-    """One request's load. What of it has been released is 0; it stays known until its end, so that a release is
-    found."""
+    """The load of one request.
+
+    The parts of it that were released are 0. It stays in the table until it ends, so that its release finds it.
+    """
 
     worker: WorkerKey
     prefill_tokens: int
     decode_tokens: int
     made_s: float
+    # Whether it is part of the worker's load; False after its engine reported that it is idle.
     counts: bool = True
 
 
 class LoadTable:
-    """All workers' load. Not thread-safe; time is passed in and never goes back."""
+    """The load of all workers. Not thread-safe; the current time is passed in and never goes back."""
 
     def __init__(
         self,
@@ -88,15 +95,16 @@ class LoadTable:
         self._ttl_s = ttl_s
         self._prefill_ttl_s = prefill_ttl_s
         self._max = max_reservations
-        # By age, as all live equally long.
+        # Ordered by age, because all have the same lifetime.
         self._reservations: dict[str, Reservation] = {}
         self._prefilling: dict[str, Reservation] = {}
-        # The same by worker, the first to be computed first.
+        # Reservations with queued prefill tokens by worker, in the order in which they are computed.
         self._queues: dict[WorkerKey, dict[str, Reservation]] = {}
+        # The totals of this process; and by process, when it was last heard and its totals.
         self._own: dict[WorkerKey, Totals] = {}
         self._others: dict[str, tuple[float, dict[WorkerKey, Totals]]] = {}
         self._loads: dict[WorkerKey, WorkerLoad] = {}
-        # Workers whose own totals changed since they were last taken.
+        # Workers whose totals in this process changed since `own` or `own_changes` was last called.
         self._changed: set[WorkerKey] = set()
 
     def __len__(self) -> int:
@@ -107,79 +115,97 @@ class LoadTable:
 
     @property
     def loads(self) -> Mapping[WorkerKey, WorkerLoad]:
-        """Workers with something in flight; one that is absent has nothing."""
+        """The load by worker; a worker that is absent has none."""
         return self._loads
 
-    # -- what this process has in flight
+    # -- load of this process
 
     def reserve(
         self, selection_id: str, worker: WorkerKey, prefill_tokens: int, decode_tokens: int, now: float
     ) -> list[str]:
-        """Counts from now on; returns the oldest ones that were dropped to make room. Raises Conflict for an id in
-        use."""
+        """Count a request at a worker from now on, and return the ids of the old reservations dropped to make room.
+
+        Raises:
+            Conflict: The id is in use.
+        """
         if selection_id in self._reservations:
             raise Conflict(f"selection {selection_id!r} is already reserved: release it first, or use another id")
         dropped = []
         while len(self._reservations) >= self._max:
             dropped.append(next(iter(self._reservations)))
             self.release(dropped[-1], now)
-        made = Reservation(worker, prefill_tokens, decode_tokens, now)
-        self._reservations[selection_id] = made
-        self._join_queue(selection_id, made)
+        reservation = Reservation(worker, prefill_tokens, decode_tokens, now)
+        self._reservations[selection_id] = reservation
+        self._join_queue(selection_id, reservation)
         self._add(worker, prefill_tokens, decode_tokens, 1, now)
         return dropped
 
     def prefill_done(self, selection_id: str, now: float) -> bool:
-        """Its prefill counts no longer. False: there is no such reservation here."""
-        found = self._reservations.get(selection_id)
-        if found is None:
+        """Stop counting a reservation's prefill; return False if this process has no such reservation."""
+        reservation = self._reservations.get(selection_id)
+        if reservation is None:
             return False
-        self._leave_queue(selection_id, found.worker)
-        if found.counts and found.prefill_tokens:
-            self._add(found.worker, -found.prefill_tokens, 0, 0, now)
-        found.prefill_tokens = 0
+        self._leave_queue(selection_id, reservation.worker)
+        if reservation.counts and reservation.prefill_tokens:
+            self._add(reservation.worker, -reservation.prefill_tokens, 0, 0, now)
+        reservation.prefill_tokens = 0
         return True
 
     def renew(self, selection_id: str, now: float, prefill_tokens: int | None = None) -> None:
-        """It begins only now: its time starts again, and it counts although its engine reported before that it is idle.
-        prefill_tokens: replaces the reserved amount. A reservation that ended stays ended."""
-        found = self._reservations.pop(selection_id, None)
-        if found is None:
+        """Start a reservation's time again, because its request begins only now; ignore a reservation that ended.
+
+        It counts again even if its engine reported before that it is idle.
+
+        Args:
+            selection_id: Id of the reservation.
+            now: The current time.
+            prefill_tokens: Replaces the reserved prefill tokens, unless None.
+        """
+        reservation = self._reservations.pop(selection_id, None)
+        if reservation is None:
             return
-        self._leave_queue(selection_id, found.worker)
-        self._uncount(found, now)
+        self._leave_queue(selection_id, reservation.worker)
+        self._uncount(reservation, now)
         if prefill_tokens is not None:
-            found.prefill_tokens = prefill_tokens
-        found.made_s, found.counts = now, True
-        self._reservations[selection_id] = found
-        self._join_queue(selection_id, found)
-        self._add(found.worker, found.prefill_tokens, found.decode_tokens, 1, now)
+            reservation.prefill_tokens = prefill_tokens
+        reservation.made_s, reservation.counts = now, True
+        self._reservations[selection_id] = reservation
+        self._join_queue(selection_id, reservation)
+        self._add(reservation.worker, reservation.prefill_tokens, reservation.decode_tokens, 1, now)
 
     def release(self, selection_id: str, now: float) -> bool:
-        """It counts no longer and is forgotten. False: there is no such reservation here."""
-        found = self._reservations.pop(selection_id, None)
-        if found is None:
+        """Stop counting a reservation and forget it; return False if this process has no such reservation."""
+        reservation = self._reservations.pop(selection_id, None)
+        if reservation is None:
             return False
-        self._leave_queue(selection_id, found.worker)
-        self._uncount(found, now)
+        self._leave_queue(selection_id, reservation.worker)
+        self._uncount(reservation, now)
         return True
 
     def void(self, worker: WorkerKey, before: float, now: float) -> int:
-        """The engine reports that it is idle: reservations made there before `then` are over, released or not."""
+        """Stop counting reservations at a worker made before a time, and return how many; its engine is idle.
+
+        They are over whether they were released or not, but stay in the table until they end.
+
+        Args:
+            worker: The worker that reported that it is idle.
+            before: Reservations made at this time or later still count.
+            now: The current time.
+        """
         ended = 0
         if worker not in self._own:
             return 0
-        for selection_id, found in self._reservations.items():
-            if found.made_s >= before:
+        for selection_id, reservation in self._reservations.items():
+            if reservation.made_s >= before:
                 break
-            if found.worker == worker and found.counts:
+            if reservation.worker == worker and reservation.counts:
                 self._leave_queue(selection_id, worker)
-                self._uncount(found, now)
+                self._uncount(reservation, now)
                 ended += 1
         return ended
 
     def expire(self, now: float) -> list[str]:
-        """Ends what is too old; returns which reservations that were."""
+        """End the reservations and prefills that are too old, and return the ids of those reservations."""
         for selection_id in _made_until(self._prefilling, now - self._prefill_ttl_s):
             self.prefill_done(selection_id, now)
         expired = _made_until(self._reservations, now - self._ttl_s)
@@ -187,10 +213,10 @@ class LoadTable:
             self.release(selection_id, now)
         return expired
 
-    def _join_queue(self, selection_id: str, made: Reservation) -> None:
-        self._prefilling[selection_id] = made
-        if made.prefill_tokens:
-            self._queues.setdefault(made.worker, {})[selection_id] = made
+    def _join_queue(self, selection_id: str, reservation: Reservation) -> None:
+        self._prefilling[selection_id] = reservation
+        if reservation.prefill_tokens:
+            self._queues.setdefault(reservation.worker, {})[selection_id] = reservation
 
     def _leave_queue(self, selection_id: str, worker: WorkerKey) -> None:
         self._prefilling.pop(selection_id, None)
@@ -198,10 +224,10 @@ class LoadTable:
         if queue is not None and queue.pop(selection_id, None) is not None and not queue:
             del self._queues[worker]
 
-    def _uncount(self, found: Reservation, now: float) -> None:
-        if found.counts:
-            found.counts = False
-            self._add(found.worker, -found.prefill_tokens, -found.decode_tokens, -1, now)
+    def _uncount(self, reservation: Reservation, now: float) -> None:
+        if reservation.counts:
+            reservation.counts = False
+            self._add(reservation.worker, -reservation.prefill_tokens, -reservation.decode_tokens, -1, now)
 
     def _add(self, worker: WorkerKey, prefill_tokens: int, decode_tokens: int, requests: int, now: float) -> None:
         before = self._own.get(worker, NOTHING)
@@ -216,49 +242,60 @@ class LoadTable:
         self._change(worker, before, after, now)
 
     def own(self) -> dict[WorkerKey, Totals]:
-        """What this process has in flight; workers with nothing are left out."""
+        """Return the totals of this process by worker, without workers at which it has no load."""
         self._changed.clear()
         return dict(self._own)
 
     def own_changes(self) -> dict[WorkerKey, Totals]:
-        """The part of `own` that changed since it or this was last called, including workers that fell to zero."""
+        """Return the totals of this process that changed since the last call of this method or `own`.
+
+        Workers whose totals fell to zero are included.
+        """
         changes = {worker: self._own.get(worker, NOTHING) for worker in self._changed}
         self._changed.clear()
         return changes
 
-    # -- what other processes have in flight
+    # -- load of other processes
 
     def heard(self, process: str, totals: Mapping[WorkerKey, Totals], *, whole: bool, now: float) -> None:
-        """The report of `process`. whole: of all workers; else only of these, and the others are unchanged."""
-        _, known = self._others.get(process, (now, {}))
-        for worker in [worker for worker in known if whole and worker not in totals]:
-            self._change(worker, known.pop(worker), NOTHING, now)
+        """Apply a report of another process.
+
+        Args:
+            process: Name of the process that reports.
+            totals: Its totals by worker.
+            whole: Whether the report covers all workers; otherwise workers that it leaves out are unchanged.
+            now: The current time.
+        """
+        _, stored = self._others.get(process, (now, {}))
+        for worker in [worker for worker in stored if whole and worker not in totals]:
+            self._change(worker, stored.pop(worker), NOTHING, now)
         for worker, after in totals.items():
-            self._change(worker, known.pop(worker, NOTHING), after, now)
+            self._change(worker, stored.pop(worker, NOTHING), after, now)
             if after != NOTHING:
-                known[worker] = after
-        self._others[process] = (now, known)
+                stored[worker] = after
+        self._others[process] = (now, stored)
 
     def forget_silent(self, before: float, now: float) -> list[str]:
-        """Processes that were last heard before then: they are gone, and their load with them."""
-        gone = [process for process, (heard_s, _) in self._others.items() if heard_s < before]
-        for process in gone:
+        """Drop the load of processes that were last heard before a time, and return their names."""
+        silent = [process for process, (heard_s, _) in self._others.items() if heard_s < before]
+        for process in silent:
             self.forget_process(process, now)
-        return gone
+        return silent
 
     def forget_process(self, process: str, now: float) -> None:
-        _, known = self._others.pop(process, (0.0, {}))
-        for worker, totals in known.items():
+        """Drop the load of another process."""
+        _, stored = self._others.pop(process, (0.0, {}))
+        for worker, totals in stored.items():
             self._change(worker, totals, NOTHING, now)
 
     @property
     def others(self) -> int:
-        """How many other processes are heard."""
+        """The number of other processes that report load."""
         return len(self._others)
 
     @property
     def processes(self) -> set[str]:
-        """Their names."""
+        """The names of the other processes that report load."""
         return set(self._others)
 
     def _change(self, worker: WorkerKey, before: Totals, after: Totals, now: float) -> None:
@@ -272,5 +309,6 @@ class LoadTable:
             del self._loads[worker]
 
 
-def _made_until(reservations: dict[str, Reservation], then: float) -> list[str]:
-    return [selection_id for selection_id, _ in takewhile(lambda item: item[1].made_s <= then, reservations.items())]
+def _made_until(reservations: dict[str, Reservation], until_s: float) -> list[str]:
+    """Return the ids of the reservations made until `until_s`; the reservations must be ordered by age."""
+    return [selection_id for selection_id, _ in takewhile(lambda item: item[1].made_s <= until_s, reservations.items())]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that are being computed at a worker: credit for choices only, until the engine's events arrive. Pure.
+"""Prefixes that workers are computing; they count for choices only, until the engines' events arrive. Pure.
 
-A burst of siblings stays together although no event has reported the first one yet. This is never shown as a hit. It
-expires soon after the first token (events have arrived by then), else after a short time. A prefix is named by
-a hash chained over pieces of PIECE_TOKENS tokens; where only block hashes are known, they are names already.
+They keep a burst of similar prompts together before any event reports the first one. A pending prefix is never shown as
+a hit. It expires soon after the first token, when its events have arrived, or else after a short time. A prefix is
+named by a hash chained over pieces of PIECE_TOKENS tokens; where only block hashes are known, they serve as names.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.kvcache.multimodal import named
 
-# Finer pieces find more of what siblings share, and prompts that are shorter than one share nothing; coarser ones cost
-# less to name: 64 names for 8,192 tokens here.
+# Smaller pieces find more of the beginnings that similar prompts share; prompts shorter than one piece share nothing.
+# Larger pieces cost less to name: 8,192 tokens have 64 names here.
 PIECE_TOKENS = 128
-# The prefill of a long prompt behind others; without a first token it counts for this time.
+# How long a prompt without a first token counts: long enough for the prefill of a long prompt behind others.
 PENDING_TTL_S = 10.0
-# A selection without reservation: it is unknown whether the request was sent there.
+# How long a selection without a reservation counts: it is unknown whether the request was sent to its worker.
 SELECTED_TTL_S = 2.0
 # From the first token until the engine's events are in the mirror: some milliseconds, a flush and a busy machine.
 SETTLE_S = 0.5
@@ -32,16 +32,20 @@ MAX_NAMES = 200_000
 
 
 def step_of(question: Question, hash_block_size: int) -> int:
-    """Return the tokens from one name of a prompt's prefixes to the next."""
+    """Return the number of tokens between consecutive names of a prompt's prefixes."""
     if question.token_ids is not None or question.block_hashes is None:
         return PIECE_TOKENS
     return max(1, PIECE_TOKENS // hash_block_size) * hash_block_size
 
 
 def names_of(question: Question, hash_block_size: int, seed: int) -> tuple[list[int], int]:
-    """Names of the prompt's prefixes, and the tokens from one to the next.
+    """Return the names of a prompt's prefixes, and the number of tokens between consecutive names.
 
-    seed: secret of the process, so that no client can construct two prompts with one name."""
+    Args:
+        question: The prompt. Without token ids and block hashes it has no names.
+        hash_block_size: Tokens of a block, for prompts of which only block hashes are known.
+        seed: A secret of the process, so that no client can construct two prompts with the same name.
+    """
     if question.token_ids is not None:
         space = f"{question.model}\0{question.lora_name or ''}\0{question.cache_salt or ''}"
         name = xxh3_64_intdigest(space.encode("utf-8", "surrogatepass"), seed)
@@ -63,67 +67,78 @@ def names_of(question: Question, hash_block_size: int, seed: int) -> tuple[list[
 
 
 class PendingPrefixes:
-    """Names by worker, the first to expire first among those of one kind."""
+    """The names of pending prefixes, and when they expire at each worker.
+
+    Names are in the order in which they were last sent, so among names with the same lifetime the first to expire comes
+    first.
+    """
 
     def __init__(self, max_names: int = MAX_NAMES) -> None:
         self._max = max_names
-        # By name: when it ends at each worker.
+        # Expiry time at each worker, by name.
         self._expiry_s: OrderedDict[int, dict[WorkerKey, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._expiry_s)
 
     def sent(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
-        """A prompt with these prefixes went there, and counts until then."""
-        # The last first: when room is short, a prompt's end is dropped before its start.
+        """Count a prompt with these prefixes, which was sent to a worker, until `ends_s`."""
+        # Start with the longest prefix, so that the end of a prompt is dropped before its start when memory is short.
         expiry_s = self._expiry_s
         get, renew = expiry_s.get, expiry_s.move_to_end
         for name in reversed(names):
-            known = get(name)
-            if known is None:
+            expiries = get(name)
+            if expiries is None:
                 expiry_s[name] = {worker: ends_s}
                 continue
-            if known.get(worker, 0.0) < ends_s:
-                known[worker] = ends_s
+            if expiries.get(worker, 0.0) < ends_s:
+                expiries[worker] = ends_s
             renew(name)
         while len(self._expiry_s) > self._max:
             self._expiry_s.popitem(last=False)
 
     def settle(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
-        """Its first token came: the engine's events take over at `ends_s`."""
+        """Expire a prompt's prefixes at `ends_s`, after its first token: from then on the engine's events count."""
         if not self._expiry_s:
             return
         get = self._expiry_s.get
         for name in names:
-            known = get(name)
-            if known is not None and known.get(worker, ends_s) > ends_s:
-                known[worker] = ends_s
+            expiries = get(name)
+            if expiries is not None and expiries.get(worker, ends_s) > ends_s:
+                expiries[worker] = ends_s
 
     def tokens(self, names: Sequence[int], step_tokens: int, num_tokens: int, now: float) -> dict[WorkerKey, int]:
-        """How far the prompt's beginning is on its way into each worker's cache, in tokens; one is always to be
-        computed."""
-        found: dict[WorkerKey, int] = {}
+        """Return how many tokens of the prompt's beginning each worker is computing; absent workers compute none.
+
+        It is at most the prompt's length less one, because the last token is always computed.
+        """
+        tokens: dict[WorkerKey, int] = {}
         reached = []
         get = self._expiry_s.get
         for name in names:
-            known = get(name)
-            if known is None:
+            expiries = get(name)
+            if expiries is None:
                 break
-            reached.append(known)
+            reached.append(expiries)
         for steps in range(len(reached), 0, -1):
-            known = reached[steps - 1]
-            # Who has a prefix has its beginnings too: where no more have it, there is nobody new.
-            if len(known) > len(found):
-                for worker, expiry_s in known.items():
-                    if expiry_s > now and worker not in found:
-                        found[worker] = min(steps * step_tokens, num_tokens - 1)
-        return found
+            expiries = reached[steps - 1]
+            # A worker with a prefix also has its shorter prefixes, so a shorter one can add workers only if more have
+            # it.
+            if len(expiries) > len(tokens):
+                for worker, expiry_s in expiries.items():
+                    if expiry_s > now and worker not in tokens:
+                        tokens[worker] = min(steps * step_tokens, num_tokens - 1)
+        return tokens
 
     def expire(self, now: float) -> None:
-        """Drop what has ended. The longest believed in is bounded, so a look at the oldest is enough."""
+        """Drop expired names.
+
+        It stops at the oldest name that is still pending: lifetimes are bounded, so the names behind that one end soon,
+        too.
+        """
         while self._expiry_s:
-            name, known = next(iter(self._expiry_s.items()))
-            live = {worker: ends_s for worker, ends_s in known.items() if ends_s > now}
+            name, expiries = next(iter(self._expiry_s.items()))
+            live = {worker: ends_s for worker, ends_s in expiries.items() if ends_s > now}
             if live:
                 self._expiry_s[name] = live
                 return

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that an engine will schedule before the next one, and what the next one will find of them. Pure.
+"""Prompts that an engine schedules before the next one, and the tokens that they will leave for it to reuse. Pure.
 
-`pending_prefixes.py` says how far a prompt's beginning is on its way to each worker, in coarse steps, for the choice.
-This says how much of that the chosen worker's engine will let it reuse, to the token: engines schedule prompts in the
-order in which they come, and look a prompt up when they schedule it, so those ahead are computed by then. Only an
-expectation follows from it, never a hit.
+For the choice, `pending_prefixes.py` says in coarse steps how far a prompt's beginning is on its way to each worker.
+This module says, to the token, how much of that the chosen worker's engine will reuse. Engines schedule prompts in the
+order of arrival and look a prompt up when they schedule it, so the prompts ahead are computed by then. The result is
+only an expectation, never a hit.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
 from kvrouter.router.route.load.pending_prefixes import step_of
 
-# Prompts that begin alike are found by these first tokens; prompts that share less have no block in common.
+# Prompts with a common beginning are found by these first tokens; prompts that share fewer have no block in common.
 HEAD_TOKENS = 16
-# Siblings that one look compares, the latest first. Each hands on the checkpoints that it will use itself, so the
-# latest know those of all before them.
+# The number of siblings compared with a prompt, the latest first. Each prompt hands on the checkpoints that it will use
+# itself, so the latest siblings know those of all before them.
 LOOKED_AT = 8
-# Checkpoints that a prompt hands on: the deepest ones.
+# The number of checkpoints that a prompt hands on; these are the deepest ones.
 MAX_CHECKPOINTS = 4
-# A queue longer than a minute is saturated long before; a client that never reports a first token ends here.
+# How long a prompt without a first token counts. A worker with a queue of more than a minute is saturated long before,
+# and some clients never report a first token.
 AHEAD_TTL_S = 60.0
-# From a first token until the events of its prompt are in the mirror, some 5 ms, on a machine that is ten times slower.
-# From then on the hit itself says what is there, also what was evicted again.
+# How long a prompt counts after its first token: the 5 ms until its events are in the mirror, on a machine that is ten
+# times slower. After that the hit itself is up to date, even if blocks were evicted again.
 ARRIVAL_S = 0.05
-# Some 400 bytes each besides their tokens.
+# Some 400 bytes each, besides their tokens.
 MAX_PROMPTS = 16_384
-# Token ids of all of them: 32 MiB. The oldest go first, as they are computed first.
+# Token ids of all prompts together: 32 MiB. The oldest prompts are dropped first, because they are computed first.
 MAX_UNITS = 4 * 1024**2
 
 
 class Coming(NamedTuple):
-    """The parts of a prompt that those ahead of it will have left when it is scheduled, in its tokens."""
+    """The parts of a prompt that the prompts ahead of it will have left when it is scheduled, in tokens."""
 
-    # The longest prefix that an engine will let it reuse by its rule.
+    # The longest prefix that the engine's rule will let it reuse.
     resumable: int
-    # The longest prefix that will be computed, whether its windows and states are kept or not.
+    # The longest prefix that will be computed, whether or not its windows and states are kept.
     computed: int
-    # Where windows and states will be kept, of those that the prompt shares.
+    # Where windows and states will be kept within the shared beginning.
     checkpoints: tuple[int, ...]
 
 
@@ -54,7 +55,7 @@ NOTHING = Coming(0, 0, ())
 
 
 class PromptAhead:
-    """One prompt as others are compared with it."""
+    """A prompt in the form in which it is compared with others."""
 
     __slots__ = (
         "checkpoints",
@@ -70,11 +71,17 @@ class PromptAhead:
     )
 
     def __init__(self, question: Question, names: list[int], hash_block_size: int) -> None:
-        """names: as `names_of` returns them. Only they are compared of a prompt with images."""
+        """Prepare a prompt for comparisons.
+
+        Args:
+            question: The prompt.
+            names: The names that `names_of` returns for it. If the prompt has images, only its names are compared.
+            hash_block_size: Tokens of a block.
+        """
         self.names = names
         self.step_tokens = step_of(question, hash_block_size)
         self.num_tokens = question.num_tokens
-        # Its tokens that the worker which computes it neither has nor is just computing.
+        # Tokens of the prompt that the worker that computes it neither holds nor is computing.
         self.new_tokens = question.num_tokens
         self.checkpoints: tuple[int, ...] = ()
         self.ends_s = 0.0
@@ -90,17 +97,17 @@ class PromptAhead:
             start = int(hashes[0]) if hashes is not None and len(hashes) else None
         if question.items:
             self.units = None
-        # Prompts that can share anything have the same key; None: this one shares with no other.
+        # Prompts that can share a beginning have the same key; None if this prompt can share with no other.
         self.key = None if start is None else (question.lora_name, question.cache_salt, start)
 
     def common_tokens(self, other: PromptAhead) -> int:
-        """Return how many tokens from the start on are the same, as far as both are known."""
+        """Return how many tokens both prompts have in common from the start, as far as both are known."""
         depth = _common_names(self.names, other.names) if self.step_tokens == other.step_tokens else 0
-        known = depth * self.step_tokens
+        known_tokens = depth * self.step_tokens
         if self.units is None or other.units is None or self.unit_tokens != other.unit_tokens:
-            return known
-        start = known // self.unit_tokens
-        # Behind the last name that is the same, the next one differs or is not whole.
+            return known_tokens
+        start = known_tokens // self.unit_tokens
+        # Behind the last common name, the next piece differs or is incomplete in one of the prompts.
         stop = start + self.step_tokens // self.unit_tokens
         stop = min(stop, len(self.units), len(other.units))
         different = self.units[start:stop] != other.units[start:stop]
@@ -108,12 +115,15 @@ class PromptAhead:
         return (stop if first < 0 else start + first) * self.unit_tokens
 
 
-def _common_names(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return how many names are the same. A name covers all before it, so halving finds the last of them."""
-    low, high = 0, min(len(some), len(others))
+def _common_names(names: Sequence[int], other_names: Sequence[int]) -> int:
+    """Return how many leading names are equal.
+
+    A name covers all names before it, so a binary search finds the last equal one.
+    """
+    low, high = 0, min(len(names), len(other_names))
     while low < high:
         middle = (low + high + 1) // 2
-        if some[middle - 1] == others[middle - 1]:
+        if names[middle - 1] == other_names[middle - 1]:
             low = middle
         else:
             high = middle - 1
@@ -121,8 +131,10 @@ def _common_names(some: Sequence[int], others: Sequence[int]) -> int:
 
 
 class PromptsAhead:
-    """The prompts that each worker has not computed yet, by how they begin. A prompt is identified by its list of
-    names, which its placement keeps."""
+    """The prompts that each worker has not computed yet, by their beginnings.
+
+    A prompt is identified by its list of names, which its placement keeps alive.
+    """
 
     def __init__(self, max_prompts: int = MAX_PROMPTS, max_units: int = MAX_UNITS) -> None:
         self._max_prompts = max_prompts
@@ -135,7 +147,7 @@ class PromptsAhead:
         return len(self._prompts)
 
     def add(self, worker: WorkerKey, prompt: PromptAhead, ends_s: float) -> None:
-        """Count a prompt that was sent there, until then."""
+        """Count a prompt that was sent to a worker, until `ends_s`."""
         self.drop(prompt.names)
         if prompt.key is None:
             return
@@ -147,7 +159,7 @@ class PromptsAhead:
             self.drop(next(iter(self._prompts.values())).names)
 
     def drop(self, names: Sequence[int]) -> None:
-        """Forget a prompt: it failed, or is counted elsewhere."""
+        """Forget a prompt, because it failed or is counted elsewhere."""
         prompt = self._prompts.pop(id(names), None)
         if prompt is None or prompt.key is None:
             return
@@ -159,35 +171,35 @@ class PromptsAhead:
             del self._siblings[key]
 
     def move(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
-        """Count a prompt at this worker from now on."""
+        """Count a known prompt at this worker from now on."""
         prompt = self._prompts.get(id(names))
         if prompt is not None:
             self.add(worker, prompt, ends_s)
 
     def settle(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
-        """End a prompt at this time: it is computed, and the engine's events take over."""
+        """Stop counting a prompt at `ends_s`, because it is computed and the engine's events take over."""
         prompt = self._prompts.get(id(names))
         if prompt is not None and prompt.worker == worker:
             prompt.ends_s = min(prompt.ends_s, ends_s)
 
     def expire(self, now: float) -> None:
-        """Drop what has ended."""
+        """Drop the prompts that have ended."""
         for prompt in [prompt for prompt in self._prompts.values() if prompt.ends_s <= now]:
             self.drop(prompt.names)
 
     def coming(self, worker: WorkerKey, prompt: PromptAhead, rule: ResumeRule, now: float) -> Coming:
-        """Return what this prompt will find of those ahead of it."""
+        """Return the tokens that the prompts ahead of this one at a worker will leave for it."""
         siblings = self._siblings.get((worker, *prompt.key)) if prompt.key is not None else None
         if not siblings:
             return NOTHING
         resumable = computed = 0
-        most = rule.align(prompt.num_tokens - 1)
+        max_tokens = rule.align(prompt.num_tokens - 1)
         checkpoints: set[int] = set()
-        ended: list[PromptAhead] = []
+        expired: list[PromptAhead] = []
         looked_at = 0
         for sibling in reversed(siblings.values()):
             if sibling.ends_s <= now:
-                ended.append(sibling)
+                expired.append(sibling)
                 continue
             common = min(prompt.common_tokens(sibling), prompt.num_tokens - 1)
             resumable = max(resumable, rule.resumable_tokens(sibling.num_tokens, sibling.checkpoints, common))
@@ -195,13 +207,14 @@ class PromptsAhead:
             if sibling.checkpoints:
                 checkpoints.update(tokens for tokens in sibling.checkpoints if tokens <= common)
             looked_at += 1
-            if looked_at == LOOKED_AT or resumable == most:
+            if looked_at == LOOKED_AT or resumable == max_tokens:
                 break
-        # Each is met once: a look stays short however many have come and gone.
-        for sibling in ended:
+        # Drop expired siblings here, so that each is met only once and looks stay short.
+        for sibling in expired:
             self.drop(sibling.names)
         return Coming(resumable, computed, tuple(sorted(checkpoints)[-MAX_CHECKPOINTS:]))
 
 
 def _size(prompt: PromptAhead) -> int:
+    """Return the number of units that are kept of a prompt."""
     return 0 if prompt.units is None else len(prompt.units)

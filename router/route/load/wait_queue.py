@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue of prompts whose possible workers are all saturated: order and limit. Pure.
+"""The order and the limit of prompts that wait because all their possible workers are saturated. Pure.
 
-First come, first served within a model. A prompt that waits for fewer workers than the others (pinned, or some
-excluded) does not block them: a few behind it are tried, too. Bounded; expired prompts leave.
+Prompts of a model are served in the order of arrival. A prompt that may use fewer workers than the others (pinned, or
+with workers excluded) does not block them: a few prompts behind it are tried, too. The queue is bounded; expired
+prompts leave it.
 """
 
 from __future__ import annotations
@@ -14,27 +15,29 @@ from kvrouter.router.base.common.errors import QueueFull
 
 T = TypeVar("T")
 
-# Tries that may fail before a look at one model's line ends: each is a choice, and most wait for the same workers.
+# The number of failed attempts after which a look at one model's line ends. Each attempt is a choice, and most prompts
+# wait for the same workers.
 TRIES_PER_LOOK = 8
 
 
 class Waiter(Generic[T]):
-    """One in line. `what` is the caller's."""
+    """One waiting prompt."""
 
     __slots__ = ("model", "num_tokens", "what")
 
     def __init__(self, model: str, num_tokens: int, what: T) -> None:
         self.model = model
         self.num_tokens = num_tokens
+        # The caller's own data.
         self.what = what
 
 
 class WaitQueue(Generic[T]):
-    """All who wait, by model, in their order."""
+    """All waiting prompts, by model, in the order of arrival."""
 
     def __init__(self, places: int) -> None:
         self._places = places
-        # A dict for its order and for leaving in between.
+        # Each line is a dict, because it keeps the order and lets a waiter leave from the middle.
         self._lines: dict[str, dict[Waiter[T], None]] = {}
         self._count = 0
 
@@ -42,16 +45,20 @@ class WaitQueue(Generic[T]):
         return self._count
 
     def waits_for(self, model: str) -> bool:
-        """Whether a prompt waits for the model, so that a new one must queue behind it."""
+        """Return whether a prompt waits for the model, so that a new one must queue behind it."""
         return model in self._lines
 
     def of(self, model: str) -> tuple[int, int]:
-        """How many wait for a model, and the tokens of their prompts."""
+        """Return how many prompts wait for a model, and the sum of their tokens."""
         line = self._lines.get(model, {})
         return len(line), sum(waiter.num_tokens for waiter in line)
 
     def join(self, waiter: Waiter[T], retry_after_s: float) -> None:
-        """Raises QueueFull."""
+        """Add a waiter at the end of its model's line.
+
+        Raises:
+            QueueFull: All places are taken; the error carries `retry_after_s`.
+        """
         if self._count >= self._places:
             raise QueueFull(
                 f"all workers of model {waiter.model!r} are saturated and {self._places} prompts wait already: try again "
@@ -62,7 +69,7 @@ class WaitQueue(Generic[T]):
         self._count += 1
 
     def leave(self, waiter: Waiter[T]) -> None:
-        """It is served, or waits no longer. Repeating it changes nothing."""
+        """Remove a waiter that is served or waits no longer; repeating it changes nothing."""
         line = self._lines.get(waiter.model, {})
         if waiter in line:
             del line[waiter]
@@ -71,7 +78,11 @@ class WaitQueue(Generic[T]):
                 del self._lines[waiter.model]
 
     def serve(self, attempt: Callable[[T], bool]) -> int:
-        """Tries those at the front; who is served leaves. Returns how many were."""
+        """Try the waiters at the front of each line, and return how many were served.
+
+        Args:
+            attempt: Serves the caller's data of a waiter; returns False if there is no room for it yet.
+        """
         served = 0
         for model in list(self._lines):
             failed = 0

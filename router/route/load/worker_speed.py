@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast one worker computes prompts and loads them back, measured by what was sent there. Pure.
+"""The speed at which one worker computes prompts and loads them back, measured by the prompts sent to it. Pure.
 
-Time to the first token is what was queued and what the prompt itself needed, divided by the rate, and some overhead.
-The rate is the weighted median over the last samples: half of all measured tokens went faster. A stall, a restart or a
-wrong prediction are a few samples of many, so they do not move it."""
+The time to a first token is the queued work plus the prompt's own work, divided by the rate, plus some overhead. The
+rate is the weighted median of the last samples: half of all measured tokens were faster. A stall, a restart or a wrong
+prediction spoils only a few of many samples, so the median stays where it is.
+"""
 
 from __future__ import annotations
 
@@ -12,56 +13,67 @@ from collections.abc import Iterable
 
 import msgspec
 
-# A worker's last minutes under load; older ones are of another batch, another time of day.
+# Samples kept of each kind: a worker's last minutes under load. Older samples come from another batch or another time
+# of day.
 SAMPLES = 64
-# Fewer prove nothing yet; the median of three bears one that is wrong. An unequal fleet learns its speeds with three
-# prompts a worker: with eight, half of a short run was over before (docs/reference/benchmarks.md).
+# Fewer samples prove nothing; the median of three tolerates one wrong sample. An unequal fleet learns its speeds from
+# three prompts a worker: with eight, half of a short run was over before (docs/reference/benchmarks.md).
 SAMPLES_MIN = 3
-# Shorter prompts are overhead (a step, the network), not computing.
+# The time of a shorter prompt is mostly overhead (a step, the network), not computing.
 PREFILL_TOKENS_MIN = 512
 LOADED_TOKENS_MIN = 1_024
-# An answer of a few tokens is the time of its last chunk on the way.
+# The time of a shorter answer is mostly that of its last chunk on the network.
 DECODE_TOKENS_MIN = 16
-# Limits of the learned price of loading: between free and more expensive than computing, which no engine would do.
+# The upper limit of the learned cost of loading a token, in computed tokens; the lower limit is 0. An engine would not
+# load tokens that are cheaper to compute.
 TOKEN_COST_MAX = 1.0
 
-# What a token costs that is loaded back instead of computed, in computed tokens, until it was measured. An 8 B model
-# has 128 KB of KV cache a token: over PCIe 4 (20 GB/s usable) 150,000 tokens/s come back from the CPU tier, from one
-# NVMe disk (5 GB/s) 40,000; an H100 computes about 30,000 to 40,000 of them in a second, an A100 half of that.
+# The cost of a token that is loaded back instead of computed, in computed tokens, until it is measured. An 8 B model
+# has 128 KB of KV cache a token: over PCIe 4 (20 GB/s usable) 150,000 tokens/s come back from the CPU tier, and 40,000
+# tokens/s from one NVMe disk (5 GB/s). An H100 computes about 30,000 to 40,000 tokens a second, an A100 half of that.
 CPU_TOKEN_COST = 0.2
 DISK_TOKEN_COST = 0.7
 
-# How much slower or faster than the others a worker may count: a measured rate that is further off is a fault of
-# measuring. Within a quarter it is chance: equal replicas must have equal costs.
+# The largest factor by which a worker may count as slower or faster than the others; a rate that is further off is a
+# measuring error. A difference of less than a quarter is random: equal replicas must have equal costs.
 SLOWNESS_MAX = 4.0
 SLOWNESS_MIN = 1.25
 
 
 class TierCosts(msgspec.Struct, frozen=True):
-    """What a token costs that is loaded back, in tokens computed."""
+    """The cost of a token that is loaded back from each tier, in computed tokens."""
 
     cpu: float = CPU_TOKEN_COST
     disk: float = DISK_TOKEN_COST
 
 
 class WorkerSpeed:
-    """One worker's. Rates are tokens a second, None until SAMPLES_MIN samples are there."""
+    """The measured speed of one worker.
+
+    Rates are in tokens a second. Rates and costs are None until SAMPLES_MIN samples exist.
+    """
 
     __slots__ = ("_decode", "_loaded", "_prefill", "cpu_token_cost", "decode_rate", "prefill_rate")
 
     def __init__(self) -> None:
-        # (tokens, tokens a second) of each.
+        # Samples as (tokens, tokens a second).
         self._prefill: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
         self._decode: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
-        # (tokens, their cost in computed tokens).
+        # Samples as (tokens, cost of a token in computed tokens).
         self._loaded: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
         self.prefill_rate: float | None = None
         self.decode_rate: float | None = None
         self.cpu_token_cost: float | None = None
 
     def first_token(self, computed_tokens: int, loaded_tokens: int, queued_tokens: int, seconds: float) -> None:
-        """computed, loaded (from the CPU tier): of the prompt itself, as predicted; queued: before it there; seconds:
-        from dispatch to the first token."""
+        """Learn from the time that a prompt took until its first token.
+
+        Args:
+            computed_tokens: Tokens of the prompt that the worker computed, as predicted.
+            loaded_tokens: Tokens of the prompt that the worker loaded back from the CPU tier, as predicted.
+            queued_tokens: Tokens that were queued at the worker before this prompt.
+            seconds: Time from dispatch to the first token.
+        """
         tokens = computed_tokens + queued_tokens
         if seconds <= 0:
             return
@@ -75,18 +87,28 @@ class WorkerSpeed:
             self.prefill_rate = _middle(self._prefill)
 
     def decoded(self, tokens: int, seconds: float) -> None:
-        """tokens: of one answer after its first one, in `seconds`."""
+        """Learn from the time that an answer took after its first token.
+
+        Args:
+            tokens: Tokens of the answer after the first one.
+            seconds: Time in which the worker decoded these tokens.
+        """
         if seconds > 0 and tokens >= DECODE_TOKENS_MIN:
             self._decode.append((tokens, tokens / seconds))
             self.decode_rate = _middle(self._decode)
 
 
 def _middle(samples: deque[tuple[float, float]]) -> float | None:
+    """Return the weighted median, or None while there are fewer than SAMPLES_MIN samples."""
     return weighted_median(samples) if len(samples) >= SAMPLES_MIN else None
 
 
 def weighted_median(samples: Iterable[tuple[float, float]]) -> float:
-    """The value of (weight, value) pairs at which half of the weight is reached; there must be one, weights over 0."""
+    """Return the value at which half of the total weight is reached.
+
+    Args:
+        samples: (weight, value) pairs; at least one, and with weights above 0.
+    """
     ordered = sorted(samples, key=lambda sample: sample[1])
     half = sum(weight for weight, _ in ordered) / 2
     reached = 0.0
@@ -98,10 +120,15 @@ def weighted_median(samples: Iterable[tuple[float, float]]) -> float:
 
 
 def slowness(rate: float | None, usual: float | None) -> float:
-    """How many times longer than usual a worker takes for a token. rate, usual: tokens/s, None: not measured."""
+    """Return how many times longer than usual a worker takes for a token; 1 unless both rates are known.
+
+    Args:
+        rate: The worker's rate in tokens a second, or None if it is not measured.
+        usual: The usual rate in tokens a second, or None if it is not measured.
+    """
     if not rate or not usual:
         return 1.0
-    found = usual / rate
-    if 1 / SLOWNESS_MIN < found < SLOWNESS_MIN:
+    factor = usual / rate
+    if 1 / SLOWNESS_MIN < factor < SLOWNESS_MIN:
         return 1.0
-    return min(max(found, 1 / SLOWNESS_MAX), SLOWNESS_MAX)
+    return min(max(factor, 1 / SLOWNESS_MAX), SLOWNESS_MAX)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker gets a request, why, and the reservation."""
+"""The choice of the worker for each request, its reason, and the reservation of the load."""

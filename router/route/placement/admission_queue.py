@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues prompts while every worker that may take them is saturated, and places them when there is room. The async
-shell.
+"""The queue of prompts that wait while every worker that may take them is saturated. The async shell.
 
-Belongs to one asyncio loop. `load/wait_queue.py` decides who is next and who may wait.
+Belongs to one asyncio loop. `wait_queue.py` decides which prompt is next and which may wait.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvrouter.router.route.load.wait_queue import Waiter, WaitQueue
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 
-# How often queued prompts are tried without any signal: engines' reports and expiry free workers, too.
+# How often queued prompts are tried without any signal, because engines' reports and expiry free workers, too.
 LINE_LOOK_S = 0.05
 TICK_S = 1.0
 # The Retry-After if there is no better estimate.
@@ -26,7 +25,7 @@ RETRY_AFTER_S = 1.0
 
 
 class AdmissionQueue:
-    """The waiting prompts. reserve: places one or raises Saturated; tick: periodic housekeeping."""
+    """The waiting prompts, and the task that places them."""
 
     def __init__(
         self,
@@ -37,7 +36,9 @@ class AdmissionQueue:
         clock: Callable[[], float],
         supervisor: TaskSupervisor,
     ) -> None:
+        # Places a request, or raises Saturated.
         self._reserve = reserve
+        # Does periodic work; called every TICK_S.
         self._tick = tick
         self._deadline_s = config.queue_deadline_s
         self._metrics = metrics
@@ -47,25 +48,33 @@ class AdmissionQueue:
             config.queue_size
         )
         self._looking = False
-        # Somebody waits.
+        # Set when a prompt joins.
         self._joined = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Start the task that tries waiting prompts and does the periodic work."""
         self._task = self._supervisor.start("queue", self._tend)
 
     async def stop(self) -> None:
+        """Stop the task."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def of(self, model: str) -> tuple[int, int]:
-        """How many wait for a model, and the tokens of their prompts."""
+        """Return how many prompts wait for a model, and the sum of their tokens."""
         return self._waiting.of(model)
 
     async def place(self, ask: PlacementRequest) -> Placement:
-        """A placement, when there is room. Raises what `reserve` raises, QueueFull, and Saturated when the time is
-        over."""
+        """Place a request as soon as there is room.
+
+        All errors of `reserve` but Saturated are raised as soon as they occur.
+
+        Raises:
+            QueueFull: Too many prompts wait already.
+            Saturated: No worker had room before the deadline.
+        """
         began_s, model = self._clock(), ask.question.model
         retry_after_s = RETRY_AFTER_S
         if not self._waiting.waits_for(model):
@@ -87,7 +96,7 @@ class AdmissionQueue:
                 return await future
         except BaseException as error:
             if future.done() and not future.cancelled() and future.exception() is None:
-                # Served just when its wait ended.
+                # The prompt was placed at the moment when its wait ended.
                 if isinstance(error, TimeoutError):
                     return future.result()
                 future.result().done()
@@ -104,22 +113,24 @@ class AdmissionQueue:
         )
 
     def _placed(self, placement: Placement, began_s: float) -> Placement:
+        """Record how long the request waited, and return its placement."""
         placement.queued_s = placement.placed_s - began_s
         self._metrics.queue_seconds(placement.worker.model).observe(placement.queued_s)
         return placement
 
     def look_soon(self) -> None:
-        """There may be room: serves the queue after the current events."""
+        """Try the waiting prompts after the current events of the loop, because there may be room."""
         if len(self._waiting) and not self._looking:
             self._looking = True
             asyncio.get_running_loop().call_soon(self.look)
 
     def look(self) -> None:
-        """Serve those for whom there is room."""
+        """Place the waiting prompts for which there is room."""
         self._looking = False
         self._waiting.serve(self._attempt)
 
     def _attempt(self, waiting: tuple[PlacementRequest, float, asyncio.Future[Placement]]) -> bool:
+        """Try to place one waiting prompt; return False if there is no room for it."""
         ask, began_s, future = waiting
         if future.done():
             return True
@@ -132,6 +143,7 @@ class AdmissionQueue:
         return True
 
     async def _tend(self) -> None:
+        """Try the waiting prompts every LINE_LOOK_S, and do the periodic work."""
         tick_s = 0.0
         while True:
             if len(self._waiting):

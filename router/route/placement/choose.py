@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the worker with the lowest cost (`cost.py`), and the reason for it. Pure: hits and load in, choice out.
+"""The choice of the worker with the lowest cost (`cost.py`), and the reason for it. Pure.
 
-A saturated worker is skipped while another one that is not has no more load; affinity never overrides this.
+A saturated worker is skipped while another worker that is not saturated has no more load; affinity never overrides
+this.
 """
 
 from __future__ import annotations
@@ -19,33 +20,35 @@ from kvrouter.router.route.placement.cost import Candidate, ChoiceContext, Costs
 from kvrouter.router.route.placement.expected_reuse import ExpectedReuse
 from kvrouter.router.route.placement.policies import KV, LEAST_COST, PolicyInput
 
-# Why the chosen worker reuses less of the prompt than the best one would.
+# The reasons why the chosen worker reuses less of the prompt than the best one would.
 EXCLUSION = "exclusion"  # the client excluded it, or pinned another
 STATE = "state"  # it takes no requests now: down, draining, circuit breaker open
 LOAD = "load"  # too much is queued or decoded there, or it is slow
 AFFINITY = "affinity"  # the session, or a prompt with the same beginning, was elsewhere
 TEMPERATURE = "temperature"
 POLICY = "policy"  # a policy other than kv
-MEMORY = "memory"  # its cache is written more often, so that what the prompt pushes out is worth more
+MEMORY = "memory"  # its cache is written more often, so the blocks that the prompt pushes out are worth more
 TIER = "tier"  # loading it back would take longer than computing it elsewhere
 LOST_REASONS = (EXCLUSION, STATE, LOAD, AFFINITY, TEMPERATURE, POLICY, MEMORY, TIER)
 
 
 class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The workers of a choice, as they were compared."""
+    """The workers of a choice and their costs."""
 
     hits: Sequence[Hit]
     costs: Costs
     # The place of the chosen worker among the hits.
     chosen: int
-    # The tokens of the prompt that are being computed at each worker.
+    # Tokens of the prompt that each worker is computing.
     pending: Mapping[WorkerKey, int]
 
     def best(self, limit: int | None = None) -> list[int]:
-        """Return the places of the cheapest workers, the chosen one first, even where chance or another policy chose it.
+        """Return the places of the cheapest workers, the chosen one first.
+
+        The chosen one comes first even if chance or a policy other than `kv` chose it.
 
         Args:
-            limit: How many places to return; None: all.
+            limit: How many places to return, or None for all.
         """
         hits, costs, skipped = self.hits, self.costs.totals, self.costs.skipped
         chosen = self.chosen
@@ -66,41 +69,41 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     url: str | None
     # A sentence for people.
     reason: str
-    # The workers that were compared, None where they are not kept.
+    # The workers that were compared, or None where they are not kept.
     comparison: Comparison | None = None
-    # The worker's work before the first token, in computed tokens.
+    # The worker's work on this prompt, and on those queued before it, in computed tokens.
     prefill_tokens: int = 0
     queued_tokens: int = 0
     # The longest hit of all workers that were compared.
     best_hit_tokens: int = 0
-    # Why the chosen worker has a shorter hit: one of LOST_REASONS, or empty if its hit is the longest.
+    # The reason why the chosen worker has a shorter hit: one of LOST_REASONS, or empty if its hit is the longest.
     lost: str = ""
     all_saturated: bool = False
-    # The worker that computes the prompt and hands it over, None where the chosen one computes it.
+    # The choice of the worker that computes the prompt and hands it over, or None where the chosen one computes it.
     prefill: Choice | None = None
-    # The work before the first token if the chosen worker computed the prompt itself.
+    # The work before the first token if the chosen worker computes the prompt itself.
     alone_tokens: int = 0
-    # The reuse that prompts ahead of this one add to the hit, None where nothing is known of them.
+    # The reuse that prompts ahead of this one add to the hit, or None if nothing is known about them.
     expected: ExpectedReuse | None = None
 
     @property
     def expected_tokens(self) -> int:
-        """Return the reuse that is expected at the chosen worker, never below its hit."""
+        """The reuse that is expected at the chosen worker; never below its hit."""
         return self.hit.disk if self.expected is None else self.expected.tokens
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Return the workers that were compared, the best one first; none where they are not kept."""
+        """The workers that were compared, the best one first; empty where they are not kept."""
         return [] if self.comparison is None else self.comparison.candidates()
 
     def alone(self) -> Choice:
-        """Return this choice without the other workers, which take memory."""
+        """Return this choice without its comparisons, which take memory."""
         prefill = self.prefill and self.prefill.alone()
         return msgspec.structs.replace(self, comparison=None, prefill=prefill)
 
 
 def choose(hits: Sequence[Hit], context: ChoiceContext, rng: Random) -> Choice:
-    """Choose one of `hits`, which must not be empty. The caller fills in its URL."""
+    """Choose one of `hits`, which must not be empty; the caller sets the choice's URL."""
     longest = max([hit.disk for hit in hits])
     costs = weigh(hits, context, longest)
     skipped = costs.skipped
@@ -138,6 +141,15 @@ def _pick(hits: Sequence[Hit], costs: Costs, skipped: set[int], context: ChoiceC
 
 
 def _loss(hits: Sequence[Hit], best: int, chosen: int, skipped: set[int], context: ChoiceContext) -> str:
+    """Return the reason why the chosen worker was preferred to the one with the longest hit.
+
+    Args:
+        hits: The hits of all workers.
+        best: Place of the longest hit.
+        chosen: Place of the chosen worker.
+        skipped: Places of the saturated workers that get no prompt.
+        context: The context of the choice.
+    """
     if best in skipped:
         return LOAD
     if context.policy is not LEAST_COST:
@@ -145,10 +157,10 @@ def _loss(hits: Sequence[Hit], best: int, chosen: int, skipped: set[int], contex
     worker = hits[chosen].worker
     longest = hits[best].disk
     idle = weigh((hits[best], hits[chosen]), context, longest, idle=True)
-    there, here = idle.totals
-    if hits[best].worker in context.weights.slowness or there <= here:
+    best_cost, chosen_cost = idle.totals
+    if hits[best].worker in context.weights.slowness or best_cost <= chosen_cost:
         return LOAD
-    if there - idle.memory_tokens(0) <= here - idle.memory_tokens(1):
+    if best_cost - idle.memory_tokens(0) <= chosen_cost - idle.memory_tokens(1):
         return MEMORY
     if worker in context.pending or (context.session is not None and context.session.worker == worker):
         return AFFINITY
@@ -166,6 +178,7 @@ def _reason(
     lost: str,
     context: ChoiceContext,
 ) -> str:
+    """Return the sentence that explains a choice to people."""
     hit, num_tokens = hits[chosen], context.num_tokens
     if hit.disk == 0:
         text = f"no worker holds a reusable prefix of the {num_tokens} tokens"
@@ -184,8 +197,8 @@ def _reason(
         text += f"; {coming} tokens of it are being computed there"
     if lost:
         other = hits[best]
-        why = _but(lost, best, costs, skipped)
-        text += f"; {printable(other.worker.route_name)} would reuse {other.disk}, but {why}"
+        obstacle = _but(lost, best, costs, skipped)
+        text += f"; {printable(other.worker.route_name)} would reuse {other.disk}, but {obstacle}"
     elif context.policy.name == KV:
         text += _among(hits, costs, skipped, chosen)
     if context.key_share is not None:
@@ -194,6 +207,7 @@ def _reason(
 
 
 def _but(lost: str, best: int, costs: Costs, skipped: set[int]) -> str:
+    """Return why the worker with the longest hit was not chosen, as a part of a sentence."""
     if best in skipped:
         return "it is saturated"
     if lost == LOAD:
@@ -210,7 +224,7 @@ def _but(lost: str, best: int, costs: Costs, skipped: set[int]) -> str:
 
 
 def _among(hits: Sequence[Hit], costs: Costs, skipped: set[int], chosen: int) -> str:
-    """Say how many workers were as good as the chosen one, or that the load alone decided."""
+    """Return how many workers were as good as the chosen one, or that the load alone decided, as part of a sentence."""
     loads = costs.loads
     hit, cost, tokens = hits[chosen], costs.totals[chosen], hits[chosen].disk
     alike = [i for i, other in enumerate(hits) if other.disk == tokens]

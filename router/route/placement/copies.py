@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens that a copy of a prompt's beginning saves the next prompts that begin so. Pure."""
+"""The tokens that a copy of a prompt's beginning saves later prompts with the same beginning. Pure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import msgspec
 
 
 class Copies(msgspec.Struct, frozen=True, gc=False):
-    """The tokens that a copy of the first pieces of a prompt saves the next prompts that begin so."""
+    """The savings of a copy of the first pieces of a prompt, for later prompts with the same beginning."""
 
-    # Saved tokens for each number of pieces from the first on, beginning with 0. Empty where no other prompt began so.
+    # Tokens that a copy of the first 0, 1, 2, ... pieces saves; empty if no other prompt began in this way.
     saved_tokens: Sequence[float] = ()
-    # The length of a piece.
+    # The length of a piece, in tokens.
     piece_tokens: int = 1
 
     @property
     def depth_tokens(self) -> int:
-        """Return how much of the prompt's beginning others share."""
+        """The length of the prompt's beginning that other prompts share."""
         return max(0, len(self.saved_tokens) - 1) * self.piece_tokens
 
     def of(self, hit_tokens: int) -> float:
-        """Return the tokens that a copy of a beginning of this length saves; a part of a piece saves its part."""
+        """Return the tokens that a copy of a beginning of this length saves.
+
+        A part of a piece saves the same part of the piece's savings.
+        """
         piece, rest = divmod(hit_tokens, self.piece_tokens)
         saved = self.saved_tokens
         if piece >= len(saved) - 1:
@@ -34,10 +37,10 @@ NO_COPIES = Copies()
 
 
 def copies_of(counts: Sequence[int], piece_tokens: int, workers: int) -> Copies:
-    """Return the tokens that copies of a prompt's beginnings save.
+    """Return the savings of copies of a prompt's beginnings.
 
-    A piece that k different prompts began with is wanted by (k - 1) / workers others at each worker; where x others want
-    it, a copy saves 1 - 1 / (1 + x) of it.
+    A piece that k different prompts began with is wanted by (k - 1) / workers other prompts at each worker. Where x
+    other prompts want it, a copy saves 1 - 1 / (1 + x) of it.
 
     Args:
         counts: How many different prompts began with each piece, from the first piece on.

@@ -3,22 +3,23 @@
 
     cost = slowness * (prefill + queued) + decode + delay + room - copy - junction - session
 
-A prompt costs what it computes and waits for, what it makes others wait for, and what it pushes out of memory, less what
-its copy of a popular beginning saves the next ones.
+The cost of a prompt is the work that it needs and waits for, the work that it makes others wait for, and the blocks
+that it pushes out of memory, less the savings of later prompts by its copy of a popular beginning.
 
 - prefill: the worker's work on this prompt before its first token, in tokens computed in the same time.
-- queued: the same for all prompts ahead of it there, minus what is already computed of the current one.
-- decode: what running sequences take from prefill.
+- queued: the same for all prompts ahead of it there, minus the computed part of the current one.
+- decode: the time that running sequences take from prefill.
 - delay: how much longer later prompts wait, by the measured load of the fleet.
-- room: what the prompt's blocks push out of the worker's cache (`cache_writes.py`); more where an API key that holds
-  more than its fair part would push out the blocks of others (`key_shares.py`).
-- copy: what a copy of a beginning that others share saves the next prompts that begin so, as far as those who hold it
-  have a queue.
-- junction: a bonus for the worker that will keep a checkpoint where the prompt diverges from what it holds.
+- room: the blocks of the worker's cache that the prompt's blocks push out (`cache_writes.py`); more where an API key
+  that holds more than its fair part would push out the blocks of others (`key_shares.py`).
+- copy: the savings of later prompts by a copy of a beginning that others share, as far as the workers that hold it have
+  a queue.
+- junction: a bonus for the worker that will keep a checkpoint where the prompt diverges from the blocks that it holds.
 - session: a bonus for the worker that has the session.
 
-Invariants: a cost is a whole number, so equal costs are equal, and ties are real; of two workers the one that is no
-worse in any respect costs no more. Compiled, see `setup.py`: a call in C has no keyword-only arguments."""
+Invariants: a cost is a whole number, so equal costs are equal, and ties are real. A worker that is no worse than
+another one in any respect costs no more. Compiled, see `setup.py`: a call in C has no keyword-only arguments.
+"""
 
 from __future__ import annotations
 
@@ -37,34 +38,35 @@ from kvrouter.router.route.load.worker_load import Correction, LoadModel
 from kvrouter.router.route.placement.copies import NO_COPIES, Copies
 from kvrouter.router.route.placement.policies import LEAST_COST, Policy
 
-# What a token of context that is being decoded costs a new prompt. Its chunks share their steps with the running
-# sequences, and a sequence of some thousand tokens takes 0.2 to 0.4 ms of a step (simulator/engine/timing.py), as much
-# as 4 to 6 tokens of prefill, in each of the one to three steps of a prompt. With a higher value, queues elsewhere get
-# longer (docs/reference/benchmarks.md).
+# The cost of a token of context that is being decoded, for a new prompt. The prompt's chunks share their steps with the
+# running sequences, and a sequence of some thousand tokens takes 0.2 to 0.4 ms of a step (simulator/engine/timing.py),
+# as much as 4 to 6 tokens of prefill, in each of the one to three steps of a prompt. With a higher value, queues
+# elsewhere get longer (docs/reference/benchmarks.md).
 DECODE_TOKEN_COST = 0.001
 
-# A worker may hold full attention's blocks of a hybrid model's prompt beyond the last point where it can be resumed,
-# because windows or states were not kept there. Where such a prompt diverges, vLLM keeps a checkpoint (a junction), and
-# the next prompt with this beginning resumes there: computing that part there is worth nearly as much as a hit. Below
-# 1, so that of two equal lengths the actual hit wins. With 0.25 a short queue outweighs most of it;
+# A worker may hold a hybrid model's blocks of full attention beyond the last point where the prompt can resume, because
+# windows or states were not kept there. Where such a prompt diverges, vLLM keeps a checkpoint (a junction), and the
+# next prompt with this beginning resumes there: computing that part at this worker is worth nearly as much as a hit.
+# The share is below 1, so that of two equal lengths the actual hit wins. With 0.25 a short queue outweighs most of it;
 # docs/reference/benchmarks.md has the effect.
 JUNCTION_SHARE = 0.9
 
-# Computing a prompt delays all later ones and evicts what they might have reused. By queueing theory (one server, first
-# come first served, random arrivals, mean work m, load r), work x behind queued work q makes all later prompts together
-# wait r / (1 - r) * x * (2 * q + x) / (2 * m) longer; at r = 0.5 the first factor is 1. A second copy of a prefix
-# evicts another one, and computing that again costs more than the wait; how much depends on the workload. From a sweep
-# from 0 to 16 (docs/reference/benchmarks.md): up to this value reuse grows and first tokens come as soon, or sooner
-# under load; beyond it they come later.
+# Computing a prompt delays all later ones and evicts blocks that they might have reused. By queueing theory (one
+# server, first come first served, random arrivals, mean work m, load r), work x behind queued work q makes all later
+# prompts together wait r / (1 - r) * x * (2 * q + x) / (2 * m) longer; at r = 0.5 the first factor is 1. A second copy
+# of a prefix evicts another one, and computing that again costs more than the wait; how much depends on the workload.
+# From a sweep from 0 to 16 (docs/reference/benchmarks.md): up to this value reuse grows and first tokens come as soon,
+# or sooner under load; beyond it they come later.
 DELAY_WEIGHT = 8.0
 
-# A block that is pushed out and computed again pushes out another one. Where it comes back with probability p, a block
-# is worth p / (1 - p) of them: 2 at p = 2/3, and where all pools are written alike half of this weight remains.
+# A block that is pushed out and computed again pushes out another one. If it comes back with probability p, pushing it
+# out costs as much as p / (1 - p) blocks: 2 at p = 2/3. Where all pools are written alike, half of this weight remains.
 ROOM_WEIGHT = 4.0
 
-# A bonus, never a rule: a share of what the session's worker would have to compute. If its cache is known, the hit
-# already contains the session's value, and the bonus only decides near ties. If it is unknown (text that was not
-# tokenized, a worker without events), the session's last prompt is most likely still there.
+# The session bonus: a share of the tokens that the session's worker would have to compute. It is never a rule. If the
+# worker's cache is known, the hit already contains the session's value, and the bonus only decides near ties. If the
+# cache is unknown (text that was not tokenized, a worker without events), the session's last prompt is most likely
+# still there.
 SESSION_SHARE_KNOWN = 0.05
 SESSION_SHARE_BLIND = 0.5
 
@@ -75,19 +77,19 @@ NO_WRITES = ModelWrites()
 
 
 class ChoiceContext(msgspec.Struct, frozen=True, gc=False):
-    """Everything that counts in a choice besides the hits."""
+    """The input of a choice besides the hits."""
 
     num_tokens: int
     weights: LoadModel
-    # Tokens of the prompt's beginning that are being computed at a worker.
+    # Tokens of the prompt's beginning that each worker is computing.
     pending: Mapping[WorkerKey, int] = {}
     session: SessionPlace | None = None
     policy: Policy = LEAST_COST
-    # Prompts of this model that were placed before.
+    # How many prompts of this model were placed before.
     turn: int = 0
     # Whether the prompt's tokens are unknown, so that hits say nothing.
     blind: bool = False
-    # The time by the clock of the load.
+    # The current time on the clock of the load.
     now: float = 0.0
     # The blocks that were stored lately in the workers' caches.
     writes: ModelWrites = NO_WRITES
@@ -99,7 +101,7 @@ class ChoiceContext(msgspec.Struct, frozen=True, gc=False):
 
 
 class CostTerms(msgspec.Struct, frozen=True):
-    """The terms of one worker's cost, in tokens, each as it goes into the sum."""
+    """The terms of one worker's cost, in tokens, each as it enters the sum."""
 
     prefill: int
     queued: int
@@ -112,6 +114,7 @@ class CostTerms(msgspec.Struct, frozen=True):
 
     @property
     def load(self) -> int:
+        """The work of other requests that counts in the cost."""
         return self.queued + self.decode
 
 
@@ -121,7 +124,7 @@ class Candidate(msgspec.Struct, frozen=True):
     hit: Hit
     # The sum of `parts`.
     cost: int
-    # The part of the cost that is others' work.
+    # The part of the cost that is the work of other requests.
     load: int
     parts: CostTerms
     saturated: bool
@@ -129,26 +132,29 @@ class Candidate(msgspec.Struct, frozen=True):
     pending: int
 
 
-# Tokens for one worker: what the prompt needs and what is queued before it, both by a worker of usual speed; then the
-# terms of its cost: prefill, queued, decode, delay, room, copy, junction, session.
+# Tokens for one worker: first the work that the prompt needs and the work queued before it, both by a worker of usual
+# speed; then the terms of the cost: prefill, queued, decode, delay, room, copy, junction, session.
 Terms = tuple[float, float, float, float, float, float, float, float, float, float]
 
 
 class Costs(msgspec.Struct, frozen=True, gc=False):
-    """The costs of all hits' workers, in tokens."""
+    """The costs of a prompt at the workers of all hits, in tokens; each list is in the order of the hits."""
 
     # The sum of each worker's terms.
     totals: list[int]
-    # The part of each cost that is others' work there.
+    # The part of each cost that is the work of other requests there.
     loads: list[int]
     terms: list[Terms]
-    # Places of the hits whose workers are saturated.
+    # The places, among the hits, of saturated workers.
     saturated: set[int]
 
     @property
     def skipped(self) -> set[int]:
-        """Return the places of the saturated workers that get nothing: those with at least as much load as another worker
-        that is not saturated. Without the condition, one that has just restarted got all prompts, whatever its queue."""
+        """The places of the saturated workers that get no prompt.
+
+        A saturated worker is skipped if another worker is not saturated and has at most as much load. Without this
+        condition, a restarted worker got all prompts, whatever its queue.
+        """
         saturated, loads = self.saturated, self.loads
         if not saturated or len(saturated) == len(loads):
             return set()
@@ -156,11 +162,11 @@ class Costs(msgspec.Struct, frozen=True, gc=False):
         return {i for i in saturated if loads[i] >= least}
 
     def memory_tokens(self, i: int) -> float:
-        """Return what the worker at this place costs because of its memory."""
+        """Return the part of the cost at this place that depends on the worker's memory."""
         return self.terms[i][6] - self.terms[i][7]
 
     def candidate(self, i: int, hit: Hit, pending_tokens: int) -> Candidate:
-        """Return the worker at this place, whose hit it is."""
+        """Return the worker at this place as a candidate; `hit` is its hit."""
         parts = CostTerms(*map(round, self.terms[i][2:]))
         return Candidate(hit, self.totals[i], parts.load, parts, i in self.saturated, pending_tokens)
 
@@ -182,12 +188,12 @@ def weigh(
     weights, num_tokens, pending, session = context.weights, context.num_tokens, context.pending, context.session
     loads, corrections = ({}, {}) if idle else (weights.table.loads, weights.corrections)
     slow, cpu_cost, disk_cost = weights.slowness, weights.tiers.cpu, weights.tiers.disk
-    # The relative value of the queue M/G/1 is r / (1 - r) * u * u / (2 * m) for u tokens of work in it; `delay` is the
-    # difference that a prompt makes.
+    # In M/G/1, the value of a queue with u tokens of work is r / (1 - r) * u * u / (2 * m); `delay` is the difference
+    # that a prompt makes to it.
     delay_share = DELAY_WEIGHT * context.busy / (1 - context.busy) / (2 * weights.usual_prefill_tokens)
     pressures, mean_pressure = context.writes.pressures()
     copies, key_share = context.copies, context.key_share
-    # The part of the prompt's beginning that others share and some of these workers has, or computes.
+    # The part of the prompt's beginning that other prompts share and that one of these workers holds or computes.
     shared = min(copies.depth_tokens, longest)
     if pending and shared < copies.depth_tokens:
         computed = max([pending.get(hit.worker, 0) for hit in hits])
@@ -219,13 +225,13 @@ def weigh(
             saved = slowness * (shared_copy - copies.of(reached) if reached else shared_copy)
             if relief < 0:
                 relief = _shortest_queue(hits, queues, context, shared - copies.piece_tokens)
-            # While a worker that has all of it is idle, later prompts are better off there.
+            # While a worker that has all of the shared part is idle, later prompts are better off there.
             copy = saved * relief / (relief + work)
-            # A copy is an investment: what it saves later prompts does not make them wait.
+            # A copy is an investment: work that it saves later prompts does not make them wait.
             lasting = work - saved if work > saved else 0.0
         delay = delay_share * lasting * (2 * queued + lasting)
-        # Nothing is known of the cache of a worker without events: it is as full as the others', or it would get every new
-        # prompt.
+        # The cache of a worker without events is unknown. It counts as full as the others', or the worker would get
+        # every new prompt.
         room = 0.0
         if mean_pressure:
             room = ROOM_WEIGHT * new * (mean_pressure if hit.approximate else pressures.get(worker, 0.0))
@@ -233,10 +239,10 @@ def weigh(
                 room *= key_share.price(worker)
         junction = bonus = 0.0
         if hit.full_attention > longest:
-            # What a checkpoint there would add to what the next prompt with this beginning can reuse.
+            # The tokens that a checkpoint there would add to the reuse of the next prompt with this beginning.
             junction = (hit.full_attention - longest) * JUNCTION_SHARE
         if session is not None and session.worker == worker:
-            # Without credit, or with a guess for a hit, a worker may hold anything.
+            # A worker without credit, or with a guess for a hit, may hold anything.
             known = not (context.blind or hit.reason or hit.approximate)
             bonus = min(session.tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
         costs.append(floor(work + queued + decode + delay + room - copy - junction - bonus + 0.5))
@@ -252,8 +258,9 @@ def _queues(
 ) -> tuple[list[tuple[float, float]], set[int]]:
     """Return the work that waits at each hit's worker, and the places of the saturated workers.
 
-    The work is what is queued, less the computed part of the prompt under way, and what decoding costs; both in tokens at
-    the usual speed."""
+    The work has two parts, both in tokens at the usual speed: the queued tokens, less the computed part of the prompt
+    under way, and the cost of decoding.
+    """
     weights, limit = context.weights, context.weights.saturation_tokens
     queues: list[tuple[float, float]] = []
     saturated: set[int] = set()
@@ -278,8 +285,10 @@ def _queues(
 def _shortest_queue(
     hits: Sequence[Hit], queues: Sequence[tuple[float, float]], context: ChoiceContext, beyond: int
 ) -> float:
-    """Return the least work in tokens that waits at a worker which has, or computes, more than `beyond` tokens of the
-    prompt; 0 if there is none."""
+    """Return the least work in tokens that waits at a worker with a long enough part of the prompt.
+
+    These are the workers that hold or compute more than `beyond` tokens of it; 0 if there are none.
+    """
     pending, slow = context.pending, context.weights.slowness
     return min(
         [

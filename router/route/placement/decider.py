@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision where a prompt goes, from hits, load, pending prefixes and the workers' availability.
+"""The decision which worker gets a prompt, from hits, load, pending prefixes and the workers' availability.
 
-Synchronous, no I/O, for one asyncio loop. Everything that decides is pure (`candidates.py`, `choose.py`,
-`prefill_split.py`); this joins it with the fleet and remembers what went where. Nothing is reserved here.
+Synchronous, without I/O, for one asyncio loop. The rules are pure (`candidates.py`, `choose.py`, `prefill_split.py`);
+this module applies them to the fleet and remembers which prompts went to which worker. It reserves nothing.
 """
 
 from __future__ import annotations
@@ -50,33 +50,47 @@ NOBODY: frozenset[WorkerKey] = frozenset()
 
 
 class HitSource(Protocol):
-    """The part of the core that a decision needs."""
+    """The part of the router's core that a decision needs."""
 
     def hits(self, question: Question) -> Sequence[Hit]:
-        """Return one hit for each worker of the model. Raises UnknownModel."""
+        """Return one hit for each worker of the model.
+
+        Raises:
+            UnknownModel: No worker serves the model.
+        """
         ...
 
     async def hash_ahead(self, question: Question) -> None:
-        """Hash a long prompt in turns, before `hits` is called. Raises UnknownModel."""
+        """Hash a long prompt in turns, before `hits` is called.
 
-    def url(self, worker: WorkerKey) -> str | None: ...
+        Raises:
+            UnknownModel: No worker serves the model.
+        """
+
+    def url(self, worker: WorkerKey) -> str | None:
+        """Return the URL of a worker's engine, or None if it has none or is not registered."""
+        ...
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
         """Note that the prompt is on its way to the worker."""
 
-    def hash_block_size(self, model: str) -> int: ...
+    def hash_block_size(self, model: str) -> int:
+        """Return the number of tokens of a block of the model, 1 while that is not known."""
+        ...
 
     def writes(self, model: str) -> ModelWrites:
-        """Return what was stored lately in the GPU caches of the model's workers."""
+        """Return the blocks that were stored lately in the GPU caches of the model's workers."""
         ...
 
     def state_pools(self) -> None:
-        """Take the sizes of the GPU caches that engines have stated since the last call."""
+        """Apply the sizes of GPU caches that engines have stated since the last call."""
 
     def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
-        """Return where prompts can resume in what others leave there, None while that is not known."""
+        """Return where prompts can resume in blocks that others leave there, or None while that is not known."""
 
-    def workers(self) -> Iterable[WorkerKey]: ...
+    def workers(self) -> Iterable[WorkerKey]:
+        """Return all workers of all models."""
+        ...
 
 
 class _ModelTraffic:
@@ -91,7 +105,7 @@ class _ModelTraffic:
 
 
 class Decider:
-    """The choice of the worker that takes a prompt, and of the one that computes it."""
+    """The decision which worker takes each prompt of a fleet, and which one computes it."""
 
     def __init__(
         self,
@@ -107,7 +121,12 @@ class Decider:
         """Decide for the workers of this fleet.
 
         Args:
-            unavailable: Returns why a worker takes no requests now, None if it does.
+            fleet: Source of hits and of the workers' data.
+            weights: The load and the speed of the workers.
+            config: The settings of policies and hand-overs.
+            metrics: The metrics of choices.
+            rng: Decides between equals.
+            unavailable: Returns why a worker takes no requests now, or None if it does.
             prefillers: Returns the workers of a model that only compute prompts.
         """
         self._fleet = fleet
@@ -119,7 +138,7 @@ class Decider:
         self._policy = policy(config.policy, config.temperature)
         self._rules = SplitRules(config.remote_prefill_min_tokens, config.handover_token_cost)
         self._sessions = SessionMemory()
-        # Prefixes that a worker is just computing, and prefixes on their way to a worker by a hand-over.
+        # Prefixes that a worker is computing, and prefixes on their way to a worker by a hand-over.
         self._pending = PendingPrefixes()
         self._arriving = PendingPrefixes()
         self._ahead = PromptsAhead()
@@ -129,11 +148,11 @@ class Decider:
         self._models: defaultdict[str, _ModelTraffic] = defaultdict(_ModelTraffic)
 
     def decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
-        """Choose a worker. Return the choice, and the prompt in the form with which later ones are compared.
+        """Choose a worker; return the choice, and the prompt in the form with which later prompts are compared.
 
         Args:
             ask: The request.
-            now: The time by the clock of the load.
+            now: The current time on the clock of the load.
             anyway: Whether to ignore the workers' roles.
 
         Raises:
@@ -143,56 +162,62 @@ class Decider:
         """
         question, unavailable = ask.question, self._unavailable
         everybody = self._fleet.hits(question)
-        found = candidates(everybody, question, ask.pinned, unavailable)
+        eligible = candidates(everybody, question, ask.pinned, unavailable)
         prefillers = NOBODY if anyway else self._prefillers(question.model)
-        hits, others = split_by_role(found.hits, prefillers) if prefillers else (found.hits, [])
+        hits, prefill_hits = split_by_role(eligible.hits, prefillers) if prefillers else (eligible.hits, [])
         if not hits:
-            wanted = [hit.worker for hit in found.wanted if hit.worker in prefillers]
-            raise no_worker_error(question.model, found, RETRY_AFTER_S, wanted)
+            prefill_only = [hit.worker for hit in eligible.wanted if hit.worker in prefillers]
+            raise no_worker_error(question.model, eligible, RETRY_AFTER_S, prefill_only)
         names, step_tokens = self._names(question)
         context = self._context(ask, names, step_tokens, now)
         if not prefillers:
             choice = choose(hits, context, self._rng)
             if not ask.dry_run:
-                count_losses(self._metrics, choice, everybody, found.wanted)
+                count_losses(self._metrics, choice, everybody, eligible.wanted)
         else:
             arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
-            here = (
+            decode_context = (
                 msgspec.structs.replace(context, pending=_furthest(context.pending, arriving)) if arriving else context
             )
-            choice = choose(hits, here, self._rng)
+            choice = choose(hits, decode_context, self._rng)
             if not ask.dry_run:
                 count_losses(
                     self._metrics,
                     choice,
                     split_by_role(everybody, prefillers)[0],
-                    split_by_role(found.wanted, prefillers)[0],
+                    split_by_role(eligible.wanted, prefillers)[0],
                 )
             choice = self._with_prefill(
-                ask, choice, others, context, arriving, any(hit.worker in prefillers for hit in found.wanted)
+                ask, choice, prefill_hits, context, arriving, any(hit.worker in prefillers for hit in eligible.wanted)
             )
         if context.key_share is not None and not ask.dry_run:
             self._metrics.over_share(question.model).inc()
         prompt = PromptAhead(question, names, self._fleet.hash_block_size(question.model))
-        computes = choice if choice.prefill is None else choice.prefill
-        prompt.new_tokens -= max(computes.hit.gpu, context.pending.get(computes.hit.worker, 0))
+        computing = choice if choice.prefill is None else choice.prefill
+        prompt.new_tokens -= max(computing.hit.gpu, context.pending.get(computing.hit.worker, 0))
         expected = self._expected(question, choice, prompt, now)
         return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker), expected=expected), prompt
 
     def takers(self, model: str) -> list[WorkerKey]:
-        """Return the workers that may take a prompt of this model now. Raises UnknownModel, and NoWorker with the reasons
-        if none may."""
+        """Return the workers that may take a prompt of this model now.
+
+        Raises:
+            UnknownModel: No worker serves the model.
+            NoWorker: No worker may take a prompt; the error has the reasons.
+        """
         question = Question(model, 1, block_hashes=np.empty(0, np.uint64))
-        found = candidates(self._fleet.hits(question), question, None, self._unavailable)
-        hits, others = split_by_role(found.hits, self._prefillers(model))
+        eligible = candidates(self._fleet.hits(question), question, None, self._unavailable)
+        hits, prefill_hits = split_by_role(eligible.hits, self._prefillers(model))
         if not hits:
-            raise no_worker_error(model, found, RETRY_AFTER_S, [hit.worker for hit in others])
+            raise no_worker_error(model, eligible, RETRY_AFTER_S, [hit.worker for hit in prefill_hits])
         return [hit.worker for hit in hits]
 
     def _names(self, question: Question) -> tuple[list[int], int]:
+        """Return the names of the prompt's prefixes, and the tokens between them."""
         return names_of(question, self._fleet.hash_block_size(question.model), self._pending_seed)
 
     def _context(self, ask: PlacementRequest, names: list[int], step_tokens: int, now: float) -> ChoiceContext:
+        """Return the context of a choice for the request."""
         question = ask.question
         writes, traffic = self._fleet.writes(question.model), self._models[question.model]
         return ChoiceContext(
@@ -220,16 +245,25 @@ class Decider:
         self,
         ask: PlacementRequest,
         choice: Choice,
-        others: list[Hit],
+        prefill_hits: list[Hit],
         context: ChoiceContext,
         arriving: Mapping[WorkerKey, int],
         wants_any: bool,
     ) -> Choice:
-        """Return the choice, with one of `others` to compute the prompt where that is worth it, and count the outcome."""
+        """Add a prefill worker to the choice where that is worth it, and count the outcome.
+
+        Args:
+            ask: The request.
+            choice: The choice of the worker that decodes.
+            prefill_hits: Hits of the prefill workers that take requests now.
+            context: The context of the choice.
+            arriving: Tokens of the prompt on their way to each worker by a hand-over.
+            wants_any: Whether the client left any prefill worker in.
+        """
         if not ask.may_hand_over or ask.pinned is not None:
             outcome = PrefillOutcome.REQUEST
-        elif others:
-            choice, outcome = with_prefill(choice, others, context, self._rules, self._rng, arriving=arriving)
+        elif prefill_hits:
+            choice, outcome = with_prefill(choice, prefill_hits, context, self._rules, self._rng, arriving=arriving)
         else:
             outcome = PrefillOutcome.UNAVAILABLE if wants_any else PrefillOutcome.EXCLUDED
         if not ask.dry_run:
@@ -240,58 +274,66 @@ class Decider:
         return msgspec.structs.replace(choice, prefill=msgspec.structs.replace(choice.prefill, url=url))
 
     def another_prefill(self, ask: PlacementRequest, choice: Choice, now: float) -> Choice | None:
-        """Return another worker to compute the prompt for the chosen one, None where that is worth nothing."""
+        """Return another worker to compute the prompt for the chosen one, or None if none is worth it."""
         question = ask.question
         try:
-            found = candidates(self._fleet.hits(question), question, ask.pinned, self._unavailable)
+            eligible = candidates(self._fleet.hits(question), question, ask.pinned, self._unavailable)
         except RouterError:
-            # It was all unregistered meanwhile.
+            # All workers of the model, or the pinned one, may have been removed since the choice.
             return None
-        _, others = split_by_role(found.hits, self._prefillers(question.model))
-        if not others:
+        _, prefill_hits = split_by_role(eligible.hits, self._prefillers(question.model))
+        if not prefill_hits:
             return None
         names, step_tokens = self._names(question)
         arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
         alone = msgspec.structs.replace(choice, prefill=None)
         context = self._context(ask, names, step_tokens, now)
-        found_choice, _ = with_prefill(alone, others, context, self._rules, self._rng, arriving=arriving)
-        there = found_choice.prefill
-        return there and msgspec.structs.replace(there, url=self._fleet.url(there.hit.worker))
+        combined, _ = with_prefill(alone, prefill_hits, context, self._rules, self._rng, arriving=arriving)
+        prefill = combined.prefill
+        return prefill and msgspec.structs.replace(prefill, url=self._fleet.url(prefill.hit.worker))
 
     def record_choice(
         self, ask: PlacementRequest, choice: Choice, prompt: PromptAhead, now: float, *, reserved: bool
     ) -> None:
-        """Remember that the prompt goes to the chosen worker now. reserved: whether its outcome will be reported."""
+        """Remember that a prompt goes to the chosen worker now.
+
+        Args:
+            ask: The request.
+            choice: The chosen worker.
+            prompt: The prompt, as `decide` returned it.
+            now: The current time.
+            reserved: Whether the outcome of the request will be reported.
+        """
         worker, names = choice.hit.worker, prompt.names
         ttl_s = PENDING_TTL_S if reserved else SELECTED_TTL_S
         self._fleet.sent(ask.question, worker)
         self._popular.placed(prompt)
         writes, traffic = self._fleet.writes(worker.model), self._models[worker.model]
         traffic.turns += 1
-        computes = choice if choice.prefill is None else choice.prefill
+        computing = choice if choice.prefill is None else choice.prefill
         key = ask.fair_key
-        traffic.keys.wrote(key, computes.hit.worker, prompt.new_tokens, writes.writings)
+        traffic.keys.wrote(key, computing.hit.worker, prompt.new_tokens, writes.writings)
         traffic.busy.observe(self._busy_now(worker.model, len(writes.workers)), now)
         if choice.prefill is None:
             self._pending.sent(worker, names, now + ttl_s)
         else:
-            there = choice.prefill.hit.worker
+            prefill_worker = choice.prefill.hit.worker
             traffic.keys.wrote(key, worker, ask.question.num_tokens - choice.hit.gpu, writes.writings)
-            self._fleet.sent(ask.question, there)
-            self._pending.sent(there, names, now + ttl_s)
+            self._fleet.sent(ask.question, prefill_worker)
+            self._pending.sent(prefill_worker, names, now + ttl_s)
             self._arriving.sent(worker, names, now + ttl_s)
         if choice.expected is not None:
             prompt.checkpoints = choice.expected.checkpoints
-        self._ahead.add(computes.hit.worker, prompt, now + (AHEAD_TTL_S if reserved else SELECTED_TTL_S))
+        self._ahead.add(computing.hit.worker, prompt, now + (AHEAD_TTL_S if reserved else SELECTED_TTL_S))
         if ask.session_id:
             self._sessions.record_choice(ask.session_id, worker, ask.question.num_tokens, now)
 
-    # -- what is expected beside the hit
+    # -- expected reuse beside the hit
 
     def _expected(self, question: Question, choice: Choice, prompt: PromptAhead, now: float) -> ExpectedReuse | None:
-        """Return what the chosen worker is expected to reuse, None where nothing is known beside its hit."""
+        """Return the reuse expected at the chosen worker, or None if nothing is known besides its hit."""
         hit = choice.hit
-        # A guess of a hit counts what was sent there already.
+        # An approximate hit already counts the prompts that were sent to the worker.
         if hit.approximate or question.without_cache or choice.prefill is not None:
             return None
         rule = self._fleet.resume_rule(hit.worker)
@@ -301,32 +343,32 @@ class Decider:
         return self._shares.expect(question.model, question.num_tokens, hit.disk, hit.full_attention, coming)
 
     def reused(self, choice: Choice, reused_tokens: int) -> None:
-        """Learn from what an engine reported of a placed prompt."""
+        """Learn from the reuse that an engine reported for a placed prompt."""
         if choice.expected is not None:
             self._shares.learn(choice.hit.worker.model, choice.expected, reused_tokens)
 
-    # -- what is on its way
+    # -- prompts under way
 
     def mark_pending(self, worker: WorkerKey, names: list[int], now: float) -> None:
-        """Note that a worker computes, or receives, the prompt with these beginnings from now on."""
+        """Note that a worker computes or receives the prompt with these prefixes from now on."""
         self._pending.sent(worker, names, now + PENDING_TTL_S)
         self._arriving.settle(worker, names, now)
         self._ahead.move(worker, names, now + AHEAD_TTL_S)
 
     def computed(self, worker: WorkerKey, names: list[int], now: float) -> None:
-        """Note that a worker has computed the prompt: the engine's events take over."""
+        """Note that a worker has computed the prompt: from now on the engine's events count."""
         self._pending.settle(worker, names, now + SETTLE_S)
         self._arriving.settle(worker, names, now)
         self._ahead.settle(worker, names, now + ARRIVAL_S)
 
     def failed(self, worker: WorkerKey, names: list[int], now: float) -> None:
-        """Forget a prompt that may never have come to the worker."""
+        """Forget a prompt that may never have reached the worker."""
         self._pending.settle(worker, names, now)
         self._arriving.settle(worker, names, now)
         self._ahead.settle(worker, names, now)
 
     def expire(self, now: float) -> None:
-        """Drop entries that are too old."""
+        """Drop entries that are too old, and the traffic of models and workers that are gone."""
         self._sessions.expire(now)
         self._pending.expire(now)
         self._ahead.expire(now)
@@ -339,6 +381,6 @@ class Decider:
             traffic.keys.keep(workers)
 
 
-def _furthest(some: Mapping[WorkerKey, int], others: Mapping[WorkerKey, int]) -> Mapping[WorkerKey, int]:
-    """Return the larger value of each worker."""
-    return {**some, **{worker: max(tokens, some.get(worker, 0)) for worker, tokens in others.items()}}
+def _furthest(first: Mapping[WorkerKey, int], second: Mapping[WorkerKey, int]) -> Mapping[WorkerKey, int]:
+    """Return the larger of both values for each worker."""
+    return {**first, **{worker: max(tokens, first.get(worker, 0)) for worker, tokens in second.items()}}

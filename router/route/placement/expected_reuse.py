@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reuse that is expected of a placed prompt, beside its hit, and how much of such expectations came true. Pure.
+"""The reuse that is expected of a placed prompt beside its hit, and how often such expectations come true. Pure.
 
     expected = hit + share(resumable) * (resumable - hit) + share(computed) * (computed - resumable)
 
-resumable: what the engine's rule lets the prompt reuse of the prompts ahead of it. computed: what they have in common
-with it at all. The shares are learned from answers, model by model: engines differ in how they schedule and in what
-they keep, and blocks are evicted while a prompt waits.
-Invariants: never below the hit, never above what must be computed in any case, and the hit itself where nothing is
-ahead."""
+- resumable: the tokens of the prompts ahead that the engine's rule lets this prompt reuse.
+- computed: all tokens that this prompt has in common with the prompts ahead.
+
+The shares are learned from answers for each model, because engines differ in how they schedule and in the blocks
+that they keep, and because blocks are evicted while a prompt waits.
+
+Invariants: the expectation is never below the hit and never above the tokens that can be reused at all, and it
+equals the hit if no prompt is ahead.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,16 @@ import msgspec
 
 from kvrouter.router.route.load.prompts_ahead import NOTHING, Coming
 
-# Answers that the rule itself counts for, each as large as the first one: a single odd answer does not outweigh it, and
-# a dozen do.
+# The number of answers that the prior counts for, each as large as the first one: a single odd answer does not outweigh
+# it, and a dozen do.
 PRIOR_ANSWERS = 4
-# Answers after which an older one counts a half: engines, their settings and the traffic change.
+# The number of answers after which an older one counts half: engines, their settings and the traffic change.
 HALF_LIFE_ANSWERS = 256
 _FADE = 0.5 ** (1 / HALF_LIFE_ANSWERS)
-# The rule is vLLM's own, so what it allows is reused; what it does not, is not.
+# The rule is vLLM's own, so tokens that it allows to be reused are reused, and all others are not.
 RESUMABLE_PRIOR = 1.0
 COMPUTED_PRIOR = 0.0
-# Models come from registrations; a client cannot make one.
+# Models come from registrations; clients cannot create one.
 MAX_MODELS = 1_024
 
 
@@ -35,16 +39,16 @@ class ExpectedReuse(msgspec.Struct, frozen=True, gc=False):
 
     # The expectation.
     tokens: int
-    # The exact prediction of the moment of the choice.
+    # The hit at the moment of the choice.
     hit: int
     resumable: int
     computed: int
-    # Where this prompt itself will leave windows and states, for those after it.
+    # Where this prompt itself will leave windows and states for later prompts.
     checkpoints: tuple[int, ...] = ()
 
 
 class Share:
-    """A share of tokens that came true, the latest answers first in weight."""
+    """The share of offered tokens that were reused; later answers weigh more."""
 
     __slots__ = ("_came", "_offered", "_prior")
 
@@ -54,11 +58,16 @@ class Share:
 
     @property
     def value(self) -> float:
-        """From 0 to 1, also where answers lost a part of their hit."""
+        """The share, from 0 to 1; 0 if answers lost more of their hits than they gained."""
         return max(0.0, self._came / self._offered) if self._offered else self._prior
 
     def add(self, offered_tokens: int, came_tokens: int) -> None:
-        """Count an answer of which this much was reused; below 0 where a part of the hit was evicted."""
+        """Count an answer.
+
+        Args:
+            offered_tokens: Tokens that might have been reused.
+            came_tokens: Tokens of these that were; below 0 if a part of the hit was evicted.
+        """
         if offered_tokens <= 0:
             return
         if not self._offered:
@@ -69,7 +78,7 @@ class Share:
 
 
 class ReuseShares:
-    """Both shares of each model."""
+    """Both learned shares of each model."""
 
     def __init__(self, max_models: int = MAX_MODELS) -> None:
         self._max_models = max_models
@@ -79,20 +88,20 @@ class ReuseShares:
         return len(self._shares)
 
     def expect(self, model: str, num_tokens: int, hit: int, full_attention: int, coming: Coming) -> ExpectedReuse:
-        """Return what is expected of a prompt.
+        """Return the expected reuse of a prompt.
 
         Args:
             model: The model of the prompt.
             num_tokens: Length of the prompt; its last token is computed in any case.
             hit: The chosen worker's hit.
-            full_attention: How far full attention's blocks at that worker reach.
-            coming: What the prompts ahead will have left.
+            full_attention: How far the blocks of full attention at that worker reach, in tokens.
+            coming: The parts of the prompt that the prompts ahead will have left.
         """
-        most = num_tokens - 1
+        max_tokens = num_tokens - 1
         if coming is NOTHING:
             return ExpectedReuse(hit, hit, hit, hit, (full_attention,) if full_attention > hit else ())
-        resumable = max(hit, min(coming.resumable, most))
-        computed = max(resumable, min(coming.computed, most))
+        resumable = max(hit, min(coming.resumable, max_tokens))
+        computed = max(resumable, min(coming.computed, max_tokens))
         shares = self._shares.get(model)
         usable, beyond = (RESUMABLE_PRIOR, COMPUTED_PRIOR) if shares is None else (shares[0].value, shares[1].value)
         tokens = hit + round(usable * (resumable - hit) + beyond * (computed - resumable))
@@ -102,7 +111,7 @@ class ReuseShares:
         return ExpectedReuse(tokens, hit, resumable, computed, checkpoints)
 
     def learn(self, model: str, expected: ExpectedReuse, reused_tokens: int) -> None:
-        """Count what an engine reported of a prompt."""
+        """Count the reuse that an engine reported for a prompt."""
         if expected.computed <= expected.hit:
             return
         shares = self._shares.get(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reuse that a choice gives up, counted by the reason for each lost token."""
+"""Reuse that a choice gives up, counted by reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def count_losses(metrics: PlacementMetrics, choice: Choice, everybody: Sequence[
         metrics: The counters.
         choice: The chosen worker.
         everybody: The hits of all workers.
-        wanted: The hits of those that the client did not exclude.
+        wanted: The hits of the workers that the client did not exclude.
     """
     best = max([hit.disk for hit in everybody])
     if best == 0:

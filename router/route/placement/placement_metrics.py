@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of choices, and of prompts that wait for one."""
+"""Metrics of choices, and of prompts that wait for one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from kvrouter.router.route.placement.prefill_split import PrefillOutcome
 
 # A decision takes 10 us (hashes, warm) to some ms (32 k fresh tokens to hash); Prometheus' own buckets begin at 5 ms.
 DECISION_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1, 1.0)
-# Nearly all wait for nothing; those that wait, for as long as prompts take.
+# Nearly all prompts wait not at all; the others wait as long as prompts take.
 QUEUE_BUCKETS_S = (1e-3, 1e-2, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-# Why a prompt is not placed.
+# The reasons why a prompt is not placed.
 QUEUE_REFUSALS = ("full", "deadline")
 
 
 class PlacementMetrics:
+    """The metrics of placing prompts, with those of their load in `load`."""
+
     def __init__(self, registry: MetricRegistry) -> None:
         counter = registry.counter
         self.before_page = registry.before_page

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request to be placed, and its placement: where it is decoded, and where its prompt is computed, if elsewhere."""
+"""A request to be placed, and its placement: the worker that decodes it, and the one that computes its prompt."""
 
 from __future__ import annotations
 
@@ -13,57 +13,74 @@ from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.route.placement.candidates import Pin
 from kvrouter.router.route.placement.choose import Choice
 
-# Of max_tokens: the largest number that a trace can hold. What asks for more asks for no limit.
+# The largest max_tokens, which a trace can still hold. A request with a larger value has no limit.
 MAX_LIMIT_TOKENS = 2**63 - 1
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request. question: a prompt whose tokens are not known has no block hashes and an estimated length;
-    max_tokens: the most that is generated, up to MAX_LIMIT_TOKENS, None: not known; pinned: this worker and no other, as
-    `Pin` or by its name (`w0`, `w0@1`); selection_id: the client's own; may_hand_over: whether another worker may compute
-    the prompt for the one that decodes it; dry_run: it is not sent where it is placed, so later choices must not count on
-    it; keeps_comparison: the placement's choice has the workers that were compared; key_name: of the API key that the
-    request came with."""
+    """A request to be placed."""
 
+    # The prompt. If its tokens are unknown, it has no block hashes and an estimated length.
     question: Question
     session_id: str | None = None
+    # The most tokens to generate, up to MAX_LIMIT_TOKENS; None if that is not known.
     max_tokens: int | None = None
+    # The only worker allowed, as `Pin` or by its name (`w0`, `w0@1`).
     pinned: Pin | str | None = None
+    # The client's own id for the placement.
     selection_id: str | None = None
+    # Whether another worker may compute the prompt for the one that decodes it.
     may_hand_over: bool = True
+    # Whether the request will not be sent where it is placed, so that later choices must not count on it.
     dry_run: bool = False
+    # Whether the placement's choice keeps the workers that were compared.
     keeps_comparison: bool = False
+    # Name of the API key that the request came with.
     key_name: str = ""
 
     @property
     def fair_key(self) -> str:
-        """Return the name under which this prompt's part of the memory counts: of its API key, else of its cache salt,
-        else none."""
+        """The name under which this prompt's part of the memory is counted.
+
+        It is derived from the API key, or else from the cache salt; empty without both.
+        """
         if self.key_name:
             return f"key {self.key_name}"
         salt = self.question.cache_salt
-        # A salt may be as long as a body.
+        # A salt may be as long as a body, so its hash is used.
         return f"salt {xxh3_64_hexdigest(salt.encode('utf-8', 'surrogatepass'))}" if salt else ""
 
 
 class PlacementOwner(Protocol):
-    """Receives the progress of a placement."""
+    """The receiver of a placement's progress; the methods correspond to those of `Placement`."""
 
-    def first_token(self, placement: Placement) -> None: ...
+    def first_token(self, placement: Placement) -> None:
+        """Note the first token of the answer."""
+        ...
 
-    def handed_over(self, placement: Placement) -> None: ...
+    def handed_over(self, placement: Placement) -> None:
+        """Note that the prefill worker has computed the prompt."""
+        ...
 
-    def prefill_failed(self, placement: Placement, ask: PlacementRequest | None) -> None: ...
+    def prefill_failed(self, placement: Placement, ask: PlacementRequest | None) -> None:
+        """Note that the prefill worker did not compute the prompt, and choose another one for `ask`, if given."""
+        ...
 
-    def served_by(self, placement: Placement, hit: Hit) -> None: ...
+    def served_by(self, placement: Placement, hit: Hit) -> None:
+        """Note that another worker than the chosen one serves the request."""
+        ...
 
-    def done(self, placement: Placement, output_tokens: int | None) -> None: ...
+    def done(self, placement: Placement, output_tokens: int | None) -> None:
+        """Note the end of the request; output_tokens is None if the answer's length is not known."""
+        ...
 
-    def reused(self, placement: Placement, tokens: int) -> None: ...
+    def reused(self, placement: Placement, tokens: int) -> None:
+        """Note how many tokens of the prompt the engine reused."""
+        ...
 
 
 class PrefillPart:
-    """The worker that computes a placement's prompt, and its load there."""
+    """The worker that computes a placement's prompt for another one, and the load there."""
 
     __slots__ = ("choice", "placed_s", "reservation_id", "url", "worker")
 
@@ -76,11 +93,7 @@ class PrefillPart:
 
 
 class Placement:
-    """One request's place and its load there. Ends by `done`, or by its expiry.
-
-    prefill: where the prompt is computed, as long as it is to be; prefilled_at: who did. predicted_tokens: what of the
-    prompt nobody computes again, as predicted. decode_tokens: what it holds at the worker while it is decoded. has_moved:
-    another worker than the chosen one serves it."""
+    """The place of one request and its load there. It ends by `done` or by its expiry."""
 
     __slots__ = (
         "_ends",
@@ -113,37 +126,54 @@ class Placement:
     ) -> None:
         self._ends = ends
         self.selection_id = selection_id
+        # The worker that serves the request.
         self.worker = choice.hit.worker
+        # URL of the worker that was chosen.
         self.url = choice.url
         self.choice = choice
         self.names = names
         self.num_tokens = num_tokens
+        # Tokens that it holds at the worker while it is decoded.
         self.decode_tokens = decode_tokens
+        # Whether another worker than the chosen one serves it.
         self.has_moved = False
         self.placed_s = placed_s
+        # Seconds that it waited for room before it was placed.
         self.queued_s = 0.0
+        # The worker that is computing the prompt for this one, None if there is none or it is done.
         self.prefill: PrefillPart | None = None
+        # The prefill worker that has computed the prompt.
         self.prefilled_at: WorkerKey | None = None
+        # Tokens of the prompt that no worker computes again, as predicted.
         self.predicted_tokens = choice.hit.disk
+        # Whether the first token is still to come.
         self.prefilling = True
-        # When its first token came.
+        # When the first token came.
         self.told_s: float | None = None
 
     def handed_over(self) -> None:
-        """The prefill worker has computed the prompt: its load there ends, and the decode worker is next."""
+        """End the load at the prefill worker, which has computed the prompt; the decode worker is next."""
         self._ends.handed_over(self)
 
     def prefill_failed(self, ask: PlacementRequest | None) -> None:
-        """The prefill worker did not compute it. With `ask`, `prefill` becomes another one if there is one; otherwise
-        the decode worker computes it alone."""
+        """Report that the prefill worker did not compute the prompt.
+
+        Args:
+            ask: The request, for which another prefill worker is chosen if one is worth it. With None, or without such
+                a worker, the decode worker computes the prompt itself.
+        """
         self._ends.prefill_failed(self, ask)
 
     def first_token(self) -> None:
-        """The prefill is over. Repeating it changes nothing."""
+        """Report the first token, which ends the prefill; repeating it changes nothing."""
         self._ends.first_token(self)
 
     def served_by(self, hit: Hit) -> None:
-        """Another worker than the chosen one answers: its load counts there from now on. hit: of that one."""
+        """Count the load at another worker than the chosen one from now on, because that one serves the request.
+
+        Args:
+            hit: The hit of the worker that serves it.
+        """
         self._ends.served_by(self, hit)
 
     @property
@@ -154,9 +184,9 @@ class Placement:
         return max(self.predicted_tokens, self.choice.expected_tokens)
 
     def reused(self, tokens: int) -> None:
-        """Report what the engine says that it reused of the prompt."""
+        """Report how many tokens of the prompt the engine says it reused."""
         self._ends.reused(self, tokens)
 
     def done(self, output_tokens: int | None = None) -> None:
-        """The request is over, successful or not. Repeating it changes nothing."""
+        """End the request, successful or not; repeating it changes nothing."""
         self._ends.done(self, output_tokens)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places prompts: chooses the worker, and counts the load there from that moment until it ends.
+"""The placement of prompts: chooses the worker, and counts the load there from then until the request ends.
 
-Belongs to one asyncio loop; `choose` and `reserve` are synchronous and do no I/O. Where a prompt goes is
-`decider.py`'s, who waits while all are saturated `admission_queue.py`'s, what is under way `reservations.py`'s; this
-joins them, and shares the load with the other processes.
+Belongs to one asyncio loop; `choose` and `reserve` are synchronous and do no I/O. `decider.py` decides which worker
+gets a prompt, `admission_queue.py` holds prompts while all workers are saturated, and `reservations.py` tracks requests
+under way. This module joins them, and shares the load with the other processes.
 """
 
 from __future__ import annotations
@@ -33,24 +33,28 @@ from kvrouter.router.route.placement.placement_request import Placement, Placeme
 from kvrouter.router.route.placement.reservations import Reservations
 from kvrouter.router.route.placement.selections import SELECTION_TTL_S, Selected, Selections
 
-# Models whose problems one answer names.
+# The number of models whose problems one error names.
 MODELS_SHOWN = 8
 # The longest Retry-After that is derived from the queue.
 RETRY_AFTER_MAX_S = 30.0
 
 
 class WorkerLoadView(msgspec.Struct, frozen=True):
-    """One worker as `GET /loads` shows it. rates in tokens/s, None: not measured yet."""
+    """One worker as `GET /loads` shows it."""
 
     worker: WorkerKey
     burden: WorkerBacklog
     engine: Correction | None
+    # Tokens a second; None if not measured yet.
     prefill_rate: float | None
     decode_rate: float | None
 
 
 class Placer:
-    """Places prompts. `start` shares the load with other processes; without it, this process works alone."""
+    """The placement of all prompts of a process.
+
+    It shares its load with other processes from `start` on; without servers, this process works alone.
+    """
 
     def __init__(
         self,
@@ -69,9 +73,23 @@ class Placer:
         process: str = "",
         supervisor: TaskSupervisor | None = None,
     ) -> None:
-        """unavailable: why a worker takes no requests now, None if it does. prefillers: a model's workers that only
-        compute prompts. record: keeps each decision, with its comparison. noticed: see LoadShare. servers, process:
-        where and under which name load is shared."""
+        """Place prompts on the workers of this fleet.
+
+        Args:
+            fleet: Source of hits and of the workers' data.
+            config: The settings.
+            metrics: The metrics of placements.
+            clock: Returns the current time.
+            rng: Decides between equals.
+            new_id: Returns an id for a selection.
+            unavailable: Returns why a worker takes no requests now, or None if it does.
+            prefillers: Returns the workers of a model that only compute prompts.
+            record: Keeps a decision: the selection's id, the request, and the choice with its comparison.
+            noticed: Called with each notice that another process sent.
+            servers: The Redis servers through which load is shared, or None.
+            process: The name of this process among those that share load.
+            supervisor: Runs the tasks; None for a new one.
+        """
         self._fleet = fleet
         self._metrics = metrics
         self._clock = clock
@@ -109,34 +127,49 @@ class Placer:
             )
 
     def start(self) -> None:
+        """Start sharing the load, and placing the prompts that wait."""
         if self._share is not None:
             self._share.start()
         self._line.start()
 
     async def stop(self) -> None:
+        """Stop all tasks."""
         await self._line.stop()
         if self._share is not None:
             await self._share.stop()
 
     def takers(self, models: Iterable[str]) -> list[WorkerKey]:
-        """The workers that would take a prompt of any of these models now. Raises NoWorker if there are none."""
-        found: list[WorkerKey] = []
+        """Return the workers that would take a prompt of any of these models now.
+
+        Raises:
+            NoWorker: There are none.
+        """
+        workers: list[WorkerKey] = []
         problems = []
         for model in models:
             try:
-                found += self._decider.takers(model)
+                workers += self._decider.takers(model)
             except (NoWorker, UnknownModel) as error:
                 problems.append(error.message)
-        if not found:
+        if not workers:
             raise NoWorker("; ".join(problems[:MODELS_SHOWN]) or "no worker is registered")
-        return found
+        return workers
 
     def choose(self, ask: PlacementRequest, selection_id: str | None = None) -> Choice:
-        """The worker for this prompt; nothing is reserved. Raises UnknownModel, UnknownWorker, NoWorker.
+        """Return the choice of a worker for a prompt, without a reservation.
 
-        selection_id: under which it can be claimed later. A dry run is neither kept nor counted.
+        If all workers are saturated, the cheapest is chosen, and the choice's reason says so. A dry run is neither kept
+        nor counted.
 
-        If all are saturated, the cheapest is chosen, and its reason says so."""
+        Args:
+            ask: The request.
+            selection_id: The id under which the choice can be reserved later with `claim`; None if it cannot.
+
+        Raises:
+            UnknownModel: No worker serves the model.
+            UnknownWorker: The request names a worker that does not exist.
+            NoWorker: No worker may take the prompt now.
+        """
         now = self._clock()
         choice, prompt = self._decide(ask, now)
         if ask.dry_run:
@@ -145,18 +178,27 @@ class Placer:
             self._record(selection_id, ask, choice)
         self._decider.record_choice(ask, choice, prompt, now, reserved=False)
         if selection_id is not None:
-            kept = choice.alone()
+            kept_choice = choice.alone()
             model, num_tokens, until_s = ask.question.model, ask.question.num_tokens, now + SELECTION_TTL_S
-            selected = Selected(model, kept, prompt.names, num_tokens, ask.max_tokens, until_s)
+            selected = Selected(model, kept_choice, prompt.names, num_tokens, ask.max_tokens, until_s)
             self._selections.keep(selection_id, selected)
         return choice
 
     def reserve(self, ask: PlacementRequest, *, anyway: bool = False, prefill_tokens: int | None = None) -> Placement:
-        """Chooses, and counts the load there from now on. Raises what `choose` raises, Saturated, and Conflict for an
-        id in use.
+        """Choose a worker for a prompt, and count the load there from now on.
 
-        anyway: ignore saturation and roles, because the client has decided already. prefill_tokens: what the client
-        says is to be computed."""
+        Args:
+            ask: The request.
+            anyway: Whether to ignore saturation and roles, because the client has already decided.
+            prefill_tokens: The tokens to compute according to the client, or None.
+
+        Raises:
+            UnknownModel: No worker serves the model.
+            UnknownWorker: The request names a worker that does not exist.
+            NoWorker: No worker may take the prompt now.
+            Saturated: All workers that may take the prompt are saturated.
+            Conflict: The id is in use.
+        """
         now = self._clock()
         if ask.dry_run:
             # A reservation is a request, never a dry run.
@@ -171,21 +213,29 @@ class Placer:
         if prefill_tokens is not None:
             choice = msgspec.structs.replace(choice, prefill_tokens=prefill_tokens)
         selection_id = ask.selection_id or self.new_id()
-        kept = choice if ask.question.explain or ask.keeps_comparison else choice.alone()
+        kept_choice = choice if ask.question.explain or ask.keeps_comparison else choice.alone()
         placement = self._reservations.book(
-            selection_id, kept, prompt.names, ask.question.num_tokens, ask.max_tokens, now
+            selection_id, kept_choice, prompt.names, ask.question.num_tokens, ask.max_tokens, now
         )
         self._record(selection_id, ask, choice)
         self._decider.record_choice(ask, choice, prompt, now, reserved=True)
         return placement
 
     def claim(self, selection_id: str, model: str | None) -> Placement:
-        """Counts the load of what `choose` chose under this id from now on, once. Raises UnknownSelection, and Conflict
-        for an id in use."""
+        """Reserve the worker that `choose` chose under this id; this works once.
+
+        Args:
+            selection_id: The id of the selection.
+            model: The model that the selection must be for, or None for any.
+
+        Raises:
+            UnknownSelection: There is no such selection.
+            Conflict: The id is in use.
+        """
         now = self._clock()
         selected = self._selections.find(selection_id, now)
-        gone = selected is None or selected.choice.hit.worker not in self._fleet.workers()
-        if selected is None or gone or model not in (None, selected.model):
+        worker_gone = selected is None or selected.choice.hit.worker not in self._fleet.workers()
+        if selected is None or worker_gone or model not in (None, selected.model):
             raise UnknownSelection(
                 f"no selection {printable(selection_id)!r} to reserve: it was already reserved, has expired, was never made at "
                 "this process, or its worker is gone; send worker_id and the prompt, or use /select_and_reserve"
@@ -198,36 +248,62 @@ class Placer:
         return placement
 
     async def place(self, ask: PlacementRequest) -> Placement:
-        """As `reserve`, and waits in line while all are saturated. Raises QueueFull, and Saturated when its time is
-        over."""
+        """Choose and reserve as `reserve` does, but wait in line while all workers are saturated.
+
+        All errors of `reserve` but Saturated are raised as soon as they occur.
+
+        Raises:
+            QueueFull: Too many prompts wait already.
+            Saturated: No worker had room before the deadline.
+        """
         if ask.question.is_long:
             await self._fleet.hash_ahead(ask.question)
         return await self._line.place(ask)
 
     def _decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
+        """Decide, and measure how long that took unless it is a dry run."""
         choice, prompt = self._decider.decide(ask, now, anyway=anyway)
         if not ask.dry_run:
             self._metrics.choice_seconds.observe(self._clock() - now)
         return choice, prompt
 
     def _retry_after_s(self, worker: WorkerKey) -> float:
-        """Until the worker has done half of what is queued there, as far as its speed is known."""
+        """Return the seconds after which a client should try again.
+
+        By then the worker has done half of its queue, as far as its speed is known.
+        """
         drain_s = self.weights.drain_s(worker, self.weights.burden(worker).queued_tokens // 2)
         return RETRY_AFTER_S if drain_s is None else min(max(drain_s, RETRY_AFTER_S), RETRY_AFTER_MAX_S)
 
     async def prefill_complete(self, selection_id: str) -> None:
-        """The prefill of a reservation of any process is over. Raises UnknownSelection, StoreDown."""
+        """End the prefill of a reservation of any process.
+
+        Raises:
+            UnknownSelection: No process has the reservation.
+            StoreDown: Its process could not be determined.
+        """
         await self._end(selection_id, PREFILL_COMPLETE)
 
     async def release(self, selection_id: str) -> None:
-        """A reservation of any process is over. Raises UnknownSelection, StoreDown."""
+        """End a reservation of any process.
+
+        Raises:
+            UnknownSelection: No process has the reservation.
+            StoreDown: Its process could not be determined.
+        """
         await self._end(selection_id, RELEASE)
 
     def end_here(self, selection_id: str, how: str) -> bool:
-        """`prefill_complete` or `release` of a reservation of this process; False where it has none of this id."""
+        """End a reservation of this process, and return False if it has none of this id.
+
+        Args:
+            selection_id: The id of the reservation.
+            how: RELEASE, or PREFILL_COMPLETE to end its prefill alone.
+        """
         return self._reservations.end(selection_id, how)
 
     async def _end(self, selection_id: str, how: str) -> None:
+        """End a reservation or its prefill, in this process or elsewhere."""
         if self.end_here(selection_id, how):
             return
         if self._share is None or not await self._share.end_elsewhere(selection_id, how):
@@ -236,7 +312,7 @@ class Placer:
             )
 
     def engine_said(self, worker: WorkerKey, said: EngineLoad) -> None:
-        """An engine reported its load to this process."""
+        """Apply the load that an engine reported to this process."""
         ended = self.weights.engine_said(worker, said, self._clock())
         self._metrics.load.voided.inc(ended)
         if self._share is not None:
@@ -244,57 +320,60 @@ class Placer:
         self._freed()
 
     def send_notice(self, notice: bytes) -> None:
-        """See `LoadShare.send_notice`."""
+        """Send a notice to the other processes; it may be dropped."""
         if self._share is not None:
             self._share.send_notice(notice)
 
     def burdens(self) -> list[WorkerLoadView]:
-        """All workers, as `GET /loads` shows them."""
-        found = []
+        """Return all workers as `GET /loads` shows them, in order."""
+        views = []
         for worker in sorted(self._fleet.workers()):
-            rates = self.weights.rates.get(worker)
-            found.append(
+            speed = self.weights.rates.get(worker)
+            views.append(
                 WorkerLoadView(
                     worker,
                     self.weights.burden(worker),
                     self.weights.corrections.get(worker),
-                    rates.prefill_rate if rates is not None else None,
-                    rates.decode_rate if rates is not None else None,
+                    speed.prefill_rate if speed is not None else None,
+                    speed.decode_rate if speed is not None else None,
                 )
             )
-        return found
+        return views
 
     def decode_tokens(self, worker: WorkerKey) -> int:
-        """What the worker holds for the answers that it decodes."""
+        """Return the tokens that a worker holds for the requests that it decodes."""
         return self.weights.burden(worker).decode_tokens
 
     def hash_block_size(self, model: str) -> int:
-        """Tokens of a block of the model, 1 while that is not known."""
+        """Return the number of tokens of a block of the model, 1 while that is not known."""
         return self._fleet.hash_block_size(model)
 
     def now(self) -> float:
+        """Return the current time on the clock of the load."""
         return self._clock()
 
     def waiting(self, model: str) -> tuple[int, int]:
-        """Prompts in line for a model, and their tokens."""
+        """Return how many prompts wait for a model, and the sum of their tokens."""
         return self._line.of(model)
 
     def health(self) -> list[str]:
-        """Problems of the load."""
+        """Return the problems of sharing load, for `/health`."""
         if self._share is None or self._share.problem is None:
             return []
         return [f"the load of other routers is not known ({self._share.problem}): each counts its own alone"]
 
     def _touched(self) -> None:
+        """Have changes of the load published soon."""
         if self._share is not None:
             self._share.touched()
 
     def _freed(self) -> None:
+        """Have changes of the load published, and the waiting prompts tried."""
         self._touched()
         self._line.look_soon()
 
     def tick(self) -> None:
-        """Periodic work: old entries expire."""
+        """Drop old entries, and compare the workers' speeds; called periodically."""
         now = self._clock()
         workers = list(self._fleet.workers())
         self._reservations.expire(now)
@@ -307,6 +386,7 @@ class Placer:
         self._touched()
 
     def _measure(self) -> None:
+        """Update the gauges of the load."""
         metrics = self._metrics.load
         metrics.known.set(0 if self._share is not None and self._share.problem is not None else 1)
         metrics.routers.set(1 + self.weights.table.others)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a worker is picked from those that may take a prompt. Pure; chance is passed in.
+"""The policies by which a worker is picked from those that may take a prompt. Pure; the generator is passed in.
 
-`kv` is the router's own: the least cost. The others are what else is done, to compare with; they see the same workers,
-and the load is counted under all of them.
+`kv`, the least cost, is the router's own policy. The others exist for comparison; they see the same workers, and load
+is counted under all of them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ KV = "kv"
 
 
 class PolicyInput(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Who may take a prompt; the lists go together. turn: how many prompts of this model were placed before."""
+    """The workers that may take a prompt. The lists have one entry for each worker, in the same order."""
 
     hits: Sequence[Hit]
     costs: Sequence[int]
     loads: Sequence[int]
     num_tokens: int
+    # How many prompts of this model were placed before.
     turn: int
 
 
+# Returns the place of the picked worker in the lists of its input.
 Pick: TypeAlias = Callable[[PolicyInput, Random], int]
 
 
 def least_cost(contest: PolicyInput, rng: Random) -> int:
-    """Among equal costs the nearer tier wins, then chance."""
+    """Pick a worker of the lowest cost; among equals those with the nearest tiers win, then one at random."""
     least = min(contest.costs)
     if contest.costs.count(least) == 1:
         return contest.costs.index(least)
@@ -44,8 +46,10 @@ def least_cost(contest: PolicyInput, rng: Random) -> int:
 
 
 def softened(temperature: float) -> Pick:
-    """`least_cost` with sampling: a cost that is higher by temperature * the prompt's length is chosen e times less
-    often."""
+    """Return a policy that samples by cost.
+
+    A worker whose cost is higher by `temperature` times the prompt's length is picked e times less often.
+    """
 
     def pick(contest: PolicyInput, rng: Random) -> int:
         least = min(contest.costs)
@@ -57,26 +61,31 @@ def softened(temperature: float) -> Pick:
 
 
 def round_robin(contest: PolicyInput, rng: Random) -> int:
+    """Pick each worker in turn, in the order of their keys."""
     order = sorted(range(len(contest.hits)), key=lambda i: contest.hits[i].worker)
     return order[contest.turn % len(order)]
 
 
 def at_random(contest: PolicyInput, rng: Random) -> int:
+    """Pick any worker with the same probability."""
     return rng.randrange(len(contest.hits))
 
 
 def least_load(contest: PolicyInput, rng: Random) -> int:
+    """Pick one of the least loaded workers, whatever they hold of the prompt."""
     return _best([-load for load in contest.loads], rng)
 
 
 def prefix_only(contest: PolicyInput, rng: Random) -> int:
-    """The longest hit, whatever is queued there."""
+    """Pick one of the workers with the longest hit, whatever is queued there."""
     return _best([(hit.disk, hit.cpu, hit.gpu) for hit in contest.hits], rng)
 
 
 def full_attention_only(contest: PolicyInput, rng: Random) -> int:
-    """The longest run of full attention's blocks, which is what a router sees that knows no other group, and the
-    load."""
+    """Pick a worker by its load and its run of full-attention blocks alone.
+
+    This is all that a router sees that does not know any other group.
+    """
     return _best(
         [
             -(contest.num_tokens - hit.full_attention + load)
@@ -87,6 +96,7 @@ def full_attention_only(contest: PolicyInput, rng: Random) -> int:
 
 
 def _best(keys: Sequence[object], rng: Random) -> int:
+    """Return the place of one of the largest keys."""
     best = max(keys)  # type: ignore[type-var]
     return rng.choice([i for i, key in enumerate(keys) if key == best])
 
@@ -101,10 +111,11 @@ OTHERS: dict[str, Pick] = {
 
 
 class Policy(NamedTuple):
-    """A way to pick. softened: it samples beyond ties."""
+    """A named way to pick a worker."""
 
     name: str
     pick: Pick
+    # Whether it samples even where costs differ.
     softened: bool = False
 
 
@@ -112,7 +123,7 @@ LEAST_COST = Policy(KV, least_cost)
 
 
 def policy(name: str, temperature: float = 0.0) -> Policy:
-    """The policy of this name, one of NAMES; temperature softens `kv` alone."""
+    """Return the policy of this name, KV or a key of OTHERS; a temperature above 0 softens KV alone."""
     if name != KV:
         return Policy(name, OTHERS[name])
     return Policy(KV, softened(temperature), softened=True) if temperature > 0 else LEAST_COST

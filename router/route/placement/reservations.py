@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process has placed and what is still under way: its load, from the choice until it ends, and what each end
-teaches of a worker's speed.
+"""The placements of this process that are under way: their load, and the speeds learned when they end.
 
-Belongs to one asyncio loop; synchronous, no I/O.
+Belongs to one asyncio loop; synchronous, without I/O.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from kvrouter.router.route.placement.choose import Choice
 from kvrouter.router.route.placement.decider import Decider
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest, PrefillPart
 
-# Of an answer whose length is not known: half of it is there on average while it is decoded.
+# The assumed length of an answer of unknown length; on average half of it is held while it is decoded.
 USUAL_OUTPUT_TOKENS = 512
 LIVE = StreamState.LIVE.value
-# A reservation's part at the prefill worker; no client's id has a slash.
+# The suffix of a reservation's id for its load at the prefill worker; no client's id has a slash.
 PREFILL_PART = "/prefill"
 
 
 class Reservations:
-    """The owner of the placements. changed: called when load came; freed: when some went."""
+    """The owner of the placements."""
 
     def __init__(
         self,
@@ -45,13 +44,16 @@ class Reservations:
         self._decider = decider
         self._metrics = metrics
         self._clock = clock
+        # Called when load was added.
         self._changed = changed
+        # Called when load went away.
         self._freed = freed
         self._placements: dict[str, Placement] = {}
 
     def book(
         self, selection_id: str, choice: Choice, names: list[int], num_tokens: int, max_tokens: int | None, now: float
     ) -> Placement:
+        """Count the load of a choice from now on, and return its placement."""
         output_tokens = min(max_tokens if max_tokens is not None else USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS)
         decode_tokens = num_tokens + output_tokens // 2
         placement = Placement(self, selection_id, choice, names, num_tokens, decode_tokens, now)
@@ -64,18 +66,20 @@ class Reservations:
         return placement
 
     def _count(self, reservation_id: str, choice: Choice, decode_tokens: int, now: float) -> None:
+        """Reserve load at the chosen worker, and forget the placements dropped for it."""
         dropped = self._table.reserve(reservation_id, choice.hit.worker, choice.prefill_tokens, decode_tokens, now)
         self._forget(dropped, "no_room")
         self._metrics.reservations.inc()
 
-    def _begin_prefill(self, placement: Placement, there: Choice, now: float) -> None:
-        part = placement.prefill = PrefillPart(placement.selection_id + PREFILL_PART, there, now)
-        placement.predicted_tokens = there.hit.disk
-        # It holds the prompt until it is fetched; nothing is decoded there.
-        self._count(part.reservation_id, there, 0, now)
+    def _begin_prefill(self, placement: Placement, prefill: Choice, now: float) -> None:
+        """Count the prompt's load at the prefill worker."""
+        part = placement.prefill = PrefillPart(placement.selection_id + PREFILL_PART, prefill, now)
+        placement.predicted_tokens = prefill.hit.disk
+        # The prefill worker holds the prompt until it is fetched, and decodes nothing.
+        self._count(part.reservation_id, prefill, 0, now)
 
     def handed_over(self, placement: Placement) -> None:
-        """See `Placement.handed_over`."""
+        """Move a placement from its prefill worker, which has computed the prompt, to the decode worker."""
         part = placement.prefill
         if part is None:
             return
@@ -84,23 +88,28 @@ class Reservations:
         self._decider.computed(part.worker, placement.names, now)
         self._learn(part.choice, placement.num_tokens, now - part.placed_s)
         self._end_prefill(placement, now)
-        # From now on it is the decode worker's; until now its engine may have said that it is idle.
+        # The request reaches the decode worker only now; its engine may have reported before that it is idle.
         self._table.renew(placement.selection_id, now)
         self._decider.mark_pending(placement.worker, placement.names, now)
         self._freed()
 
     def prefill_failed(self, placement: Placement, ask: PlacementRequest | None) -> None:
-        """See `Placement.prefill_failed`."""
+        """Choose another prefill worker, or have the decode worker compute the prompt.
+
+        Args:
+            placement: The placement whose prefill worker did not compute the prompt.
+            ask: The request, or None to choose no other prefill worker.
+        """
         part = placement.prefill
         if part is None:
             return
         now = self._clock()
         self._decider.failed(part.worker, placement.names, now)
         self._end_prefill(placement, now)
-        there = None if ask is None else self._decider.another_prefill(ask, placement.choice, now)
-        if there is not None:
-            self._decider.mark_pending(there.hit.worker, placement.names, now)
-            self._begin_prefill(placement, there, now)
+        prefill = None if ask is None else self._decider.another_prefill(ask, placement.choice, now)
+        if prefill is not None:
+            self._decider.mark_pending(prefill.hit.worker, placement.names, now)
+            self._begin_prefill(placement, prefill, now)
         else:
             placement.predicted_tokens = placement.choice.hit.disk
             self._table.renew(placement.selection_id, now, prefill_tokens=placement.choice.alone_tokens)
@@ -108,19 +117,20 @@ class Reservations:
         self._freed()
 
     def _end_prefill(self, placement: Placement, now: float) -> None:
+        """End the load at the prefill worker, if there is one."""
         part, placement.prefill = placement.prefill, None
         if part is not None and self._table.release(part.reservation_id, now):
             self._metrics.ended["released"].inc()
 
     def first_token(self, placement: Placement) -> None:
-        """See `Placement.first_token`."""
+        """End a placement's prefill, and learn how long it took; repeating it changes nothing."""
         if not placement.prefilling:
             return
         placement.prefilling = False
         now = placement.told_s = self._clock()
         self._computed(placement)
         if (part := placement.prefill) is not None:
-            # The client of both did not report the end of the first one.
+            # The client that sent both requests did not report the end of the prefill.
             placement.prefilled_at = part.worker
             self._decider.computed(part.worker, placement.names, now)
             self._decider.mark_pending(placement.worker, placement.names, now)
@@ -132,7 +142,7 @@ class Reservations:
         self._freed()
 
     def served_by(self, placement: Placement, hit: Hit) -> None:
-        """See `Placement.served_by`."""
+        """Move a placement's load to the worker that serves it in place of the chosen one."""
         if placement.selection_id not in self._placements or hit.worker == placement.worker:
             return
         now = self._clock()
@@ -150,16 +160,21 @@ class Reservations:
         self._freed()
 
     def done(self, placement: Placement, output_tokens: int | None) -> None:
-        """See `Placement.done`."""
+        """End a placement; repeating it changes nothing.
+
+        Args:
+            placement: The placement.
+            output_tokens: Length of the answer, or None if it is not known.
+        """
         if self._placements.pop(placement.selection_id, None) is None:
             return
         now = self._clock()
         self._table.release(placement.selection_id, now)
         if placement.prefilling:
             if output_tokens is not None:
-                # An answer in one piece.
+                # The answer came in one piece, so its first token was never reported.
                 self._computed(placement)
-            # It may never have come to computing the prefix.
+            # The worker may never have begun to compute the prompt.
             placement.prefilling = False
             self._decider.failed(placement.worker, placement.names, now)
             if placement.prefill is not None:
@@ -171,24 +186,32 @@ class Reservations:
         self._freed()
 
     def reused(self, placement: Placement, tokens: int) -> None:
-        """See `Placement.reused`."""
+        """Learn from the reuse that the engine reported, if the prompt was computed where it was placed."""
         if not placement.has_moved and placement.prefilled_at is None:
             self._decider.reused(placement.choice, tokens)
 
     def _computed(self, placement: Placement) -> None:
-        """Somebody computed its prompt."""
+        """Count the prompt's length at the worker that computed it."""
         self._weights.prompts.add(placement.prefilled_at or placement.worker, placement.num_tokens)
 
     def _learn(self, choice: Choice, num_tokens: int, seconds: float) -> None:
-        """How long a worker took for a prompt of this many tokens, from its request to its first token."""
+        """Learn how long a worker took for a prompt, from its request to its first token.
+
+        Args:
+            choice: The choice of the worker.
+            num_tokens: Length of the prompt.
+            seconds: The time that the worker took.
+        """
         hit = choice.hit
-        # Where siblings were being computed, or a disk was read, the time is not that of the prompt's own tokens.
+        # If similar prompts were being computed there, or a disk was read, the time is not that of the prompt's own
+        # tokens.
         if hit.state != LIVE or hit.approximate or hit.disk > hit.cpu or choice.prefill_tokens < num_tokens - hit.disk:
             return
-        rates = self._weights.rates_of(hit.worker)
-        rates.first_token(num_tokens - hit.disk, hit.cpu - hit.gpu, choice.queued_tokens, seconds)
+        speed = self._weights.rates_of(hit.worker)
+        speed.first_token(num_tokens - hit.disk, hit.cpu - hit.gpu, choice.queued_tokens, seconds)
 
     def end(self, selection_id: str, how: str) -> bool:
+        """End a reservation or, for PREFILL_COMPLETE, its prefill; return False if this process has none of this id."""
         placement = self._placements.get(selection_id)
         if placement is None:
             return False
@@ -199,6 +222,7 @@ class Reservations:
         return True
 
     def _forget(self, reservation_ids: Iterable[str], how: str) -> None:
+        """Forget reservations that the table has dropped, and count why."""
         for reservation_id in reservation_ids:
             placement = self._placements.pop(reservation_id, None)
             if placement is not None:
@@ -206,5 +230,5 @@ class Reservations:
             self._metrics.ended[how].inc()
 
     def expire(self, now: float) -> None:
-        """End what is too old."""
+        """End the reservations that are too old."""
         self._forget(self._table.expire(now), "expired")

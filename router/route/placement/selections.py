@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was chosen and not reserved: a client that got a `/select` may book just that later, by its id alone. Pure.
+"""Choices without a reservation: after a `/select`, the client may reserve that worker by the id alone. Pure.
 
-Of one process: another one behind the same port does not know of it."""
+They belong to one process: another process behind the same port does not know them.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +11,19 @@ from typing import NamedTuple
 
 from kvrouter.router.route.placement.choose import Choice
 
-# Between the choice and its booking a client asks nobody else; a minute covers one that waits for something of its own.
+# How long a selection can be reserved. Clients reserve right after the choice; a minute also covers one that waits for
+# something else first.
 SELECTION_TTL_S = 60.0
 # Some 2 kB each.
 MAX_SELECTIONS = 4_096
 
 
 class Selected(NamedTuple):
-    """names: of the prompt's beginnings, as `load/pending.py` has them."""
+    """A choice that can be reserved by its id."""
 
     model: str
     choice: Choice
+    # Names of the prompt's prefixes, as in `pending_prefixes.py`.
     names: list[int]
     num_tokens: int
     max_tokens: int | None
@@ -28,7 +31,7 @@ class Selected(NamedTuple):
 
 
 class Selections:
-    """By id, the oldest first."""
+    """Selections by id, the oldest first."""
 
     def __init__(self, max_selections: int = MAX_SELECTIONS) -> None:
         self._max = max_selections
@@ -38,20 +41,23 @@ class Selections:
         return len(self._kept)
 
     def keep(self, selection_id: str, selected: Selected) -> None:
-        """A later one of the same id takes its place."""
+        """Remember a selection; it replaces an earlier one of the same id."""
         self._kept[selection_id] = selected
         self._kept.move_to_end(selection_id)
         while len(self._kept) > self._max:
             self._kept.popitem(last=False)
 
     def find(self, selection_id: str, now: float) -> Selected | None:
+        """Return the selection, or None if it is unknown or expired."""
         selected = self._kept.get(selection_id)
         return selected if selected is not None and selected.expiry_s > now else None
 
     def drop(self, selection_id: str) -> None:
+        """Forget a selection, if it is known."""
         self._kept.pop(selection_id, None)
 
     def expire(self, now: float) -> None:
+        """Drop expired selections."""
         while self._kept:
             selection_id, selected = next(iter(self._kept.items()))
             if selected.expiry_s > now:

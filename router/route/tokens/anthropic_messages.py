@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A message of Anthropic's API as the chat that vLLM makes of it. Pure.
+"""A message of Anthropic's API in the form of the chat that vLLM makes of it. Pure.
 
-Source: vLLM 0.19.1 to 0.33.0 entrypoints/anthropic/serving.py (to_chat_completion_request). What these do not all read
-alike, and what depends on more than the request, is left to the engine's render endpoint. That an engine reads a
-message so is verified by probes (`engine/probes.py`).
+Source: vLLM 0.19.1 to 0.33.0 entrypoints/anthropic/serving.py (to_chat_completion_request). Anything that these
+versions do not all read alike, or that depends on more than the request, is left to the engine's render endpoint.
+Probes verify that an engine reads messages in this way (`engine/probes.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from kvrouter.router.route.tokens.message_blocks import TOOL_RESULT, TOOL_USE, i
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_request import TokenRequest
 
-# Claude Code's attribution, which differs with each request; vLLM leaves such a block of a system prompt out.
+# Claude Code's attribution, which differs in each request; vLLM leaves such a block out of a system prompt.
 BILLING = "x-anthropic-billing-header"
 TEXT, THINKING, REDACTED = "text", "thinking", "redacted_thinking"
 
 
 def as_chat(asked: TokenRequest, *, merges_system: bool) -> TokenRequest:
-    """The chat. merges_system: the engine puts system messages among the others in front, as its template takes none
-    elsewhere. Raises TokensUnknown where only the engine can say."""
+    """Return the chat that an engine makes of a message.
+
+    With `merges_system`, later system messages move to the front, because the engine's template accepts none elsewhere.
+
+    Raises:
+        TokensUnknown: Only the engine can read the message.
+    """
     effort = asked.value("output_config")
     if isinstance(effort, dict) and effort.get("effort") is not None:
         raise _left("output_config.effort")
@@ -53,6 +58,7 @@ def as_chat(asked: TokenRequest, *, merges_system: bool) -> TokenRequest:
 
 
 def _system(system: Any) -> list[str]:
+    """Return the texts of the system prompt."""
     if system is None or isinstance(system, str):
         return [system] if system else []
     if not isinstance(system, list):
@@ -64,6 +70,7 @@ def _system(system: Any) -> list[str]:
 
 
 def _system_text(content: Any) -> str:
+    """Return the text of a system message among the others."""
     if isinstance(content, str):
         return "" if content.startswith(BILLING) else content
     if not isinstance(content, list):
@@ -72,6 +79,7 @@ def _system_text(content: Any) -> str:
 
 
 def _system_texts(blocks: list[Any]) -> list[str]:
+    """Return the texts of a system prompt's blocks, without empty ones and the attribution."""
     texts = [_text_of(block) for block in blocks]
     return [text for text in texts if text and not text.startswith(BILLING)]
 
@@ -83,7 +91,7 @@ def _text_of(block: Any) -> str:
 
 
 def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of the chat: those with results of tools, and then the message itself."""
+    """Return the chat's messages for one message: those with results of tools, then the message itself."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise _left(f"the role {role!r}")
@@ -108,35 +116,43 @@ def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
             results.append(_result(block))
         elif kind != REDACTED:
             raise _left(f"a block of the type {kind!r}")
-    own: dict[str, Any] = {"role": role}
+    own_message: dict[str, Any] = {"role": role}
     if thoughts:
-        own["reasoning"] = "".join(thoughts)
+        own_message["reasoning"] = "".join(thoughts)
     if calls:
-        own["tool_calls"] = calls
+        own_message["tool_calls"] = calls
     if parts:
-        own["content"] = parts[0]["text"] if len(parts) == 1 else parts
-    return results if role == "user" and not parts else [*results, own]
+        own_message["content"] = parts[0]["text"] if len(parts) == 1 else parts
+    return results if role == "user" and not parts else [*results, own_message]
 
 
 def _call(block: dict[str, Any]) -> dict[str, Any]:
-    name, given, arguments = block.get("id"), block.get("name"), block.get("input")
-    if not name or not isinstance(name, str) or not isinstance(given, str) or not isinstance(arguments, dict | None):
+    """Return a tool_use block as a tool call of a chat."""
+    call_id, name, arguments = block.get("id"), block.get("name"), block.get("input")
+    if (
+        not call_id
+        or not isinstance(call_id, str)
+        or not isinstance(name, str)
+        or not isinstance(arguments, dict | None)
+    ):
         raise _left("a tool_use block of another form")
-    # As vLLM writes it; the chat's own reader takes it apart again.
-    return {"id": name, "type": "function", "function": {"name": given, "arguments": json.dumps(arguments or {})}}
+    # The arguments are written as vLLM writes them; the chat's own reader parses them again.
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments or {})}}
 
 
 def _result(block: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool_result block as a tool message of a chat."""
     content = block.get("content")
     if isinstance(content, list):
         content = "\n".join(_text_of(item) for item in content)
-    called = block.get("tool_use_id")
-    if not isinstance(content, str | None) or not isinstance(called, str | None):
+    call_id = block.get("tool_use_id")
+    if not isinstance(content, str | None) or not isinstance(call_id, str | None):
         raise _left("a tool_result block of another form")
-    return {"role": "tool", "tool_call_id": called or "", "content": content or ""}
+    return {"role": "tool", "tool_call_id": call_id or "", "content": content or ""}
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:
+    """Return the tools of a message as tools of a chat."""
     if not isinstance(tools, list) or not tools:
         raise _left("tools that are no list, or an empty one")
     return [_tool(tool) for tool in tools]
@@ -150,7 +166,7 @@ def _tool(tool: Any) -> dict[str, Any]:
         raise _left("a tool without an input_schema")
     if tool.get("strict") is not None or tool.get("defer_loading") is not None:
         raise _left("a tool's strict or defer_loading")
-    # The default that vLLM fills in stands behind what was given.
+    # vLLM adds the default type behind the client's own keys.
     parameters = schema if "type" in schema else {**schema, "type": "object"}
     return {
         "type": "function",
@@ -158,11 +174,13 @@ def _tool(tool: Any) -> dict[str, Any]:
     }
 
 
-def _string(text: Any, what: str) -> str:
+def _string(text: Any, part: str) -> str:
+    """Return the text, or raise TokensUnknown if it is none."""
     if not isinstance(text, str):
-        raise _left(what)
+        raise _left(part)
     return text
 
 
-def _left(what: str) -> TokensUnknown:
-    return TokensUnknown("unsupported", f"{what} is read by the engine's render endpoint alone")
+def _left(part: str) -> TokensUnknown:
+    """Return the error for a part of the request that only the engine's render endpoint reads."""
+    return TokensUnknown("unsupported", f"{part} is read by the engine's render endpoint alone")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's JSON body as its fields. Pure; passes over the body once and keeps its bytes.
+"""The fields of a client's JSON body. Pure; it scans the body once and keeps its bytes.
 
-Nearly all of a long completion is an array of token ids, which is read on the way: msgspec would skip it number by
-number.
+A long completion is mostly an array of token ids. They are read in the same scan, because msgspec would skip the array
+number by number.
 """
 
 from __future__ import annotations
@@ -20,23 +20,29 @@ RESPONSES_PATH = "/v1/responses"
 EMBEDDINGS_PATH = "/v1/embeddings"
 MESSAGES_PATH = "/v1/messages"
 
-# By path, the field that may be an array of token ids.
+# The fields that may be an array of token ids, by path.
 ID_FIELDS = {TEXT_PATH: (b"prompt",), EMBEDDINGS_PATH: (b"input",)}
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class ClientBody(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """raw: as it came. fields: each as the JSON that the client wrote; null for an array of plain integers in
-    ID_FIELDS, which is in ids (uint64, negative ones as two's complement)."""
+    """A client's body, split into its fields."""
 
+    # The body's bytes as they arrived.
     raw: bytes
+    # The JSON of each field as the client wrote it; null for an array of plain integers in a field of ID_FIELDS.
     fields: dict[str, msgspec.Raw]
+    # That array (uint64; negative numbers as two's complement), or None if there is none.
     ids: NDArray[np.uint64] | None = None
 
 
 def read_client_body(path: str, raw: bytes) -> ClientBody:
-    """The body of a request to `path`. Raises BadQuestion."""
+    """Return the body of a request to `path`.
+
+    Raises:
+        BadQuestion: The body is not a JSON object.
+    """
     names = ID_FIELDS.get(path)
     split = None if names is None else split_integers(raw, 0, names)
     if split is not None:
@@ -44,7 +50,7 @@ def read_client_body(path: str, raw: bytes) -> ClientBody:
         try:
             return ClientBody(raw, _fields.decode(rest), ids)
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            # The place of the error in the whole body is part of the text.
+            # Read the whole body again, because the error's text contains its place there.
             pass
     try:
         return ClientBody(raw, _fields.decode(raw))

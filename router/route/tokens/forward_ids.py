@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A completion's text replaced by its token ids, so that the engine need not tokenize it again. Pure.
+"""The replacement of a completion's text by its token ids, which saves the engine from tokenizing it again. Pure.
 
-Only where the engine's answer is the same to the last byte; in doubt the client's body goes on as it came. A chat
-always does: its template would have to be rendered for the answer's other parts, and what takes its place
-(`kv_transfer_params.prompt_token_ids`) is for the hand-over between prefill and decode, read by vLLM from 0.28 on and
-taken for something else before.
+It is done only where the engine's answer stays the same to the last byte; in doubt the client's body is sent unchanged.
+A chat is always sent unchanged: the other parts of its answer need the rendered template, and the field that could
+carry its ids (`kv_transfer_params.prompt_token_ids`) is meant for the hand-over between prefill and decode. vLLM reads
+that field from 0.28 on, and older versions misread it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvrouter.router.route.tokens.client_body import TEXT_PATH
 from kvrouter.router.route.tokens.prompt_tokens import Prompt
 from kvrouter.router.route.tokens.token_request import TRUNCATION
 
-# Below this the engine tokenizes in less time than it takes to read the ids.
+# Below this number of tokens, the engine tokenizes in less time than it takes to read the ids.
 MIN_TOKENS = 256
 
-# With these the engine reads the text itself: it is given back (echo), is one part of two, or is cut from the text.
-# Source: vLLM 0.32.0 entrypoints/openai/completion/{protocol,serving}.py, renderers/online_renderer.py.
+# With these fields the engine needs the text itself: it is returned (echo), is one part of two, or is cut from the
+# text. Source: vLLM 0.32.0 entrypoints/openai/completion/{protocol,serving}.py, renderers/online_renderer.py.
 NEED_TEXT = ("echo", "suffix", TRUNCATION, "prompt_embeds", "prompt_logprobs")
 NOT_GIVEN = (b"null", b"false")
 
@@ -27,7 +27,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def forwarded_body(path: str, raw: bytes, prompt: Prompt) -> bytes:
-    """What to send to the engine: `raw` itself, or the same request with ids. Never raises."""
+    """Return the body to send to the engine: `raw` itself, or the same request with ids; never raises."""
     ids = prompt.token_ids
     if path != TEXT_PATH or not prompt.replaces or ids is None or len(ids) < MIN_TOKENS:
         return raw

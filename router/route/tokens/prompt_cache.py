@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of tokens that engines returned, under everything that decides them.
+"""A cache of tokens that engines returned, keyed by everything that decides them.
 
-Whole bodies and no prefixes of conversations: a template may rewrite earlier turns when one is added (many drop their
-reasoning), so the tokens of a shorter conversation say nothing certain of those of a longer one. Exact for any
-template, for a while: a template may write the date.
+It keeps whole bodies and no prefixes of conversations: a template may rewrite earlier turns when one is added (many
+drop their reasoning), so the tokens of a shorter conversation prove nothing about those of a longer one. Entries are
+exact for any template, but only for a while, because a template may write the date.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from kvrouter.router.model.kvcache.multimodal import Items
 from kvrouter.router.route.tokens.prompt_tokens import FoundTokens, Source
 
-# Some 5 M tokens at four bytes, less what each entry costs.
+# Some 5 M tokens at four bytes, less the overhead of each entry.
 MEMORY_BYTES = 32 * 1024**2
 OVERHEAD_BYTES = 300
-# After midnight, a prompt with the date of yesterday finds less than it could; not for longer than this.
+# The lifetime of an entry. After midnight, a prompt with yesterday's date finds less than it could, but not for longer
+# than this.
 LIFE_S = 300.0
 
-# The model, and the key of the request.
+# The model, and the key of the request (`TokenRequest.key`).
 Key = tuple[str, bytes]
 
 
@@ -36,15 +37,17 @@ class _Entry(NamedTuple):
 
 
 class PromptMemory:
-    """Bounded in bytes; what was used longest ago goes first. clock: seconds, monotonic."""
+    """The cached tokens, bounded in bytes; the least recently used entry is dropped first."""
 
     def __init__(self, clock: Callable[[], float], memory_bytes: int = MEMORY_BYTES) -> None:
+        # Returns monotonic seconds.
         self._clock = clock
         self._memory_bytes = memory_bytes
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self.held_bytes = 0
 
     def get(self, key: Key) -> FoundTokens | None:
+        """Return the tokens of a request, or None if they are unknown or expired."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -55,6 +58,7 @@ class PromptMemory:
         return FoundTokens(entry.ids.astype(np.int64), entry.source, entry.items)
 
     def put(self, key: Key, found: FoundTokens) -> None:
+        """Keep the tokens of a request."""
         if key in self._entries:
             self._drop(key)
         entry = _Entry(found.ids.astype(np.int32), found.source, found.items, self._clock() + LIFE_S)
@@ -64,7 +68,7 @@ class PromptMemory:
             self._drop(next(iter(self._entries)))
 
     def forget(self, model: str) -> None:
-        """What was found out for a model; its engines have changed."""
+        """Drop the entries of a model whose engines have changed."""
         for key in [key for key in self._entries if key[0] == model]:
             self._drop(key)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of one request as far as they are known, and the error that says why they are not."""
+"""The known tokens of one request, and the error that says why tokens are not known."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.kvcache.multimodal import Items
 
-# Where the ids come from: the client, an engine's render endpoint, an engine's /tokenize, a tokenizer here, or nowhere.
+# The source of the ids: the client, an engine's render endpoint, an engine's /tokenize, a tokenizer in this process, or
+# none.
 Source = Literal["given", "render", "tokenize", "local", "none"]
 
-# Why tokens are not known; labels of a metric.
+# The reasons why tokens are not known; labels of a metric.
 Reason = Literal[
     "timeout",  # not found before the deadline
     "busy",  # too many requests wait for tokens
-    "no_engine",  # no engine can be queried, and there is no tokenizer here
+    "no_engine",  # no engine can be queried, and this process has no tokenizer for the model
     "unreachable",  # the engine did not answer, or not with tokens
     "unauthorized",  # the engine wants an API key that it was not given
     "refused",  # the engine says that the request is wrong
@@ -29,12 +30,13 @@ Reason = Literal[
     "embeds",  # prompt_embeds have no token ids
 ]
 
-# English text has some four characters a token, and so have JSON and code; an estimate for load, never for credit.
+# English text has some four characters a token, and so have JSON and code. It is an estimate for load, never for
+# credit.
 BYTES_PER_TOKEN = 4
 
 
 class FoundTokens(NamedTuple):
-    """All the tokens of a prompt (int64), where they come from, and the images and the like among them."""
+    """All tokens of a prompt (int64), their source, and the images and other media among them."""
 
     ids: NDArray[np.int64]
     source: Source
@@ -42,44 +44,52 @@ class FoundTokens(NamedTuple):
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """num_tokens: its length, an estimate where not all ids are known. token_ids: int64, as the engine will have them.
+    """A request's prompt, with its tokens as far as they are known."""
 
-    known_tokens: the number of known ids, from the beginning, if not all are; token_ids then has only these. problem:
-    why not all are known, with the fix. refused: the engine says that the request itself is wrong, in `problem`.
-    replaces: the ids may be sent in place of the text, as all engines of the model are known to make the same of one.
-    items: the images and the like among the ids. broke_engine: an engine that was queried may have started it, and did
-    not answer."""
-
+    # Length of the prompt; an estimate where not all ids are known.
     num_tokens: int
+    # The known ids from the beginning (int64), as the engine will have them; None if none is known.
     token_ids: NDArray[np.int64] | None
     source: Source
+    # Why not all ids are known, with the fix.
     problem: str = ""
+    # The number of known ids if not all are known; None otherwise.
     known_tokens: int | None = None
+    # The kind of problem, None if there is none.
     reason: Reason | None = None
+    # Whether the engine says that the request itself is wrong; `problem` has its message.
     refused: bool = False
+    # Whether the ids may be sent in place of the text, because all engines of the model are known to make the same ids
+    # of a text.
     replaces: bool = False
+    # Images and other media among the ids.
     items: Items = ()
+    # Whether a queried engine may have begun to process the request and then failed to answer.
     broke_engine: bool = False
 
     def question(self, model: str, **others: Any) -> Question:
-        """What to ask the index: for the tokens that are known, of a prompt of this length. others: further fields of
-        Question."""
+        """Return the question to the index for this prompt's known tokens and length.
+
+        Args:
+            model: The model of the prompt.
+            **others: Further fields of `Question`.
+        """
         if self.token_ids is None or not len(self.token_ids):
             return Question(model, self.num_tokens, block_hashes=np.empty(0, np.uint64), **others)
         return Question(model, self.num_tokens, token_ids=self.token_ids, items=self.items, **others)
 
 
 class TokensUnknown(Exception):
-    """The tokens cannot be found, at least not this way. broke_engine: as in `Prompt`; no other engine should be
-    queried then."""
+    """The error for tokens that cannot be found, at least not in this way."""
 
     def __init__(self, reason: Reason, problem: str, *, broke_engine: bool = False) -> None:
         super().__init__(problem)
         self.reason: Reason = reason
         self.problem = problem
+        # As in `Prompt`: no other engine should be queried then.
         self.broke_engine = broke_engine
 
 
 def estimated_tokens(size_bytes: int) -> int:
-    """Estimated tokens of this many bytes of text; at least one."""
+    """Return the estimated number of tokens of this many bytes of text; at least one."""
     return max(1, size_bytes // BYTES_PER_TOKEN)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a client's body decides its tokens. Pure.
+"""The part of a client's body that decides its tokens. Pure.
 
-Everything that may have influence is kept: an engine that is queried gets it, and two bodies that differ in it
-are two prompts. What is known to be without influence (sampling, streaming, names) is left out.
+Every field that may influence the tokens is kept: an engine that is queried gets it, and two bodies that differ in it
+are two prompts. Fields that are known to have no influence (sampling, streaming, names) are left out.
 """
 
 from __future__ import annotations
@@ -29,42 +29,43 @@ from kvrouter.router.route.tokens.client_body import (
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 
 Kind = Literal["chat", "text", "responses", "messages"]
-# The features by which a way to tokens is judged: each has a probe of its own (`probes.py`).
+# The features by which a way to find tokens is judged; each has a probe (`probes.py`).
 Feature = Literal["chat", "tools", "continued", "text", "messages", "message tools", "inline system"]
 
-# Fields of requests, vLLM's and OpenAI's and this router's, that no engine turns into tokens of the prompt.
-# Source: vLLM 0.32.0 entrypoints/openai/{chat_completion,completion}/protocol.py, renderers/online_renderer.py.
+# Fields of requests to vLLM, OpenAI or this router that no engine turns into tokens of the prompt. Source: vLLM 0.32.0
+# entrypoints/openai/{chat_completion,completion}/protocol.py, renderers/online_renderer.py.
 WITHOUT_TOKENS = frozenset(
     (
-        # which model, how the answer comes, who asks
+        # the model, the form of the answer, and the client
         *("model", "stream", "stream_options", "stream_interval", "return_token_ids", "return_tokens_as_token_ids"),
         *("return_token_offsets", "return_prompt_text", "routed_experts_prompt_start", "request_id", "session_id"),
         *("priority", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "vllm_xargs", "kv_transfer_params", "ec_transfer_params"),
         *("mm_payload", "return_mm_kwargs"),
-        # how the answer is sampled
+        # the sampling of the answer
         *("n", "best_of", "use_beam_search", "length_penalty", "early_stopping", "seed", "temperature", "top_p"),
         *("top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "repetition_detection"),
         *("logit_bias", "allowed_token_ids", "bad_words", "watermarking", "structured_outputs"),
         *("thinking_token_budget", "include_reasoning", "parallel_tool_calls", "verbosity"),
         *("modalities", "prediction"),
-        # where it ends, and what is reported with it
+        # the end of the answer, and data reported with it
         *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "max_tokens"),
         *("max_completion_tokens", "echo", "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"),
         *("skip_special_tokens", "spaces_between_special_tokens"),
-        # hashed beside the tokens, or read by this router alone
+        # fields that are hashed beside the tokens, or read by this router alone
         *("cache_salt", "model_name", "modelname", "lora_name", "workers", "exclude_workers", "dp_rank", "explain"),
         *("token_ids", "block_hashes", "num_tokens"),
     )
 )
-# All that decides the tokens of a message of Anthropic's API. Source: vLLM 0.32.0 entrypoints/anthropic/serving.py.
+# All fields that decide the tokens of a message of Anthropic's API. Source: vLLM 0.32.0
+# entrypoints/anthropic/serving.py.
 MESSAGE_FIELDS = ("messages", "system", "tools", "tool_choice", "output_config", "chat_template_kwargs")
 
-# These matter where a prompt is cut to fit beside the answer.
+# These fields matter if a prompt is cut so that its answer fits.
 OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
 TRUNCATION = "truncate_prompt_tokens"
 
-# Parts of a message that are text. Source: vLLM 0.32.0 renderers/chat_utils.py, TEXT_PART_TYPES.
+# Types of a message's parts that are text. Source: vLLM 0.32.0 renderers/chat_utils.py, TEXT_PART_TYPES.
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_reference"})
 MEDIA_KEYS = frozenset(
     (
@@ -79,20 +80,25 @@ _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class TokenRequest:
-    """One request's prompt before it is tokens. `fields`: what decides them, each as the JSON that the client wrote."""
+    """A request's prompt before it is tokenized."""
 
     def __init__(self, kind: Kind, fields: dict[str, msgspec.Raw]) -> None:
         self.kind: Kind = kind
+        # The fields that decide the tokens, each as the JSON that the client wrote.
         self.fields = fields
 
     @property
     def size_bytes(self) -> int:
+        """The size of all fields."""
         return sum(len(bytes(value)) for value in self.fields.values())
 
     @cached_property
     def key(self) -> bytes:
-        """Equal for two requests that are the same prompt. Not by a fast hash: who finds two bodies with one key would
-        be given tokens of another's prompt."""
+        """A digest that is equal for two requests with the same prompt.
+
+        It is no fast hash, because a client that finds two bodies with the same key would get the tokens of another
+        client's prompt.
+        """
         digest = hashlib.sha256(self.kind.encode())
         for name, value in sorted(self.fields.items()):
             raw = bytes(value)
@@ -101,24 +107,33 @@ class TokenRequest:
         return digest.digest()
 
     def has(self, name: str) -> bool:
+        """Return whether the field is given and not null."""
         return bytes(self.fields.get(name, NULL)) != NULL
 
     def value(self, name: str) -> Any:
-        """The field as Python has it, None when it is not there. Raises BadQuestion."""
+        """Return the field decoded, or None if it is not given.
+
+        Raises:
+            BadQuestion: The field's JSON cannot be read.
+        """
         raw = self.fields.get(name)
         return None if raw is None else _decoded(raw, name)
 
     @cached_property
     def messages(self) -> list[Any]:
-        """The messages, decoded. Raises BadQuestion."""
-        found = self.value("messages")
-        if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+        """The messages, decoded.
+
+        Raises:
+            BadQuestion: They are not a list of objects.
+        """
+        messages = self.value("messages")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
             raise BadQuestion('messages must be a list of messages: write [{"role": "user", "content": "..."}]')
-        return found
+        return messages
 
     @cached_property
     def media_at(self) -> int | None:
-        """The index of the first message that has more than text, None when none has."""
+        """The index of the first message that has more than text, or None if none has."""
         if self.kind not in ("chat", "messages"):
             return None
         has_media = _has_media if self.kind == "chat" else message_blocks.has_media
@@ -126,7 +141,7 @@ class TokenRequest:
 
     @property
     def text_bytes(self) -> int:
-        """How much of the messages is text; of pictures there may be megabytes."""
+        """The size of the texts in the messages, in characters; without the images, which may have megabytes."""
         contents = [message.get("content") for message in self.messages]
         texts = [content for content in contents if isinstance(content, str)]
         parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -135,27 +150,28 @@ class TokenRequest:
 
     @cached_property
     def features(self) -> tuple[Feature, ...]:
+        """The features that a way to find tokens must have for this request."""
         if self.kind == "messages":
             return self._message_features()
         if self.kind != "chat":
             return ("text",)
-        found: list[Feature] = ["chat"]
+        features: list[Feature] = ["chat"]
         if self.has("tools") or any(m.get("role") == "tool" or m.get("tool_calls") for m in self.messages):
-            found.append("tools")
+            features.append("tools")
         if self.value("continue_final_message") is True:
-            found.append("continued")
-        return tuple(found)
+            features.append("continued")
+        return tuple(features)
 
     def _message_features(self) -> tuple[Feature, ...]:
-        found: list[Feature] = ["messages"]
+        features: list[Feature] = ["messages"]
         if self.has("tools") or any(map(message_blocks.uses_tools, self.messages)):
-            found.append("message tools")
+            features.append("message tools")
         if any(map(message_blocks.is_inline_system, self.messages)):
-            found.append("inline system")
-        return tuple(found)
+            features.append("inline system")
+        return tuple(features)
 
     def with_fields(self, **changes: Any) -> TokenRequest:
-        """The same with some fields replaced, or left out where the new value is None."""
+        """Return a copy with some fields replaced, or left out where the new value is None."""
         fields = {name: value for name, value in self.fields.items() if name not in changes}
         fields |= {
             name: msgspec.Raw(msgspec.json.encode(value)) for name, value in changes.items() if value is not None
@@ -164,31 +180,36 @@ class TokenRequest:
 
 
 def cuts_cleanly(request: TokenRequest, at: int) -> bool:
-    """Whether a prompt up to message `at` begins as the whole does. In Anthropic's API a later system message may come
-    to the front, and a message with results of tools becomes several."""
+    """Return whether a prompt that ends before message `at` begins in the same way as the whole prompt.
+
+    In Anthropic's API a later system message may move to the front, and a message with results of tools becomes
+    several.
+    """
     return request.kind != "messages" or not (
         "inline system" in request.features or message_blocks.uses_tools(request.messages[at])
     )
 
 
 def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
-    """The request for tokens, or the ids if the client has given them (int64). Of several prompts, the first decides.
+    """Return the request for tokens, or the ids if the client sent them (int64); of several prompts, the first decides.
 
-    Raises BadQuestion where its prompt cannot be read, and TokensUnknown where it has no tokens or none that could be
-    found out."""
+    Raises:
+        BadQuestion: The prompt cannot be read.
+        TokensUnknown: The prompt has no tokens, or none that can be found.
+    """
     fields = body.fields
     truncated = TRUNCATION in fields and bytes(fields[TRUNCATION]) != NULL
     if path == TEXT_PATH and body.ids is not None and not truncated and "prompt_embeds" not in fields:
         return _given(body.ids)
-    kept = {
+    relevant = {
         name: value
         for name, value in fields.items()
         if name not in WITHOUT_TOKENS or (truncated and name in OUTPUT_LIMITS)
     }
     if path == CHAT_PATH:
-        return _chat(kept, fields)
+        return _chat(relevant, fields)
     if path == TEXT_PATH:
-        return _text(kept, truncated, body.ids)
+        return _text(relevant, truncated, body.ids)
     if path == MESSAGES_PATH:
         return _message(fields)
     if path == RESPONSES_PATH:
@@ -196,62 +217,65 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
             raise TokensUnknown(
                 "unsupported", "previous_response_id: only the engine that has the response knows its prompt"
             )
-        return TokenRequest("responses", kept)
-    if path == EMBEDDINGS_PATH and "input" in kept:
-        found = _first_prompt(kept["input"]) if body.ids is None else _given(body.ids)
-        if not isinstance(found, msgspec.Raw):
-            return found
+        return TokenRequest("responses", relevant)
+    if path == EMBEDDINGS_PATH and "input" in relevant:
+        first = _first_prompt(relevant["input"]) if body.ids is None else _given(body.ids)
+        if not isinstance(first, msgspec.Raw):
+            return first
     raise TokensUnknown("unsupported", f"{path}: its tokens are not looked up; it is placed by load")
 
 
-def _chat(kept: dict[str, msgspec.Raw], fields: dict[str, msgspec.Raw]) -> TokenRequest | NDArray[np.int64]:
-    if "messages" not in kept:
+def _chat(relevant: dict[str, msgspec.Raw], fields: dict[str, msgspec.Raw]) -> TokenRequest | NDArray[np.int64]:
+    """Return the request of a chat, or the ids that replace its messages."""
+    if "messages" not in relevant:
         raise BadQuestion("messages is missing: a chat completion needs them")
     transfer = bytes(fields.get("kv_transfer_params", NULL))
-    # Source: vLLM 0.32.0 renderers/online_renderer.py, _reused_prompt_token_ids: such ids take the place of the
-    # messages.
+    # Such ids replace the messages. Source: vLLM 0.32.0 renderers/online_renderer.py, _reused_prompt_token_ids.
     if b"prompt_token_ids" in transfer:
-        given = _decoded(msgspec.Raw(transfer), "kv_transfer_params").get("prompt_token_ids")
-        if isinstance(given, list) and given and bytes(fields.get("echo", NULL)) != b"true":
-            return token_array(msgspec.Raw(msgspec.json.encode(given)), is_msgpack=False)
-    asked = TokenRequest("chat", kept)
-    if not asked.messages:
+        ids = _decoded(msgspec.Raw(transfer), "kv_transfer_params").get("prompt_token_ids")
+        if isinstance(ids, list) and ids and bytes(fields.get("echo", NULL)) != b"true":
+            return token_array(msgspec.Raw(msgspec.json.encode(ids)), is_msgpack=False)
+    request = TokenRequest("chat", relevant)
+    if not request.messages:
         raise BadQuestion("messages is empty: a chat completion needs one at least")
-    return asked
+    return request
 
 
 def _message(fields: dict[str, msgspec.Raw]) -> TokenRequest:
+    """Return the request of a message of Anthropic's API."""
     if b"prompt_token_ids" in bytes(fields.get("kv_transfer_params", NULL)):
         raise TokensUnknown("unsupported", "kv_transfer_params.prompt_token_ids of a message are the engine's to read")
-    asked = TokenRequest("messages", {name: fields[name] for name in MESSAGE_FIELDS if name in fields})
-    if not asked.messages:
+    request = TokenRequest("messages", {name: fields[name] for name in MESSAGE_FIELDS if name in fields})
+    if not request.messages:
         raise BadQuestion("messages is empty: send one at least")
     thinking = _decoded(fields.get("thinking", msgspec.Raw(NULL)), "thinking")
     if isinstance(thinking, dict) and thinking.get("type") == "disabled":
-        # From 0.31 on vLLM tries out once which effort its template takes for that, and its render does not use it.
+        # From 0.31 on vLLM tries out once which effort its template uses for disabled thinking, and its render endpoint
+        # does not apply that.
         raise TokensUnknown(
             "unsupported", "thinking that is disabled: only the engine knows what its template makes of it"
         )
-    return asked
+    return request
 
 
 def _text(
-    kept: dict[str, msgspec.Raw], truncated: bool, ids: NDArray[np.uint64] | None
+    relevant: dict[str, msgspec.Raw], truncated: bool, ids: NDArray[np.uint64] | None
 ) -> TokenRequest | NDArray[np.int64]:
-    if bytes(kept.get("prompt_embeds", NULL)) != NULL:
+    """Return the request of a completion, or its ids."""
+    if bytes(relevant.get("prompt_embeds", NULL)) != NULL:
         raise TokensUnknown("embeds", "prompt_embeds have no token ids, so nothing of them is known to be cached")
-    if ids is None and bytes(kept.get("prompt", NULL)) == NULL:
+    if ids is None and bytes(relevant.get("prompt", NULL)) == NULL:
         raise BadQuestion("prompt is missing: a completion needs one")
-    first = _first_prompt(kept["prompt"]) if ids is None else _given(ids)
+    first = _first_prompt(relevant["prompt"]) if ids is None else _given(ids)
     if isinstance(first, msgspec.Raw):
-        return TokenRequest("text", kept | {"prompt": first})
+        return TokenRequest("text", relevant | {"prompt": first})
     if truncated:
-        return TokenRequest("text", kept | {"prompt": msgspec.Raw(msgspec.json.encode(first.tolist()))})
+        return TokenRequest("text", relevant | {"prompt": msgspec.Raw(msgspec.json.encode(first.tolist()))})
     return first
 
 
 def _first_prompt(prompt: msgspec.Raw, *, of_many: bool = False) -> msgspec.Raw | NDArray[np.int64]:
-    """The text, still as JSON, or the ids of the only or the first prompt."""
+    """Return the only or the first prompt: its text, still as JSON, or its ids."""
     raw = bytes(prompt).strip()
     if raw.startswith(b'"'):
         return prompt
@@ -270,13 +294,15 @@ def _first_prompt(prompt: msgspec.Raw, *, of_many: bool = False) -> msgspec.Raw 
 
 
 def _given(ids: NDArray[np.uint64] | msgspec.Raw) -> NDArray[np.int64]:
-    found = token_array(ids, is_msgpack=False)
-    if not len(found):
+    """Return the client's ids as int64; raise BadQuestion if there are none."""
+    token_ids = token_array(ids, is_msgpack=False)
+    if not len(token_ids):
         raise BadQuestion("prompt is empty: a completion needs a token at least")
-    return found
+    return token_ids
 
 
 def _decoded(raw: msgspec.Raw, name: str) -> Any:
+    """Return the field decoded; raise BadQuestion if it cannot be read."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of clients' prompts: given, made here, or made by an engine. The async shell around the pure parts.
+"""The tokens of clients' prompts: sent by the client, made in this process, or made by an engine.
 
-Nothing here waits without a deadline, and nothing long runs in the event loop. What cannot be found out in time is a
-Prompt without ids, with its reason: the request is then placed by load.
+This is the async shell around the pure parts. It never waits without a deadline, and nothing long runs in the event
+loop. If tokens cannot be found in time, the result is a `Prompt` without ids and with the reason; the request is then
+placed by load.
 """
 
 from __future__ import annotations
@@ -40,39 +41,44 @@ from kvrouter.router.route.tokens.unknown_prompts import UnknownPrompts
 
 log = logging.getLogger(__name__)
 
-# A body up to this is read, and a prompt up to that tokenized here, within half a millisecond (14 us for 2 kB, 126 us
-# for 32 kB; 0.6 ms for 2 kB); longer ones go to a thread.
+# The largest body that is read, and the largest prompt that is tokenized, in the event loop: within half a millisecond
+# (14 us for 2 kB, 126 us for 32 kB; 0.6 ms for 2 kB). Larger ones go to a thread.
 READ_BYTES = 64 * 1024
 MAKE_BYTES = 2 * 1024
-# Tokenizing is work for a core; more threads would take the loop's.
+# Tokenizing keeps a core busy; more threads would take the event loop's.
 THREADS = 2
-# Requests that wait for tokens at once; each holds its body. Those beyond are placed by load.
+# Requests that may wait for tokens at once; each holds its body. Further ones are placed by load.
 MAX_WAITING = 1_024
-# Where one does not answer, another may.
+# The number of engines tried: if one does not answer, another may.
 ENGINES_TRIED = 2
-# Numbers in this much JSON are read in below a millisecond.
+# The size of JSON whose numbers are read in less than a millisecond; larger answers go to a thread.
 PARSE_BYTES = 1024**2
-# Tokens of a picture or a sound, for load alone; engines take from some hundred to some thousand tokens.
+# The assumed tokens of a picture or a sound, for load alone; engines use from some hundred to some thousand tokens.
 TOKENS_OF_MEDIA = 1_024
-# Two texts that have no token in common, in place of a message with media.
+# Two texts without a common token, which replace a message with media.
 STAND_INS = ("A", "7")
 
 # The share of the deadline for an engine's render of a prompt with media, which may fetch a picture first. The rest is
-# for the text before it.
+# for finding the text before the media.
 MEDIA_SHARE = 0.6
 
 T = TypeVar("T")
 
 
 class TextTokenizer:
-    """Tokens of texts, from engines or from tokenizers here.
+    """The tokens of texts, from engines or from tokenizers in this process.
 
     Args:
+        models: Returns the models that have workers.
         engines: Returns the engines of a model that may be queried now.
         session: Used for queries to those engines.
         engine_key: Decides which engines get a key.
         local: Tokenizers in this process, by model.
+        timeout_s: Deadline for finding the tokens of one request.
+        metrics: The metrics of finding tokens.
         clock: Returns seconds.
+        rng: Decides between engines that are used equally.
+        supervisor: Runs the task that verifies engines; None for a new one.
     """
 
     def __init__(
@@ -111,7 +117,7 @@ class TextTokenizer:
         self.missing = self._texts.found
         self.status = self._engines.status
         self.differences = self._engines.differences
-        # Requests for tokens under way, by request and key; callers that wait for the same one share it.
+        # Queries to engines under way, by model, request and key; callers that need the same tokens share one.
         self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[FoundTokens]] = {}
         self._waiting = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
@@ -122,14 +128,15 @@ class TextTokenizer:
         return self._engines.health() + self._texts.health()
 
     def start(self) -> None:
-        """Look for engines and judge them, until `stop`."""
+        """Look for engines and judge them, until `stop` is called."""
         self._watching = self._supervisor.start("tokenizing", self._watch)
 
     async def stop(self) -> None:
-        running = [task for task in (self._watching, *self._under_way.values()) if task is not None]
-        for task in running:
+        """Cancel all work."""
+        tasks = [task for task in (self._watching, *self._under_way.values()) if task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._engines.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -144,12 +151,17 @@ class TextTokenizer:
     async def prompt(
         self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, counts: bool = True
     ) -> Prompt:
-        """Return the tokens of a body that a client sent to `path`. Raises BadQuestion where the body cannot be read.
+        """Return the tokens of a body that a client sent to `path`.
 
         Args:
+            path: The path of the client's request.
             model: The model as its workers are registered.
+            body: The client's body.
             authorization: The header that the client sent for the engine.
-            counts: Whether it is a request, not a dry run.
+            counts: Whether the metrics count this prompt; False for a dry run.
+
+        Raises:
+            BadQuestion: The body cannot be read.
         """
         start_s = self._clock()
         request: TokenRequest | NDArray[np.int64] | TokensUnknown | None = None
@@ -163,7 +175,7 @@ class TextTokenizer:
         elif isinstance(request, TokensUnknown):
             prompt = _unknown(request, len(body.raw))
         else:
-            # Nothing is waited for: no deadline, no place among those that wait.
+            # The ids are complete, so this needs no deadline and no place among the requests that wait.
             prompt = Prompt(len(request), request, "given")
         if counts:
             self._count(model, prompt, start_s)
@@ -184,7 +196,15 @@ class TextTokenizer:
         request: TokenRequest | NDArray[np.int64] | None,
         authorization: str | None,
     ) -> Prompt:
-        """request: the content of `body`, None if it was too long to be read at once."""
+        """Find the tokens within the deadline.
+
+        Args:
+            path: The path of the client's request.
+            model: The model as its workers are registered.
+            body: The client's body.
+            request: The content of `body`, or None if it is too long to be read in the event loop.
+            authorization: The header that the client sent for the engine.
+        """
         size_bytes = len(body.raw)
         if self._waiting >= MAX_WAITING:
             return _unknown(
@@ -205,14 +225,20 @@ class TextTokenizer:
         except TokensUnknown as unknown:
             return _unknown(unknown, size_bytes)
         except TimeoutError:
-            why = f"its tokens were not found within {self._timeout_s:g} s: engines answer slowly; raise tokenize_timeout_s"
-            return _unknown(TokensUnknown("timeout", why), size_bytes)
+            problem = f"its tokens were not found within {self._timeout_s:g} s: engines answer slowly; raise tokenize_timeout_s"
+            return _unknown(TokensUnknown("timeout", problem), size_bytes)
         finally:
             self._waiting -= 1
 
     async def _with_media(self, model: str, request: TokenRequest, at: int, authorization: str | None) -> Prompt:
-        """All of it if an engine's render returns its items, else what comes before message `at`, the first that has
-        media."""
+        """Return the whole prompt if an engine's render names its media, else the part before the first media.
+
+        Args:
+            model: The model as its workers are registered.
+            request: The request.
+            at: The index of the first message that has media.
+            authorization: The header that the client sent for the engine.
+        """
         try:
             async with asyncio.timeout(self._timeout_s * MEDIA_SHARE):
                 ids, source, items = await self._ask_once(model, request, authorization)
@@ -226,13 +252,15 @@ class TextTokenizer:
         return await self._before_media(model, request, at, authorization)
 
     async def _before_media(self, model: str, request: TokenRequest, at: int, authorization: str | None) -> Prompt:
-        """What comes before the first message with more than text: that which two chats have in common that differ in
-        it alone."""
+        """Return the part of the prompt before its first message with more than text.
+
+        The message is replaced by each of two texts; both prompts have exactly this part in common.
+        """
         if not cuts_cleanly(request, at):
             raise TokensUnknown("media", "its messages have more than text, and what comes before is not known alone")
         before = request.messages[:at]
         role = request.messages[at].get("role") or "user"
-        both = []
+        variants = []
         for text in STAND_INS:
             stand_in = request.with_fields(
                 messages=[*before, {"role": role, "content": text}],
@@ -240,87 +268,101 @@ class TextTokenizer:
                 add_generation_prompt=None,
             )
             try:
-                both.append(await self._found(model, stand_in, authorization))
+                variants.append(await self._found(model, stand_in, authorization))
             except TokensUnknown as unknown:
-                # It is not the client's request that was refused.
+                # The engine refused the replaced message, not the client's own request.
                 reason = "media" if unknown.reason == "refused" else unknown.reason
                 problem = f"up to its first message with media: {unknown.problem}"
                 raise TokensUnknown(reason, problem, broke_engine=unknown.broke_engine) from None
-        (one, source, _), (other, _, _) = both
-        most = min(len(one), len(other))
-        apart = np.flatnonzero(one[:most] != other[:most])
-        # Less one: what stands before the message's text may become one token with what is put there instead.
-        known = max(0, (int(apart[0]) if len(apart) else most) - 1)
+        (ids, source, _), (other_ids, _, _) = variants
+        common = min(len(ids), len(other_ids))
+        differences = np.flatnonzero(ids[:common] != other_ids[:common])
+        # One token less, because the template's text before the message may share a token with the replacement.
+        known_tokens = max(0, (int(differences[0]) if len(differences) else common) - 1)
         return Prompt(
-            num_tokens=max(known, estimated_tokens(request.text_bytes)) + TOKENS_OF_MEDIA,
-            token_ids=one[:known],
+            num_tokens=max(known_tokens, estimated_tokens(request.text_bytes)) + TOKENS_OF_MEDIA,
+            token_ids=ids[:known_tokens],
             source=source,
             problem="its messages have more than text: tokens are known up to the first that has",
-            known_tokens=known,
+            known_tokens=known_tokens,
             reason="media",
         )
 
     async def _found(self, model: str, request: TokenRequest, authorization: str | None) -> FoundTokens:
-        """Raises Unknown."""
+        """Return the tokens of a request, from the local tokenizer or from an engine.
+
+        Raises:
+            TokensUnknown: Neither can make them.
+        """
         local = self._local.get(model)
         if local is not None:
-            habits = await self._trusted_local(model, request)
-            if habits is not None:
+            quirks = await self._trusted_local(model, request)
+            if quirks is not None:
                 try:
                     if request.size_bytes <= MAKE_BYTES:
-                        return FoundTokens(local.ids(request, habits), "local")
-                    return FoundTokens(await self._in_thread(lambda: local.ids(request, habits)), "local")
+                        return FoundTokens(local.ids(request, quirks), "local")
+                    return FoundTokens(await self._in_thread(lambda: local.ids(request, quirks)), "local")
                 except TokensUnknown as unknown:
-                    # If the tokenizer does not read the request, or its template refuses it, the engine decides, if
-                    # there is one.
+                    # If the tokenizer cannot read the request, or its template refuses it, the engine decides if there
+                    # is one.
                     if not self._engines.of(model):
                         raise
                     log.debug("left to the engine", extra={"reason": unknown.problem})
         return await self._ask_once(model, request, authorization)
 
     async def _ask_once(self, model: str, request: TokenRequest, authorization: str | None) -> FoundTokens:
-        """What an engine said or says of it; those that wait for the same share one question. Raises Unknown."""
+        """Return the tokens from the cache or from an engine; callers with the same request share one query.
+
+        Raises:
+            TokensUnknown: No engine could return them.
+        """
         key = (model, request.key)
-        known = self._memory.get(key)
-        if known is not None:
+        cached = self._memory.get(key)
+        if cached is not None:
             self._metrics.memory_hits.inc()
-            return known
+            return cached
         flight = (*key, authorization)
         task = self._under_way.get(flight)
         if task is None:
             task = asyncio.get_running_loop().create_task(self._ask_in_time(key, request, authorization))
             self._under_way[flight] = task
             task.add_done_callback(lambda done: self._landed(flight, done))
-        # Others may wait for the same.
+        # Shielded, because other callers may wait for the same query.
         return await asyncio.shield(task)
 
     def _landed(self, flight: tuple[str, bytes, str | None], task: asyncio.Task[FoundTokens]) -> None:
+        """Forget a query that has ended."""
         del self._under_way[flight]
         if not task.cancelled():
-            # All who waited may be gone; then nobody else looks at it.
+            # Retrieve the exception, because all callers that waited for it may be gone.
             task.exception()
 
     async def _ask_in_time(self, key: Key, request: TokenRequest, authorization: str | None) -> FoundTokens:
+        """Query engines within the deadline, and cache the tokens."""
         async with asyncio.timeout(self._timeout_s):
-            found = await self._ask_engines(key[0], request, authorization)
-        self._memory.put(key, found)
-        return found
+            tokens = await self._ask_engines(key[0], request, authorization)
+        self._memory.put(key, tokens)
+        return tokens
 
     async def _ask_engines(self, model: str, request: TokenRequest, authorization: str | None) -> FoundTokens:
-        """Raises Unknown."""
+        """Query the engines that can make the tokens, the least busy first.
+
+        Raises:
+            TokensUnknown: None of them could return the tokens.
+        """
         verdicts = await self._engines.verdicts(model)
-        able = [url for url, verdict in verdicts.items() if token_path(verdict, request) is not None]
-        if not able:
+        urls = [url for url, verdict in verdicts.items() if token_path(verdict, request) is not None]
+        if not urls:
             raise self._engines.why_none(model, request, verdicts)
-        # The least used first, equals in any order.
-        self._rng.shuffle(able)
-        able.sort(key=self._client.asks)
+        # Take the least busy engine first, and equals in random order.
+        self._rng.shuffle(urls)
+        urls.sort(key=self._client.asks)
         problem = None
-        for url in able[:ENGINES_TRIED]:
+        for url in urls[:ENGINES_TRIED]:
             try:
                 return await self._ask(model, url, verdicts[url], request, authorization)
             except Absent:
-                # It had the endpoint when it was judged.
+                # The engine had the endpoint when it was judged.
                 self._engines.doubt(model, url)
                 problem = TokensUnknown("unreachable", f"{url} has changed and is being verified again")
             except TokensUnknown as unknown:
@@ -333,7 +375,12 @@ class TextTokenizer:
     async def _ask(
         self, model: str, url: str, verdict: Verdict, request: TokenRequest, authorization: str | None
     ) -> FoundTokens:
-        """Raises Absent and Unknown."""
+        """Query one engine by its render endpoint or its /tokenize.
+
+        Raises:
+            Absent: The engine has no such endpoint.
+            TokensUnknown: The engine does not answer with tokens.
+        """
         if token_path(verdict, request) == "render":
             path = verdict.ways.render_paths[request.kind]
             answer = await self._client.post(url, path, render_body(request, model), authorization)
@@ -344,15 +391,16 @@ class TextTokenizer:
         return FoundTokens(await self._parsed(answer, lambda: tokenized_ids(answer)), "tokenize")
 
     async def _parsed(self, answer: bytes, parse: Callable[[], T]) -> T:
+        """Return the parsed answer; a thread parses a large one."""
         return parse() if len(answer) <= PARSE_BYTES else await self._in_thread(parse)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _trusted_local(self, model: str, request: TokenRequest) -> RenderQuirks | None:
-        """What to make the prompt here with; None where it is not known to become what the engines make."""
+        """Return the quirks with which the local tokenizer agrees with all engines, or None if it does not."""
         if not self._engines.of(model):
-            # Nobody to hold it against; `health` says so.
+            # There is no engine to compare with; `health` reports that.
             return self._local[model].likely_habits()[0]
         verdicts = list((await self._engines.verdicts(model)).values())
         trusted = all(verdict.local.get(feature) == EQUAL for verdict in verdicts for feature in request.features)
@@ -360,7 +408,7 @@ class TextTokenizer:
 
 
 def _whole(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
-    """`read`, with all that is worked out of a long body later."""
+    """Read a long body with `read`, and compute now the properties that are otherwise computed later."""
     request = read(path, body)
     if isinstance(request, TokenRequest):
         request.key, request.media_at, request.features  # noqa: B018
@@ -368,6 +416,7 @@ def _whole(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
 
 
 def _unknown(unknown: TokensUnknown, size_bytes: int) -> Prompt:
+    """Return the prompt for unknown tokens, with a length estimated from the size of its text."""
     return Prompt(
         estimated_tokens(size_bytes),
         None,

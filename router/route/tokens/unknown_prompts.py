@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges whether the tokens of a model's texts are found at all. Pure.
+"""The check whether the tokens of a model's texts are found at all. Pure.
 
-A prompt without tokens is placed by load alone and nothing fails, so without this judgement nobody would notice.
+A prompt without tokens is placed by load alone and nothing fails, so without this check nobody would notice.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, Reason
 
-# A problem is reported if more than half of the last 64 texts, at least 8, had no tokens: a slow probe at a start costs
-# one or two.
+# A problem is reported if more than half of the last 64 texts, at least 8, had no tokens. A slow probe at a start costs
+# only one or two.
 WINDOW = 64
 COUNTED_MIN = 8
 HALF = 0.5
-# Reasons that lie in the client's request: an engine refuses it, or it has no tokens by its nature.
+# Reasons that lie in the client's request: an engine refuses the request, or the request has no tokens by its nature.
 OF_THE_REQUEST: frozenset[Reason] = frozenset({"refused", "media", "embeds"})
 
 
@@ -36,7 +36,7 @@ class MissingTokens(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Return the sentence for people."""
+        """The problem as a sentence for people."""
         return (
             f"{self.missing} of the last {self.counted} text prompts had no tokens, so they were placed by load alone "
             f"({self.reason}): {self.problem}"
@@ -44,7 +44,7 @@ class MissingTokens(msgspec.Struct, frozen=True):
 
 
 class UnknownPrompts:
-    """The last texts of each model, with the reason if their tokens were not found."""
+    """The last texts of each model, each with the reason if its tokens were not found."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, deque[Reason | None]] = {}
@@ -62,7 +62,7 @@ class UnknownPrompts:
             self._problems[model, prompt.reason] = prompt.problem
 
     def keep(self, models: Collection[str]) -> None:
-        """Forget all models but these."""
+        """Forget all other models."""
         for model in self._reasons.keys() - set(models):
             del self._reasons[model]
             for key in [key for key in self._problems if key[0] == model]:
@@ -78,5 +78,5 @@ class UnknownPrompts:
             yield MissingTokens(model, missing.total(), len(reasons), reason, self._problems[model, reason])
 
     def health(self) -> list[str]:
-        """Return a sentence for each of those models, for `/health`."""
+        """Return a sentence for each model most of whose texts have no tokens, for `/health`."""
         return [f"model {printable(missing.model)}: {missing.text}" for missing in self.found()]

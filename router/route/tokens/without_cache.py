@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kinds of engines reuse nothing for a request, as it wants what needs the whole prompt computed. Pure."""
+"""The kinds of engines that reuse nothing for a request, because it needs the whole prompt computed. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ NONE: frozenset[str] = frozenset()
 
 
 def engines_without_cache(body: ClientBody) -> frozenset[str]:
-    """Names of engines. A value that is no JSON is for the engine to refuse."""
-    given = CACHE_FIELDS & body.fields.keys()
-    if not given:
+    """Return the names of the engines that reuse nothing for this request.
+
+    If a value is not valid JSON, the result is empty, because the engine refuses the request.
+    """
+    names = CACHE_FIELDS & body.fields.keys()
+    if not names:
         return NONE
     try:
-        fields = {name: msgspec.json.decode(body.fields[name]) for name in given}
+        fields = {name: msgspec.json.decode(body.fields[name]) for name in names}
     except (msgspec.DecodeError, ValueError, RecursionError):
         return NONE
     return frozenset(engine.name for engine in ENGINES.values() if engine.skips_cache(fields))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids as an engine makes them."""
+"""Token ids that engines make."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small prompts with which a way to tokens is held against the engine itself. Pure.
+"""Small prompts by which a way to find tokens is compared with the engine itself. Pure.
 
-Each has what tokenizers and templates are known to differ in: other scripts, spaces at either end, several parts in one
-message, a call of a tool and its result, a message that is to be continued. A way is trusted with a feature where it
-makes of that feature's probe exactly what the engine makes of it.
+They contain everything in which tokenizers and templates are known to differ: other scripts, spaces at either end,
+several parts in one message, a call of a tool and its result, a message that is to be continued. A way is trusted with
+a feature if it makes exactly the tokens of that feature's probe that the engine makes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TOOLS: dict[str, Any] = {
         {"role": "tool", "tool_call_id": "call_1", "content": '{"celsius": 21}'},
     ],
     "tools": [TOOL],
-    # Any engine takes this; "auto" wants a parser of tool calls.
+    # Any engine accepts this value; "auto" needs a parser of tool calls.
     "tool_choice": "none",
 }
 _CONTINUED: dict[str, Any] = {
@@ -58,6 +58,7 @@ _TEXT: dict[str, Any] = {"prompt": " Größe  naïve\n\n日本語 🙂 = 3.14159
 
 
 def _asked(kind: Kind, body: dict[str, Any]) -> TokenRequest:
+    """Return a probe with these fields."""
     return TokenRequest(kind, {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()})
 
 
@@ -105,7 +106,7 @@ _MESSAGE_TOOLS: dict[str, Any] = {
             "input_schema": {"properties": {"city": {"type": "string"}}, "required": ["city"]},
         }
     ],
-    # As for chats.
+    # Any engine accepts this value, as for chats.
     "tool_choice": {"type": "none"},
 }
 _INLINE_SYSTEM: dict[str, Any] = {
@@ -118,40 +119,40 @@ _INLINE_SYSTEM: dict[str, Any] = {
     ],
 }
 
-# Messages of Anthropic's API, which engines turn into chats.
+# Probes for messages of Anthropic's API, which engines turn into chats.
 MESSAGE_PROBES: dict[Feature, TokenRequest] = {
     "messages": _asked("messages", _MESSAGES),
     "message tools": _asked("messages", _MESSAGE_TOOLS),
     "inline system": _asked("messages", _INLINE_SYSTEM),
 }
-# Where a template takes no system message, or not several parts.
+# The probe for a template that accepts no system message, or no message of several parts.
 PLAIN_CHAT = _asked(
     "chat", {"messages": [USER, {"role": "assistant", "content": "Paris"}, {"role": "user", "content": "日本?"}]}
 )
 
-# What the engine made of a probe: the ids, how many where it does not tell them, or its refusal.
+# The engine's own result for a probe: the ids, or their number if it does not report them, or its refusal.
 Truth = NDArray[np.int64] | int | str
 
 
 def running(probe: TokenRequest) -> bytes:
-    """The body with which the engine runs the probe for one token and returns its ids."""
+    """Return the body with which an engine runs the probe for one token and returns the prompt's ids."""
     return msgspec.json.encode(probe.fields | {"max_tokens": 1, "temperature": 0, "return_token_ids": True})
 
 
 def agrees(truth: Truth, ids: NDArray[np.int64]) -> bool:
-    """Whether `ids` equal the engine's, as far as it reports them."""
+    """Return whether the ids equal the engine's, as far as it reports them."""
     if isinstance(truth, str):
         return False
     return len(ids) == truth if isinstance(truth, int) else np.array_equal(truth, ids)
 
 
 def difference(truth: Truth, ids: NDArray[np.int64]) -> str:
-    """Where they part, for a person."""
+    """Return a description of how the ids differ from the engine's."""
     if isinstance(truth, str):
         return f"the engine refuses it: {truth}"
     if isinstance(truth, int):
         return f"{len(ids)} tokens where the engine has {truth}"
-    both = min(len(truth), len(ids))
-    apart = np.flatnonzero(truth[:both] != ids[:both])
-    at = int(apart[0]) if len(apart) else both
-    return f"{len(ids)} tokens where the engine has {len(truth)}, equal up to token {at}"
+    common = min(len(truth), len(ids))
+    differences = np.flatnonzero(truth[:common] != ids[:common])
+    first = int(differences[0]) if len(differences) else common
+    return f"{len(ids)} tokens where the engine has {len(truth)}, equal up to token {first}"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the ways to tokens against one engine, by probes: what the engine makes of each, and whether a way makes the
-same.
+"""The verification of the ways to find tokens for one engine, by probes that compare them with the engine itself.
 
-Where the engine has a render endpoint that is the truth, as it is the code by which the engine reads requests. Else the
-engine runs each probe for one token and returns its prompt: /tokenize is other code, and differs for some models
-(gpt-oss) and flags.
+If the engine has a render endpoint, that endpoint shows the engine's own tokens, because it is the code by which the
+engine reads requests. Otherwise the engine runs each probe for one token and returns its prompt. /tokenize is other
+code, and differs for some models (gpt-oss) and flags.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from kvrouter.router.route.tokens.engine.wire import (
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_request import Feature, TokenRequest
 
-# The same as the engine.
+# The result for tokens that equal the engine's; any other text is the reason why they do not.
 EQUAL = ""
 
-# Quirks that can matter with /tokenize, which handles a template's content parts itself.
+# The quirks that can matter with /tokenize, which handles a template's content parts itself.
 TOKENIZE_HABITS = tuple(
     RenderQuirks(keeps_unused_tools=keeps, merges_system=merges) for merges in (False, True) for keeps in (True, False)
 )
@@ -56,44 +55,60 @@ Make = Callable[[TokenRequest, RenderQuirks], NDArray[np.int64]]
 
 
 class LocalMaker(Protocol):
-    """A tokenizer here; `local.LocalTokenizer` is one."""
+    """A tokenizer in this process; `LocalTokenizer` is one."""
 
     @property
-    def held_bytes(self) -> int: ...
+    def held_bytes(self) -> int:
+        """The memory held by its cache."""
+        ...
 
     def ids(self, asked: TokenRequest, habits: RenderQuirks) -> NDArray[np.int64]:
-        """Raises Unknown where only the engine can say."""
+        """Return the tokens that an engine with these quirks makes.
+
+        Raises:
+            TokensUnknown: Only the engine can read the request.
+        """
         ...
 
     def likely_habits(self) -> tuple[RenderQuirks, ...]:
-        """What an engine may do with this tokenizer's template, the likeliest first."""
+        """Return the quirks that an engine may have with this tokenizer's template, the most likely first."""
         ...
 
 
 class Verdict(msgspec.Struct, frozen=True, eq=False):
-    """What is known of one engine. ways: its endpoints. renders, renders_messages: it has a render endpoint, for
-    messages of Anthropic's API too. tokenizes, local: for each feature EQUAL where that way makes what the engine makes,
-    else why not. truths: what the engine made of the probes."""
+    """The results of verifying one engine."""
 
+    # Its endpoints.
     ways: TokenEndpoints
+    # Whether it has a render endpoint, and one for messages of Anthropic's API.
     renders: bool
     renders_messages: bool = False
+    # For each feature, EQUAL if /tokenize makes the engine's tokens, or the reason why not; and the quirks with which
+    # it does.
     tokenizes: dict[Feature, str] = {}
     tokenize_habits: RenderQuirks = RenderQuirks()
+    # The same for the local tokenizer.
     local: dict[Feature, str] = {}
     local_habits: RenderQuirks = RenderQuirks()
+    # The engine's own result for each probe.
     truths: dict[Feature, Truth] = {}
 
 
 class Verifier:
-    """client: asks engines. local: tokenizers here, by model."""
+    """The comparison of engines with the ways to find tokens."""
 
     def __init__(self, client: EngineClient, local: Mapping[str, LocalMaker]) -> None:
+        # Sends requests to engines.
         self._client = client
+        # Local tokenizers, by model.
         self._local = local
 
     async def judge(self, model: str, engine: Engine) -> Verdict:
-        """Raises Unknown when the engine does not answer."""
+        """Verify an engine by all probes.
+
+        Raises:
+            TokensUnknown: The engine does not answer.
+        """
         ways = engine.ways
         probes = dict(PROBES)
         truths: dict[Feature, Truth] = {}
@@ -105,7 +120,7 @@ class Verifier:
                 renders, truth = await self._truth(model, engine, PLAIN_CHAT, renders)
             truths[feature] = truth
         renders_messages = renders
-        # Where nobody here knows what the engine makes of them, there is nothing to compare.
+        # If this router cannot read messages as the engine does, there is nothing to compare.
         message_probes = MESSAGE_PROBES if ways.reads_messages else {}
         for feature, probe in message_probes.items():
             renders_messages, truths[feature] = await self._truth(model, engine, probe, renders_messages)
@@ -120,12 +135,15 @@ class Verifier:
         maker = self._local.get(model)
         if maker is not None:
             local, local_habits = best(
-                [(compared(maker.ids, habits, probes, truths), habits) for habits in maker.likely_habits()]
+                [(compared(maker.ids, quirks, probes, truths), quirks) for quirks in maker.likely_habits()]
             )
         return Verdict(ways, renders, renders_messages, tokenizes, tokenize_habits, local, local_habits, truths)
 
     async def _truth(self, model: str, engine: Engine, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
-        """Whether the engine renders, and what it makes of the probe; of a message that is not rendered, the length."""
+        """Return whether the engine renders, and its own result for the probe.
+
+        For a message that is not rendered, the result is its length.
+        """
         url = engine.url
         try:
             if renders:
@@ -141,7 +159,7 @@ class Verifier:
         except Absent as absent:
             return renders, str(absent)
         except TokensUnknown as unknown:
-            # Many engines have no messages: whatever is wrong with these must not keep chats from being verified.
+            # Many engines have no messages: a problem with them must not keep chats from being verified.
             if unknown.reason != "refused" and probe.kind != "messages":
                 raise
             return renders, unknown.problem
@@ -149,21 +167,23 @@ class Verifier:
     async def _tokenizes(
         self, engine: Engine, probes: dict[Feature, TokenRequest], truths: dict[Feature, Truth]
     ) -> tuple[dict[Feature, str], RenderQuirks]:
-        found: list[tuple[dict[Feature, str], RenderQuirks]] = []
-        for habits in TOKENIZE_HABITS:
-            judged: dict[Feature, str] = {}
+        """Return the results of /tokenize with the quirks that explain the most probes, and these quirks."""
+        attempts: list[tuple[dict[Feature, str], RenderQuirks]] = []
+        for quirks in TOKENIZE_HABITS:
+            results: dict[Feature, str] = {}
             for feature, probe in probes.items():
-                judged[feature] = await self._tokenized(engine, probe, truths[feature], habits)
-            found.append((judged, habits))
-            if all(why == EQUAL or isinstance(truths[feature], str) for feature, why in judged.items()):
+                results[feature] = await self._tokenized(engine, probe, truths[feature], quirks)
+            attempts.append((results, quirks))
+            if all(result == EQUAL or isinstance(truths[feature], str) for feature, result in results.items()):
                 break
-        return best(found)
+        return best(attempts)
 
-    async def _tokenized(self, engine: Engine, probe: TokenRequest, truth: Truth, habits: RenderQuirks) -> str:
+    async def _tokenized(self, engine: Engine, probe: TokenRequest, truth: Truth, quirks: RenderQuirks) -> str:
+        """Return EQUAL if /tokenize makes the engine's own tokens of the probe, else the reason why not."""
         if isinstance(truth, str) and probe.kind == "messages":
             return difference(truth, np.empty(0, np.int64))
         try:
-            body = tokenize_body(probe, habits, engine.ways)
+            body = tokenize_body(probe, quirks, engine.ways)
         except TokensUnknown as unknown:
             return unknown.problem
         try:
@@ -180,27 +200,38 @@ class Verifier:
 def compared(
     make: Make, habits: RenderQuirks, probes: dict[Feature, TokenRequest], truths: dict[Feature, Truth]
 ) -> dict[Feature, str]:
-    """For each feature EQUAL, or how what is made here differs from what the engine made."""
-    found: dict[Feature, str] = {}
+    """Return for each feature EQUAL, or how the tokens made here differ from the engine's.
+
+    Args:
+        make: Makes the tokens of a probe.
+        habits: The quirks to make them with.
+        probes: The probe of each feature.
+        truths: The engine's own result for each probe.
+    """
+    results: dict[Feature, str] = {}
     for feature, probe in probes.items():
         try:
             ids = make(probe, habits)
         except (TokensUnknown, BadQuestion) as error:
-            found[feature] = f"not read here: {error}"
+            results[feature] = f"not read here: {error}"
         else:
-            found[feature] = EQUAL if agrees(truths[feature], ids) else difference(truths[feature], ids)
-    return found
+            results[feature] = EQUAL if agrees(truths[feature], ids) else difference(truths[feature], ids)
+    return results
 
 
 def best(found: list[tuple[dict[Feature, str], RenderQuirks]]) -> tuple[dict[Feature, str], RenderQuirks]:
-    """The habits that explain the most probes, the first of equals."""
-    return max(found, key=lambda pair: sum(why == EQUAL for why in pair[0].values()))
+    """Return the results with the most equal features, and their quirks; the first of equals."""
+    return max(found, key=lambda pair: sum(result == EQUAL for result in pair[0].values()))
 
 
 def same_truths(one: Verdict, other: Verdict) -> bool:
-    """Whether two engines make the same of every probe, as far as they tell."""
+    """Return whether two engines make the same tokens of every probe, as far as they report them."""
     for feature, truth in one.truths.items():
-        others = other.truths.get(feature)
-        if isinstance(truth, np.ndarray) and isinstance(others, np.ndarray) and not np.array_equal(truth, others):
+        other_truth = other.truths.get(feature)
+        if (
+            isinstance(truth, np.ndarray)
+            and isinstance(other_truth, np.ndarray)
+            and not np.array_equal(truth, other_truth)
+        ):
             return False
     return True

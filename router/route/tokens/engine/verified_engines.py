@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines that may be queried for tokens, and their verification: done when needed, and again in each of
-its lives.
+"""The engines that may be queried for tokens, and their verification, which is repeated after each restart.
 
-With a tokenizer here engines are judged when they are registered; else when the first text of their model comes, so
-that engines whose clients send ids are never probed.
+A model with a local tokenizer has its engines judged as soon as they are registered. The engines of other models are
+judged when the model's first text comes, so engines whose clients send ids are never probed.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from kvrouter.router.route.tokens.token_request import Feature, TokenRequest
 
 log = logging.getLogger(__name__)
 
-# How often it is looked for new engines, and how soon one is tried again that did not answer.
+# How often to look for new engines, and how soon to try an engine again that did not answer.
 LOOK_S = 0.25
 RETRY_S = 2.0
-# Some tens of probes, and an engine that is busy.
+# The time for judging an engine: some tens of probes, and the engine may be busy.
 JUDGE_TIMEOUT_S = 15.0
-# An engine's restarts are detected by its event stream, which may restart more often than the engine.
+# The shortest interval between two verifications. Restarts are detected by the engine's event stream, which may restart
+# more often than the engine.
 MIN_JUDGE_INTERVAL_S = 5.0
 
 PROBE_NAMES: dict[Feature, str] = {
@@ -43,20 +43,22 @@ PROBE_NAMES: dict[Feature, str] = {
 
 
 class _Judged:
-    """One engine of one model: its verdict, or the task that is to bring it."""
+    """One engine of one model, with its verdict or the task that will produce it."""
 
     def __init__(self) -> None:
+        # The life of the engine that was judged.
         self.life = ""
         self.verdict: Verdict | None = None
+        # Why there is no verdict; empty if there is one.
         self.problem = "it was not probed yet"
         self.reason: Reason = "unreachable"
         self.task: asyncio.Task[None] | None = None
+        # When the engine may be judged next.
         self.next_s = 0.0
 
 
 class VerifiedEngines:
-    """engines: those of a model that may be queried now. local: tokenizers here, by model. changed: called with a model
-    when one of its engines was verified again. clock: in seconds."""
+    """The engines of all models, with their verdicts."""
 
     def __init__(
         self,
@@ -70,44 +72,54 @@ class VerifiedEngines:
         clock: Callable[[], float],
     ) -> None:
         self._models = models
+        # Returns the engines of a model that may be queried now.
         self.of = engines
         self._client = client
+        # Local tokenizers, by model.
         self._local = local
         self._judge = Verifier(client, local)
+        # Called with a model when one of its engines was verified again.
         self._changed = changed
         self._metrics = metrics
+        # Returns seconds.
         self._clock = clock
         self._judged: dict[tuple[str, str], _Judged] = {}
-        # Models that have got a text.
+        # Models for which a text has come.
         self._wanted: set[str] = set()
 
     async def stop(self) -> None:
+        """Cancel all verifications."""
         tasks = [judged.task for judged in self._judged.values() if judged.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def verdicts(self, model: str) -> dict[str, Verdict]:
-        """Those that are known, by URL; waits for the first where none is and one is under way."""
+        """Return the known verdicts on a model's engines, by URL.
+
+        If there is none, it waits for the first of the verifications under way.
+        """
         self._wanted.add(model)
         while True:
             self._begin_judging(model)
-            mine = [(engine.url, self._judged[model, engine.url]) for engine in self.of(model)]
-            found = {url: judged.verdict for url, judged in mine if judged.verdict is not None}
-            tasks = [judged.task for _, judged in mine if judged.task is not None]
-            if found or not tasks:
-                return found
+            states = [(engine.url, self._judged[model, engine.url]) for engine in self.of(model)]
+            verdicts = {url: judged.verdict for url, judged in states if judged.verdict is not None}
+            tasks = [judged.task for _, judged in states if judged.task is not None]
+            if verdicts or not tasks:
+                return verdicts
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
     def _begin_judging(self, model: str) -> None:
+        """Start verifying the model's engines that are new, have restarted, or did not answer."""
         now = self._clock()
         for engine in self.of(model):
             judged = self._judged.setdefault((model, engine.url), _Judged())
-            known = judged.verdict is not None and judged.life == engine.life
-            if judged.task is None and not known and now >= judged.next_s:
+            current = judged.verdict is not None and judged.life == engine.life
+            if judged.task is None and not current and now >= judged.next_s:
                 judged.task = asyncio.get_running_loop().create_task(self._judge_one(model, engine, judged))
 
     async def _judge_one(self, model: str, engine: Engine, judged: _Judged) -> None:
+        """Verify one engine, and store its verdict or the problem."""
         try:
             async with asyncio.timeout(JUDGE_TIMEOUT_S):
                 verdict = await self._judge.judge(model, engine)
@@ -116,7 +128,7 @@ class VerifiedEngines:
                 judged.problem, judged.reason = error.problem, error.reason
             else:
                 judged.problem, judged.reason = f"no answers within {JUDGE_TIMEOUT_S:g} s", "unreachable"
-            # The engine's verdict was about another life.
+            # The former verdict may be about an earlier life of the engine.
             judged.verdict = None
             judged.next_s = self._clock() + RETRY_S
             log.debug("engine not judged", extra={"url": engine.url, "reason": judged.problem})
@@ -134,20 +146,20 @@ class VerifiedEngines:
             judged.task = None
 
     def doubt(self, model: str, url: str) -> None:
-        """It is not what it was when it was judged."""
+        """Have an engine judged again, because it differs from its verdict."""
         judged = self._judged.get((model, url))
         if judged is not None:
             judged.life = ""
 
     def look(self) -> None:
-        """Verifies new and restarted engines, and forgets those that are gone."""
+        """Start verifying new and restarted engines, and forget engines that are gone."""
         models = set(self._models())
         self._wanted &= models
         models &= self._wanted | self._local.keys()
         for model in models:
             self._begin_judging(model)
-        there = {(model, engine.url) for model in models for engine in self.of(model)}
-        for key in self._judged.keys() - there:
+        present = {(model, engine.url) for model in models for engine in self.of(model)}
+        for key in self._judged.keys() - present:
             judged = self._judged.pop(key)
             if judged.task is not None:
                 judged.task.cancel()
@@ -158,14 +170,15 @@ class VerifiedEngines:
         )
 
     def all_alike(self, model: str) -> bool:
-        """Whether every engine of the model has been judged, and makes the same of the probes."""
-        known = [self._judged.get((model, engine.url)) for engine in self.of(model)]
-        verdicts = [judged.verdict for judged in known if judged is not None and judged.verdict is not None]
-        return 0 < len(verdicts) == len(known) and all(same_truths(verdicts[0], other) for other in verdicts[1:])
+        """Return whether every engine of the model is judged and all make the same tokens of the probes."""
+        states = [self._judged.get((model, engine.url)) for engine in self.of(model)]
+        verdicts = [judged.verdict for judged in states if judged is not None and judged.verdict is not None]
+        return 0 < len(verdicts) == len(states) and all(same_truths(verdicts[0], other) for other in verdicts[1:])
 
     def why_none(self, model: str, asked: TokenRequest, verdicts: Mapping[str, Verdict]) -> TokensUnknown:
+        """Return the error that says why none of the model's engines can make a request's tokens."""
         if not verdicts:
-            failed = [judged for (of, _), judged in self._judged.items() if of == model]
+            failed = [judged for (judged_model, _), judged in self._judged.items() if judged_model == model]
             if not failed:
                 return TokensUnknown(
                     "no_engine", "no worker of the model has a url, so no engine can tokenize; register one with a url"
@@ -175,17 +188,17 @@ class VerifiedEngines:
             return TokensUnknown(reason, failed[0].problem)
         verdict = next(iter(verdicts.values()))
         for feature in asked.features:
-            why = verdict.tokenizes.get(feature, EQUAL)
-            if why != EQUAL:
+            result = verdict.tokenizes.get(feature, EQUAL)
+            if result != EQUAL:
                 return TokensUnknown(
-                    "unverified", f"the engine's /tokenize differs from how it reads a request ({feature}: {why})"
+                    "unverified", f"the engine's /tokenize differs from how it reads a request ({feature}: {result})"
                 )
         return TokensUnknown(
             "unsupported", f"only the engine's render endpoint could return its tokens ({verdict.ways.how_to_render})"
         )
 
     def status(self, model: str, url: str | None) -> TokensStatus:
-        """How the tokens of texts for this worker are found, and what is wrong with that."""
+        """Return how the tokens of texts are found for a worker, and the problems with that."""
         judged = None if url is None else self._judged.get((model, url))
         if url is None:
             return TokensStatus("local" if model in self._local else "none", "it has no url, so it cannot tokenize")
@@ -201,41 +214,49 @@ class VerifiedEngines:
         return TokensStatus(way, "; ".join(self._problems(model, url, verdict)))
 
     def health(self) -> list[str]:
-        """Which tokens are not what the engines make, for `/health`."""
+        """Return the differences to the engines' own tokens, as sentences for `/health`."""
         return [
             f"model {printable(model)}{url and ' at '}{url}: {problem}" for model, url, problem in self.differences()
         ]
 
     def differences(self) -> list[tuple[str, str, str]]:
-        """Model, URL of the engine (empty: of none) and problem, wherever tokens are not known to be the engine's."""
-        found = []
+        """Return where tokens are not known to be the engines' own: model, engine's URL and problem.
+
+        The URL is empty if the problem belongs to no single engine.
+        """
+        differences = []
         for (model, url), judged in self._judged.items():
             if judged.verdict is not None:
-                found += [(model, url, problem) for problem in self._problems(model, url, judged.verdict)]
+                differences += [(model, url, problem) for problem in self._problems(model, url, judged.verdict)]
         for model in self._local.keys() & set(self._models()):
             if not self.of(model):
-                found.append(
+                differences.append(
                     (model, "", "its tokenizer here is not verified against any engine, because no worker has a url")
                 )
-        return found
+        return differences
 
     def _problems(self, model: str, url: str, verdict: Verdict) -> list[str]:
-        found = []
-        for name, judged in (("the tokenizer here", verdict.local), ("its /tokenize", verdict.tokenizes)):
-            for feature, why in judged.items():
-                # A request that the engine refuses too is no difference.
-                if why != EQUAL and not isinstance(verdict.truths.get(feature), str):
-                    found.append(f"{name} makes other tokens of a {PROBE_NAMES[feature]} than the engine: {why}")
-        others = (of.verdict for (of_model, of_url), of in self._judged.items() if of_model == model and of_url != url)
+        """Return how the ways to find tokens, and the model's other engines, differ from this engine."""
+        problems = []
+        for name, results in (("the tokenizer here", verdict.local), ("its /tokenize", verdict.tokenizes)):
+            for feature, result in results.items():
+                # A request that the engine itself refuses is no difference.
+                if result != EQUAL and not isinstance(verdict.truths.get(feature), str):
+                    problems.append(f"{name} makes other tokens of a {PROBE_NAMES[feature]} than the engine: {result}")
+        others = (
+            state.verdict
+            for (other_model, other_url), state in self._judged.items()
+            if other_model == model and other_url != url
+        )
         if any(other is not None and not same_truths(verdict, other) for other in others):
-            found.append(
+            problems.append(
                 "engines of the model make different tokens of one text; give them the same template and flags"
             )
-        return found
+        return problems
 
 
 def token_path(verdict: Verdict, asked: TokenRequest) -> Source | None:
-    """How this engine can be queried."""
+    """Return the way in which this engine can be queried for the request's tokens, or None if there is none."""
     if verdict.renders_messages if asked.kind == "messages" else verdict.renders:
         return "render"
     if all(verdict.tokenizes.get(feature) == EQUAL for feature in asked.features) and _tokenizable(asked):
@@ -243,5 +264,10 @@ def token_path(verdict: Verdict, asked: TokenRequest) -> Source | None:
     return None
 
 
-def _tokenizable(asked: TokenRequest) -> bool:
-    return asked.kind != "responses" and asked.media_at is None and not any(asked.has(name) for name in ONLY_RENDERED)
+def _tokenizable(request: TokenRequest) -> bool:
+    """Return whether /tokenize can read a request of this form."""
+    return (
+        request.kind != "responses"
+        and request.media_at is None
+        and not any(request.has(name) for name in ONLY_RENDERED)
+    )

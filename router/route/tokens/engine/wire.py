@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to engines for tokens, and their answers. Pure.
 
-Which endpoints an engine has, and what they take, its description says (`TokenEndpoints`). A model's name is sent with
-messages alone, which must have one: vLLM takes none for its own, whatever it serves it as.
+An engine's description lists its endpoints and the fields that they accept (`TokenEndpoints`). A model's name is sent
+only with messages, which must have one; without a name vLLM uses its own model, under whatever name it serves that.
 """
 
 from __future__ import annotations
@@ -25,41 +25,47 @@ from kvrouter.router.route.tokens.token_request import TRUNCATION, Kind, TokenRe
 
 COUNT_PATH = f"{MESSAGES_PATH}/count_tokens"
 TOKENIZE_PATH = "/tokenize"
-# The engine itself, for what it makes of a probe.
+# The real endpoints, which show the engine's own tokens of a probe.
 REAL_PATHS: dict[Kind, str] = {"chat": CHAT_PATH, "text": TEXT_PATH}
 
-# What only the real endpoint and its render can read.
+# Fields that only the real endpoint and its render can read.
 ONLY_RENDERED = (TRUNCATION, "suffix")
-# vLLM reads these values of a template's argument as not given. Source: renderers/params.py, merge_kwargs.
+# Values of a template's argument that vLLM treats as not given. Source: renderers/params.py, merge_kwargs.
 UNSET = (None, "auto")
 
 
 class RenderQuirks(msgspec.Struct, frozen=True):
-    """What an engine does with chats and does not say; found by trying (`probes.py`).
+    """Details of how an engine reads chats that it does not report; they are found by trials (`probes.py`)."""
 
-    keeps_unused_tools: tools are written into the prompt also with tool_choice "none"; False where vLLM was started
-    with --exclude-tools-when-tool-choice-none. content_parts: the template is given a message's content as parts, not
-    as one text. merges_system: system messages of Anthropic's API that are not the first are put in front.
-    """
-
+    # Whether tools are written into the prompt even with tool_choice "none"; False if vLLM was started with
+    # --exclude-tools-when-tool-choice-none.
     keeps_unused_tools: bool = True
+    # Whether the template gets a message's content as parts, not as one text.
     content_parts: bool = False
+    # Whether system messages of Anthropic's API that are not the first are moved to the front.
     merges_system: bool = False
 
 
 def render_body(asked: TokenRequest, model: str) -> bytes:
-    """mm_payload: of images and the like, only where they are and their hashes."""
+    """Return the body for a render endpoint.
+
+    Its mm_payload makes the engine return only the places and the hashes of images and other media.
+    """
     added = {"model": model, "max_tokens": 1} if asked.kind == "messages" else {}
     return msgspec.json.encode(asked.fields | added | {"mm_payload": "none"})
 
 
 def count_body(asked: TokenRequest, model: str) -> bytes:
-    """Asks for the length of a message."""
+    """Return the body that queries the length of a message."""
     return msgspec.json.encode(asked.fields | {"model": model})
 
 
 def tokenize_body(asked: TokenRequest, habits: RenderQuirks, ways: TokenEndpoints) -> bytes:
-    """Raises Unknown where /tokenize cannot say what the real endpoint would make of it."""
+    """Return the body for the /tokenize of an engine with these quirks and endpoints.
+
+    Raises:
+        TokensUnknown: /tokenize cannot show how the real endpoint would read the request.
+    """
     if asked.kind == "messages":
         if not ways.reads_messages:
             raise TokensUnknown("unsupported", "what this engine makes of messages of Anthropic's API is not known")
@@ -77,8 +83,8 @@ def tokenize_body(asked: TokenRequest, habits: RenderQuirks, ways: TokenEndpoint
             "unsupported",
             f"{REAL_PATHS.get(asked.kind, asked.kind)} has a render endpoint alone ({ways.how_to_render})",
         )
-    given = asked.fields.keys() - ways.ignored_fields if ways.chat_fields is None else ways.chat_fields
-    body = {name: asked.fields[name] for name in given if name in asked.fields}
+    names = asked.fields.keys() - ways.ignored_fields if ways.chat_fields is None else ways.chat_fields
+    body = {name: asked.fields[name] for name in names if name in asked.fields}
     if drops_tools(asked, habits):
         body.pop("tools", None)
     if not ways.names_arguments:
@@ -92,29 +98,33 @@ def tokenize_body(asked: TokenRequest, habits: RenderQuirks, ways: TokenEndpoint
 
 
 def drops_tools(asked: TokenRequest, habits: RenderQuirks) -> bool:
-    """Whether the engine leaves the tools out of the prompt."""
+    """Return whether the engine leaves the tools out of the prompt."""
     return not habits.keeps_unused_tools and asked.value("tool_choice") == "none"
 
 
 def template_arguments(asked: TokenRequest) -> dict[str, Any]:
-    """The template's further arguments: the client's, and what the chat endpoint makes of its own fields.
+    """Return the template's further arguments: the client's own, and those made of fields of the chat.
 
-    Source: vLLM 0.32.0 ChatCompletionRequest.build_chat_params."""
-    given = asked.value("chat_template_kwargs") or {}
-    if not isinstance(given, dict):
+    Source: vLLM 0.32.0 ChatCompletionRequest.build_chat_params.
+
+    Raises:
+        BadQuestion: chat_template_kwargs is not an object.
+    """
+    client_arguments = asked.value("chat_template_kwargs") or {}
+    if not isinstance(client_arguments, dict):
         raise BadQuestion("chat_template_kwargs is no object")
-    found = dict(given)
+    arguments = dict(client_arguments)
     effort = asked.value("reasoning_effort")
     for name, value in (("documents", asked.value("documents")), ("reasoning_effort", effort)):
         if value not in UNSET:
-            found[name] = value
-    if effort is not None and "enable_thinking" not in given:
-        found["enable_thinking"] = effort != "none"
-    return found
+            arguments[name] = value
+    if effort is not None and "enable_thinking" not in client_arguments:
+        arguments["enable_thinking"] = effort != "none"
+    return arguments
 
 
 def with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message under the name that the chat endpoint gives to what was called reasoning_content."""
+    """Return the message with its reasoning_content under `reasoning`, the chat endpoint's name for it."""
     changed = {name: value for name, value in message.items() if name != "reasoning_content"}
     reasoning = message.get("reasoning_content")
     if reasoning is not None and message.get("reasoning") is None:
@@ -128,7 +138,7 @@ class _Placeholder(msgspec.Struct):
 
 
 class _Features(msgspec.Struct):
-    """By kind (image, audio, video); each list in the order of the others."""
+    """Images and other media by kind (image, audio, video); both lists of a kind have the same order."""
 
     mm_hashes: dict[str, list[str]] = {}
     mm_placeholders: dict[str, list[_Placeholder]] = {}
@@ -152,7 +162,7 @@ class _Message(msgspec.Struct):
 
 
 class _Refusal(msgspec.Struct):
-    """vLLM's errors have had both forms."""
+    """An error of vLLM, which has had both of these forms."""
 
     error: _Message | None = None
     message: str = ""
@@ -181,13 +191,17 @@ _real = msgspec.json.Decoder(_Real)
 
 
 def rendered(kind: Kind, answer: bytes) -> tuple[NDArray[np.int64], Items]:
-    """The ids and the images and the like among them. Raises Unknown where it is no answer of a render endpoint.
+    """Return the ids of a render endpoint's answer, and the images and other media among them.
 
-    Source: vLLM 0.32.0 entrypoints/scale_out/token_in_token_out/protocol.py (MultiModalFeatures)."""
+    Source: vLLM 0.32.0 entrypoints/scale_out/token_in_token_out/protocol.py (MultiModalFeatures).
+
+    Raises:
+        TokensUnknown: It is no answer of a render endpoint.
+    """
     try:
-        found = _rendered_texts.decode(answer)[0] if kind == "text" else _rendered.decode(answer)
-        ids = _ids(found.token_ids)
-        items = () if found.features is None else _items(found.features)
+        prompt = _rendered_texts.decode(answer)[0] if kind == "text" else _rendered.decode(answer)
+        ids = _ids(prompt.token_ids)
+        items = () if prompt.features is None else _items(prompt.features)
         if items and items[-1].offset_tokens + items[-1].length_tokens > len(ids):
             raise ValueError(f"an item ends after the prompt's {len(ids)} tokens")
         return ids, items
@@ -196,6 +210,7 @@ def rendered(kind: Kind, answer: bytes) -> tuple[NDArray[np.int64], Items]:
 
 
 def _items(features: _Features) -> Items:
+    """Return the media in the order of their places; raise ValueError if hashes and places do not match."""
     if features.mm_hashes.keys() != features.mm_placeholders.keys():
         raise ValueError("mm_hashes and mm_placeholders are of different kinds")
     return in_order(
@@ -208,7 +223,11 @@ def _items(features: _Features) -> Items:
 
 
 def tokenized_ids(answer: bytes) -> NDArray[np.int64]:
-    """Raises Unknown where it is no answer of /tokenize."""
+    """Return the ids of an answer of /tokenize.
+
+    Raises:
+        TokensUnknown: It is no answer of /tokenize.
+    """
     try:
         return _ids(_tokenized.decode(answer).tokens)
     except (msgspec.MsgspecError, BadQuestion, ValueError, RecursionError) as error:
@@ -216,6 +235,7 @@ def tokenized_ids(answer: bytes) -> NDArray[np.int64]:
 
 
 def _ids(raw: msgspec.Raw) -> NDArray[np.int64]:
+    """Return the ids; raise BadQuestion if there are none."""
     ids = token_array(raw, is_msgpack=False)
     if not len(ids):
         raise BadQuestion("there are none")
@@ -223,22 +243,29 @@ def _ids(raw: msgspec.Raw) -> NDArray[np.int64]:
 
 
 def real_ids(answer: bytes) -> NDArray[np.int64] | int:
-    """What the engine made of a prompt that it ran: the ids, or how many where it does not tell them. Raises
-    Unknown."""
+    """Return the ids of a prompt that an engine ran, or their number if it does not report them.
+
+    Raises:
+        TokensUnknown: The answer has neither.
+    """
     try:
-        found = _real.decode(answer)
+        completion = _real.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise TokensUnknown("unreachable", f"its answer to a probe is no completion: {error}") from None
-    for ids in (found.prompt_token_ids, *(choice.prompt_token_ids for choice in found.choices)):
+    for ids in (completion.prompt_token_ids, *(choice.prompt_token_ids for choice in completion.choices)):
         if ids:
             return np.array(ids, np.int64)
-    if found.usage is not None and found.usage.prompt_tokens > 0:
-        return found.usage.prompt_tokens
+    if completion.usage is not None and completion.usage.prompt_tokens > 0:
+        return completion.usage.prompt_tokens
     raise TokensUnknown("unreachable", "its answer to a probe has neither prompt_token_ids nor usage.prompt_tokens")
 
 
 def counted_tokens(answer: bytes) -> int:
-    """How many tokens a message has. Raises Unknown."""
+    """Return the number of tokens of a message.
+
+    Raises:
+        TokensUnknown: The answer has no count.
+    """
     try:
         return _count.decode(answer).input_tokens
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -246,13 +273,13 @@ def counted_tokens(answer: bytes) -> int:
 
 
 def refusal_of(answer: bytes) -> str:
-    """The engine's own message in an answer that refuses."""
+    """Return the engine's message in an answer that refuses a request, or "" if it has none."""
     try:
-        found = _refusal.decode(answer)
+        refusal = _refusal.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return ""
-    return (found.error.message if found.error is not None else found.message)[:MAX_REFUSAL_CHARS]
+    return (refusal.error.message if refusal.error is not None else refusal.message)[:MAX_REFUSAL_CHARS]
 
 
-# It is shown to clients and in logs; a template's message may quote the whole chat.
+# A refusal is shown to clients and in logs, and a template's message may quote the whole chat.
 MAX_REFUSAL_CHARS = 500

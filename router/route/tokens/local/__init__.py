@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids made here, with the model's own tokenizer."""
+"""Token ids made in this process, with the model's own tokenizer."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat's messages and tools as vLLM hands them to the chat template. Pure.
+"""A chat's messages and tools in the form in which vLLM passes them to the chat template. Pure.
 
 Source: vLLM 0.32.0 renderers/chat_utils.py (parse_chat_messages), entrypoints/openai/chat_completion/protocol.py; the
-order of a tool call's keys is that of OpenAI's types, by which vLLM reads it. What is not surely read as there is left
-to the engine.
+order of a tool call's keys is that of OpenAI's types, by which vLLM reads it. Anything that may be read differently
+there is left to the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_request import TokenRequest
 
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
-# vLLM takes such a line out of system messages. Source: renderers/chat_utils.py, _strip_claude_code_billing_header.
+# The start of a line that vLLM removes from system messages. Source: renderers/chat_utils.py,
+# _strip_claude_code_billing_header.
 BILLING_LINE = "x-anthropic-billing-header"
 
 TOOL_KEYS = frozenset({"type", "function"})
@@ -24,42 +25,47 @@ FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 
 
 def conversation(asked: TokenRequest, habits: RenderQuirks) -> list[dict[str, Any]]:
-    """The messages. Raises Unknown where only the engine can say what it makes of them."""
+    """Return the messages.
+
+    Raises:
+        TokensUnknown: Only the engine can read the messages.
+    """
     return [_message(with_reasoning(message), habits) for message in asked.messages]
 
 
-def _message(message: dict[str, Any], habits: RenderQuirks) -> dict[str, Any]:
+def _message(message: dict[str, Any], quirks: RenderQuirks) -> dict[str, Any]:
+    """Return one message as vLLM passes it to the template."""
     role = message.get("role")
     if role not in ROLES:
         raise _left(f"the role {role!r}")
-    content = _content(message.get("content"), as_parts=habits.content_parts and role != "tool")
+    content = _content(message.get("content"), as_parts=quirks.content_parts and role != "tool")
     if role == "system" and BILLING_LINE in str(content):
         raise _left("a billing line in a system message")
-    found: dict[str, Any] = {"role": role, "content": content}
+    rendered: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
         calls = message.get("tool_calls")
         if calls is not None and not isinstance(calls, list):
             raise _left("tool_calls that are no list")
         if calls:
-            found["tool_calls"] = [_tool_call(call) for call in calls]
+            rendered["tool_calls"] = [_tool_call(call) for call in calls]
         reasoning = message.get("reasoning")
         if reasoning is not None:
             if not isinstance(reasoning, str):
                 raise _left("reasoning that is no text")
-            found["reasoning"] = found["reasoning_content"] = reasoning
+            rendered["reasoning"] = rendered["reasoning_content"] = reasoning
     elif role == "tool" and "tool_call_id" in message:
-        found["tool_call_id"] = message["tool_call_id"]
+        rendered["tool_call_id"] = message["tool_call_id"]
     if isinstance(message.get("name"), str):
-        found["name"] = message["name"]
+        rendered["name"] = message["name"]
     if "task" in message:
         raise _left("a message's task")
     if role == "developer":
-        found["tools"] = message.get("tools")
-    return found
+        rendered["tools"] = message.get("tools")
+    return rendered
 
 
 def _content(content: Any, *, as_parts: bool) -> str | list[dict[str, str]]:
-    """One text, or parts with text, as the template wants it."""
+    """Return the content as one text or as parts with text, whichever the template expects."""
     if content is None:
         texts: list[str] = []
     elif isinstance(content, str):
@@ -83,6 +89,7 @@ def _text_of(part: Any) -> str:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
+    """Return a tool call with its arguments decoded."""
     if not isinstance(call, dict) or call.keys() != {"id", "type", "function"} or call["type"] != "function":
         raise _left("a tool call of another form")
     function = call["function"]
@@ -98,24 +105,28 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Templates want an object; what is none becomes an empty one."""
+    """Return the arguments as the object that templates expect; empty if the text is no object."""
     if not text:
         return {}
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def tools(asked: TokenRequest, habits: RenderQuirks) -> list[dict[str, Any]] | None:
-    """The tools as vLLM's own types write them out. Raises Unknown."""
-    given = asked.value("tools")
-    if given is None or drops_tools(asked, habits):
+    """Return the tools as vLLM's own types write them, or None if the prompt has none.
+
+    Raises:
+        TokensUnknown: Only the engine can read the tools.
+    """
+    definitions = asked.value("tools")
+    if definitions is None or drops_tools(asked, habits):
         return None
-    if not isinstance(given, list) or not given:
+    if not isinstance(definitions, list) or not definitions:
         raise _left("tools that are no list")
-    return [_tool(tool) for tool in given]
+    return [_tool(tool) for tool in definitions]
 
 
 def _tool(tool: Any) -> dict[str, Any]:
@@ -124,11 +135,12 @@ def _tool(tool: Any) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict) or not function.keys() <= set(FUNCTION_KEYS) or "name" not in function:
         raise _left("a tool of another form")
-    found = {name: function.get(name) for name in FUNCTION_KEYS}
-    if found["strict"] is None:
-        del found["strict"]
-    return {"type": "function", "function": found}
+    definition = {name: function.get(name) for name in FUNCTION_KEYS}
+    if definition["strict"] is None:
+        del definition["strict"]
+    return {"type": "function", "function": definition}
 
 
-def _left(what: str) -> TokensUnknown:
-    return TokensUnknown("unsupported", f"{what} is not read by the tokenizer here; the engine reads it")
+def _left(part: str) -> TokensUnknown:
+    """Return the error for a part of the request that is left to the engine."""
+    return TokensUnknown("unsupported", f"{part} is not read by the tokenizer here; the engine reads it")

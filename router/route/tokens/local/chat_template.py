@@ -2,8 +2,8 @@
 """A model's chat template, rendered as transformers renders it for the engine.
 
 Source: transformers 5 utils/chat_template_utils.py: the environment's options, its filters and functions, and how the
-end of a message that is to be continued is found. In Jinja's sandbox: a template comes with a model and is no code of
-the operator's.
+end of a message that is to be continued is found. Templates run in Jinja's sandbox, because they come with a model and
+are not the operator's code.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 
-# Stands behind the text that is to be continued while the template runs. The space at its end shows whether the
+# Marks the end of the text that is to be continued while the template runs. The space at its end shows whether the
 # template trims.
 MARK = "CONTINUED-HERE "
 
-# Set by the template's caller; as an argument of a client they would be given twice.
+# Arguments that this router sets itself; a client's argument of such a name would be passed twice.
 OWN_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; the text in it is text as any other."""
+    """The extension for `{% generation %}`, which marks an assistant's text for training.
+
+    The marked text is rendered like any other.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -48,7 +51,7 @@ class _Generation(Extension):
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own would escape for HTML."""
+    """Return JSON without the escapes for HTML that Jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -57,10 +60,18 @@ def _raise(message: str) -> NoReturn:
 
 
 class ChatTemplate:
-    """now: the local time, for templates that write the date."""
+    """A compiled chat template."""
 
     def __init__(self, text: str, now: Callable[[], datetime]) -> None:
-        """Raises SettingError where it is no Jinja."""
+        """Compile the template.
+
+        Args:
+            text: The template.
+            now: Returns the local time, for templates that write the date.
+
+        Raises:
+            SettingError: The text is no Jinja template.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
@@ -74,24 +85,31 @@ class ChatTemplate:
             raise SettingError(f"its chat template is no Jinja: {error}") from None
 
     def render(self, messages: list[dict[str, Any]], *, continued: bool, arguments: dict[str, Any]) -> str:
-        """The text of the chat; with `continued`, up to the end of the last message's content.
+        """Return the text of a chat.
 
-        Raises Unknown where the template refuses the chat, as it would in the engine."""
-        last = ""
+        Args:
+            messages: The chat's messages.
+            continued: Whether to stop at the end of the last message's content, which is to be continued.
+            arguments: The template's further arguments.
+
+        Raises:
+            TokensUnknown: The template refuses the chat, as it would in the engine.
+        """
+        last_text = ""
         if continued:
-            messages, last = _marked(messages)
+            messages, last_text = _marked(messages)
         try:
             text = self._template.render(messages=messages, **arguments)
         except RecursionError:
             raise TokensUnknown("refused", "the chat template recurses without end") from None
         except Exception as error:
-            # Templates are programs: they raise what they like.
+            # Templates are programs, so they may raise anything.
             raise TokensUnknown("refused", f"the chat template refuses the chat: {error}") from None
-        return _unmarked(text, last) if continued else text
+        return _unmarked(text, last_text) if continued else text
 
 
 def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The messages with MARK behind the last text of the last one, and that text."""
+    """Return the messages with MARK behind the last text of the last message, and that text."""
     messages = [*messages[:-1], copy.deepcopy(messages[-1])]
     content = messages[-1].get("content")
     if isinstance(content, str):
@@ -105,9 +123,11 @@ def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     raise TokensUnknown("refused", "continue_final_message: the last message has no text to go on from")
 
 
-def _unmarked(text: str, last: str) -> str:
+def _unmarked(text: str, last_text: str) -> str:
+    """Return the text up to the mark; raise TokensUnknown if the template left the last message's end out."""
     at = text.rfind(MARK.strip())
-    if at < 0 or last.strip() not in text:
+    if at < 0 or last_text.strip() not in text:
         raise TokensUnknown("refused", "continue_final_message: the chat template leaves the last message's end out")
-    # A template that trims has trimmed the space behind the mark, and would have trimmed what was before it.
+    # If the space behind the mark is gone, the template trims, and would also have trimmed the space at the end of the
+    # last text.
     return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's tokenizer and chat template from a folder as models come in: tokenizer.json, tokenizer_config.json, a
-template.
+"""A model's tokenizer and chat template, read from a folder in the usual layout of models.
 
-Synchronous; long texts belong in a thread. Nothing is downloaded. Whether what comes out is what the engine makes is
-judged elsewhere, by probes.
+The folder has tokenizer.json, tokenizer_config.json and a template. Calls are synchronous, so long texts belong in a
+thread. Nothing is downloaded. Whether the tokens are those that the engine makes is judged elsewhere, by probes.
 """
 
 from __future__ import annotations
@@ -29,31 +28,41 @@ from kvrouter.router.route.tokens.local.piece_cache import PieceCache
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_request import TRUNCATION, TokenRequest
 
-# Names of special tokens that templates may write. Source: transformers 5, SPECIAL_TOKENS_ATTRIBUTES.
+# The names of special tokens that templates may use. Source: transformers 5, SPECIAL_TOKENS_ATTRIBUTES.
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
-# Bound on one file; the largest tokenizers have some 35 MB.
+# The limit on the size of one file; the largest tokenizers have some 35 MB.
 MAX_FILE_BYTES = 256 * 1024**2
 
-# Fields that only the engine can read: whether a client's template is refused depends on a flag of the engine.
+# Fields that only the engine can read; for example, a flag of the engine decides whether a client's template is
+# refused.
 LEFT_TO_THE_ENGINE = (TRUNCATION, "suffix", "chat_template", "mm_processor_kwargs", "media_io_kwargs")
 
 
-# vLLM gives a template that loops over contents their parts. Where both come to the same, this decides.
+# vLLM passes the parts of contents to a template that loops over them. If text and parts lead to the same tokens of the
+# probes, this pattern decides which of them is used.
 LOOPS_OVER_CONTENT = re.compile(r"{%-?\s*for\s+\w+\s+in\s[^%]*content")
 
 
 class LocalTokenizer:
-    """One model's. now: the local time, for templates that write the date."""
+    """The tokenizer of one model."""
 
     def __init__(self, folder: Path, now: Callable[[], datetime]) -> None:
-        """Read the folder. Raises SettingError."""
+        """Read the tokenizer from its folder.
+
+        Args:
+            folder: The model's folder.
+            now: Returns the local time, for templates that write the date.
+
+        Raises:
+            SettingError: A file cannot be read.
+        """
         self.folder = folder
         config = _read_json(folder / "tokenizer_config.json")
         try:
             tokenizer = Tokenizer.from_buffer(read_regular(folder / "tokenizer.json", MAX_FILE_BYTES))
         except Exception as error:
-            # The library raises the bare Exception.
+            # The library raises plain Exception.
             raise SettingError(f"cannot read {folder / 'tokenizer.json'}: {error}; name a folder with one") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -65,10 +74,15 @@ class LocalTokenizer:
 
     @property
     def held_bytes(self) -> int:
+        """The memory held by the cache of pieces."""
         return self._pieces.held_bytes
 
     def ids(self, asked: TokenRequest, habits: RenderQuirks) -> NDArray[np.int64]:
-        """Raises Unknown where only the engine can say."""
+        """Return the tokens that an engine with these quirks makes of a request.
+
+        Raises:
+            TokensUnknown: Only the engine can read the request, or its prompt has no tokens.
+        """
         for name in LEFT_TO_THE_ENGINE:
             if asked.has(name):
                 raise TokensUnknown("unsupported", f"{name} is not read by the tokenizer here; the engine reads it")
@@ -85,33 +99,37 @@ class LocalTokenizer:
         return self._encoded(self._chat(asked, habits), special is True)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> NDArray[np.int64]:
+        """Return the ids of a text; raise TokensUnknown if there are none."""
         ids = self._pieces.encode(text, add_special_tokens=add_special_tokens)
         if not len(ids):
             raise TokensUnknown("refused", "the prompt has no tokens")
         return ids
 
-    def _chat(self, asked: TokenRequest, habits: RenderQuirks) -> str:
-        given = tools(asked, habits)
-        template = self._templates.get("tool_use" if given else "default") or self._templates.get("default")
+    def _chat(self, request: TokenRequest, quirks: RenderQuirks) -> str:
+        """Return the text of a chat."""
+        tool_definitions = tools(request, quirks)
+        template = self._templates.get("tool_use" if tool_definitions else "default") or self._templates.get("default")
         if template is None:
             raise TokensUnknown("unsupported", f"{self.folder} has no chat template; put its chat_template.jinja there")
-        messages = conversation(asked, habits)
+        messages = conversation(request, quirks)
         if any(message["role"] == "developer" for message in messages) and "developer" not in template.text:
             raise TokensUnknown("unsupported", "the role developer, which the engine turns into another here")
-        arguments = template_arguments(asked)
+        arguments = template_arguments(request)
         if not OWN_ARGUMENTS.isdisjoint(arguments.keys() - {"documents"}) or "chat_template" in arguments:
             raise TokensUnknown("unsupported", "chat_template_kwargs that replace arguments of their own")
-        continued = asked.value("continue_final_message") is True
-        generation = asked.value("add_generation_prompt") is not False
+        continued = request.value("continue_final_message") is True
+        generation = request.value("add_generation_prompt") is not False
         if continued and generation:
             raise TokensUnknown("refused", "continue_final_message wants add_generation_prompt to be false")
-        whole: dict[str, Any] = {"documents": None} | self._special | arguments
-        whole |= {"tools": given, "add_generation_prompt": generation}
-        return template.render(messages, continued=continued, arguments=whole)
+        template_context: dict[str, Any] = {"documents": None} | self._special | arguments
+        template_context |= {"tools": tool_definitions, "add_generation_prompt": generation}
+        return template.render(messages, continued=continued, arguments=template_context)
 
     def likely_habits(self) -> tuple[RenderQuirks, ...]:
-        """What an engine with this template may do, the likeliest first. A loop over a message's content reads
-        parts."""
+        """Return the quirks that an engine with this template may have, the most likely first.
+
+        If the template loops over a message's content, it probably reads parts.
+        """
         default = self._templates.get("default")
         loops = default is not None and LOOPS_OVER_CONTENT.search(default.text) is not None
         return tuple(
@@ -123,46 +141,47 @@ class LocalTokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file, empty if the file does not exist or has something else."""
     try:
-        found = msgspec.json.decode(read_regular(path, MAX_FILE_BYTES))
+        content = msgspec.json.decode(read_regular(path, MAX_FILE_BYTES))
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError) as error:
         raise SettingError(f"cannot read {path}: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _content(token: Any) -> str:
-    """A special token stands in the settings as its text or with its properties."""
+    """Return the text of a special token, which the settings give as its text or with its properties."""
     return str(token["content"] if isinstance(token, dict) else token)
 
 
 def _further_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> list[AddedToken]:
-    """Tokens of the settings that tokenizer.json lacks, in the order of their ids."""
+    """Return the tokens of the settings that tokenizer.json lacks, in the order of their ids."""
     listed = config.get("added_tokens_decoder") or {}
-    found = []
+    tokens = []
     for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
         if tokenizer.token_to_id(token["content"]) is None:
             properties = ("single_word", "lstrip", "rstrip", "normalized", "special")
-            found.append(AddedToken(token["content"], **{name: bool(token.get(name, False)) for name in properties}))
-    return found
+            tokens.append(AddedToken(token["content"], **{name: bool(token.get(name, False)) for name in properties}))
+    return tokens
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """By name: `default`, and `tool_use` where a model has one of its own for tools."""
-    given = config.get("chat_template")
-    found: dict[str, str] = {}
-    if isinstance(given, str):
-        found["default"] = given
-    elif isinstance(given, list):
-        found = {str(entry["name"]): str(entry["template"]) for entry in given}
+    """Return the templates by name: `default`, and `tool_use` if the model has a separate one for tools."""
+    configured = config.get("chat_template")
+    templates: dict[str, str] = {}
+    if isinstance(configured, str):
+        templates["default"] = configured
+    elif isinstance(configured, list):
+        templates = {str(entry["name"]): str(entry["template"]) for entry in configured}
     for path in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
         try:
-            found["default" if path.parent == folder else path.stem] = read_regular(path, MAX_FILE_BYTES).decode(
+            templates["default" if path.parent == folder else path.stem] = read_regular(path, MAX_FILE_BYTES).decode(
                 "utf-8"
             )
         except FileNotFoundError:
             continue
         except (OSError, UnicodeDecodeError) as error:
             raise SettingError(f"cannot read {path}: {error}") from None
-    return found
+    return templates
