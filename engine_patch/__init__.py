@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs inside vLLM and reports what each cache group and tier holds."""
+"""An extension that runs inside an engine and reports which blocks each cache group and tier holds."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point that vLLM calls in each of its processes: it replaces two constructors, and a scheduler does the
-rest.
+"""The entry point that vLLM calls in each of its processes.
 
-Only a scheduler with an enabled zmq publisher starts a reporter. KVROUTER_PATCH=0 leaves vLLM untouched.
+It replaces two constructors, and each scheduler then connects itself. Only a scheduler with an enabled ZMQ publisher
+starts a reporter. KVROUTER_PATCH=0 leaves vLLM untouched.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from kvrouter.engine_patch.reporter.reporter_start import Reports, start_reporte
 from kvrouter.engine_patch.setup.features import Features, admit, misfit
 from kvrouter.engine_patch.setup.settings import from_environment
 
-# Below vLLM's own logger, which has its handler and its format.
+# A child of vLLM's own logger, so that messages get vLLM's handler and format.
 LOGGER = "vllm.kvrouter"
 KV_EVENTS = "vllm.distributed.kv_events"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 ENGINE_CORE = "vllm.v1.engine.core"
 KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
 
-# (publisher, features, configured endpoint) -> the reporter, None where there is no place to listen.
+# (publisher, features, configured endpoint) -> the reporter, or None if there is no address to listen on.
 StartReporter = Callable[[Any, Features, str], Reports | None]
 
 
 def register() -> None:
-    """vLLM's `vllm.general_plugins` entry point. Never raises, and may be called again."""
+    """Apply the patch as vLLM's `vllm.general_plugins` entry point.
+
+    It never raises, and may be called again.
+    """
     log = logging.getLogger(LOGGER)
     try:
         patch(os.environ, log)
@@ -42,8 +45,17 @@ def register() -> None:
 
 
 def patch(environment: Mapping[str, str], log: logging.Logger, start: StartReporter | None = None) -> bool:
-    """Replace the constructors of publisher and scheduler. Returns whether the patch is in place."""
-    settings, wrong = from_environment(environment)
+    """Replace the constructors of publisher and scheduler.
+
+    Args:
+        environment: The engine's environment variables.
+        log: Receives the warnings.
+        start: Starts a publisher's reporter. None: `start_reporter` does, with the settings of the environment.
+
+    Returns:
+        Whether the patch is in place.
+    """
+    settings, problems = from_environment(environment)
     if not settings.enabled:
         return False
     version = vllm_version()
@@ -56,23 +68,23 @@ def patch(environment: Mapping[str, str], log: logging.Logger, start: StartRepor
     start = start or functools.partial(start_reporter, settings)
 
     def tap(publisher: Any, features: Features, configured: str) -> EventTap | None:
-        # Not above: that runs in every process of vLLM.
-        for text in wrong:
-            log.warning("kvrouter: %s", text)
+        # Logged here and not in `patch`, because `patch` runs in every process of vLLM.
+        for problem in problems:
+            log.warning("kvrouter: %s", problem)
         reporter = start(publisher, features, configured)
         if reporter is None:
             return None
         try:
-            made = EventTap(reporter, features, version, publisher._dp_rank)
+            event_tap = EventTap(reporter, features, version, publisher._dp_rank)
         except BaseException:
             # An open reporter would show routers a cache that stays empty.
             reporter.close()
             raise
-        watch(publisher, made.published, made.close, features["reports"])
+        watch(publisher, event_tap.published, event_tap.close, features["reports"])
         if not features["reports"].on:
             reporter.close()
             return None
-        return made
+        return event_tap
 
     factory._registry["zmq"] = constructor(factory._registry["zmq"], lambda: Features(log), tap)
     scheduler_class.__init__ = attaching(scheduler_class.__init__, log)
@@ -80,15 +92,16 @@ def patch(environment: Mapping[str, str], log: logging.Logger, start: StartRepor
 
 
 def vllm_version() -> str:
+    """Return the version of the installed vLLM, or "unknown" if vLLM does not give one."""
     return str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
 
 
 def attaching(original: Callable[..., None], log: logging.Logger) -> Callable[..., None]:
-    """Scheduler.__init__, then connect the publisher's tap to it."""
+    """Return a `Scheduler.__init__` that runs `original` and then connects the publisher's tap to the scheduler."""
 
     @functools.wraps(original)
-    def __init__(self: Any, *given: Any, **named: Any) -> None:
-        original(self, *given, **named)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
         tap = None
         try:
             tap = getattr(getattr(self, "kv_event_publisher", None), ATTRIBUTE, None)
@@ -100,7 +113,7 @@ def attaching(original: Callable[..., None], log: logging.Logger) -> Callable[..
             if tap is None:
                 log.warning("kvrouter: unknown scheduler; nothing is reported of it", exc_info=True)
             else:
-                # Which of its places are watched is not known.
+                # The failure leaves unknown which places of this scheduler are watched, so nothing may be reported.
                 tap.features["reports"].off(f"unknown scheduler layout: {error!r}")
 
     setattr(__init__, ORIGINAL, original)
@@ -108,10 +121,10 @@ def attaching(original: Callable[..., None], log: logging.Logger) -> Callable[..
 
 
 def watch_engine_core(tap: EventTap) -> None:
-    """What only the engine core knows: adapters loaded before a request uses them, and when NONE_HASH is drawn."""
+    """Watch the engine core for adapters that are loaded before a request uses them, and for the draw of NONE_HASH."""
     core = sys.modules.get(ENGINE_CORE)
     if core is None:
-        return  # a scheduler without an engine
+        return  # This scheduler runs without an engine.
     feature = tap.features["lora"]
     feature.install(
         lambda: misfit(core.EngineCore, "add_lora", ("self", "lora_request")), lambda: watch_add_lora(core.EngineCore)
@@ -121,13 +134,14 @@ def watch_engine_core(tap: EventTap) -> None:
 
 
 def watch_add_lora(engine_core: Any) -> None:
+    """Wrap `EngineCore.add_lora`, so that its scheduler's tap learns each adapter when it is loaded."""
     original = engine_core.add_lora
     if hasattr(original, ORIGINAL):
         return
 
     @functools.wraps(original)
-    def add_lora(self: Any, lora_request: Any, *rest: Any, **named: Any) -> Any:
-        result = original(self, lora_request, *rest, **named)
+    def add_lora(self: Any, lora_request: Any, *rest: Any, **kwargs: Any) -> Any:
+        result = original(self, lora_request, *rest, **kwargs)
         tap = getattr(getattr(self, "scheduler", None), ATTRIBUTE, None)
         if tap is not None and tap.features["lora"].on:
             try:
@@ -144,9 +158,9 @@ def watch_none_hash(core: Any, tap: EventTap) -> None:
     """Declare the catalog once more when the engine core under construction draws its NONE_HASH."""
     original = core.init_none_hash
 
-    def init_none_hash(*given: Any, **named: Any) -> Any:
+    def init_none_hash(*args: Any, **kwargs: Any) -> Any:
         core.init_none_hash = original
-        result = original(*given, **named)
+        result = original(*args, **kwargs)
         tap.declare()
         return result
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM's code is hooked."""
+"""The places in vLLM's code where the patch is hooked."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declared catalog, read from a running scheduler: what readers need to predict hits and events leave out.
+"""Reads the declared catalog from a running scheduler: facts that readers need to predict hits and that events lack.
 
 Names differ between versions; a missing value is None, never guessed.
 Sources: vLLM 0.20 to 0.33 v1/core/kv_cache_coordinator.py, v1/core/kv_cache_utils.py, v1/core/sched/scheduler.py.
@@ -21,7 +21,7 @@ from kvrouter.engine_patch.reporter.translate import OffloadGroup, short_hash
 from kvrouter.events.patch.messages import DeclaredCatalog, DeclaredGroup, HashExample
 
 CHUNKED = "chunked_local_attention"
-# kv_cache_spec_kind by the spec's class, for vLLM 0.20 and 0.21, which have no get_kv_cache_spec_kind.
+# The kv_cache_spec_kind of each spec class, for vLLM 0.20 and 0.21, which have no get_kv_cache_spec_kind.
 _KINDS = {
     "FullAttentionSpec": "full_attention",
     "TQFullAttentionSpec": "full_attention",
@@ -34,7 +34,8 @@ _KINDS = {
     "EncoderOnlyAttentionSpec": "encoder_only_attention",
     "CrossAttentionSpec": "cross_attention",
 }
-# Where vLLM may state over how many following tokens its block hashes reach (RFC vllm-project/vllm#50438).
+# Attributes in which vLLM may state how many of the following tokens its block hashes cover (RFC
+# vllm-project/vllm#50438).
 _LOOKAHEAD_NAMES = ("hash_lookahead_tokens", "num_hash_lookahead_tokens", "num_lookahead_hash_tokens")
 
 
@@ -43,7 +44,7 @@ def _vllm(module: str) -> Any:
 
 
 def read_catalog(scheduler: Any, lora_paths: Mapping[str, str], vllm_version: str, dp_rank: int) -> DeclaredCatalog:
-    """Raises what the attributes raise when the scheduler has an unknown layout."""
+    """Return the catalog of a scheduler; raise any error that its attributes raise if its layout is unknown."""
     coordinator = scheduler.kv_cache_manager.coordinator
     pool = scheduler.kv_cache_manager.block_pool
     cache_config, connector = scheduler.cache_config, scheduler.connector
@@ -80,10 +81,10 @@ def read_catalog(scheduler: Any, lora_paths: Mapping[str, str], vllm_version: st
 
 
 def read_groups(coordinator: Any) -> list[DeclaredGroup]:
-    """Every KV cache group, in vLLM's order; the effective block size is that of its manager."""
+    """Return every KV cache group in vLLM's order; its block size is the effective one, that of its manager."""
     classes = spec_classes(coordinator)
-    # A spec group with one flagged member drops its last block as a whole; that follows from the two fields.
-    # From 0.33 on, groups stay flagged where hashes that cover the next tokens make the drop needless.
+    # A spec group with one flagged member drops its last block as a whole; readers derive that from `eagle` and
+    # `spec_class`. From 0.33 on, groups stay flagged where hashes that cover the next tokens make the drop needless.
     eagle = getattr(coordinator, "drop_eagle_group_ids", getattr(coordinator, "eagle_group_ids", ()))
     groups = []
     for group_idx, group in enumerate(coordinator.kv_cache_config.kv_cache_groups):
@@ -94,7 +95,8 @@ def read_groups(coordinator: Any) -> list[DeclaredGroup]:
                 group_idx=group_idx,
                 kind=kind,
                 block_size=coordinator.single_type_managers[group_idx].block_size,
-                # A full-attention spec may carry the window or chunk of layers it stands for: look-ups ignore it.
+                # A full-attention spec may carry the window or chunk of the layers that it replaces, which look-ups
+                # ignore.
                 sliding_window=window_of(spec) if kind.startswith("sliding_window") else None,
                 attention_chunk_size=_number(getattr(spec, "attention_chunk_size", None)) if kind == CHUNKED else None,
                 eagle=group_idx in eagle,
@@ -106,6 +108,7 @@ def read_groups(coordinator: Any) -> list[DeclaredGroup]:
 
 
 def offload_groups(coordinator: Any) -> dict[int, OffloadGroup]:
+    """Return the facts of each group that raw offloading events lack, by group_idx."""
     return {
         group.group_idx: OffloadGroup(group.block_size, group.kind, group.sliding_window)
         for group in read_groups(coordinator)
@@ -113,20 +116,20 @@ def offload_groups(coordinator: Any) -> dict[int, OffloadGroup]:
 
 
 def spec_classes(coordinator: Any) -> dict[int, int]:
-    """group_idx -> number of the spec group it is looked up with, in the order of the look-up; groups without one
-    are absent.
+    """Return for each group_idx the number of its spec group, in the order in which spec groups are looked up.
 
-    An entry is a SpecGroup, or before 0.23 a plain tuple; its second item is the group ids in both.
+    Groups that are not looked up with a spec group are absent. An entry of `attention_groups` is a SpecGroup, or a
+    plain tuple before 0.23; the second item of both is the group ids.
     """
     entries = getattr(coordinator, "attention_groups", None)
     if entries is not None:
-        return {group_idx: number for number, entry in enumerate(entries) for group_idx in entry[1]}
-    # One group has no spec groups; without prefix caching nothing is looked up.
+        return {group_idx: spec_class for spec_class, entry in enumerate(entries) for group_idx in entry[1]}
+    # A coordinator of a single group has no spec groups; without prefix caching nothing is looked up.
     return {0: 0} if coordinator.block_pool.enable_caching and len(coordinator.single_type_managers) == 1 else {}
 
 
 def read_align(coordinator: Any, scheduler_block_size: int) -> int | None:
-    """Tokens; a hit is a multiple of it."""
+    """Return the tokens of which every hit is a multiple."""
     if len(coordinator.single_type_managers) == 1:
         return int(coordinator.single_type_managers[0].block_size)
     aligned = getattr(coordinator, "_cache_hit_alignment_tokens", None)
@@ -135,15 +138,26 @@ def read_align(coordinator: Any, scheduler_block_size: int) -> int | None:
 
 
 def read_retention(coordinator: Any) -> int | None:
-    """Tokens; None: every block is kept. A setting of the environment from 0.23 to 0.28."""
+    """Return the retention interval in tokens, or None if every block is kept.
+
+    From 0.23 to 0.28 the value is a setting of the environment.
+    """
     if hasattr(coordinator, "retention_interval"):
         return _number(coordinator.retention_interval)
     return _number(getattr(_vllm("envs"), "VLLM_PREFIX_CACHE_RETENTION_INTERVAL", None))
 
 
 def read_hashing(algo: str | None, hash_block_size: int, lookahead: int = 0) -> tuple[str | None, HashExample | None]:
-    """(NONE_HASH as hex, an example); (None, None) until the engine has drawn its NONE_HASH, soon after its scheduler
-    is built. lookahead: tokens after a block that its hash covers; the example has them."""
+    """Return NONE_HASH as hex and an example of a block hash.
+
+    Args:
+        algo: vLLM's name of the hash algorithm.
+        hash_block_size: Tokens of a hashed block.
+        lookahead: Tokens after a block that its hash covers; the example includes them.
+
+    Returns:
+        (None, None) until the engine has drawn its NONE_HASH, which happens soon after its scheduler is built.
+    """
     utils = _vllm("v1.core.kv_cache_utils")
     none_hash = getattr(utils, "NONE_HASH", None)
     if none_hash is None or algo is None:
@@ -158,7 +172,7 @@ def read_hashing(algo: str | None, hash_block_size: int, lookahead: int = 0) -> 
 
 
 class _Prompt:
-    """Of a request, what vLLM's block hasher reads, for a prompt that has nothing but its tokens."""
+    """The attributes of a request that vLLM's block hasher reads, for a prompt of nothing but tokens."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.all_token_ids = token_ids
@@ -169,7 +183,7 @@ class _Prompt:
 
 
 def read_lookahead(scheduler: Any) -> int:
-    """Following tokens that every block hash also covers; 0 in every version up to 0.32."""
+    """Return how many following tokens every block hash also covers; 0 in every version up to 0.32."""
     manager = scheduler.kv_cache_manager
     for owner in (manager.coordinator, manager, scheduler):
         for name in _LOOKAHEAD_NAMES:
@@ -177,13 +191,14 @@ def read_lookahead(scheduler: Any) -> int:
                 return int(getattr(owner, name))
     fields = getattr(_vllm("distributed.kv_events").BlockStored, "__struct_fields__", ())
     if "lookahead_token_ids" in fields and scheduler.connector is None and getattr(scheduler, "use_eagle", False):
-        # vLLM does not state how many; a reader must not follow hashes that cover tokens it cannot see.
+        # vLLM does not state the number. At least 1 is declared, because a reader must not follow hashes that cover
+        # tokens it cannot see.
         return max(1, int(getattr(scheduler, "num_prefill_lookahead", 1)))
     return 0
 
 
 def read_model_name(model_config: Any) -> str | None:
-    """The name that requests use: --served-model-name, else the model."""
+    """Return the name that requests use: --served-model-name, else the model."""
     served = getattr(model_config, "served_model_name", None)
     if isinstance(served, list):
         served = served[0] if served else None
@@ -191,7 +206,7 @@ def read_model_name(model_config: Any) -> str | None:
 
 
 def kind_of(spec: Any) -> str:
-    """kv_cache_spec_kind."""
+    """Return the kv_cache_spec_kind of a spec, or "unknown"."""
     interface = _vllm("v1.kv_cache_interface")
     if hasattr(interface, "get_kv_cache_spec_kind"):
         return str(interface.get_kv_cache_spec_kind(spec).value)
@@ -204,7 +219,7 @@ def _kind_by_class(spec: Any) -> str:
 
 
 def window_of(spec: Any) -> int | None:
-    """Tokens."""
+    """Return the tokens of a spec's sliding window, or None without one."""
     interface = _vllm("v1.kv_cache_interface")
     if hasattr(interface, "get_kv_cache_spec_sliding_window"):
         return _number(interface.get_kv_cache_spec_sliding_window(spec))

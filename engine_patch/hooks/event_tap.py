@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hooks of one engine core share: their reporter, and what waits for the next batch.
+"""The state that the hooks of one engine core share: their reporter, and the events that wait for the next batch.
 
-The engine's thread only collects; everything is translated in the reporter's thread.
+The engine's thread only collects events; the reporter's thread translates them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from kvrouter.engine_patch.setup.features import Feature, Features, misfit
 from kvrouter.events.patch.messages import DeclaredCatalog, ReportCleared, ReportEvent
 from kvrouter.events.vllm.messages import GPU
 
-# Adapters a catalog names, those last used: more than an engine keeps loaded (`max_cpu_loras`), and some 100 KB.
+# Adapters that a catalog names, the last used ones: more than an engine keeps loaded (`max_cpu_loras`), and some 100
+# KB.
 MAX_LORAS = 1_024
 
 
 class EventTap:
-    """The tap of one publisher. Everything but `make_batch` runs in the engine's thread."""
+    """The tap of one publisher, which runs in the engine's thread except for `make_batch`."""
 
     def __init__(self, reporter: Reports, features: Features, vllm_version: str, dp_rank: int) -> None:
         self.reporter = reporter
@@ -35,9 +36,12 @@ class EventTap:
         self.notes: Notes = {}
         self._vllm_version, self._dp_rank = vllm_version, dp_rank
         self._scheduler: Any = None
+        # The catalog that was last passed to the reporter.
         self._declared: DeclaredCatalog | None = None
         self._lora_paths: dict[str, str] = {}
+        # The offloading events that belong to the next batch.
         self._handed: list[tuple[Offload, Handed]] = []
+        # Batches that went to vLLM's publisher so far.
         self._batches = 0
         self._hashing_declared = False
         self._limit_failures()
@@ -46,11 +50,11 @@ class EventTap:
         """Withdraw from readers the blocks that a feature no longer keeps up to date once it is off."""
         features = self.features
         features["reports"].when_off(self._withhold_everything)
-        # Without this feature a block is counted again when it is announced again, and one removal does not take it
-        # away, in whichever pool it is.
+        # Without this feature, a block that is announced again is counted again, in whichever pool it is, and one
+        # removal does not remove it.
         features["reuse"].when_off(self._withhold_everything)
-        # From here on vLLM reports the tiers with its own events, whose removals need not name a block that was stored
-        # before.
+        # Once this feature failed, vLLM reports the tiers with its own events, whose removals may name blocks that were
+        # never reported as stored.
         features["offload"].when_off(self._withhold_tiers, if_failed=True)
         features["lora"].when_off(self._forget_loras, if_failed=True)
 
@@ -60,22 +64,26 @@ class EventTap:
     def _withhold_tiers(self, problem: str) -> None:
         self.reporter.withhold(Scope.TIERS, problem)
 
-    # What the publisher sends
+    # Batches of the publisher
 
     def published(self, batch: Any) -> None:
-        """One batch went to vLLM's publisher: its seq is the number of batches before it, dropped ones too."""
-        handed, self._handed = self._handed, []
+        """Queue the reports of one batch that went to vLLM's publisher.
+
+        The batch's seq is the number of batches before it, including dropped ones.
+        """
+        offloads, self._handed = self._handed, []
         seq = self._batches
         self._batches += 1
-        self.reporter.publish(partial(make_batch, batch.events, self.notes, handed), seq)
+        self.reporter.publish(partial(make_batch, batch.events, self.notes, offloads), seq)
 
     def close(self) -> None:
+        """Close the reporter."""
         self.reporter.close()
 
-    # What a scheduler's parts report
+    # Hooks in a scheduler's parts
 
     def attach(self, scheduler: Any) -> None:
-        """Hook a new scheduler, each part on its own, so that an unknown layout costs only that part."""
+        """Attach hooks to a new scheduler, each part separately, so that an unknown layout disables only that part."""
         self._scheduler = scheduler
         features = self.features
         for name, watch in (("positions", positions.watch), ("reuse", positions.watch_reuse)):
@@ -95,7 +103,7 @@ class EventTap:
         for pool in block_pools(scheduler):
             self._watch_reset(pool, medium_name(getattr(pool, "medium", None)))
         for manager in simple_managers(scheduler.connector):
-            # Its pool calls itself GPU; the events' medium is corrected when they are taken.
+            # The pool calls its own medium GPU; the medium of its events is corrected when the manager takes them.
             self._watch_reset(manager.cpu_block_pool, medium_name(getattr(manager, "kv_event_medium", "CPU")))
 
     def _watch_offloads(self, scheduler: Any) -> None:
@@ -106,13 +114,13 @@ class EventTap:
 
     def _watch_reset(self, pool: Any, medium: str) -> None:
         if medium != GPU:
-            # Readers take vLLM's own clear, which comes with the next step and names no medium, for the GPU's.
+            # vLLM's own clear comes with the next step and names no medium, so readers would apply it to the GPU.
             self.features["resets"].when_off(self._withhold_tiers)
         resets.watch(pool, medium, self.notes, self._cleared, self.features["resets"])
 
     def _cleared(self, medium: str, reason: str) -> None:
-        cleared = [ReportCleared(medium, reason)]
-        self.reporter.publish(lambda: cleared, None)
+        events = [ReportCleared(medium, reason)]
+        self.reporter.publish(lambda: events, None)
 
     def _taken(self, offload: Offload, handed: Handed) -> None:
         self._handed.append((offload, handed))
@@ -123,7 +131,7 @@ class EventTap:
     # The catalog
 
     def declare(self) -> None:
-        """Read the catalog and pass it on; the reporter publishes it only when it differs."""
+        """Read the catalog and pass it to the reporter, which publishes it only if it differs from the last one."""
         feature = self.features["catalog"]
         if not feature.on or self._scheduler is None:
             return
@@ -136,18 +144,21 @@ class EventTap:
             feature.failed()
 
     def learn_lora(self, lora_request: Any) -> None:
-        """An adapter is in use: its name and path go into block hashes."""
+        """Note that an adapter is in use, and declare its path if that is new, as block hashes depend on it."""
         name, path = lora_request.lora_name, lora_request.lora_path
-        known = self._lora_paths.pop(name, None)
+        known_path = self._lora_paths.pop(name, None)
         self._lora_paths[name] = path
-        if known != path:
+        if known_path != path:
             if len(self._lora_paths) > MAX_LORAS:
                 del self._lora_paths[next(iter(self._lora_paths))]
             self.declare()
 
     def _forget_loras(self, problem: str) -> None:
-        """Stop crediting prompts of adapters. An adapter may be loaded from another path by now, and with the path that
-        was declared, prompts would be credited with blocks that they cannot use."""
+        """Stop crediting prompts of adapters.
+
+        An adapter may have been loaded from another path since. With the declared path, prompts would be credited with
+        blocks that they cannot use.
+        """
         self._lora_paths.clear()
         if self._declared is not None:
             self._declared = msgspec.structs.replace(self._declared, lora_paths={})
@@ -156,29 +167,29 @@ class EventTap:
     def _watch_requests(self, scheduler: Any) -> None:
         original, feature = scheduler.add_request, self.features["lora"]
 
-        def add_request(request: Any, *rest: Any, **named: Any) -> Any:
+        def add_request(request: Any, *rest: Any, **kwargs: Any) -> Any:
             if feature.on:
                 try:
                     if not self._hashing_declared:
-                        # The engine draws its NONE_HASH after its scheduler is built, and before the first request.
+                        # The engine draws its NONE_HASH after its scheduler is built and before the first request.
                         self.declare()
                         self._hashing_declared = True
                     if request.lora_request is not None:
                         self.learn_lora(request.lora_request)
                 except Exception:
                     feature.failed()
-            return original(request, *rest, **named)
+            return original(request, *rest, **kwargs)
 
         scheduler.add_request = add_request
 
 
 def fits() -> str | None:
-    """Nothing to check beforehand: a difference shows at the first use."""
+    """Return None: these places are not checked beforehand, because a difference shows at their first use."""
     return None
 
 
 def block_pools(scheduler: Any) -> list[Any]:
-    """The pools that hold local prefix hits, each once: the device's, and a host pool of HiSparse."""
+    """Return the pools that hold local prefix hits, each once: the device's, and a host pool of HiSparse."""
     manager = scheduler.kv_cache_manager
     return list(
         dict.fromkeys([manager.block_pool, *(single.block_pool for single in manager.coordinator.single_type_managers)])
@@ -186,7 +197,13 @@ def block_pools(scheduler: Any) -> list[Any]:
 
 
 def make_batch(events: list[Any], notes: Notes, handed: list[tuple[Offload, Handed]]) -> list[ReportEvent]:
-    """Translates one batch of vLLM's for our topic, in the reporter's thread."""
+    """Translate one batch of vLLM's events to events of the patch's topic; runs in the reporter's thread.
+
+    Args:
+        events: The batch's events.
+        notes: Side notes about events; `translate` removes those that it uses.
+        handed: Offloading events of the batch; the raw ones are reported in place of the connector's own.
+    """
     left_out = {id(event) for _, (stock, _) in handed for event in stock}
     reported = translate(events, notes, left_out)
     for offload, (_, raw) in handed:

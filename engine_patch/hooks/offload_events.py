@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports what the OffloadingConnector's manager does from its raw events, with group, hash form and positions as for
-the GPU.
+"""Reports the actions of the OffloadingConnector's manager from the manager's raw events.
 
-The connector's own KV events go to vLLM's topic unchanged, and are left out of ours. Events that are taken early, at a
-reset, are held and returned at the next take in the same order, so that vLLM's topic stays the same.
+The reports have a group, a hash form and positions like those of the GPU. The connector's own KV events go to vLLM's
+topic unchanged, and are left out of the patch's topic. Events that are taken early, at a reset, are held and returned
+at the next take in the same order, so that vLLM's topic stays the same.
 Sources: vLLM 0.20 to 0.33 distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py, events.py;
 v1/kv_offload/base.py.
 """
@@ -20,42 +20,51 @@ from kvrouter.engine_patch.setup.features import Feature, Features, misfit
 
 CPU = "CPU"
 REASON = "connector reset"
-# Chunks whose transfer may be under way, or whose next tier may still report them: some hundred bytes each, kept twice.
+# Chunks whose transfer may be under way, or which a lower tier may still report: some hundred bytes each, and up to
+# twice this number is kept.
 MAX_CHUNKS = 16_384
 
 
 class ChunkSizes(NamedTuple):
-    """How one group's chunks are cut: tokens, and hashes of the request a chunk."""
+    """The sizes of one group's chunks."""
 
+    # Tokens of a chunk.
     chunk_tokens: int
+    # Hashes of the request in a chunk.
     chunk_hashes: int
+    # Tokens of a block.
     block_tokens: int
 
 
 class ChunkTable:
-    """Key -> what was known when its transfer began. Bounded: when the young half is full it becomes the old one."""
+    """The facts known of a chunk when its transfer began, by key.
+
+    The table is bounded: when the young half is full it becomes the old half, and the former old half is dropped.
+    """
 
     def __init__(self, max_chunks: int = MAX_CHUNKS) -> None:
+        """Start empty; `max_chunks` is the size of one half."""
         self._max = max_chunks
         self._young: dict[bytes, Chunk] = {}
         self._old: dict[bytes, Chunk] = {}
 
     def add(self, key: bytes, chunk: Chunk) -> None:
+        """Add a chunk to the young half."""
         if len(self._young) >= self._max:
             self._old, self._young = self._young, {}
         self._young[key] = chunk
 
     def get(self, key: bytes) -> Chunk | None:
+        """Return the facts of a chunk, or None if they are unknown or were dropped."""
         return self._young.get(key) or self._old.get(key)
 
 
-# The connector's own events of a step, and the raw ones that stand for them on our topic.
+# (the connector's own events of a step, the raw events that replace them on the patch's topic)
 Handed = tuple[list[Any], list[Any]]
 
 
 class Offload:
-    """One OffloadingConnector's scheduler side. Reports in the engine's thread: `taken` with the next batch, `report`
-    (raw events) and `cleared` at once."""
+    """The scheduler side of one OffloadingConnector, whose events it reports from the engine's thread."""
 
     def __init__(
         self,
@@ -66,13 +75,25 @@ class Offload:
         report: Callable[[Offload, list[Any]], None],
         cleared: Callable[[str, str], None],
     ) -> None:
+        """Wrap methods of the connector's scheduler side and of its manager.
+
+        Args:
+            scheduler: The connector's scheduler side.
+            groups: Group facts by group_idx.
+            features: The patch's features.
+            taken: Receives the events of a step, for the next batch.
+            report: Receives raw events that are to be reported at once.
+            cleared: Receives medium and reason of a clear that is to be reported at once.
+        """
         self.groups = groups
         self.chunks = ChunkTable()
         self._taken, self._report, self._cleared = taken, report, cleared
-        # Taken from the manager at a reset and not yet handed on to vLLM's topic; ours has them, or is past them.
+        # Events taken from the manager at a reset and not yet passed on to vLLM's topic. The patch's topic has reported
+        # them already, or the clear covers them.
         self._held: list[Any] = []
-        # Whether the manager requested a step when these were taken from it.
+        # Whether the manager had pending work when the held events were taken from it.
         self._owed = False
+        # Raw events taken since the connector's own events were last taken.
         self._raw: list[Any] = []
         self._watching = False
         manager = scheduler.manager
@@ -90,7 +111,7 @@ class Offload:
             )
         tracker = getattr(scheduler, "_events_tracker", None)
         if tracker is None:
-            # Before 0.24 a chunk's position is unknown; the group and the hash are in its key.
+            # Before 0.24 a chunk's position is unknown; its group and its hash are in its key.
             features["offload_positions"].off("this vLLM has no OffloadingEventsTracker")
         else:
             sizes = {config.group_idx: chunk_sizes(config) for config in scheduler.config.kv_group_configs}
@@ -100,24 +121,24 @@ class Offload:
         take_stock = scheduler.take_events
 
         def take_raw_events() -> Iterator[Any]:
-            held, self._held = self._held, []
-            fresh = list(self._take_raw())
-            self._raw += fresh
-            return iter(held + fresh)
+            held_events, self._held = self._held, []
+            new_events = list(self._take_raw())
+            self._raw += new_events
+            return iter(held_events + new_events)
 
         def take_events() -> Iterator[Any]:
-            stock = list(take_stock())
-            raw, self._raw = self._raw, []
-            if feature.on and (stock or raw):
+            stock_events = list(take_stock())
+            raw_events, self._raw = self._raw, []
+            if feature.on and (stock_events or raw_events):
                 try:
-                    self._taken(self, (stock, raw))
+                    self._taken(self, (stock_events, raw_events))
                 except Exception:
                     feature.failed()
-            # An iterator as before: the scheduler tests its truth value.
-            return iter(stock)
+            # The result is an iterator, as in vLLM, because the scheduler tests its truth value.
+            return iter(stock_events)
 
         def has_pending_work() -> bool:
-            # Taking its events must not keep a manager from stepping an idle engine.
+            # A manager that wants an idle engine to step must still get that step after its events were taken early.
             return bool(self._pending() or (self._owed and self._held))
 
         manager.take_events = take_raw_events
@@ -128,16 +149,16 @@ class Offload:
     def _watch_reset(self, scheduler: Any, feature: Feature) -> None:
         original = scheduler.reset_cache
 
-        def reset_cache(*given: Any, **named: Any) -> Any:
-            result = original(*given, **named)
+        def reset_cache(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
             if feature.on:
                 try:
-                    if self._watching:  # else no take would return them
+                    if self._watching:  # Otherwise no take would return the held events.
                         self._hold()
                 except Exception:
                     feature.failed()
                 try:
-                    # Also after a failure: cleared blocks must not stay in the ledger.
+                    # Report the clear even after a failure, because cleared blocks must not stay in the ledger.
                     self._cleared(self._primary, REASON)
                 except Exception:
                     feature.failed()
@@ -146,13 +167,15 @@ class Offload:
         scheduler.reset_cache = reset_cache
 
     def _hold(self) -> None:
-        """The manager emptied its primary tier, with or without an event. Events with an owner belong to another tier
-        and are reported now."""
+        """Take and hold the manager's events after it emptied its primary tier, with or without an event of its own.
+
+        Events with an owner belong to another tier and are reported at once.
+        """
         self._owed = self._pending()
-        fresh = list(self._take_raw())
-        self._held += fresh
-        if others := [event for event in fresh if not self._is_primary(event)]:
-            self._report(self, others)
+        events = list(self._take_raw())
+        self._held += events
+        if other_tier_events := [event for event in events if not self._is_primary(event)]:
+            self._report(self, other_tier_events)
 
     def _is_primary(self, event: Any) -> bool:
         return getattr(event, "ownership", None) is None and medium_name(event.medium) == self._primary
@@ -182,38 +205,43 @@ class Offload:
 
 
 def misfit_tail(tracker: Any, name: str) -> str | None:
-    """The scheduler passes four arguments by place; their names differ between versions."""
-    found = inspect.signature(getattr(tracker, name)).parameters
-    return None if len(found) == 4 else f"OffloadingEventsTracker.{name} takes {len(found)} arguments, not 4"
+    """Return how the method differs from one of four arguments, or None if it has four.
+
+    The scheduler passes the arguments by position, so their names may differ between versions.
+    """
+    parameters = inspect.signature(getattr(tracker, name)).parameters
+    return None if len(parameters) == 4 else f"OffloadingEventsTracker.{name} takes {len(parameters)} arguments, not 4"
 
 
 def chunk_sizes(config: Any) -> ChunkSizes:
-    """From a GroupOffloadConfig of 0.26 and later, or of before."""
+    """Return the sizes from a GroupOffloadConfig, whose fields were renamed in 0.26."""
     if hasattr(config, "tokens_per_chunk"):
         return ChunkSizes(config.tokens_per_chunk, config.hashes_per_chunk, config.tokens_per_block)
     return ChunkSizes(config.offloaded_block_size, config.hash_block_size_factor, config.gpu_block_size)
 
 
 def whole_chunk(request: Any, sizes: ChunkSizes, chunk_idx: int) -> Chunk:
+    """Return the facts of a request's chunk that is stored whole."""
     end = (chunk_idx + 1) * sizes.chunk_tokens
     hash_tokens = sizes.chunk_tokens // sizes.chunk_hashes
     return Chunk(end, sizes.block_tokens, hash_before(request, end, sizes.block_tokens, hash_tokens), lora_of(request))
 
 
 def partial_chunk(request: Any, sizes: ChunkSizes, boundary_tokens: int) -> Chunk:
-    """A recurrent state inside a block: its hash is that of one hash unit."""
+    """Return the facts of a recurrent state inside a block, whose hash is that of one hash unit."""
     hash_tokens = sizes.chunk_tokens // sizes.chunk_hashes
     parent_hash = hash_before(request, boundary_tokens, hash_tokens, hash_tokens)
     return Chunk(boundary_tokens, hash_tokens, parent_hash, lora_of(request))
 
 
 def lora_of(request: Any) -> str | None:
+    """Return the name of a request's adapter, or None without one."""
     lora = request.lora_request
     return None if lora is None else lora.lora_name
 
 
 def offloading_schedulers(connector: Any) -> Iterator[Any]:
-    """The scheduler sides of a connector's OffloadingConnectors: its own, or those inside a MultiConnector."""
+    """Yield the scheduler sides of a connector's OffloadingConnectors: its own, or those inside a MultiConnector."""
     scheduler = getattr(connector, "connector_scheduler", None)
     if hasattr(scheduler, "manager") and hasattr(scheduler, "take_events"):
         yield scheduler
@@ -222,7 +250,7 @@ def offloading_schedulers(connector: Any) -> Iterator[Any]:
 
 
 def simple_managers(connector: Any) -> Iterator[Any]:
-    """The scheduler sides of SimpleCPUOffloadConnectors: they keep their blocks in a pool of vLLM's own kind."""
+    """Yield the scheduler sides of SimpleCPUOffloadConnectors, which keep their blocks in a pool of vLLM's own kind."""
     manager = getattr(connector, "scheduler_manager", None)
     if hasattr(manager, "cpu_block_pool"):
         yield manager
@@ -231,7 +259,7 @@ def simple_managers(connector: Any) -> Iterator[Any]:
 
 
 def blocks_per_chunk(connector: Any) -> int | None:
-    """Blocks that the offload tier keeps as one; None without an OffloadingConnector."""
+    """Return how many blocks the offload tier keeps as one chunk, or None without an OffloadingConnector."""
     for scheduler in offloading_schedulers(connector):
         config = scheduler.config
         return int(config.blocks_per_chunk if hasattr(config, "blocks_per_chunk") else config.block_size_factor)
@@ -239,15 +267,18 @@ def blocks_per_chunk(connector: Any) -> int | None:
 
 
 def suffix_partial_hits(connector: Any) -> bool | None:
-    """Whether a SimpleCPUOffloadConnector's hits may end inside a block; None without one."""
+    """Return whether a SimpleCPUOffloadConnector's hits may end inside a block, or None without such a connector."""
     for manager in simple_managers(connector):
         return bool(getattr(manager.cpu_coordinator, "enable_partial_hash_hits", False))
     return None
 
 
 def connector_name(connector: Any) -> str:
-    """The class's name, as vLLM's registry has it. What is neither vLLM's nor ours may look blocks up as it likes, so a
-    connector, or the manager of an OffloadingConnector, from elsewhere is named with its module."""
+    """Return the name of the connector's class, as vLLM's registry has it.
+
+    A class from elsewhere than vLLM and this patch may look blocks up in its own way. Such a connector is therefore
+    named with its module, and an OffloadingConnector with such a manager is named with that manager.
+    """
     name = _class_name(connector)
     manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
     inner = "" if manager is None else _class_name(manager)
@@ -255,12 +286,12 @@ def connector_name(connector: Any) -> str:
 
 
 def _class_name(thing: Any) -> str:
-    found = type(thing)
-    known = found.__module__.startswith(("vllm.", "kvrouter.engine_patch."))
-    return found.__name__ if known else f"{found.__module__}.{found.__name__}"
+    cls = type(thing)
+    is_known = cls.__module__.startswith(("vllm.", "kvrouter.engine_patch."))
+    return cls.__name__ if is_known else f"{cls.__module__}.{cls.__name__}"
 
 
 def connector_names(connector: Any) -> list[str]:
-    """It and, where it is a MultiConnector, those inside."""
+    """Return the connector's name and, for a MultiConnector, the names of the connectors inside it."""
     inner = [name for child in getattr(connector, "_connectors", ()) for name in connector_names(child)]
     return [connector_name(connector), *inner]

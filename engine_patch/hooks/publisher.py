@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's ZmqEventPublisher, made to drop instead of block, with our reporter beside it.
+"""Makes vLLM's ZmqEventPublisher drop batches instead of blocking, and connects the patch's reporter to it.
 
-The publisher is vLLM's own object and its thread is vLLM's own code: only its queue and its counter are exchanged,
-before anything can be in them. Batches that the full queue did not take use up their seqs where they are missing, so
-that subscribers and the replay see a gap where there is one.
+The publisher is vLLM's own object and its thread runs vLLM's own code: only its queue and its counter are exchanged,
+before anything can be in them. Batches that did not fit into the full queue use up their seqs at the place where they
+are missing, so that subscribers and the replay see a gap there.
 Source: vLLM 0.32.0 distributed/kv_events.py, ZmqEventPublisher.
 """
 
@@ -15,14 +15,14 @@ from typing import Any
 
 from kvrouter.engine_patch.setup.features import Feature, Features, misfit
 
-# On the publisher and on the scheduler: the `Tap` that belongs to them.
+# The attribute of a publisher and a scheduler that holds their `EventTap`.
 ATTRIBUTE = "_kvrouter_tap"
-# On what replaces a function or class of vLLM: what it stands for.
+# The attribute of a replacement that holds the function or class of vLLM that it replaces.
 ORIGINAL = "_kvrouter_original"
 
 
 class Seqs:
-    """The publisher's counter, which can leave numbers out."""
+    """The publisher's counter of seqs, which can leave numbers out."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -36,23 +36,26 @@ class Seqs:
         return seq
 
     def skip(self, count: int) -> None:
+        """Leave out the next `count` seqs."""
         self._next += count
 
 
 class DroppingQueue(queue.Queue[Any]):
-    """A full one drops what is put, counts it, and makes the next item it did take skip as many seqs.
+    """A queue that drops new items while it is full, and makes the next item that it accepts skip as many seqs.
 
-    Only the publisher's thread gets items, and it asks for a seq after each: the two stay in step. The sentinel that
-    ends that thread (None) is always taken.
+    Only the publisher's thread gets items, and it takes a seq after each item, so the two stay in step. The sentinel
+    that ends that thread (None) is always accepted.
     """
 
     def __init__(self, maxsize: int, seqs: Seqs) -> None:
         super().__init__(maxsize)
         self.dropped = 0
+        # Items dropped since the last accepted one.
         self._missing = 0
         self._seqs = seqs
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Add the item, or drop and count it if the queue is full; never wait."""
         with self.mutex:
             if item is not None and 0 < self.maxsize <= self._qsize():
                 self.dropped += 1
@@ -71,17 +74,20 @@ class DroppingQueue(queue.Queue[Any]):
 
 
 def unblock(publisher: Any) -> None:
-    """Exchange queue and counter. The thread may still wait for the old queue, which stays empty: it looks again in 0.1
-    s."""
+    """Exchange the publisher's queue and counter.
+
+    The publisher's thread may still wait for the old queue, which stays empty; the thread looks again in 0.1 s.
+    """
     seqs = Seqs()
-    fresh = DroppingQueue(publisher._event_queue.maxsize, seqs)
+    dropping_queue = DroppingQueue(publisher._event_queue.maxsize, seqs)
     publisher._seq_gen = seqs
-    publisher._event_queue = fresh
+    publisher._event_queue = dropping_queue
 
 
 def cannot_unblock(publisher: Any) -> str | None:
-    old = getattr(publisher, "_event_queue", None)
-    if type(old) is not queue.Queue or old.qsize():
+    """Return why the publisher's queue and counter cannot be exchanged, or None if they can be."""
+    stock_queue = getattr(publisher, "_event_queue", None)
+    if type(stock_queue) is not queue.Queue or stock_queue.qsize():
         return "the publisher's _event_queue is no empty queue.Queue"
     if not hasattr(publisher, "_seq_gen") or not hasattr(publisher, "_thread"):
         return "the publisher has no _seq_gen or no _thread"
@@ -89,7 +95,14 @@ def cannot_unblock(publisher: Any) -> str | None:
 
 
 def watch(publisher: Any, published: Callable[[Any], None], close: Callable[[], None], feature: Feature) -> None:
-    """Wrap publish and shutdown, on the instance. published: takes each batch that vLLM's publisher took."""
+    """Wrap the publisher's `publish` and `shutdown` on the instance.
+
+    Args:
+        publisher: vLLM's publisher.
+        published: Called with each batch that vLLM's publisher took.
+        close: Called after the publisher has shut down.
+        feature: Turned off if the methods look different or a callback fails.
+    """
 
     def apply() -> None:
         stock_publish, stock_shutdown = publisher.publish, publisher.shutdown
@@ -109,9 +122,9 @@ def watch(publisher: Any, published: Callable[[Any], None], close: Callable[[], 
                     feature.failed()
             return result
 
-        def shutdown(*given: Any, **named: Any) -> Any:
+        def shutdown(*args: Any, **kwargs: Any) -> Any:
             try:
-                return stock_shutdown(*given, **named)
+                return stock_shutdown(*args, **kwargs)
             finally:
                 end()
 
@@ -121,14 +134,20 @@ def watch(publisher: Any, published: Callable[[Any], None], close: Callable[[], 
 
 
 def constructor(stock: Any, make_features: Callable[[], Features], tap: Callable[[Any, Features, str], Any]) -> Any:
-    """What the factory's registry gets for "zmq". tap: builds and connects what listens, None where nothing can."""
+    """Return the constructor that replaces `stock` for "zmq" in the factory's registry.
 
-    def build(*given: Any, **named: Any) -> Any:
-        publisher = stock(*given, **named)
+    Args:
+        stock: The publisher's class.
+        make_features: Returns new features for a publisher.
+        tap: Builds and connects a tap from (publisher, features, configured endpoint); None if nothing can listen.
+    """
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        publisher = stock(*args, **kwargs)
         features = make_features()
         features["queue"].install(lambda: cannot_unblock(publisher), lambda: unblock(publisher))
         try:
-            setattr(publisher, ATTRIBUTE, tap(publisher, features, str(named.get("endpoint", ""))))
+            setattr(publisher, ATTRIBUTE, tap(publisher, features, str(kwargs.get("endpoint", ""))))
         except Exception:
             features["reports"].failed()
         return publisher

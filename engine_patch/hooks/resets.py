@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clears that name their medium, reported at once: vLLM's own names none and waits for the next engine step.
+"""Clears that name their medium and are reported at once.
 
-vLLM's queue and its timing stay as they are: what it holds at a reset is only marked, so that our topic does not report
-it again. Source: vLLM 0.32.0 v1/core/block_pool.py, reset_prefix_cache.
+vLLM's own clear names no medium and waits for the next engine step. vLLM's queue and its timing stay unchanged: the
+events in it at a reset are only marked, so that the patch's topic does not report them again.
+Source: vLLM 0.32.0 v1/core/block_pool.py, reset_prefix_cache.
 """
 
 from __future__ import annotations
@@ -18,23 +19,31 @@ REASON = "prefix cache reset"
 
 
 def watch(pool: Any, medium: str, notes: Notes, cleared: Callable[[str, str], None], feature: Feature) -> None:
-    """Wrap one block pool's reset, on the instance. medium: what the pool's blocks are reported as."""
+    """Wrap one block pool's reset on the instance.
+
+    Args:
+        pool: The block pool.
+        medium: The medium under which the pool's blocks are reported.
+        notes: Receives a note for each event that must not be reported.
+        cleared: Called with medium and reason after a reset.
+        feature: Turned off if the method looks different or fails here.
+    """
 
     def apply() -> None:
         original = pool.reset_prefix_cache
 
-        def reset_prefix_cache(*given: Any, **named: Any) -> Any:
-            done = original(*given, **named)
-            if done:
+        def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+            was_reset = original(*args, **kwargs)
+            if was_reset:
                 try:
                     if feature.on:
                         void(pool, medium, notes)
                 except Exception:
                     feature.failed()
-                # Report it even after a failure: vLLM's queue may still hold events, and its own clear comes after
-                # them.
+                # Report the clear even after a failure: vLLM's queue may still hold events, and vLLM's own clear comes
+                # after them.
                 cleared(medium, REASON)
-            return done
+            return was_reset
 
         pool.reset_prefix_cache = reset_prefix_cache
 
@@ -42,12 +51,12 @@ def watch(pool: Any, medium: str, notes: Notes, cleared: Callable[[str, str], No
 
 
 def void(pool: Any, medium: str, notes: Notes) -> None:
-    """Mark the events that the pool still holds of this medium as unreported: the clear covers them and comes first.
+    """Mark the pool's waiting events of this medium as unreported, because the clear comes first and covers them.
 
-    Pools may share one queue. A pool may also name another medium than its blocks are reported as, until they are
-    taken.
+    Pools may share one queue. The pool's own name for the medium may differ from the one under which its blocks are
+    reported; the events get the latter only when they are taken.
     """
-    own = {medium, medium_name(getattr(pool, "medium", None))}
+    names = {medium, medium_name(getattr(pool, "medium", None))}
     for event in pool.kv_event_queue:
-        if type(event).__name__ == "AllBlocksCleared" or medium_name(event.medium) in own:
+        if type(event).__name__ == "AllBlocksCleared" or medium_name(event.medium) in names:
             note(notes, event, None)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's view of the tiers: the OffloadingManager that its OffloadingConnector calls in the scheduler's thread.
 
-From 0.33 on, vLLM notes of a chunk what its event will say as soon as a look-up finds it on its way, learns from
-`metadata_only` which of them never came, and says when its workers are done with what a reset freed. Where it does not
-have these, they are left out. `lock` stays its default: nothing but the scheduler's thread enters.
+From 0.33 on, vLLM prepares the event of a chunk as soon as a look-up reports the chunk as pending. It learns from
+`metadata_only` events which of these chunks never arrived, and it calls `on_reset_flushed` when its workers are done
+with the slots that a reset freed. Older versions do not have these. `lock` keeps vLLM's default, because only the
+scheduler's thread enters.
 Source: vLLM 0.32 and 0.33 v1/kv_offload/base.py OffloadingManager.
 """
 
@@ -21,11 +22,11 @@ from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES, Sample
 from kvrouter.engine_patch.offload.slots import SlotsSpec
 from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, Medium, PromotionRequest, Tiering
 
-# What this vLLM has.
-TAKES_METADATA_ONLY = any(one.name == "metadata_only" for one in fields(base.OffloadingEvent))
+# Features that the installed vLLM has.
+TAKES_METADATA_ONLY = any(field.name == "metadata_only" for field in fields(base.OffloadingEvent))
 TELLS_FLUSHES = hasattr(base.OffloadingManager, "on_reset_flushed")
 
-# Whose disk it is, on the wire: events of a tier below the first name their owner.
+# The owner of the disk tier on the wire, because events of a tier below the first name their owner.
 DISK_OWNER = "kvrouter"
 
 _ANSWERS = {
@@ -36,8 +37,7 @@ _ANSWERS = {
 
 
 class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
-    """shared_disk: whether another engine writes the disk; release: called last, at the shutdown; facts: what never
-    changes, for `vllm:kv_offload_config_info`."""
+    """The scheduler's side of the tiers, as vLLM's connector calls it."""
 
     def __init__(
         self,
@@ -47,6 +47,15 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         shared_disk: bool = False,
         facts: Mapping[str, str | int] | None = None,
     ) -> None:
+        """Serve the tiers.
+
+        Args:
+            tiering: The tiers.
+            sample: Returns the values of the metrics.
+            release: Called last, at the shutdown.
+            shared_disk: Whether another engine writes the disk.
+            facts: Facts that never change, for `vllm:kv_offload_config_info`.
+        """
         self._tiering = tiering
         self._disk_locality = base.Locality.REMOTE if shared_disk else base.Locality.LOCAL
         self._sample = sample
@@ -54,9 +63,10 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         self._facts = dict(facts or {})
         self._last = Sample()
 
-    # Questions
+    # Look-ups
 
     def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
+        """Return whether a chunk can be loaded now, soon or not, from the tiers that the request allows."""
         allowed = req_context.load_tier_filter
         if not allowed.allows(base.Medium.CPU, None):
             return base.LookupResult.MISS
@@ -64,57 +74,70 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         return _ANSWERS[self._tiering.look_up(key, _wish(req_context), disk)]
 
     def get_load_source(self, key: OffloadKey, req_context: base.ReqContext) -> CacheHitSource:
+        """Return DISK for a chunk that was read from disk for this request, else HOST."""
         return CacheHitSource.DISK if key in _wish(req_context).promoted else CacheHitSource.HOST
 
     # Transfers
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: base.ReqContext) -> SlotsSpec:
+        """Return the slots of ready chunks, which keep their slots until `complete_load`."""
         return SlotsSpec(self._tiering.begin_load(keys, _wish(req_context)))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: base.ReqContext) -> None:
+        """Let chunks be evicted again after their load."""
         self._tiering.end_load(keys)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
-        begun = self._tiering.begin_store(keys)
-        if begun is None:
+        """Return the chunks that are not in memory yet and a slot for each, or None if there is no room for all."""
+        allocation = self._tiering.begin_store(keys)
+        if allocation is None:
             return None
-        stored, slots = begun
+        stored, slots = allocation
         # Evicted keys are reported as events; the connector does not read this field.
         return base.PrepareStoreOutput(stored, SlotsSpec(slots), [])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: base.ReqContext, success: bool = True) -> None:
+        """Make stored chunks loadable, or free their slots if the store failed."""
         self._tiering.end_store(keys, success)
 
     # Requests and steps
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
+        """Start the promotion request that `Tiering` keeps for each request."""
         req_context.set_state(PromotionRequest())
         return base.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
+        """End the request's waits for chunks."""
         self._tiering.forget(_wish(req_context))
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
+        """End the step: collect finished disk jobs and start new ones."""
         self._tiering.end_step()
 
     def has_pending_work(self) -> bool:
+        """Return whether the engine must step although no request runs."""
         return self._tiering.busy
 
     def reset_cache(self) -> None:
+        """Forget all chunks; where vLLM reports flushes, read nothing from disk until `on_reset_flushed`."""
         self._tiering.reset(hold=TELLS_FLUSHES)
 
     def on_reset_flushed(self) -> None:
+        """Allow reads from disk again, because the workers are done with the slots that the reset freed."""
         self._tiering.end_hold()
 
     def shutdown(self) -> None:
+        """Close the tiers and release their memory."""
         self._tiering.close()
         self._release()
 
-    # What is reported
+    # Events and metrics
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
+        """Yield the events of all changes since the last call."""
         for change in self._tiering.take_changes():
             if change.medium is Medium.CPU:
                 yield base.OffloadingEvent(change.keys, base.Medium.CPU, change.removed)
@@ -127,24 +150,27 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
             yield base.OffloadingEvent(missed, base.Medium.CPU, True, metadata_only=True)
 
     def config_info(self) -> Sequence[Mapping[str, str | int]]:
+        """Return the facts that never change, as one set of labels."""
         return [self._facts]
 
     def get_stats(self) -> OffloadingConnectorStats:
+        """Return all gauges, and how much each counter grew since the last call."""
         stats = OffloadingConnectorStats()
         sample = self._sample()
         for name in GAUGES:
             stats.set_gauge(name, sample.gauges.get(name, 0.0))
         for name in COUNTERS:
-            grown = sample.counters.get(name, 0) - self._last.counters.get(name, 0)
-            if grown:
-                stats.increase_counter(name, grown)
+            increase = sample.counters.get(name, 0) - self._last.counters.get(name, 0)
+            if increase:
+                stats.increase_counter(name, increase)
         self._last = sample
         return stats
 
 
 def _wish(req_context: base.ReqContext) -> PromotionRequest:
-    found: PromotionRequest | None = req_context.get_state(PromotionRequest)
-    if found is None:
-        found = PromotionRequest()
-        req_context.set_state(found)
-    return found
+    """Return the promotion request of a request, made if it has none yet."""
+    wish: PromotionRequest | None = req_context.get_state(PromotionRequest)
+    if wish is None:
+        wish = PromotionRequest()
+        req_context.set_state(wish)
+    return wish

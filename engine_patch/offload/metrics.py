@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiers count, under the names that vLLM's /metrics shows."""
+"""The metrics of the tiers, under the names that vLLM's /metrics shows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 PREFIX = "vllm:kvrouter_offload_"
 
-# name -> documentation
+# The documentation of each metric by its name.
 GAUGES = {
     f"{PREFIX}cpu_chunks": "Chunks in CPU memory, also those on their way there.",
     f"{PREFIX}cpu_usage_perc": "Fraction of the slots in CPU memory that hold a chunk (0.0 to 1.0).",
@@ -33,7 +33,7 @@ COUNTERS = {
 
 @dataclass
 class Sample:
-    """Values at one moment, by the names above. Counters count since the start."""
+    """The values of the metrics at one moment, by name; counters count since the start."""
 
     gauges: dict[str, float] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the numbers of `metrics.py` off the tiers."""
+"""Reads the values of the metrics in `metrics.py` from the tiers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from kvrouter.engine_patch.offload.tiers.tiering import Tiering
 
 
 class Sampling:
-    """Called for each sample."""
+    """A callable that returns a sample of the tiers' metrics."""
 
     def __init__(self, tiering: Tiering, cpu: CpuTier, disk: DiskTier | DiskReader | None) -> None:
         self._tiering, self._cpu, self._disk = tiering, cpu, disk
 
     def __call__(self) -> Sample:
+        """Return the present values."""
         usage, counts = self._cpu.usage, self._tiering.counts
-        held = usage.ready + usage.writing
-        gauges: dict[str, float] = {"cpu_chunks": held, "cpu_usage_perc": held / usage.num_slots}
+        chunks = usage.ready + usage.writing
+        gauges: dict[str, float] = {"cpu_chunks": chunks, "cpu_usage_perc": chunks / usage.num_slots}
         counters = {
             "stores_refused": counts.stores_refused,
             "promotions": counts.promoted,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's settings of the tiers in `kv_connector_extra_config`."""
+"""The user's settings of the tiers, from `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -24,28 +24,32 @@ OF_VLLM = frozenset(
         "self_describing_kv_events",
         "offload_prompt_only",
         "canonical_layout",
-        # From 0.33 on: loads are waited for within their step, up to this number of bytes.
+        # From 0.33 on: the bytes up to which loads are waited for within their step.
         "sync_load_budget_bytes",
     }
 )
 
 
 class TierSettings(msgspec.Struct, frozen=True):
-    """Bytes are of all ranks of the node together."""
+    """The settings of the tiers; bytes are those of all ranks of the node together."""
 
     cpu_bytes: int
     policy: str = DEFAULT_POLICY
     disk_folder: Path | None = None
     disk_bytes: int = 0
     disk_threads: int = DEFAULT_DISK_THREADS
-    # Another engine writes the folder; this one only reads it.
+    # Whether another engine writes the folder and this one only reads it.
     disk_read_only: bool = False
     shared_memory: Path = Path(SHARED_MEMORY)
 
 
 def tier_settings(given: Mapping[str, Any]) -> TierSettings:
-    """From `kv_connector_extra_config`. Raises ValueError with the key and the values it accepts."""
-    known = {
+    """Return the settings in `kv_connector_extra_config`.
+
+    Raises:
+        ValueError: A setting is wrong; the text names the key and the values that it accepts.
+    """
+    known_names = {
         "cpu_bytes_to_use",
         "eviction_policy",
         "disk_path",
@@ -54,10 +58,10 @@ def tier_settings(given: Mapping[str, Any]) -> TierSettings:
         "disk_threads",
         "shared_memory_path",
     }
-    if unknown := sorted(given.keys() - known - OF_VLLM):
+    if unknown_names := sorted(given.keys() - known_names - OF_VLLM):
         raise ValueError(
-            f"kv_connector_extra_config has {', '.join(unknown)}, which this offload tier does not know; "
-            f"it knows {', '.join(sorted(known))}"
+            f"kv_connector_extra_config has {', '.join(unknown_names)}, which this offload tier does not know; "
+            f"it knows {', '.join(sorted(known_names))}"
         )
     if given.get("canonical_layout"):
         raise ValueError("canonical_layout is not supported by this offload tier: leave it out")

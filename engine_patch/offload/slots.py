@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slots a transfer is from or to, as vLLM's connector hands it from the scheduler to the workers."""
+"""The slots of a transfer, as vLLM's connector passes them from the scheduler to the workers."""
 
 from __future__ import annotations
 

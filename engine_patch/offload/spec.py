@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's OffloadingConnector loads: an offload tier of CPU memory and, with `disk_path`, a disk below it.
+"""The class that vLLM's OffloadingConnector loads: an offload tier in CPU memory and, with `disk_path`, on disk.
 
     --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
         "spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec",
         "cpu_bytes_to_use": 10000000000, "disk_path": "/var/cache/kv", "disk_bytes_to_use": 100000000000}}'
 
-One object of it lives in the scheduler's process and one in each worker's. Source: vLLM 0.32 and 0.33
-v1/kv_offload/base.py OffloadingSpec.
+One object of it lives in the scheduler's process and one in each worker's.
+Source: vLLM 0.32 and 0.33 v1/kv_offload/base.py OffloadingSpec.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ from kvrouter.engine_patch.offload.worker import HybridOffloadingWorker, make_co
 
 log = logging.getLogger("vllm.kvrouter.offload")
 
-# Of the tiers, what never changes.
+# Labels for the facts of the tiers that never change.
 INFO_LABELS = ("cpu_chunks", "chunk_bytes", "eviction_policy", "disk", "disk_bytes")
 
 
 class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
-    """Raises ValueError for settings that cannot be, with what to change."""
+    """The factory of both sides of the tiers, as vLLM's connector calls it."""
 
     def __init__(self, config: OffloadingConfig) -> None:
+        """Check the settings. Raise ValueError, with the change to make, for settings that are impossible."""
         super().__init__(config)
         self._settings = tier_settings(config.extra_config)
         self._ranks = config.parallel.world_size
         if config.worker_kv_bytes_per_block < 1:
             raise ValueError("vLLM does not report how many bytes a block of the KV cache has; is the cache empty?")
-        # Of one rank. What a group needs of it is known by the worker alone, which says so if it is more.
+        # Bytes of one rank's part of a chunk. Only the worker knows how many of them a group needs; `SlotLayout` raises
+        # there if that is more.
         self._rank_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         self._chunk_bytes = self._rank_bytes * self._ranks
         self._num_slots = self._settings.cpu_bytes // padded(self._chunk_bytes)
@@ -57,13 +59,14 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
                 f"cpu_bytes_to_use is {self._settings.cpu_bytes}, less than one chunk of {padded(self._chunk_bytes)} bytes "
                 f"({self.blocks_per_chunk} blocks, {self._ranks} ranks): raise it, or lower blocks_per_chunk"
             )
-        # What the disk's threads see of the slots, in the scheduler's process.
+        # The disk threads' view of the slots, in the scheduler's process.
         self._disk_region: Region | None = None
         self._manager: HybridOffloadingManager | None = None
         self._worker: HybridOffloadingWorker | None = None
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, base.OffloadingMetricMetadata]:
+        """Return the definitions of the tiers' metrics for vLLM's /metrics."""
         definitions: dict[str, base.OffloadingMetricMetadata] = {
             name: base.OffloadingGaugeMetadata(documentation=text) for name, text in GAUGES.items()
         }
@@ -72,7 +75,7 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """From vLLM 0.33 on: the labels of `vllm:kv_offload_config_info`."""
+        """Return the labels of `vllm:kv_offload_config_info`, which vLLM has from 0.33 on."""
         return INFO_LABELS
 
     def _facts(self) -> dict[str, str | int]:
@@ -82,7 +85,10 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
         return dict(zip(INFO_LABELS, values, strict=True))
 
     def get_manager(self) -> HybridOffloadingManager:
-        """The scheduler's side. Reads what an earlier engine left on disk."""
+        """Return the scheduler's side, made at the first call.
+
+        That call reads which chunks an earlier engine left on disk.
+        """
         if self._manager is None:
             cpu = CpuTier(self._num_slots, make_policy(self._settings.policy, self._num_slots))
             disk = self._make_disk()
@@ -100,7 +106,7 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
         return self._manager
 
     def get_worker(self, kv_caches: base.CanonicalKVCaches) -> HybridOffloadingWorker:
-        """This rank's side."""
+        """Return this rank's side, made at the first call."""
         if self._worker is None:
             caches = from_vllm(kv_caches)
             layout = SlotLayout(caches.page_bytes, self.blocks_per_chunk, self._rank_bytes)
@@ -115,7 +121,10 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             self._disk_region.close()
 
     def _region(self, rank: int | None) -> Region:
-        """rank: None in the scheduler's process, whose disk threads read and write what all ranks have."""
+        """Return the memory of the slots.
+
+        `rank` is None in the scheduler's process, whose disk threads read and write the bytes of all ranks.
+        """
         settings = self._settings
         shared = settings.disk_folder is not None or self._ranks > 1
         path = shared_path(self.config.engine_id, settings.shared_memory) if shared else None
@@ -126,7 +135,8 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
         if settings.disk_folder is None:
             return None
         region = self._disk_region = self._region(None)
-        # Slots that wait for the disk cannot be evicted: most of them must be free of that.
+        # Slots that wait for the disk cannot be evicted, so most slots must not wait: a quarter may wait for reads, and
+        # a quarter for writes.
         max_queued = max(1, self._num_slots // 4)
         if settings.disk_read_only:
             return DiskReader(
@@ -166,10 +176,12 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
 
 
 def _files(model: str) -> str:
-    """Distinguishes weights in a folder from earlier ones: names, sizes and times of its files. Empty for a model by
-    name."""
+    """Return names, sizes and times of a model folder's files, which distinguish its weights from earlier ones.
+
+    The text is empty for a model by name.
+    """
     folder = Path(model)
     if not folder.is_dir():
         return ""
-    found = sorted((file.name, file.stat()) for file in folder.iterdir() if file.is_file())
-    return " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in found)
+    files = sorted((file.name, file.stat()) for file in folder.iterdir() if file.is_file())
+    return " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in files)

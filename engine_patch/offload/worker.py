@@ -19,7 +19,7 @@ from kvrouter.engine_patch.offload.slots import SlotsSpec
 
 
 def make_copier(caches: CanonicalCaches, layout: SlotLayout, slots: Any) -> Copier:
-    """The one for the device that the caches are on. slots: as Region.rank_tensor gives them."""
+    """Return the copier for the device that holds the caches; `slots` is the result of `Region.rank_tensor`."""
     if any(page.tensor.is_cuda for page in caches.tensors):
         from kvrouter.engine_patch.offload.memory.cuda_copier import CudaCopier
 
@@ -28,7 +28,7 @@ def make_copier(caches: CanonicalCaches, layout: SlotLayout, slots: Any) -> Copi
 
 
 class HybridOffloadingWorker(base.OffloadingWorker):  # type: ignore[misc]
-    """In the worker's thread; the copies are made elsewhere."""
+    """One rank's side of the tiers, called in the worker's thread; other threads make the copies."""
 
     def __init__(self, copier: Copier, blocks_per_chunk: int, region: Region) -> None:
         self._transfers = Transfers(copier)
@@ -36,26 +36,34 @@ class HybridOffloadingWorker(base.OffloadingWorker):  # type: ignore[misc]
         self._region = region
 
     def submit_store(self, job_id: int, src_spec: base.GPULoadStoreSpec, dst_spec: SlotsSpec) -> bool:
+        """Queue a copy from the cache to slots, and return True."""
         self._transfers.submit_store(job_id, self._plan(src_spec, dst_spec))
         return True
 
     def submit_load(
         self, job_id: int, src_spec: SlotsSpec, dst_spec: base.GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """expedited (from vLLM 0.33 on): it is waited for next, and what is waited for comes before all else."""
+        """Queue a copy from slots to the cache, and return True.
+
+        `expedited` (from vLLM 0.33 on) needs no action: vLLM waits for such a load next, and awaited copies come first
+        anyway.
+        """
         self._transfers.submit_load(job_id, self._plan(dst_spec, src_spec))
         return True
 
     def get_finished(self) -> list[base.TransferResult]:
+        """Return the transfers that ended since the last call."""
         return [
             base.TransferResult(job_id, ok, num_bytes, seconds)
             for job_id, ok, num_bytes, seconds in self._transfers.finished()
         ]
 
     def wait(self, job_ids: set[int]) -> None:
+        """Wait until these jobs have ended, with or without success."""
         self._transfers.wait(job_ids)
 
     def shutdown(self) -> None:
+        """End the copies and release the memory."""
         self._transfers.close()
         self._region.close()
 

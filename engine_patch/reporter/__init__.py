@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream of reports: what is held, counted, translated and sent."""
+"""The stream of reports: translates events, counts resident blocks, and sends both to readers."""

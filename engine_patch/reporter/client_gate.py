@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which clients the patch's CURVE sockets admit: those whose public keys a file lists.
+"""Decides which clients the patch's CURVE sockets admit: those whose public keys a file lists.
 
-libzmq asks a socket at a fixed place of its context about every handshake (ZAP, ZMQ RFC 27), in its own thread; it is
-answered by a thread of its own here, so neither the engine nor the reporter waits for the file. Without an answer no
-handshake ends."""
+libzmq sends a request about every handshake to a socket at a fixed address of its context (ZAP, ZMQ RFC 27), from its
+own thread. A thread of this module replies, so neither the engine nor the reporter waits for the file. No handshake
+completes without a reply.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +21,30 @@ from kvrouter.events.transport.curve import KEY
 HANDLER = "inproc://zeromq.zap.01"
 VERSION = b"1.0"
 ADMITTED, REFUSED, FAILED = (b"200", b"OK"), (b"400", b"the key is not listed"), (b"500", b"the list failed")
-# Of a request: version, id, domain, address, routing id, mechanism, and of CURVE the client's public key.
+# Frames of a request: version, id, domain, address, routing id, mechanism, and for CURVE the client's public key.
 REQUEST_FRAMES = 7
 COMMENT = "#"
-# Routers of a fleet are some tens; a larger file is no list of keys.
+# A fleet has some tens of routers, so a larger file is no list of keys.
 MAX_FILE_BYTES = 1 << 20
 
 
 class ClientList:
-    """The keys that the file holds, one in Z85 a line; what follows white space is a name. It is read again when it
-    changes; a file that cannot be used leaves the former."""
+    """The public keys that a file lists, one in Z85 on each line, optionally followed by white space and a name.
+
+    The file is read again when it changes; if the new content cannot be used, the former keys stay.
+    """
 
     def __init__(self, file: str) -> None:
-        """Raises ValueError with the file's name and the fix."""
+        """Read the file. Raise ValueError with the file's name and the fix if it cannot be used."""
         self._file = Path(file)
         self._stamp, self._keys = self._read()
 
     def admits(self, key: bytes) -> bool:
+        """Return whether the file lists the key, given in Z85."""
         return key in self._keys
 
     def refresh(self) -> str | None:
-        """Reads what has changed; returns why it cannot be used."""
+        """Read the file again if it changed, and return why it cannot be used, or None if it can."""
         try:
             if self._seen() != self._stamp:
                 self._stamp, self._keys = self._read()
@@ -49,8 +53,8 @@ class ClientList:
         return None
 
     def _seen(self) -> tuple[int, ...]:
-        found = self._file.stat()
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        status = self._file.stat()
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     def _read(self) -> tuple[tuple[int, ...], frozenset[bytes]]:
         try:
@@ -65,7 +69,7 @@ class ClientList:
         keys = set()
         for number, line in enumerate(text.splitlines(), 1):
             word = line.split(maxsplit=1)[0].encode() if line.strip() else b""
-            # `#` is a character of keys, too.
+            # A line that begins with `#` may also be a key, as `#` is a character of Z85.
             if KEY.fullmatch(word):
                 keys.add(word)
             elif word and not line.lstrip().startswith(COMMENT):
@@ -74,7 +78,10 @@ class ClientList:
 
 
 class ClientGate:
-    """Answers until `close`, for all sockets of `context`, which is its own: another handler may be in the engine's."""
+    """A thread that answers libzmq's requests for all sockets of `context`, until `close`.
+
+    The context belongs to the gate alone, because another handler may be in the engine's.
+    """
 
     def __init__(self, clients: ClientList, counters: Counters, log: ThrottledLog) -> None:
         self._clients = clients
@@ -87,7 +94,7 @@ class ClientGate:
         threading.Thread(target=self._run, daemon=True, name="kvrouter-clients").start()
 
     def close(self) -> None:
-        """Once all other sockets of the context are closed."""
+        """End the thread; all other sockets of the context must be closed before."""
         self.context.term()
 
     def _run(self) -> None:
@@ -104,7 +111,7 @@ class ClientGate:
         try:
             status, text = self._judge(frames)
         except Exception as error:
-            # Whatever it is, the next client has to be judged, too.
+            # Every error is caught, because the next client has to be judged, too.
             self._log.warning(f"clients {type(error).__name__}", "a client could not be judged", error=repr(error))
             status, text = FAILED
         return [VERSION, request_id, status, text, b"", b""]

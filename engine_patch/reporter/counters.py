@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reporter's counters over all its epochs. Written by its thread; other threads may read a value a moment late."""
+"""The reporter's counters over all its epochs.
+
+The reporter's thread writes them; other threads may read a value a moment late.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,26 @@ import msgspec
 
 
 class Counters(msgspec.Struct):
-    """Counters that only grow."""
+    """The counters of a reporter, which only grow."""
 
-    # Messages with events handed to PUB; the changes in messages that could not be sent are in `dropped`.
+    # Messages with events that were handed to PUB.
     sent: int = 0
+    # Messages with events that were not sent.
     dropped: int = 0
-    # Messages that could not be translated, counted or encoded; each is in `dropped` too.
+    # Messages that could not be translated, counted or encoded; `dropped` counts each of them, too.
     failed: int = 0
-    # Epochs begun after the first, because the ledger could no longer be trusted.
+    # Epochs begun after the first one, because the ledger could no longer be trusted.
     epochs_lost: int = 0
     heartbeats: int = 0
     snapshots_served: int = 0
     snapshots_refused: int = 0
-    # The client did not read for too long.
+    # Snapshots abandoned because their client did not read for too long.
     snapshots_abandoned: int = 0
-    # The client left.
+    # Snapshots whose client left.
     snapshots_gone: int = 0
-    # Requests that could not be read; those with a legible id were refused, the others ignored.
+    # Requests that could not be read. Requests with a legible id were refused, the others ignored.
     bad_requests: int = 0
-    # Replies other than snapshot parts whose client left, or had no room for too long.
+    # Replies, except for snapshot parts, whose client left or had no room for too long.
     replies_unsent: int = 0
-    # Connections whose key the file of clients does not list.
+    # Connections refused because the file of clients does not list their key.
     clients_refused: int = 0

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the engine's thread to the reporter's: a queue that never blocks, never raises and is bounded.
+"""The queue from the engine's thread to the reporter's; it is bounded, and it never blocks or raises.
 
-The engine's side is an append and, only while the other side sleeps, one byte into a pipe. When the queue is full the
-message is dropped, but its changes stay in the queue in compact form, so that the ledger stays exact. When even these
-outgrow their bound, the whole queue is given up, with everything put until the other side has taken `EventsLost`: the
-changes are then unknown, and the ledger starts empty.
+Putting a message costs the engine an append and, only while the reporter's thread sleeps, one byte into a pipe. When
+the queue is full the message is dropped, but its changes stay in the queue in compact form, so that the ledger stays
+exact. When these changes outgrow their own bound too, the whole queue is given up, and so is every message that is put
+before the reporter's thread has taken `EventsLost`: the changes are then unknown, and the ledger starts empty.
 
-One thread puts, one takes. There is no lock: deque's ends are atomic, and each counter has one writer.
+One thread puts, and one thread takes. There is no lock, because the operations on a deque's ends are atomic and each
+counter has one writer.
 """
 
 from __future__ import annotations
@@ -22,33 +23,37 @@ from kvrouter.events.transport.alarm import Alarm
 
 Make: TypeAlias = Callable[[], Iterable[ReportEvent]]
 
-# Bytes of a kept event and its queue slot besides the hashes: structs, bytes headers, list and deque slots.
+# Bytes of a kept event and its queue slot without the hashes: structs, bytes headers, list and deque slots.
 EVENT_OVERHEAD_BYTES = 256
 
 
 class Message(NamedTuple):
-    """A message to be sent. ts: seconds since 1970."""
+    """A message to be sent."""
 
+    # Returns the events of the message.
     make: Make
+    # Seq of the engine's batch that the message repeats, or None.
     batch_seq: int | None
+    # Seconds since 1970.
     ts: float
 
 
 class EventsDropped(msgspec.Struct, frozen=True, eq=False):
-    """A message that will not be sent: its changes, and their bytes."""
+    """The changes of a message that will not be sent, and the bytes that they occupy in the queue."""
 
     events: list[ReportEvent]
     size_bytes: int
 
 
 class EventsLost(msgspec.Struct, eq=False):
-    """Changes before this are unknown. size_bytes: its own."""
+    """A mark in the queue: all changes before it are unknown."""
 
     reason: str
+    # Bytes of this mark itself.
     size_bytes: int
-    # The queue when it outgrew its bound; the taking side frees it, because that may take a while.
+    # The queue that outgrew its bound. The taking thread frees it, because that may take a while.
     given_up: deque[Item] | None = None
-    # Messages put after that and before this was taken.
+    # Messages that were put after the queue was given up and before this mark was taken.
     unread: int = 0
 
 
@@ -56,7 +61,10 @@ Item: TypeAlias = Message | EventsDropped | EventsLost
 
 
 class _Backlog:
-    """The waiting items. kept_bytes grows on the putting side, taken_bytes on the taking side."""
+    """The waiting items and the bytes of their kept changes.
+
+    The putting thread alone increases `kept_bytes`, the taking thread alone `taken_bytes`.
+    """
 
     def __init__(self) -> None:
         self.items: deque[Item] = deque()
@@ -68,12 +76,19 @@ class EventQueue:
     """The queue and the alarm that wakes its reader."""
 
     def __init__(self, max_messages: int, max_dropped_bytes: int, wall_clock: Callable[[], float]) -> None:
+        """Start empty.
+
+        Args:
+            max_messages: Messages that may wait before new ones are dropped.
+            max_dropped_bytes: Bytes of the changes of dropped messages that may wait.
+            wall_clock: Returns seconds since 1970.
+        """
         self._max_messages = max_messages
         self._max_dropped_bytes = max_dropped_bytes
         self._wall_clock = wall_clock
         self._backlog = _Backlog()
         self._asleep = False
-        # Until it is taken, new messages are only counted.
+        # The mark of a queue that was given up. Until the mark is taken, new messages are only counted.
         self._lost: EventsLost | None = None
         self._alarm = Alarm()
 
@@ -81,11 +96,11 @@ class EventQueue:
         return len(self._backlog.items)
 
     def put(self, make: Make, batch_seq: int | None) -> None:
-        """Queues a message. Runs `make` at once, and keeps only its compact form, when the queue is full."""
+        """Queue a message; if the queue is full, run `make` at once and keep only its compact form."""
         items = self._backlog.items
         lost = self._lost
         if lost is not None:
-            # If it is taken right now, the new ledger misses this message like those before it.
+            # If the mark is taken right now, the new ledger misses this message like those before it.
             lost.unread += 1
         elif len(items) < self._max_messages:
             items.append(Message(make, batch_seq, self._wall_clock()))
@@ -95,12 +110,12 @@ class EventQueue:
             self.wake()
 
     def wake(self) -> None:
-        """Ends the other side's sleep, from any thread."""
+        """End the taking thread's sleep; may be called from any thread."""
         self._asleep = False
         self._alarm.ring()
 
     def take(self) -> Item | None:
-        """The oldest item, None when there is none."""
+        """Return and remove the oldest item, or None if there is none."""
         backlog = self._backlog
         try:
             item = backlog.items.popleft()
@@ -113,22 +128,25 @@ class EventQueue:
         return item
 
     def fileno(self) -> int:
-        """Readable after `wake`."""
+        """Return a file descriptor that is readable after `wake`."""
         return self._alarm.fileno()
 
     def begin_wait(self) -> bool:
-        """The taking side is about to sleep: whether nothing waits, so that it may. `end_wait` must follow."""
+        """Announce that the taking thread is about to sleep, and return whether it may, because nothing waits.
+
+        `end_wait` must follow.
+        """
         self._asleep = True
-        # Checked only now: from here on, `put` wakes.
+        # Checked only after the announcement: from there on, `put` wakes the thread.
         return not self._backlog.items
 
     def end_wait(self) -> None:
-        """The taking side is awake."""
+        """Announce that the taking thread is awake."""
         self._asleep = False
         self._alarm.silence()
 
     def close(self) -> None:
-        """Frees the alarm; what is put afterwards is never taken."""
+        """Free the alarm; items put afterwards are never taken."""
         self._alarm.close()
 
     def _keep(self, make: Make) -> None:
@@ -144,11 +162,12 @@ class EventQueue:
         if backlog.kept_bytes - backlog.taken_bytes <= self._max_dropped_bytes:
             backlog.items.append(item)
             return
-        # The waiting items are void too. A fresh backlog, because emptying this one would cost the engine's time.
-        fresh = _Backlog()
+        # The waiting items are void too. A new backlog takes their place, because emptying the old one would cost the
+        # engine's time.
+        new_backlog = _Backlog()
         self._lost = EventsLost("the queue was full for too long", 0, backlog.items)
-        fresh.items.append(self._lost)
-        self._backlog = fresh
+        new_backlog.items.append(self._lost)
+        self._backlog = new_backlog
 
 
 def _compact(event: ReportEvent) -> ReportEvent:

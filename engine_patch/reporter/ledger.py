@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the publisher has reported as resident: the copies of every block hash by place.
+"""The blocks that the publisher has reported as resident: the copies of every block hash by place.
 
 It is kept beside the engine for snapshots and for the sums in heartbeats. It equals the state of a reader that applied
 every message: a medium that outgrows the bound is cleared for readers too, and not reported until the engine clears it.
- No I/O, clock or lock; one thread.
+No I/O, clock or lock; one thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvrouter.events.vllm.messages import GPU, HashArray
 # (group_idx, medium, ownership, locality)
 Place: TypeAlias = tuple[int | None, str, str | None, str | None]
 
-# `reason` of the clear for readers when a medium outgrew the ledger.
+# The `reason` in the clear that is sent to readers when a medium outgrew the ledger.
 UNTRACKED = "untracked"
 
 
@@ -43,46 +43,56 @@ class Scope(IntEnum):
     EVERYTHING = 2
 
     def covers(self, medium: str) -> bool:
+        """Return whether the blocks of a medium are no longer reported."""
         return self is Scope.EVERYTHING or (self is Scope.TIERS and medium != GPU)
 
 
 class FrozenPlace(msgspec.Struct, frozen=True, eq=False):
-    """One place at one moment. hashes: (n,) sorted; copied: those with two copies or more, sorted, and how many."""
+    """One place at one moment."""
 
     summary: PlaceSummary
+    # (n,) all hashes, sorted.
     hashes: HashArray
+    # The hashes with two copies or more, sorted.
     copied: HashArray
+    # The copies of each hash of `copied`.
     counts: CountArray
 
     def slices(self, size: int) -> Iterator[tuple[bytes, list[tuple[int, int]]]]:
-        """At most `size` hashes at a time, packed, with the copies of those that have several."""
+        """Yield at most `size` hashes at a time, packed, with the copies of the hashes that have several."""
         for start in range(0, len(self.hashes), size):
-            part = self.hashes[start : start + size]
-            first, end = np.searchsorted(self.copied, part[0]), np.searchsorted(self.copied, part[-1], "right")
+            hashes = self.hashes[start : start + size]
+            first, end = np.searchsorted(self.copied, hashes[0]), np.searchsorted(self.copied, hashes[-1], "right")
             copied = zip(self.copied[first:end].tolist(), self.counts[first:end].tolist(), strict=True)
-            yield pack_hashes(part), list(copied)
+            yield pack_hashes(hashes), list(copied)
 
 
 class FrozenLedger(msgspec.Struct, frozen=True, eq=False):
-    """The ledger at one moment; shares its arrays, and no later change is seen in it."""
+    """The ledger at one moment, which shares the ledger's arrays and does not change with it."""
 
     places: list[FrozenPlace]
 
     def summaries(self) -> list[PlaceSummary]:
-        """What the places add up to."""
+        """Return the sums of every place."""
         return [place.summary for place in self.places]
 
 
 class Ledger:
-    """Copies of every resident block hash, by place; bounded in distinct (place, hash) pairs. withheld: the scope whose
-    blocks are neither counted nor reported."""
+    """Copies of every resident block hash, by place; bounded in distinct (place, hash) pairs."""
 
     def __init__(self, max_blocks: int, withheld: Scope = Scope.NOTHING) -> None:
+        """Start empty.
+
+        Args:
+            max_blocks: Distinct (place, hash) pairs that may be counted.
+            withheld: The scope whose blocks are neither counted nor reported.
+        """
         self.max_blocks = max_blocks
         self._withheld = withheld
         # Distinct hashes over all places.
         self.blocks = 0
-        # Removals of hashes that were not resident: after a new epoch, of blocks that were stored before it.
+        # Removals of hashes that were not resident. After a new epoch these are removals of blocks that were stored
+        # before it.
         self.unknown_removals = 0
         self._places: dict[Place, HashCounts] = {}
         self._untracked: set[str] = set()
@@ -93,7 +103,7 @@ class Ledger:
         return sorted(self._untracked)
 
     def apply(self, event: ReportEvent) -> None:
-        """Counts the event. Raises ValueError when its hashes are no whole number of hashes."""
+        """Count the event. Raise ValueError if its bytes are not a whole number of hashes."""
         if isinstance(event, ReportCleared):
             self._clear(event)
         elif event.medium not in self._untracked:
@@ -102,7 +112,7 @@ class Ledger:
                 self._forget_largest()
 
     def report(self, events: Iterable[ReportEvent]) -> list[ReportEvent]:
-        """Applies the events. Returns those to send, so that readers know exactly what the ledger does."""
+        """Apply the events, and return those to send, so that a reader's state equals the ledger."""
         reported: list[ReportEvent] = []
         for event in events:
             if self._withheld.covers(event.medium):
@@ -116,43 +126,42 @@ class Ledger:
         return reported
 
     def withhold(self, scope: Scope, reason: str) -> list[ReportEvent]:
-        """Forget all blocks that the scope covers, ignore them from now on, and return the messages that withdraw
-        them."""
+        """Forget and ignore from now on all blocks that the scope covers; return the events that withdraw them."""
         self._withheld = max(self._withheld, scope)
         media = sorted({place[1] for place in self._places if scope.covers(place[1])})
         self._drop(place for place in self._places if scope.covers(place[1]))
         return [ReportCleared(medium, reason) for medium in media]
 
     def places(self) -> list[PlaceSummary]:
-        """Every place with at least one block."""
-        return [_summary(place, held) for place, held in self._places.items()]
+        """Return the sums of every place with at least one block."""
+        return [_summary(place, counts) for place, counts in self._places.items()]
 
     def freeze(self) -> FrozenLedger:
-        """All of it as it is now."""
+        """Return a copy of the present state."""
         return FrozenLedger(
-            [FrozenPlace(_summary(place, held), *held.freeze()) for place, held in self._places.items()]
+            [FrozenPlace(_summary(place, counts), *counts.freeze()) for place, counts in self._places.items()]
         )
 
     def _change(self, event: ReportStored | ReportRemoved) -> None:
         hashes = unpack_hashes(event.hashes)
         place = (event.group_idx, event.medium, event.ownership, event.locality)
-        held = self._places.get(place)
+        counts = self._places.get(place)
         if isinstance(event, ReportRemoved):
-            if held is None:
+            if counts is None:
                 self.unknown_removals += len(hashes)
                 return
-            before = held.blocks
-            self.unknown_removals += held.remove(hashes)
-            if not held.blocks:
+            blocks_before = counts.blocks
+            self.unknown_removals += counts.remove(hashes)
+            if not counts.blocks:
                 del self._places[place]
         elif len(hashes):
-            if held is None:
-                held = self._places[place] = HashCounts()
-            before = held.blocks
-            held.add(hashes)
+            if counts is None:
+                counts = self._places[place] = HashCounts()
+            blocks_before = counts.blocks
+            counts.add(hashes)
         else:
             return
-        self.blocks += held.blocks - before
+        self.blocks += counts.blocks - blocks_before
 
     def _clear(self, event: ReportCleared) -> None:
         if event.ownership is None:
@@ -164,10 +173,11 @@ class Ledger:
         )
 
     def _forget_largest(self) -> None:
-        # Not the one that grew last: a small GPU tier must not pay for a disk that grows without end.
+        # The largest medium goes and not the one that grew last: a small GPU tier must not pay for a disk that grows
+        # without end.
         sizes: dict[str, int] = {}
-        for (_, medium, _, _), held in self._places.items():
-            sizes[medium] = sizes.get(medium, 0) + held.blocks
+        for (_, medium, _, _), counts in self._places.items():
+            sizes[medium] = sizes.get(medium, 0) + counts.blocks
         largest = max(sizes, key=lambda medium: sizes[medium])
         self._untracked.add(largest)
         self._drop(place for place in self._places if place[1] == largest)
@@ -177,6 +187,6 @@ class Ledger:
             self.blocks -= self._places.pop(place).blocks
 
 
-def _summary(place: Place, held: HashCounts) -> PlaceSummary:
+def _summary(place: Place, counts: HashCounts) -> PlaceSummary:
     group_idx, medium, ownership, locality = place
-    return PlaceSummary(group_idx, medium, held.blocks, held.copies, held.digest, ownership, locality)
+    return PlaceSummary(group_idx, medium, counts.blocks, counts.copies, counts.digest, ownership, locality)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From changes to the frames of one epoch: numbers them, keeps the ledger in step, encodes.
+"""Turns changes into the frames of one epoch: numbers them, keeps the ledger in step, and encodes.
 
 Invariant: the ledger equals the state of a reader that applied every message below `next_seq`. A message that is not
 sent still uses up its seq, so that readers see the gap and load a snapshot. When the ledger itself misses changes,
-nothing can be proven against it: a new epoch begins with an empty ledger. Readers then credit too little until blocks
-are stored again, never too much. No sockets, no threads.
+nothing can be proven against it, so a new epoch begins with an empty ledger. Readers then credit too little until
+blocks are stored again, never too much. No sockets, no threads.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ Frames: TypeAlias = tuple[bytes, bytes, bytes]
 
 
 class ReportStream:
-    """One publisher's messages, in order. Clocks: seconds, `wall_clock` since 1970, `clock` monotonic.
+    """One publisher's messages, in order.
 
-    More than 15 attributes: six of them are one epoch's, begun together by `_begin`."""
+    More than 15 attributes: six of them belong to one epoch and are set together by `_begin`.
+    """
 
     def __init__(
         self,
@@ -52,9 +53,20 @@ class ReportStream:
         clock: Callable[[], float],
         new_epoch: Callable[[], str],
     ) -> None:
+        """Begin the first epoch.
+
+        Args:
+            max_ledger_blocks: Distinct blocks, over all places, that the ledger may count.
+            heartbeat_s: The interval that heartbeats announce.
+            dp_rank: The engine's data-parallel rank.
+            counters: Counters to update.
+            wall_clock: Returns seconds since 1970.
+            clock: Returns monotonic seconds.
+            new_epoch: Returns a new epoch's name.
+        """
         self.catalog: DeclaredCatalog | None = None
         self.catalog_version = 0
-        # The scope that is no longer reported and the reason, which hold for all later lives of the publisher.
+        # The scope that is no longer reported and the reasons. They hold for all later epochs, too.
         self._scope = Scope.NOTHING
         self.withheld = self.tiers_withheld = ""
         self._max_ledger_blocks = max_ledger_blocks
@@ -68,7 +80,7 @@ class ReportStream:
         self._begin()
 
     def pass_on(self, item: Item) -> Frames | None:
-        """The frames to send for an item of the queue, if any."""
+        """Return the frames to send for an item of the queue, or None if there are none."""
         if isinstance(item, Message):
             return self._message(item)
         if isinstance(item, EventsDropped):
@@ -78,13 +90,18 @@ class ReportStream:
         return None
 
     def lose(self, reason: str, kind: str) -> None:
-        """The ledger misses changes: begins a new epoch. kind: of the reason, for the log."""
+        """Begin a new epoch because the ledger misses changes.
+
+        Args:
+            reason: The reason for the log.
+            kind: The kind of the reason, by which the log is throttled.
+        """
         self._counters.epochs_lost += 1
         self._log.warning(kind, "ledger lost, new epoch", reason=reason, epoch=self.epoch, next_seq=self.next_seq)
         self._begin()
 
     def heartbeat(self) -> Frames:
-        """What is resident now."""
+        """Return the frames of a heartbeat that sums up the resident blocks."""
         message = Heartbeat(
             self.epoch,
             self.started_s,
@@ -100,8 +117,11 @@ class ReportStream:
         return self._frames(message)
 
     def withhold(self, scope: Scope, reason: str) -> Frames | None:
-        """Stop reporting the blocks that the scope covers. Return the frames that withdraw them from readers, None if
-        readers hold none."""
+        """Stop reporting the blocks that the scope covers.
+
+        Returns:
+            The frames that withdraw the blocks from readers, or None if readers hold none.
+        """
         if scope <= self._scope:
             return None
         self._scope = scope
@@ -113,7 +133,7 @@ class ReportStream:
         return self._numbered(events, None, self._wall_clock()) if events else None
 
     def declare(self, catalog: DeclaredCatalog) -> bool:
-        """Takes the catalog; whether it differs from the last one."""
+        """Keep the catalog, and return whether it differs from the last one."""
         if catalog == self.catalog:
             return False
         self.catalog = catalog
@@ -121,7 +141,7 @@ class ReportStream:
         return True
 
     def catalog_message(self) -> Frames | None:
-        """The catalog, None while there is none."""
+        """Return the frames of the catalog, or None while there is none."""
         if self.catalog is None:
             return None
         return self._frames(CatalogMessage(self.epoch, self.started_s, self.catalog_version, self.catalog))
@@ -131,7 +151,7 @@ class ReportStream:
         self.started_s = self._wall_clock()
         self.next_seq = 0
         self.ledger = Ledger(self._max_ledger_blocks, self._scope)
-        # Dropped in this epoch; and since the last message that was sent.
+        # Messages dropped in this epoch, and since the last message that was sent.
         self._epoch_dropped = 0
         self._unannounced = 0
 
@@ -148,8 +168,10 @@ class ReportStream:
         return self._numbered(events, message.batch_seq, message.ts)
 
     def _numbered(self, events: list[ReportEvent], batch_seq: int | None, ts: float) -> Frames | None:
-        """Return the frames of the next message, or None if it cannot be encoded; its number is then a gap for
-        readers."""
+        """Return the frames of the next message, or None if it cannot be encoded.
+
+        The number of a message that cannot be encoded is a gap for readers.
+        """
         report = Events(
             self.epoch,
             self.started_s,

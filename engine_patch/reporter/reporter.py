@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch's own publisher: a thread with a PUB socket for reports and a ROUTER for requests, as in
-`docs/reference/protocol.md`.
+"""The patch's own publisher: a thread with a PUB socket for reports and a ROUTER for requests.
 
-The engine's thread only ever appends to a queue (`publish`); translation, the ledger, encoding and sending happen here,
-and no reader can slow the engine: PUB drops for a slow reader, which then loads a snapshot, and replies go only to
-clients with room for them. A turn is bounded, so that messages, heartbeats, requests and snapshots all progress under
-any load.
+`docs/reference/protocol.md` describes both. The engine's thread only ever appends to a queue (`publish`); translation,
+the ledger, encoding and sending happen in this thread. No reader can slow the engine: PUB drops messages for a slow
+reader, which then loads a snapshot, and replies go only to clients with room for them. Each turn of the thread is
+bounded, so that messages, heartbeats, requests and snapshots all progress under any load.
 """
 
 from __future__ import annotations
@@ -34,42 +33,45 @@ __all__ = ["Reporter", "ReporterSettings"]
 
 log = logging.getLogger("vllm.kvrouter.reports")
 
-# Messages of one turn, and how long it may take: 20 ms let a heartbeat be late by 2 percent of its interval.
+# Bounds of one turn: messages, and seconds. With 20 ms a heartbeat may be late by 2 percent of its interval.
 TURN_MESSAGES = 64
 TURN_S = 0.020
 TURN_REQUESTS = 16
 
-# From the first message to the turn that sends it: the engine's thread, which has just published it, goes on with its
-# step undisturbed, and what follows is taken in the same turn. Both need the interpreter; a GPU's work on the step
-# takes longer.
+# Milliseconds from the first message to the turn that sends it. Meanwhile the engine's thread, which has just published
+# the message, continues its step undisturbed, and messages that follow are taken in the same turn. Both threads need
+# the interpreter; a GPU's work on the step takes longer than this.
 GATHER_MS = 1
 
-# While every snapshot client lacks room: a ROUTER does not signal which of them has some again.
+# Seconds until the next try while every snapshot client lacks room, because a ROUTER does not signal which client has
+# room again.
 BLOCKED_RETRY_S = 0.010
 
-# Consecutive failed turns before reporting ends: retrying does not repair such a fault.
+# Consecutive failed turns before reporting ends, because retrying does not repair such a fault.
 MAX_FAILED_TURNS = 10
 
-# A request is some 20 bytes, a subscription 11; a peer that sends more than this is cut off.
+# A request has some 20 bytes, a subscription 11. ZMQ disconnects a peer that sends more than this.
 MAX_MESSAGE_BYTES = 4_096
 REQUESTS_HWM = 64
 
-# ZMQ's own ping: a peer that vanished without a word keeps its buffers no longer than this.
+# ZMQ's own ping: the buffers of a peer that vanished silently are freed after this time.
 PEER_PING_S = 5.0
 PEER_TIMEOUT_S = 15.0
 
-# An engine that shuts down waits no longer: what is queued is sent within the first, the thread is left behind after
-# the second.
+# Limits of an engine's wait at its shutdown: queued messages are sent within the first, and the thread is left behind
+# after the second.
 DRAIN_S = 0.5
 JOIN_S = 2.0
 
 
 class Reporter:
-    """Publishes from construction until `close`. In a forked child it does nothing, as its thread is not there.
+    """The publisher of reports, active from construction until `close`.
 
-    More than 15 attributes: it wires the parts of one thread, and everything else belongs to a part."""
+    In a forked child it does nothing, because its thread does not exist there. More than 15 attributes: it wires the
+    parts of one thread, and everything else belongs to a part.
+    """
 
-    # As bound, with the port that the system chose in place of 0 or *.
+    # The addresses as bound, with the port that the system chose in place of 0 or *.
     requests_endpoint: str
     reports_endpoint: str
 
@@ -89,13 +91,27 @@ class Reporter:
         curve_secret: bytes | None = None,
         clients: ClientList | None = None,
     ) -> None:
-        """Binds both sockets and starts the thread.
+        """Bind both sockets and start the thread.
 
-        requests must be free, because readers connect there: zmq.ZMQError otherwise. If the port of `reports` is taken,
-        another of the same host is used, and named by `Hello`. wall_clock: seconds since 1970; clock: seconds,
-        monotonic; new_epoch: 16 random hex digits; features: those in `Hello`, called in the thread.
-        curve_secret: both sockets use CURVE with this key and refuse plain clients. clients: those that they admit, in a
-        context of their own, as libzmq asks one handler for all sockets of a context; None: all that know the public key.
+        Args:
+            requests: The address for requests. It must be free, because readers connect there.
+            reports: The address for reports. If its port is taken, another port of the same host is used, and `Hello`
+                names it.
+            settings: Limits and intervals.
+            context: The ZMQ context of both sockets, unless `clients` is given.
+            wall_clock: Returns seconds since 1970.
+            clock: Returns monotonic seconds.
+            new_epoch: Returns 16 random hex digits.
+            dp_rank: The engine's data-parallel rank.
+            patch_version: The version that `Hello` names.
+            features: Returns the features that `Hello` names; called in the thread.
+            curve_secret: A secret key with which both sockets use CURVE and refuse plain clients; None: they do not
+                encrypt.
+            clients: The clients that both sockets admit. The sockets then get a context of their own, because libzmq
+                has one handler for all sockets of a context. None: all clients that know the public key.
+
+        Raises:
+            zmq.ZMQError: The address for requests cannot be bound.
         """
         self.counters = Counters()
         self._settings = settings
@@ -140,7 +156,7 @@ class Reporter:
         self._router = _open(context, zmq.ROUTER, requests, curve_secret)
         try:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            # For a reader with its own address that reconnects before its old connection is closed.
+            # A reader that chooses its own address may reconnect before its old connection is closed.
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._router.setsockopt(zmq.SNDHWM, settings.reply_hwm)
             self._router.setsockopt(zmq.RCVHWM, REQUESTS_HWM)
@@ -157,30 +173,40 @@ class Reporter:
             raise
 
     def publish(self, make: Make, batch_seq: int | None) -> None:
-        """Queues one message: the events that `make` returns, called in the reporter's thread or, if the queue is full,
-        here.
+        """Queue one message; never block and never raise.
 
-        From one thread at a time. Never blocks, never raises. batch_seq: the engine's own seq of what the message
-        repeats.
+        Only one thread may call this at a time.
+
+        Args:
+            make: Returns the message's events. It is called in the reporter's thread or, if the queue is full, here.
+            batch_seq: Seq of the engine's batch that the message repeats, or None.
         """
         if not self._closing and os.getpid() == self._pid:
             self._queue.put(make, batch_seq)
 
     def declare(self, catalog: DeclaredCatalog) -> None:
-        """Publishes the catalog if it differs from the last one. From any thread; it must not be changed afterwards."""
+        """Publish the catalog if it differs from the last one.
+
+        May be called from any thread; the catalog must not be changed afterwards.
+        """
         if not self._closing and os.getpid() == self._pid:
             self._declared = catalog
             self._queue.wake()
 
     def withhold(self, scope: Scope, reason: str) -> None:
-        """Stop reporting the blocks that the scope covers, for good, and withdraw them from readers at once. Heartbeats
-        continue and give the reason. May be called from any thread."""
+        """Stop reporting the blocks that the scope covers, for good, and withdraw them from readers at once.
+
+        Heartbeats continue and give the reason. May be called from any thread.
+        """
         if not self._closing and os.getpid() == self._pid:
             self._withholding.append((scope, reason))
             self._queue.wake()
 
     def close(self) -> None:
-        """Sends what is queued, for half a second at most, and ends. Waits 2 s at most; safe to call twice."""
+        """Send the queued messages for half a second at most, and end the thread.
+
+        Waits 2 s at most; safe to call twice.
+        """
         if os.getpid() != self._pid:
             return
         self._close_by_s = self._clock() + DRAIN_S
@@ -194,23 +220,23 @@ class Reporter:
         poller = zmq.Poller()
         poller.register(self._queue.fileno(), zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
-        failed = 0
+        failed_turns = 0
         pause_s = 0.0
         try:
-            while failed < MAX_FAILED_TURNS:
+            while failed_turns < MAX_FAILED_TURNS:
                 try:
                     ready = self._sleep(poller, pause_s)
                     if self._closing and (not len(self._queue) or self._clock() >= self._close_by_s):
                         return
                     pause_s = self._turn(self._router in ready)
-                    failed = 0
+                    failed_turns = 0
                 except zmq.ZMQError as error:
                     if error.errno in (zmq.ETERM, zmq.ENOTSOCK):
                         return
-                    failed += 1
+                    failed_turns += 1
                     self._fail(error)
                 except Exception as error:
-                    failed += 1
+                    failed_turns += 1
                     self._fail(error)
             log.error(
                 "kvrouter: reporting at %s given up: %d turns failed in a row; routers follow vLLM's own events",
@@ -227,13 +253,13 @@ class Reporter:
                 self._gate.close()
 
     def _fail(self, error: Exception) -> None:
-        # The turn may be half done: nothing is certain.
+        # The turn may be half done, so the ledger's state is uncertain.
         self._stream.lose(f"reporter failed: {error!r}", f"turn {type(error).__name__}")
 
     def _sleep(self, poller: zmq.Poller, pause_s: float) -> dict[object, int]:
         if self._closing or (pause_s > 0 and not self._queue.begin_wait()):
             pause_s = 0
-        # Rounded up, or the last millisecond would be spent turning.
+        # The time is rounded up; otherwise the thread would spin through the last millisecond.
         ready: dict[object, int] = dict(poller.poll(int(pause_s * 1_000) + (pause_s > 0)))
         self._queue.end_wait()
         if self._queue.fileno() in ready and not self._closing:
@@ -241,8 +267,8 @@ class Reporter:
         return ready
 
     def _turn(self, requested: bool) -> float:
-        """Does a bounded share of all work. Returns for how many seconds there is none unless woken."""
-        # Send withdrawals before the queued events, which are void as far as the scope covers them.
+        """Do a bounded share of all work, and return for how many seconds there is none unless the thread is woken."""
+        # Send withdrawals before the queued events, because the events that the scope covers are void.
         while self._withholding:
             frames = self._stream.withhold(*self._withholding.popleft())
             self._send(frames)
@@ -285,7 +311,7 @@ class Reporter:
 
     def _send(self, frames: Frames | None) -> None:
         if frames is not None:
-            # PUB never reports that it is full: it drops, for the readers that lag.
+            # PUB never reports that it is full: it drops messages for the readers that lag.
             self._pub.send_multipart(frames, zmq.NOBLOCK)
 
     def _receive(self) -> None:
@@ -303,7 +329,7 @@ class Reporter:
                 return Sent.YES
             except zmq.Again:
                 if not last:
-                    # Reading EVENTS makes ZMQ notice at once what a client has read.
+                    # Reading EVENTS makes ZMQ notice at once how much a client has read.
                     self._router.getsockopt(zmq.EVENTS)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
@@ -344,7 +370,7 @@ def _open(
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(PEER_PING_S * 1_000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(PEER_TIMEOUT_S * 1_000))
-    # As vLLM does: only for an IPv6 address, so that * stands for the IPv4 wildcard.
+    # IPv6 is on only for an IPv6 address, as in vLLM, so that * stands for the IPv4 wildcard.
     if endpoint.startswith("tcp://["):
         socket.setsockopt(zmq.IPV6, 1)
     return socket

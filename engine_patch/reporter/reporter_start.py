@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the reporter beside an engine's own publisher of KV events, where its settings say."""
+"""Starts the reporter beside an engine's own publisher of KV events, at the addresses of its settings."""
 
 from __future__ import annotations
 
@@ -22,30 +22,45 @@ DISTRIBUTION = "hybrid-kv-router"
 class Reports(Protocol):
     """The part of a Reporter that the hooks use."""
 
-    def publish(self, make: Callable[[], Iterable[ReportEvent]], batch_seq: int | None) -> None: ...
+    def publish(self, make: Callable[[], Iterable[ReportEvent]], batch_seq: int | None) -> None:
+        """Queue one message whose events `make` returns; never block and never raise."""
+        ...
 
-    def declare(self, catalog: DeclaredCatalog) -> None: ...
+    def declare(self, catalog: DeclaredCatalog) -> None:
+        """Publish the catalog if it differs from the last one."""
+        ...
 
-    def withhold(self, scope: Scope, reason: str) -> None: ...
+    def withhold(self, scope: Scope, reason: str) -> None:
+        """Stop reporting the blocks that the scope covers, for good, and withdraw them from readers."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Send the queued messages and end."""
+        ...
 
 
 def start_reporter(settings: PatchSettings, publisher: Any, features: Features, configured: str) -> Reports | None:
-    """The listening reporter of one publisher; None, with one warning, when it cannot listen."""
+    """Return the listening reporter of one publisher, or None, with one warning, if it cannot listen.
+
+    Args:
+        settings: The user's settings.
+        publisher: The engine's own publisher.
+        features: The patch's features, of which "reports" turns off if the reporter cannot listen.
+        configured: The publisher's endpoint in the engine's configuration; if empty, the publisher's own value is used.
+    """
     zmq = importlib.import_module("zmq")
     reporting = importlib.import_module("kvrouter.engine_patch.reporter.reporter")
     curve = importlib.import_module("kvrouter.events.transport.curve")
     gates = importlib.import_module("kvrouter.engine_patch.reporter.client_gate")
-    places = choose(
+    endpoints = choose(
         configured or publisher._endpoint,
         bound_endpoint(publisher, zmq),
         publisher._dp_rank,
         settings.requests,
         settings.reports,
     )
-    if isinstance(places, str):
-        features["reports"].off(places)
+    if isinstance(endpoints, str):
+        features["reports"].off(endpoints)
         return None
     try:
         curve_secret = None if settings.curve_key is None else curve.read_secret(settings.curve_key)
@@ -57,8 +72,8 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
         return None
     try:
         reporter: Reports = reporting.Reporter(
-            requests=places.requests,
-            reports=places.reports,
+            requests=endpoints.requests,
+            reports=endpoints.reports,
             settings=settings.reporter(),
             context=zmq.Context.instance(),
             wall_clock=time.time,
@@ -72,14 +87,14 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
         )
     except zmq.ZMQError as error:
         features["reports"].off(
-            f"cannot listen on {places.requests}: {error}; set KVROUTER_PATCH_REQUESTS to a free address"
+            f"cannot listen on {endpoints.requests}: {error}; set KVROUTER_PATCH_REQUESTS to a free address"
         )
         return None
     return reporter
 
 
 def bound_endpoint(publisher: Any, zmq: Any) -> str:
-    """The publisher's endpoint with its actual port. Before 0.31 vLLM did not resolve "tcp://*:0"."""
+    """Return the publisher's endpoint with its actual port, because vLLM before 0.31 did not resolve "tcp://*:0"."""
     endpoint = str(publisher._endpoint)
     if endpoint.startswith("tcp://") and endpoint.endswith(":0"):
         host, port = endpoint.rpartition(":")[0], publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]

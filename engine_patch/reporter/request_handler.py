@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and their replies: a hello, a snapshot, or a refusal. No sockets: `reply` returns what became of a
-payload."""
+"""Answers requests: with a hello, a snapshot, or a refusal.
+
+It has no sockets: `reply` sends a payload and returns the result.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from kvrouter.engine_patch.reporter.snapshots import Moment, Sent, SnapshotServi
 from kvrouter.engine_patch.setup.settings import ReporterSettings
 from kvrouter.events.patch.messages import Hello, HelloRequest, Refused, Reply, Request
 
-# What decoding hostile bytes can raise: msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a
-# RecursionError.
+# Errors that decoding hostile bytes can raise: msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is
+# a RecursionError.
 _DECODE_ERRORS = (ValueError, RecursionError)
 
-# Replies that wait for clients that have no room, as while a snapshot is on its way to them: some for each of a few
+# Replies that may wait for clients without room, as while a snapshot is on its way to them: some for each of a few
 # clients.
 MAX_UNSENT = 64
 
@@ -34,7 +36,10 @@ _any_request = msgspec.msgpack.Decoder(_AnyRequest)
 
 
 class RequestHandler:
-    """Answers requests about one stream, and serves its snapshots. now_s: seconds, monotonic."""
+    """The handler of requests about one stream, which also serves its snapshots.
+
+    Each `now_s` is in monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -63,7 +68,10 @@ class RequestHandler:
         return len(self._snapshots) > 0 or len(self._unsent) > 0
 
     def answer(self, frames: Sequence[bytes], now_s: float) -> None:
-        """Takes one request, (address, b"", payload). Anything else is counted and, if it has an id, refused."""
+        """Answer one request, whose frames are (address, b"", payload).
+
+        Other frames are counted and, if they have an id, refused.
+        """
         if len(frames) != 3 or frames[1]:
             self._counters.bad_requests += 1
             return
@@ -82,13 +90,13 @@ class RequestHandler:
             self._send(address, Refused(request.id, "too many snapshots under way", self._retry_s), now_s)
 
     def turn(self, now_s: float) -> bool:
-        """Sends at most one part of a snapshot; whether it did."""
+        """Try the waiting replies again and send at most one part of a snapshot; return whether a part was sent."""
         for _ in range(len(self._unsent)):
             self._try(*self._unsent.popleft(), now_s)
         return self._snapshots.turn(now_s)
 
     def void(self, epoch: str, now_s: float) -> None:
-        """A new epoch began: snapshots of the old one end."""
+        """End the snapshots of the former epoch, because `epoch` began."""
         for address, request_id in self._snapshots.void():
             self._counters.snapshots_refused += 1
             self._send(address, Refused(request_id, f"a new epoch began: {epoch}", self._retry_s), now_s)
@@ -109,10 +117,10 @@ class RequestHandler:
         self._try(address, self._encoder.encode(reply), now_s, now_s)
 
     def _try(self, address: bytes, payload: bytes, since_s: float, now_s: float) -> None:
-        sent = self._reply(address, payload)
-        if sent is Sent.YES:
+        outcome = self._reply(address, payload)
+        if outcome is Sent.YES:
             return
-        if sent is Sent.FULL and now_s - since_s <= self._timeout_s and len(self._unsent) < MAX_UNSENT:
+        if outcome is Sent.FULL and now_s - since_s <= self._timeout_s and len(self._unsent) < MAX_UNSENT:
             self._unsent.append((address, payload, since_s))
         else:
             self._counters.replies_unsent += 1

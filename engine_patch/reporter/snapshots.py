@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serving snapshots: what was resident at one moment, to several clients at once, one part at a time.
+"""Serves snapshots: the blocks that were resident at one moment, to several clients at once, one part at a time.
 
-Each client has a cursor of its own over a frozen ledger; clients that requested at the same seq share one. A
-client that does not read delays no other: its turn passes, and after a while without progress it is abandoned. No
-sockets here: `send` returns what became of a payload.
+Each client has its own cursor over a frozen ledger; clients that requested at the same seq share one ledger. A client
+that does not read delays no other: its turn passes, and after a while without progress its snapshot is abandoned. No
+sockets here: `send` sends a payload and returns the result.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from kvrouter.events.patch.messages import SNAPSHOT_PART_BLOCKS, SnapshotPart
 
 
 class Sent(enum.Enum):
-    """What became of a payload for a client."""
+    """The result of sending a payload to a client."""
 
     YES = enum.auto()
-    # The client has read too little of what it was sent.
+    # The client has no room, because it has read too little of its earlier messages.
     FULL = enum.auto()
     # The client is gone.
     GONE = enum.auto()
 
 
 class Moment(msgspec.Struct, frozen=True, eq=False):
-    """What was resident before message `next_seq` of an epoch."""
+    """The blocks that were resident before message `next_seq` of an epoch."""
 
     epoch: str
     started_s: float
@@ -46,12 +46,15 @@ class _Client:
         self.moment = moment
         self.progress_s = now_s
         self.parts = parts(moment, request_id)
-        # Encoded and not taken yet.
+        # A part that is encoded and not sent yet.
         self.pending: bytes | None = None
 
 
 class SnapshotService:
-    """All snapshots under way. now_s: seconds, monotonic."""
+    """All snapshots under way.
+
+    Each `now_s` is in monotonic seconds.
+    """
 
     def __init__(
         self, send: Callable[[bytes, bytes], Sent], *, max_clients: int, timeout_s: float, counters: Counters
@@ -69,9 +72,17 @@ class SnapshotService:
     def request(
         self, address: bytes, request_id: int, epoch: str, next_seq: int, freeze: Callable[[], Moment], now_s: float
     ) -> bool:
-        """Begins a snapshot of this moment; `freeze` makes it if no other client has it. False: too many are under way.
+        """Begin a snapshot of the present moment, and return False if too many are under way.
 
         A client's new request replaces its former one.
+
+        Args:
+            address: The client.
+            request_id: The id of the client's request.
+            epoch: The present epoch.
+            next_seq: The present seq.
+            freeze: Freezes the ledger; called if no other client has a snapshot of this epoch and seq.
+            now_s: The present time.
         """
         for client in self._clients:
             if client.address == address:
@@ -89,16 +100,15 @@ class SnapshotService:
         return True
 
     def turn(self, now_s: float) -> bool:
-        """Sends one part to the client whose turn it is; to the next one when it takes none. False: no client took
-        any."""
+        """Send one part to the first client in turn that has room; return False if none has."""
         for _ in range(len(self._clients)):
             client = self._clients.popleft()
             if client.pending is None:
                 client.pending = self._encoder.encode(next(client.parts))
-            sent = self._send(client.address, client.pending)
-            if sent is Sent.GONE:
+            outcome = self._send(client.address, client.pending)
+            if outcome is Sent.GONE:
                 self._counters.snapshots_gone += 1
-            elif sent is Sent.YES:
+            elif outcome is Sent.YES:
                 client.pending = None
                 client.progress_s = now_s
                 self._go_on(client)
@@ -110,10 +120,10 @@ class SnapshotService:
         return False
 
     def void(self) -> list[tuple[bytes, int]]:
-        """Ends all snapshots: (address, request id) of those that were under way."""
-        ended = [(client.address, client.request_id) for client in self._clients]
+        """End all snapshots, and return (address, request id) of each."""
+        requests = [(client.address, client.request_id) for client in self._clients]
         self._clients.clear()
-        return ended
+        return requests
 
     def _go_on(self, client: _Client) -> None:
         try:
@@ -125,7 +135,7 @@ class SnapshotService:
 
 
 def parts(moment: Moment, request_id: int) -> Iterator[SnapshotPart]:
-    """All parts, the last one with what the others add up to."""
+    """Yield all parts of a snapshot; the last one has the sums of all places."""
     part = partial(SnapshotPart, request_id, moment.epoch, moment.started_s, moment.next_seq)
     index = 0
     for place in moment.ledger.places:

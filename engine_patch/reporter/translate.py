@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV events and raw offloading events, of any version, as events of our topic.
+"""Translates vLLM's KV events and raw offloading events, of any version, to events of the patch's topic.
 
-Pure, and no vLLM: events are known by their type's name and read by attribute. It runs in the reporter's thread, off
-the engine's path. Side notes about an event (where its blocks stand, or that it must not be reported) are found by its
-identity. Sources: vLLM 0.20 to 0.33 distributed/kv_events.py, v1/kv_offload/base.py.
+Pure, and without importing vLLM: events are recognized by their type's name and read by attribute. It runs in the
+reporter's thread, off the engine's path. Side notes about an event (the position of its blocks, or that it must not be
+reported) are found by the event's identity.
+Sources: vLLM 0.20 to 0.33 distributed/kv_events.py, v1/kv_offload/base.py.
 """
 
 from __future__ import annotations
@@ -23,30 +24,35 @@ Runs: TypeAlias = list[tuple[int, int]]
 
 
 class Position(NamedTuple):
-    """Where the blocks of one stored event stand: `ReportStored.runs` and `.parent_hash`."""
+    """The position of the blocks of one stored event: `ReportStored.runs` and `.parent_hash`."""
 
     runs: Runs
     parent_hash: int | None
 
 
-# id(event) -> (the event, kept alive so that the id stays its own; where its blocks stand, or None: not reported).
+# id(event) -> (the event, kept alive so that no other object gets its id; the position of its blocks, or None if it
+# must not be reported).
 Notes: TypeAlias = dict[int, tuple[object, Position | None]]
 
 
 class OffloadGroup(NamedTuple):
-    """The group facts that a raw offloading event lacks. block_size in tokens."""
+    """The group facts that a raw offloading event lacks."""
 
+    # Tokens of a block.
     block_size: int
     kind: str | None
+    # Tokens of the window, or None without one.
     sliding_window: int | None
 
 
 class Chunk(NamedTuple):
-    """What was known of an offloaded chunk when its transfer began. Tokens; `parent_hash` is that of the block before
-    its last."""
+    """The facts of an offloaded chunk that were known when its transfer began."""
 
+    # Position of the chunk's end in the prompt, in tokens.
     end_tokens: int
+    # Tokens of a block.
     block_size: int
+    # Hash of the block before the chunk's last block.
     parent_hash: int | None
     lora_name: str | None
 
@@ -55,19 +61,19 @@ Place: TypeAlias = tuple[int | None, str, str | None, str | None]
 
 
 def short_hash(block_hash: int | bytes) -> int:
-    """The last 8 bytes of an engine's hash, whichever form it comes in."""
+    """Return the last 8 bytes of an engine's hash, which is an int or bytes."""
     if isinstance(block_hash, int):
         return block_hash & _HASH_MASK
     return int.from_bytes(block_hash[-HASH_BYTES:], "big")
 
 
 def pack(block_hashes: Collection[int | bytes]) -> bytes:
-    """Hashes of either form as 8 bytes each, big-endian."""
+    """Return hashes, ints or bytes, as 8 bytes each, big-endian."""
     return struct.pack(f">{len(block_hashes)}Q", *map(short_hash, block_hashes))
 
 
 def medium_name(medium: Any) -> str:
-    """Upper case; enums by value; an absent medium is the GPU."""
+    """Return a medium's name in upper case; enums count by their value, and an absent medium is the GPU."""
     return GPU if medium is None else str(getattr(medium, "value", medium)).upper()
 
 
@@ -76,9 +82,14 @@ def _text(value: Any) -> str | None:
 
 
 def translate(events: Iterable[Any], notes: Notes, left_out: Collection[int] = ()) -> list[ReportEvent]:
-    """One batch, in order. left_out: ids of events that another source reports; the notes that were found are removed.
+    """Translate one batch of events, in order.
 
-    Removals between two other events are merged by place: among themselves their order means nothing.
+    Removals between two other events are merged by place, because their order among themselves has no meaning.
+
+    Args:
+        events: vLLM's events.
+        notes: Side notes about events; those of the batch are removed.
+        left_out: Ids of events that another source reports.
     """
     reported: list[ReportEvent] = []
     removed: dict[Place, list[int]] = {}
@@ -97,8 +108,8 @@ def translate(events: Iterable[Any], notes: Notes, left_out: Collection[int] = (
         elif name in ("BlockStored", "AllBlocksCleared"):
             _flush(removed, reported)
             if name == "AllBlocksCleared":
-                # No hook reported it: it comes from the GPU's pool, the only one that every version empties
-                # so.
+                # No hook reported this clear, so it comes from the GPU's pool, the only one that every version empties
+                # in this way.
                 reported.append(ReportCleared(GPU, "prefix cache reset"))
             elif event.block_hashes:
                 reported.append(_stored(event, position))
@@ -125,8 +136,8 @@ def _stored(event: Any, position: Position | None) -> ReportStored:
     group_idx, medium, ownership, locality = _place(event)
     parent = event.parent_block_hash
     if position is None:
-        # The event's own parent is the block before its range, which is before its first block only where none is left
-        # out.
+        # The event's own parent is the block before the event's range. That is the block before its first stored block
+        # only if no block is left out.
         sparse = len(event.token_ids) != len(event.block_hashes) * event.block_size
         position = Position([], None if parent is None or sparse else short_hash(parent))
     return ReportStored(
@@ -147,12 +158,15 @@ def _stored(event: Any, position: Position | None) -> ReportStored:
 def translate_offloaded(
     events: Iterable[Any], groups: Mapping[int, OffloadGroup], chunk_of: Callable[[bytes], Chunk | None]
 ) -> list[ReportEvent]:
-    """Raw OffloadingEvents: one hash a chunk, that of its last block, whatever the version makes of them on its own
-    topic."""
+    """Translate raw OffloadingEvents: a report has one hash for each chunk, that of the chunk's last block.
+
+    That form does not depend on how vLLM's version reports chunks on its own topic.
+    """
     reported: list[ReportEvent] = []
     for event in events:
         if getattr(event, "metadata_only", False):
-            # From 0.33 on: a transfer that failed gives up what was noted of its chunks, which were never held.
+            # From 0.33 on, such an event drops vLLM's notes about the chunks of a failed transfer, which were never
+            # resident.
             continue
         medium, locality = medium_name(event.medium), _text(getattr(event, "locality", None))
         ownership = getattr(event, "ownership", None)
@@ -187,8 +201,11 @@ def translate_offloaded(
 def _series(
     keys: Iterable[bytes], group: OffloadGroup | None, chunk_of: Callable[[bytes], Chunk | None]
 ) -> Iterable[tuple[int, str | None, list[bytes], Position]]:
-    """Keys of one group as (block_size, lora_name, keys by their ends, position); first those that nothing is known
-    of."""
+    """Yield series of one group's keys that one report can name.
+
+    Returns:
+        (block_size, lora_name, keys in the order of their ends, position). Keys without a known chunk come first.
+    """
     unknown: list[bytes] = []
     known: dict[tuple[int, str | None], list[tuple[Chunk, bytes]]] = {}
     for key in keys:
@@ -206,7 +223,7 @@ def _series(
 
 
 def merge_runs(ends_tokens: Iterable[int], block_size: int) -> Runs:
-    """Ascending ends of blocks as runs of neighbours: [(end of the first, how many)]."""
+    """Merge ascending ends of blocks into runs of neighbours, each as (end of the first block, number of blocks)."""
     runs: Runs = []
     first = count = 0
     for end in ends_tokens:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features of the patch, one for each patched place in vLLM: each is on until its place looks different or our code
-fails there.
+"""The features of the patch, one for each patched place in vLLM.
 
-Invariant: our code never raises into the engine. A feature that cannot work logs one warning and stays off.
+A feature is on until its place looks different or the patch's code fails there.
+
+Invariant: the patch's code never raises into the engine. A feature that cannot work logs one warning and stays off.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Below, vLLM turns the hybrid KV cache manager off whenever KV events are on (config/vllm.py), so there are no groups
+# Older versions turn the hybrid KV cache manager off whenever KV events are on (config/vllm.py), so they have no groups
 # to report.
 OLDEST_VERSION = (0, 20)
-# The newest whose source the patched places were compared with. Newer versions are tried: every feature checks its own
-# place.
+# The newest version whose source the patched places were compared with. Newer versions are tried, because every feature
+# checks its own place.
 NEWEST_KNOWN_VERSION = (0, 33)
 
 ON = "on"
 FAILED = "failed, see the engine's log"
 
-# name -> what is missing while it is off, for the warning.
+# The effect of each feature's absence, by the feature's name, for the warning.
 FEATURES = {
     "queue": "a full event queue blocks the engine, as without the patch",
     "reports": "nothing is published for routers beyond vLLM's own events",
@@ -39,20 +40,28 @@ FEATURES = {
 
 
 class Feature:
-    """One patched place. effect: what is missing while it is off."""
+    """One patched place, which is on until it is turned off for good."""
 
     def __init__(self, name: str, effect: str, log: logging.Logger) -> None:
+        """Turn the feature on.
+
+        Args:
+            name: The name under which `Features` has it.
+            effect: What is missing while the feature is off, for the warning.
+            log: Receives the warning.
+        """
         self.name = name
         self._effect = effect
         self.on = True
         self.state = ON
         self._has_failed = False
+        # Callbacks for when the feature turns off, each with whether only a failure of the patch's code calls it.
         self._then: list[tuple[Callable[[str], None], bool]] = []
         self._log = log
 
     @property
     def problem(self) -> str:
-        """Return why the feature is off, as readers are shown it."""
+        """Return why the feature is off, as it is shown to readers."""
         return f"{self.name}: {self.state}"
 
     def when_off(self, then: Callable[[str], None], *, if_failed: bool = False) -> None:
@@ -68,14 +77,14 @@ class Feature:
             self._call(then)
 
     def off(self, reason: str) -> None:
-        """Turn it off for good; the first reason is logged and kept."""
+        """Turn the feature off for good; only the first reason is logged and kept."""
         if self.on:
             self.on, self.state = False, reason
             self._log.warning("kvrouter: %s is off: %s. Effect: %s.", self.name, reason, self._effect)
             self._tell()
 
     def failed(self) -> None:
-        """Turn it off in an `except` block: our code failed at this place."""
+        """Turn the feature off because the patch's code failed at its place; call this in an `except` block."""
         if self.on:
             self.on, self.state = False, FAILED
             self._has_failed = True
@@ -99,7 +108,12 @@ class Feature:
             self._log.warning("kvrouter: what follows from %s being off failed", self.name, exc_info=True)
 
     def install(self, check: Callable[[], str | None], apply: Callable[[], None]) -> None:
-        """Patch a place unless `check` returns a difference."""
+        """Patch the place, or turn the feature off if that is not possible.
+
+        Args:
+            check: Returns how the place differs from the known versions, or None if it does not.
+            apply: Patches the place.
+        """
         if not self.on:
             return
         try:
@@ -113,9 +127,15 @@ class Feature:
 
 
 class Features:
-    """All features of one engine core, by name. effects: of each, what is missing while it is off."""
+    """All features of one engine core, by name."""
 
     def __init__(self, log: logging.Logger, effects: Mapping[str, str] = FEATURES) -> None:
+        """Turn all features on.
+
+        Args:
+            log: Receives a warning for each feature that turns off.
+            effects: What is missing while a feature is off, by the feature's name.
+        """
         self.log = log
         self._features = {name: Feature(name, effect, log) for name, effect in effects.items()}
 
@@ -123,35 +143,38 @@ class Features:
         return self._features[name]
 
     def states(self) -> dict[str, str]:
-        """name -> "on", or why not."""
+        """Return "on", or why it is off, for each feature by its name."""
         return {name: feature.state for name, feature in self._features.items()}
 
 
 def misfit(owner: Any, name: str, parameters: tuple[str, ...]) -> str | None:
-    """What is different about `owner.name`: None when it is a callable whose parameters begin with these names."""
+    """Return how `owner.name` differs from what the patch expects, or None if it fits.
+
+    It fits if it is a callable whose parameters begin with the names in `parameters`.
+    """
     function = getattr(owner, name, None)
     where = f"{owner.__name__ if inspect.isclass(owner) else type(owner).__name__}.{name}"
     if not callable(function):
         return f"{where} is not there"
     try:
-        found = tuple(inspect.signature(function).parameters)
+        names = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return f"{where} has no readable signature"
-    if found[: len(parameters)] != parameters:
-        return f"{where}{found} has other parameters than {parameters}"
+    if names[: len(parameters)] != parameters:
+        return f"{where}{names} has other parameters than {parameters}"
     return None
 
 
 def parse_version(version: str) -> tuple[int, int] | None:
-    """(major, minor); None where the text has neither, as in source builds without tags ("0.1.dev...")."""
-    found = re.match(r"v?(\d+)\.(\d+)", version)
-    if found is None or version.startswith("0.1.dev"):
+    """Return (major, minor), or None for a version without them, as in source builds without tags ("0.1.dev...")."""
+    match = re.match(r"v?(\d+)\.(\d+)", version)
+    if match is None or version.startswith("0.1.dev"):
         return None
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def admit(version: str, log: logging.Logger) -> bool:
-    """The version gate: whether to patch this vLLM at all. Logs why not, or what is uncertain."""
+    """Return whether to patch this version of vLLM at all, and log why not, or what is uncertain."""
     parsed = parse_version(version)
     if parsed is None:
         log.warning(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings that could occur at every engine step, logged once a minute for each kind."""
+"""A log for warnings that could occur at every engine step: once a minute for each kind."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from collections.abc import Callable
 
 INTERVAL_S = 60.0
 
-# Kinds are names of places and exception types; only a fault could produce this many.
+# Kinds are names of places and exception types, so only a fault could produce this many.
 MAX_KINDS = 64
 
 
 class ThrottledLog:
-    """`warning` logs the first of its kind, then how many more there were. Clock: seconds, monotonic.
+    """A log of warnings that writes the first of a kind, and later how many more of that kind there were.
 
-    Facts are part of the text: vLLM's formatter shows nothing else."""
+    Facts are part of the text, because vLLM's formatter shows nothing else.
+    """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float]) -> None:
+        """Start without any kind; `clock` returns monotonic seconds."""
         self._log = log
         self._clock = clock
-        # Kind -> (when it was logged last, how many since).
+        # Kind -> (when it was last logged, how many warnings were not logged since).
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def warning(self, kind: str, message: str, **facts: object) -> None:
-        """Logs unless one of this kind was logged within the last minute."""
+        """Log the message with its facts, unless one of this kind was logged within the last minute."""
         now = self._clock()
-        said_s, unsaid = self._kinds.get(kind, (None, 0))
-        if said_s is not None and now - said_s < INTERVAL_S:
-            self._kinds[kind] = (said_s, unsaid + 1)
+        logged_s, unlogged = self._kinds.get(kind, (None, 0))
+        if logged_s is not None and now - logged_s < INTERVAL_S:
+            self._kinds[kind] = (logged_s, unlogged + 1)
             return
-        if said_s is None and len(self._kinds) >= MAX_KINDS:
+        if logged_s is None and len(self._kinds) >= MAX_KINDS:
             return
         self._kinds[kind] = (now, 0)
-        known = ", ".join(f"{name}: {value}" for name, value in facts.items())
+        details = ", ".join(f"{name}: {value}" for name, value in facts.items())
         self._log.warning(
             "kvrouter: %s%s%s",
             message,
-            f" ({known})" if known else "",
-            f"; {unsaid} more of this kind were not logged" if unsaid else "",
+            f" ({details})" if details else "",
+            f"; {unlogged} more of this kind were not logged" if unlogged else "",
         )

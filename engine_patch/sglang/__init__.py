@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang: what its radix cache holds, by component, on the same stream of reports."""
+"""SGLang: reports the blocks that its radix cache holds, by component, on the same stream of reports."""

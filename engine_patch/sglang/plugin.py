@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point that SGLang calls in each of its processes (`sglang.srt.plugins`), before its scheduler is made: the
-scheduler's publisher of KV events gets a reporter beside it.
+"""The entry point that SGLang calls in each of its processes (`sglang.srt.plugins`), before its scheduler is made.
 
-KVROUTER_PATCH=0 leaves SGLang untouched. Only a scheduler that publishes KV events over ZMQ starts a reporter.
+It adds a reporter to the scheduler's publisher of KV events. KVROUTER_PATCH=0 leaves SGLang untouched. Only a scheduler
+that publishes KV events over ZMQ starts a reporter.
 Source: SGLang 0.5.23 srt/plugins/__init__.py, srt/managers/scheduler_components/kv_events_publisher.py.
 """
 
@@ -20,21 +20,21 @@ from kvrouter.engine_patch.setup.features import Features, misfit
 from kvrouter.engine_patch.setup.settings import from_environment
 from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
 
-# Below SGLang's own logger, which has its handler and its format.
+# A child of SGLang's own logger, so that messages get SGLang's handler and format.
 LOGGER = "sglang.kvrouter"
 PUBLISHER = "sglang.srt.managers.scheduler_components.kv_events_publisher"
 EVENTS = "sglang.srt.disaggregation.kv_events"
-# On SGLang's ZmqEventPublisher.
+# The attribute of SGLang's ZmqEventPublisher that holds its `TreeTap`.
 TAP = "_kvrouter_tap"
-# On what replaces a method of SGLang: what it stands for.
+# The attribute of a replacement that holds the method of SGLang that it replaces.
 ORIGINAL = "_kvrouter_original"
 
-# (publisher, features, configured endpoint) -> the reporter, None where there is no place to listen.
+# (publisher, features, configured endpoint) -> the reporter, or None if there is no address to listen on.
 StartReporter = Callable[[Any, Features, str], Reports | None]
 
 
 def register() -> None:
-    """Never raises, and may be called again."""
+    """Apply the patch as SGLang's entry point. It never raises, and may be called again."""
     log = logging.getLogger(LOGGER)
     try:
         patch(os.environ, log)
@@ -43,8 +43,17 @@ def register() -> None:
 
 
 def patch(environment: Mapping[str, str], log: logging.Logger, start: StartReporter | None = None) -> bool:
-    """Replaces two methods of the scheduler's publisher. Returns whether the patch is in place."""
-    settings, wrong = from_environment(environment)
+    """Replace two methods of the scheduler's publisher.
+
+    Args:
+        environment: The engine's environment variables.
+        log: Receives the warnings.
+        start: Starts a publisher's reporter. None: `start_reporter` does, with the settings of the environment.
+
+    Returns:
+        Whether the patch is in place.
+    """
+    settings, problems = from_environment(environment)
     if not settings.enabled:
         return False
     owner = importlib.import_module(PUBLISHER).SchedulerKvEventsPublisher
@@ -57,8 +66,8 @@ def patch(environment: Mapping[str, str], log: logging.Logger, start: StartRepor
     start = start or functools.partial(start_reporter, settings)
 
     def begin(publisher: Any) -> None:
-        for text in wrong:
-            log.warning("kvrouter: %s", text)
+        for problem in problems:
+            log.warning("kvrouter: %s", problem)
         attach(publisher, Features(log, FEATURES), start)
 
     owner.init_kv_events = after(owner.init_kv_events, begin, log)
@@ -67,11 +76,11 @@ def patch(environment: Mapping[str, str], log: logging.Logger, start: StartRepor
 
 
 def after(original: Callable[..., Any], then: Callable[[Any], None], log: logging.Logger) -> Callable[..., Any]:
-    """The method, and then ours, which costs the engine nothing where it fails."""
+    """Return a method that runs `original` and then `then`, whose errors are logged and not raised."""
 
     @functools.wraps(original)
-    def method(self: Any, *given: Any, **named: Any) -> Any:
-        result = original(self, *given, **named)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
         try:
             then(self)
         except Exception:
@@ -83,7 +92,7 @@ def after(original: Callable[..., Any], then: Callable[[Any], None], log: loggin
 
 
 def attach(publisher: Any, features: Features, start: StartReporter) -> None:
-    """Starts the reporter of one scheduler, where that publishes KV events itself."""
+    """Start the reporter of one scheduler, if that scheduler publishes KV events itself."""
     stock = publisher.kv_event_publisher
     if not isinstance(stock, importlib.import_module(EVENTS).ZmqEventPublisher):
         return
@@ -96,9 +105,9 @@ def attach(publisher: Any, features: Features, start: StartReporter) -> None:
         setattr(stock, TAP, tap)
         shutdown = stock.shutdown
 
-        def end(*given: Any, **named: Any) -> Any:
+        def end(*args: Any, **kwargs: Any) -> Any:
             try:
-                return shutdown(*given, **named)
+                return shutdown(*args, **kwargs)
             finally:
                 tap.close()
 
@@ -106,13 +115,14 @@ def attach(publisher: Any, features: Features, start: StartReporter) -> None:
 
 
 def step(publisher: Any) -> None:
+    """Report the changes of a step after SGLang published its own events."""
     tap = getattr(publisher.kv_event_publisher, TAP, None)
     if tap is not None:
         tap.step()
 
 
 def served_model() -> str | None:
-    """The name that requests use."""
+    """Return the name that requests use, or None if SGLang does not give one."""
     try:
         arguments = importlib.import_module("sglang.srt.runtime_context").get_server_args()
     except Exception:

@@ -4,7 +4,7 @@
 The core does not list its nodes, but describes each one by its number: its position, the tokens and digests of its
 pages, and the slots of each component. So this module has to know which nodes may have changed. Insertions and matches
 (which split nodes) name a node, and the change is on its path from the root. An eviction names slots: the first slot of
-each value is kept here, so that a slot leads back to its node. At the end of a step, and before anything is evicted
+each value is kept here, so that a slot leads back to its node. At the end of a step, and before any node is evicted
 within it, these nodes are read, and their blocks are compared with the last reading. Blocks that leave the host tier
 lead back to no node, so a cache with a host tier is not followed.
 
@@ -83,14 +83,15 @@ class Node(NamedTuple):
     """The last reading of one node."""
 
     head: Head
-    # The digests of its pages, as events have them.
+    # The digests of the node's pages, as events have them.
     digests: list[str]
     held: Held
-    # (component, the first slot of its value), of each component that has one.
+    # (component, the first slot of its value), for each component that has a value.
     slots: tuple[tuple[int, int], ...]
 
 
-# The namespace of an `extra_key`; the digests of a key's pages behind a page with this digest (None: from its beginning).
+# The namespace of an `extra_key`; and the digests of a key's pages behind a page with this digest (None: from the key's
+# beginning).
 SeedOf: TypeAlias = Callable[[str | None], bytes | None]
 DigestsAfter: TypeAlias = Callable[[Any, str | None], list[str]]
 
@@ -122,6 +123,7 @@ class RustResidency:
         self._seed_of, self._digests_after = seed_of, digests_after
         self._nodes: dict[int, Node] = {}
         self._by_slot: dict[tuple[int, int], int] = {}
+        # Node ids by head.
         self._heads: dict[Head, int] = {}
         # Nodes to read together with all nodes above them, in the order in which they were named.
         self._named: dict[int, None] = {}
@@ -136,11 +138,14 @@ class RustResidency:
             self._named[int(node_id)] = None
 
     def knows(self, node_id: Any) -> bool:
+        """Return whether the node was read before."""
         return node_id in self._nodes
 
     def freed(self, component: int, values: Iterable[Any]) -> None:
-        """Note that slots were given up. values: tensors of a component's slots, some of which were never in the
-        tree."""
+        """Note that slots were given up.
+
+        `values` are tensors of a component's slots, some of which were never in the tree.
+        """
         for value in values:
             for slot in value.tolist():
                 # A window that is given up is named by its slots of full attention.
@@ -149,8 +154,8 @@ class RustResidency:
 
     def clear(self) -> None:
         """Forget all blocks of a tree that was emptied, and report nothing of it."""
-        for known in (self._nodes, self._by_slot, self._heads, self._named, self._tally):
-            known.clear()
+        for collection in (self._nodes, self._by_slot, self._heads, self._named, self._tally):
+            collection.clear()
 
     def end(self) -> None:
         """Forget everything, and collect nothing from now on."""
@@ -194,8 +199,8 @@ class RustResidency:
             return
         held, slots = self._held(info.node_id, digests, self._seed_of(namespace[0]))
         head = (info.parent_id, namespace, digests[0])
-        # A node that is new may have been cut off another one, which is below it now.
-        cut = self._heads.get(head) if before is None else None
+        # A new node may have been split off another one, which is now below it.
+        split_node = self._heads.get(head) if before is None else None
         if before is not None:
             self._forget(info.node_id, before)
         self._heads[head] = info.node_id
@@ -203,14 +208,15 @@ class RustResidency:
             self._by_slot[slot] = info.node_id
         self._nodes[info.node_id] = Node(head, digests, held, slots)
         count_changes(self._tally, {} if before is None else before.held, held)
-        if cut is not None:
-            self._look_along(cut, seen)
+        if split_node is not None:
+            self._look_along(split_node, seen)
 
     def _digests(self, info: Any, before: Node | None, namespace: tuple[str | None, str | None]) -> list[str]:
         """Return the digests of a node's pages, as events have them.
 
         The list is empty if the core does not show the tokens: the node has nothing on the device, or the tokens of a
-        node above it are not shown."""
+        node above it are not shown.
+        """
         if before is not None:
             # A split moves the first pages to a new node above this one, so the last digests remain.
             return before.digests[-((info.path_end - info.path_start) // self._page) :]
@@ -254,25 +260,33 @@ class RustResidency:
 
 
 def is_rust_core(core: Any) -> bool:
+    """Return whether a core is SGLang's Rust core with all methods that this module uses."""
     return hasattr(core, "_binding") and all(hasattr(core, name) for name in (*DESCRIBING, *NAMING, *GIVEN, *EVICTING))
 
 
 def watch_rust(core: Any, residency: RustResidency, cleared: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Follows the nodes of a Rust core. cleared: called when it was emptied; failed: in an `except` block."""
+    """Follow the nodes of a Rust core by wrapping its methods on the instance.
+
+    Args:
+        core: SGLang's Rust core.
+        residency: Collects the changes.
+        cleared: Called after the core was emptied.
+        failed: Called in an `except` block if this code fails.
+    """
 
     def wrap(name: str, then: Callable[[tuple[Any, ...], Any], None]) -> None:
         original = getattr(core, name)
         evicts = name in EVICTING
 
-        def method(*given: Any, **named: Any) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
             if evicts:
                 try:
                     residency.settle()
                 except Exception:
                     failed()
-            result = original(*given, **named)
+            result = original(*args, **kwargs)
             try:
-                then(given, result)
+                then(args, result)
             except Exception:
                 failed()
             return result
@@ -283,16 +297,16 @@ def watch_rust(core: Any, residency: RustResidency, cleared: Callable[[], None],
         paths = [path.split(".") for path in NAMING.get(name, ())]
         by_argument, frees = name in GIVEN, name in FREEING
 
-        def then(given: tuple[Any, ...], result: Any) -> None:
-            if by_argument and given:
-                residency.named(given[0])
+        def then(args: tuple[Any, ...], result: Any) -> None:
+            if by_argument and args:
+                residency.named(args[0])
             for path in paths:
-                found = result
+                value = result
                 for part in path:
-                    found = getattr(found, part, None)
-                # A match changes nothing but by a split, which leaves a node that is not known.
-                if name != "match_prefix" or not residency.knows(found):
-                    residency.named(found)
+                    value = getattr(value, part, None)
+                # A match changes nodes only by a split, which leaves a node that was not read before.
+                if name != "match_prefix" or not residency.knows(value):
+                    residency.named(value)
             if frees:
                 for component, values in result.device_frees.items():
                     residency.freed(int(component), values)
@@ -303,7 +317,7 @@ def watch_rust(core: Any, residency: RustResidency, cleared: Callable[[], None],
         wrap(name, follow(name))
 
     def acted(_: tuple[Any, ...], action: Any) -> None:
-        # Frees of no component are of full attention, and of what hangs on its slots.
+        # Frees that name no component are of full attention, and of the components that are tied to its slots.
         if (values := getattr(action, "indices", None)) is not None:
             residency.freed(int(getattr(action, "component_type", FULL)), values)
         for name in ("node_id", "tail_node_id", "new_node_id", "new_child_node_id", "old_node_id"):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The declared catalog of an SGLang scheduler: its cache's components as groups, in the protocol's terms.
 
-The engine's name says by which rule hits follow from it.
+The engine's name in the catalog says by which rule hits follow from it.
 Source: SGLang 0.5.23 srt/mem_cache/unified_cache/components/swa.py, mamba.py, unified_radix_cache.py.
 """
 
@@ -22,10 +22,10 @@ COMPONENTS = (("FULL", "full_attention", False), ("SWA", "sliding_window", False
 # SGLang's host tier, in place of a KV connector.
 HICACHE = "HiCache"
 
-# Adapters that a catalog names, those that came last: more than an engine keeps loaded, and some 100 KB.
+# Adapters that a catalog names, the ones that came last: more than an engine keeps loaded, and some 100 KB.
 MAX_ADAPTERS = 1_024
 
-# Before a cache salt, where it takes the place of the first page's parent.
+# The prefix of a cache salt when it is hashed in place of the first page's parent.
 SALT_TAG = b"sglang-cache-salt-v1\0"
 
 ALGO, BIGRAM_ALGO = "sglang", "sglang_bigram"
@@ -36,32 +36,33 @@ class UnknownTree(Exception):
 
 
 def component_types(cache: Any) -> Mapping[int, Any]:
-    """SGLang's components of a cache, by their numbers."""
+    """Return SGLang's components of a cache, by their numbers."""
     return {int(component): component for component in cache.components}
 
 
 def read_groups(cache: Any) -> list[TreeGroup]:
-    """The components of a cache. Raises UnknownTree."""
-    found = {component.name: component for component in component_types(cache).values()}
-    known = {name for name, _, _ in COMPONENTS}
-    if unknown := sorted(found.keys() - known):
+    """Return the components of a cache. Raise UnknownTree for an unknown component."""
+    components = {component.name: component for component in component_types(cache).values()}
+    known_names = {name for name, _, _ in COMPONENTS}
+    if unknown := sorted(components.keys() - known_names):
         raise UnknownTree(f"the cache has components that are not known: {', '.join(unknown)}")
     groups = []
     for group_idx, (name, kind, ends) in enumerate(COMPONENTS):
-        if name not in found:
+        if name not in components:
             continue
         window = None
         if name == "SWA":
-            driver = cache.components[found[name]]
+            driver = cache.components[components[name]]
             if not getattr(driver, "gates_prefix_match", True):
-                # Its windows are a request's own, so no hit hangs on them.
+                # The windows belong to a request, so no hit depends on them.
                 continue
             window = int(driver.sliding_window_size)
-        groups.append(TreeGroup(group_idx, int(found[name]), kind, window, ends))
+        groups.append(TreeGroup(group_idx, int(components[name]), kind, window, ends))
     return groups
 
 
 def read_catalog(cache: Any, groups: list[TreeGroup], dp_rank: int, version: str, model: str | None) -> DeclaredCatalog:
+    """Return the catalog of a cache, with the adapters that requests have used so far."""
     core = cache.tree_core
     page = int(core.page_size)
     bigrams = bool(core.is_eagle)
@@ -84,7 +85,7 @@ def read_catalog(cache: Any, groups: list[TreeGroup], dp_rank: int, version: str
         connector=HICACHE if core.enable_hicache else None,
         lora_paths={name: extra_key for extra_key, name in list(adapters_of(core).items())[-MAX_ADAPTERS:]},
         hash_algo=BIGRAM_ALGO if bigrams else ALGO,
-        # Chains have no beginning of their own.
+        # A chain of hashes has no root hash of its own.
         none_hash="",
         hash_example=HashExample(tokens, first_page_hash(tokens, page, bigrams)),
         model_name=model,
@@ -95,16 +96,16 @@ def read_catalog(cache: Any, groups: list[TreeGroup], dp_rank: int, version: str
 
 
 def adapters_of(core: Any) -> Mapping[str, str]:
-    """The names of adapters that requests have used, by the `extra_key` that keeps their prompts apart."""
+    """Return the names of adapters that requests have used, by the `extra_key` that separates their prompts."""
     recorder = core.kv_events
-    # The Rust core's recorder keeps them to itself.
-    found: Any = recorder.lora_names if hasattr(recorder, "lora_names") else recorder._lora_names
-    names: Mapping[str, str] = found._names
+    # The Rust core's recorder has them in a private attribute.
+    lora_names: Any = recorder.lora_names if hasattr(recorder, "lora_names") else recorder._lora_names
+    names: Mapping[str, str] = lora_names._names
     return names
 
 
 def first_page_hash(tokens: list[int], page: int, bigrams: bool) -> int:
-    """As the engine hashes it."""
+    """Return the hash of the first page, as the engine computes it."""
     keys = importlib.import_module("sglang.srt.mem_cache.radix_cache")
     utils = importlib.import_module("sglang.srt.mem_cache.utils")
     key = keys.RadixKey(array("q", tokens), is_bigram=bigrams)
@@ -112,8 +113,11 @@ def first_page_hash(tokens: list[int], page: int, bigrams: bool) -> int:
 
 
 def digests_of(core: Any) -> Callable[[Any], tuple[list[str], bytes | None]]:
-    """Of a node's pages, as the events of the same cache hash them, and their namespace: that of an adapter in SGLang's
-    default format, whether the engine knows its name or not."""
+    """Return a function that returns the digests of a node's pages and the pages' namespace.
+
+    The digests are those of the cache's own events. The namespace is that of an adapter in SGLang's default format,
+    whether the engine knows the adapter's name or not.
+    """
     recorder = core.kv_events
 
     def digests(node: Any) -> tuple[list[str], bytes | None]:
@@ -123,8 +127,10 @@ def digests_of(core: Any) -> Callable[[Any], tuple[list[str], bytes | None]]:
 
 
 def digests_after(core: Any) -> Callable[[Any, str | None], list[str]]:
-    """Return a function that hashes the pages of a key as events do, behind a page with a given digest, or from the
-    beginning of the prompt if that is None."""
+    """Return a function that hashes the pages of a key as events do, behind a page with a given digest.
+
+    Without a digest, the function hashes from the beginning of the prompt.
+    """
     page = int(core.page_size)
     hash_pages = importlib.import_module("sglang.srt.mem_cache.utils").get_hash_str
 
@@ -137,11 +143,12 @@ def digests_after(core: Any) -> Callable[[Any, str | None], list[str]]:
 
 
 def seed_of(extra_key: str | None) -> bytes | None:
-    """The namespace of prompts with this `extra_key`; None for those without one."""
+    """Return the namespace of prompts with this `extra_key`, or None for prompts without a namespace."""
     events = importlib.import_module("sglang.srt.disaggregation.kv_events")
     seed: bytes | None = events.kv_event_namespace_seed(extra_key=extra_key, cache_salt=None)
     return seed
 
 
 def is_python_core(core: Any) -> bool:
+    """Return whether a core is SGLang's Python core."""
     return hasattr(core, "_node_arena") and hasattr(core, "_register_node")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a radix cache holds, component by component, as changes since the last look.
+"""The blocks that a radix cache holds, component by component, as changes since the last look.
 
-SGLang's own events follow full attention alone. Here every node whose values changed is looked at again once a step,
-and what it holds now is compared with what was reported of it: so the order of the many small changes within a step
-(splits, tombstones, load-backs) is no matter. Full attention and windows hold each page of a node; a Mamba state stands
-for the node's last page. The scheduler's thread collects; hashes become numbers in the reporter's.
+SGLang's own events follow full attention alone. Here every node whose values changed is read again once a step, and its
+present blocks are compared with its reported ones, so the order of the many small changes within a step (splits,
+tombstones, load-backs) does not matter. Full attention and windows hold each page of a node; a Mamba state stands for
+the node's last page. The scheduler's thread collects changes; the reporter's thread turns hashes into numbers.
 Source: SGLang 0.5.23 srt/mem_cache/unified_cache/unified_tree_core.py, components/base.py, events.py.
 """
 
@@ -23,28 +23,33 @@ HOST = "CPU"
 
 # Attributes of a node's data whose change is a change of residency: on the device and on the host.
 VALUES = {"value": GPU, "host_value": HOST}
-# On a node's data: what is called when one of these changes.
+# The attribute of a node's data with the function that is called when one of VALUES changes.
 OWNER = "_kvrouter_owner"
 
-# Hexadecimal digits of a digest that its event carries.
+# Hexadecimal digits of a digest that the digest's event carries.
 EVENT_DIGITS = 16
 
 
 class TreeGroup(NamedTuple):
-    """One component. slot: in `component_data`; kind, window: as in a catalog; ends: a state at the end of a node."""
+    """One component of a radix cache, as a group."""
 
     group_idx: int
+    # Index in `component_data`.
     slot: int
+    # Kind of the group, as in a catalog.
     kind: str
+    # Tokens of a sliding window, as in a catalog, or None.
     window: int | None
+    # Whether the component is a state at the end of a node.
     ends: bool
 
 
 class TreePlace(NamedTuple):
-    """namespace: the seed with which hashes are hashed again, None for most."""
+    """A place in which digests are counted."""
 
     group: TreeGroup
     medium: str
+    # The seed with which hashes are hashed again, or None for most blocks.
     namespace: bytes | None
 
 
@@ -63,9 +68,15 @@ class Changes(NamedTuple):
 
 
 class TreeResidency:
-    """Of one radix cache. groups: its components. digests: of a node's pages, and their namespace."""
+    """The nodes of one radix cache as they were last reported, and those that changed since."""
 
     def __init__(self, groups: Iterable[TreeGroup], digests: Callable[[Any], tuple[list[str], bytes | None]]) -> None:
+        """Follow no node yet.
+
+        Args:
+            groups: The cache's components.
+            digests: Returns the digests of a node's pages, and their namespace.
+        """
         self._groups = tuple(groups)
         self._digests = digests
         self._alive: set[int] = set()
@@ -74,7 +85,7 @@ class TreeResidency:
         self._ended = False
 
     def add(self, node: Any) -> None:
-        """A node of the tree, whose values are watched from now on."""
+        """Watch the values of a node of the tree from now on."""
         if self._ended:
             return
         self._alive.add(node.id)
@@ -88,12 +99,13 @@ class TreeResidency:
             node.component_data[group.slot].__dict__[OWNER] = touch
 
     def remove(self, node: Any) -> None:
+        """Note that a node left the tree."""
         if not self._ended:
             self._alive.discard(node.id)
             self._changed[node.id] = node
 
     def clear(self) -> None:
-        """The tree is empty; nothing is reported of what it held."""
+        """Forget all blocks of a tree that was emptied, and report nothing of it."""
         self._alive.clear()
         self._changed.clear()
         self._reported.clear()
@@ -104,17 +116,17 @@ class TreeResidency:
         self.clear()
 
     def take(self) -> Changes | None:
-        """What changed since the last call; None: nothing."""
+        """Return the changes since the last call, or None if there are none."""
         if not self._changed:
             return None
         changed, self._changed = self._changed, {}
         tally: Tally = {}
-        for number, node in changed.items():
-            held = self._held(node) if number in self._alive else {}
-            before = self._reported.pop(number, {})
+        for node_id, node in changed.items():
+            held = self._held(node) if node_id in self._alive else {}
+            reported = self._reported.pop(node_id, {})
             if held:
-                self._reported[number] = held
-            count_changes(tally, before, held)
+                self._reported[node_id] = held
+            count_changes(tally, reported, held)
         return net_changes(tally)
 
     def _held(self, node: Any) -> Held:
@@ -145,8 +157,10 @@ def count_changes(tally: Tally, before: Held, held: Held) -> None:
 
 
 def net_changes(tally: Tally) -> Changes | None:
-    """Return the digests that came and went, leaving out those that moved from one node to another; None if there are
-    none."""
+    """Return the digests that came and went, or None if there are none.
+
+    Digests that moved from one node to another are left out.
+    """
     removed, stored = (
         {
             place: digests
@@ -159,7 +173,10 @@ def net_changes(tally: Tally) -> Changes | None:
 
 
 def reports_of(changes: Changes, page_tokens: int) -> list[ReportEvent]:
-    """For the reporter's thread: removals first, as a page may go from one tier to another."""
+    """Return the reports of changes, for the reporter's thread.
+
+    Removals come first, because a page may move from one tier to another.
+    """
     reports: list[ReportEvent] = [
         ReportRemoved(_packed(digests, place.namespace), place.group.group_idx, place.medium)
         for place, digests in changes.removed.items()
@@ -179,36 +196,36 @@ def reports_of(changes: Changes, page_tokens: int) -> list[ReportEvent]:
 
 
 def _packed(digests: Iterable[str], namespace: bytes | None) -> bytes:
-    """The hashes as SGLang's events have them: the first 8 bytes, hashed again in a namespace."""
+    """Return the hashes as SGLang's events have them: the first 8 bytes, hashed again in a namespace."""
     hashes = [int(digest[:EVENT_DIGITS], 16) for digest in digests]
     if namespace is not None:
-        again = (hashlib.sha256(namespace + one.to_bytes(8, "big")).digest() for one in hashes)
-        hashes = [int.from_bytes(digest[:8], "big") for digest in again]
+        seeded = (hashlib.sha256(namespace + block_hash.to_bytes(8, "big")).digest() for block_hash in hashes)
+        hashes = [int.from_bytes(digest[:8], "big") for digest in seeded]
     return pack(hashes)
 
 
 def watch_values(data_class: Any) -> None:
-    """Makes every node's data say when one of VALUES is set. Once a process."""
+    """Make every node's data call its OWNER function when one of VALUES is set. Has no effect the second time."""
     if "__setattr__" in vars(data_class):
         return
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        held: Mapping[str, Any] = self.__dict__
+        attributes: Mapping[str, Any] = self.__dict__
         self.__dict__[name] = value
-        if name in VALUES and (touch := held.get(OWNER)) is not None:
+        if name in VALUES and (touch := attributes.get(OWNER)) is not None:
             touch()
 
     data_class.__setattr__ = __setattr__
 
 
 def watch_reset(core: Any, clear: Callable[[], None], cleared: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Calls `clear` before a tree of either core is emptied, and `cleared` behind it, whether or not that raised."""
+    """Call `clear` before a tree of either core is emptied, and `cleared` afterwards, even if the reset raises."""
     reset = core.reset
 
-    def reset_tree(*given: Any, **named: Any) -> Any:
+    def reset_tree(*args: Any, **kwargs: Any) -> Any:
         clear()
         try:
-            return reset(*given, **named)
+            return reset(*args, **kwargs)
         finally:
             try:
                 cleared()
@@ -219,8 +236,14 @@ def watch_reset(core: Any, clear: Callable[[], None], cleared: Callable[[], None
 
 
 def watch_tree(core: Any, residency: TreeResidency, cleared: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Follows the nodes of a tree, which must be the Python core's. cleared: called when it was emptied; failed: in an
-    `except` block."""
+    """Follow the nodes of the Python core's tree.
+
+    Args:
+        core: SGLang's Python core.
+        residency: Collects the changes.
+        cleared: Called after the tree was emptied.
+        failed: Called in an `except` block if this code fails.
+    """
     register, unregister = core._register_node, core._unregister_node
 
     def _register_node(node: Any) -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joins one SGLang scheduler's radix cache with its reporter. Everything here runs in the scheduler's thread."""
+"""Joins one SGLang scheduler's radix cache with its reporter.
+
+Everything here runs in the scheduler's thread.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ BASE = "sglang.srt.mem_cache.unified_cache.components.base"
 OTHER_CORE = "start the engine with SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python"
 HOST_TIER_OF_RUST = f"the Rust core does not tell what leaves its host tier (HiCache); {OTHER_CORE}"
 
-# name -> what is missing while it is off, for the warning.
+# The effect of each feature's absence, by the feature's name, for the warning.
 FEATURES = {
     "reports": "nothing is published for routers beyond SGLang's own events",
     "components": "routers follow SGLang's own events, which say nothing of windows and Mamba states: hybrid models earn "
@@ -41,21 +44,21 @@ FEATURES = {
 
 
 class TreeTap:
-    """Reports what `cache` holds after each step. close: when the engine's own publisher ends."""
+    """The tap of one scheduler, which reports after each step what its cache holds."""
 
     def __init__(self, cache: Any, reporter: Reports, features: Features) -> None:
         self._reporter = reporter
         self._feature = features["components"]
         self._page_tokens = 0
         self._declare: Callable[[], None] = lambda: None
-        # The parts of a catalog that change: the host tier, and how many adapters there were.
+        # The parts of the last catalog that may change: the host tier, and the number of adapters.
         self._shown = (False, 0)
         self._residency: TreeResidency | RustResidency | None = None
         self._cache = cache
         self._feature.when_off(self._withdraw)
 
     def attach(self, dp_rank: int, version: str, model: str | None) -> bool:
-        """Whether the cache is followed; else why not is logged."""
+        """Follow the cache, and return whether it is followed; if not, the reason is logged."""
         self._feature.install(self._misfit, lambda: self._watch(dp_rank, version, model))
         if not self._feature.on:
             self.close()
@@ -98,7 +101,7 @@ class TreeTap:
         declare()
 
     def step(self) -> None:
-        """The scheduler has published what happened in a step of its own."""
+        """Report the changes of a step that the scheduler has just published."""
         if self._residency is None or not self._feature.on:
             return
         try:
@@ -116,15 +119,18 @@ class TreeTap:
 
     def _cleared(self) -> None:
         if self._feature.on:
-            cleared = [ReportCleared(medium, "the radix cache was reset") for medium in (GPU, HOST)]
-            self._reporter.publish(lambda: cleared, None)
+            events = [ReportCleared(medium, "the radix cache was reset") for medium in (GPU, HOST)]
+            self._reporter.publish(lambda: events, None)
 
     def _withdraw(self, problem: str) -> None:
-        """Withdraw from readers the blocks that are no longer kept up to date: heartbeats would continue to vouch for
-        them."""
+        """Withdraw from readers the blocks that are no longer kept up to date.
+
+        Otherwise heartbeats would continue to vouch for these blocks.
+        """
         if self._residency is not None:
             self._residency.end()
         self._reporter.withhold(Scope.EVERYTHING, problem)
 
     def close(self) -> None:
+        """Close the reporter; called when the engine's own publisher ends."""
         self._reporter.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the disk tier reports to its caller: finished jobs, stored and removed keys, counts."""
+"""The reports of the disk tier to its caller: finished jobs, stored and removed keys, counts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ WRITE = "write"
 
 @dataclass(slots=True)
 class Finished:
-    """A read or write that is over, so that its slot may be used again. kind: READ or WRITE.
+    """A read or write that has ended, so that its slot may be used again.
 
-    ok: the slot (a read) or the disk (a write) holds the chunk now. A write that is not ok left nothing behind; a read
-    that is not ok left anything in its slot."""
+    A write that is not ok left nothing on the disk; a read that is not ok left anything in its slot.
+    """
 
+    # READ or WRITE.
     kind: str
     key: OffloadKey
     slot: int
+    # Whether the slot (after a read) or the disk (after a write) holds the chunk now.
     ok: bool
 
 
@@ -34,16 +36,16 @@ class KeyChange(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start. Each only ever grows."""
+    """Counts since the start, which only grow."""
 
     written_bytes: int = 0
     read_bytes: int = 0
-    # Calls of the system that failed, but for want of space.
+    # System calls that failed for another reason than lack of space.
     errors: int = 0
     # Writes that found no space.
     full: int = 0
     # Manifest entries found invalid at the start, and records whose entry or payload was damaged when they were read.
-    # Of a reader: payloads that do not match their entry.
+    # For a reader: payloads that do not match their entry.
     corrupt: int = 0
-    # Keys that left for others, or for a budget smaller than last time.
+    # Keys that were evicted for others, or for a budget smaller than last time.
     evicted: int = 0

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the disk may be used: what errors and a full disk lead to, and when it is tried again. Pure but for the
-clock.
+"""Decides whether the disk may be used after errors or when it is full, and when it is tried again.
 
-FULL: the records there can be read, and written again in place of others, but no new room is taken; where even that
-found no space, nothing is written. OFF: after errors in a row nothing is read or written, and what the disk holds is
-withdrawn, because nobody can count on it. In both states the disk is tried again after a while, twice as long after
-each failure.
+Pure except for the clock. FULL: the records on disk can be read, and replaced by others, but no new space is taken; if
+even a replacement found no space, nothing is written. OFF: after errors in a row nothing is read or written, and the
+keys on disk are withdrawn, because nobody can rely on them. In both states the disk is tried again after a while, twice
+as long after each failure.
 """
 
 from __future__ import annotations
@@ -14,14 +13,16 @@ import logging
 from collections.abc import Callable
 from enum import Enum, StrEnum
 
-# One bad sector is one error; three in a row without a success between are a failing disk.
+# One bad sector is one error; three errors in a row without a success between them are a failing disk.
 OFF_AFTER_ERRORS = 3
 RETRY_S = 30.0
-# Half an hour: after longer, it is unlikely to recover by itself.
+# Half an hour; after a longer failure the disk is unlikely to recover by itself.
 MAX_RETRY_S = 1_800.0
 
 
 class State(StrEnum):
+    """The state of a disk tier."""
+
     NEW = "new"
     ON = "on"
     FULL = "full"
@@ -30,19 +31,30 @@ class State(StrEnum):
 
 
 class Permit(Enum):
-    """NONE: no write; REUSE: in place of what is there; GROW: also into new space."""
+    """The kind of write that is permitted."""
 
+    # No write.
     NONE = 0
+    # A write in place of an existing record.
     REUSE = 1
+    # Also a write into new space.
     GROW = 2
 
 
 class Health:
-    """One folder's. retry_s: from a failure to the next trial. Clock: seconds, monotonic."""
+    """The state of one folder and the time of its next trial."""
 
     def __init__(self, where: str, log: logging.Logger, clock: Callable[[], float], retry_s: float = RETRY_S) -> None:
+        """Start in the state NEW.
+
+        Args:
+            where: The folder, for the log.
+            log: Receives each change of the state.
+            clock: Returns monotonic seconds.
+            retry_s: Seconds from the first failure to the next trial.
+        """
         self.state = State.NEW
-        # For people: why it is not ON.
+        # The reason why the state is not ON, for people.
         self.reason = ""
         self._where = where
         self._log = log
@@ -51,18 +63,18 @@ class Health:
         self._retry_s = retry_s
         self._trial_at_s = 0.0
         self._errors = 0
-        # FULL, and even records that are there could not be written again.
+        # Whether the state is FULL and even existing records could not be written again.
         self._no_writes = False
 
     def become(self, state: State, reason: str = "") -> None:
-        """Said once a change."""
+        """Enter a state; each change is logged once."""
         if state is not self.state:
             level = logging.INFO if state in (State.ON, State.CLOSED) else logging.WARNING
             self._log.log(level, "kvrouter: disk tier %s is %s%s", self._where, state, self._effect(state, reason))
         self.state, self.reason = state, reason
 
     def _effect(self, state: State, reason: str) -> str:
-        """Why, and what that means until when."""
+        """Return the reason of a state and its effect, for the log."""
         if state is State.FULL:
             return f" ({reason}): no new room is taken; tried again in {self._retry_s:g} s at the latest"
         if state is State.OFF:
@@ -70,7 +82,10 @@ class Health:
         return ""
 
     def permit(self) -> Permit:
-        """What may be written now. While FULL, now and then GROW: a trial, which the caller should make."""
+        """Return the kind of write that is permitted now.
+
+        While FULL, the result is GROW from time to time: a trial, which the caller should make.
+        """
         if self.state is State.ON:
             return Permit.GROW
         if self.state is not State.FULL:
@@ -81,20 +96,21 @@ class Health:
         return Permit.NONE if self._no_writes else Permit.REUSE
 
     def trial_due(self) -> bool:
+        """Return whether it is time for the next trial."""
         return self._clock() >= self._trial_at_s
 
     def read_well(self) -> None:
-        """A record was read."""
+        """Note that a record was read."""
         self._errors = 0
 
     def wrote_well(self, grew: bool) -> None:
-        """A record was written; grew: and took new space."""
+        """Note that a record was written; `grew` says whether it took new space."""
         self._errors = 0
         if self.state is State.FULL and (grew or self._no_writes):
             self._recovered()
 
     def no_space(self, grows: bool, reason: str) -> None:
-        """A write failed for want of space. grows: it presumably needed new space."""
+        """Note that a write failed for lack of space; `grows` says whether it presumably needed new space."""
         if self.state is State.ON:
             self._wait()
         if self.state in (State.ON, State.FULL):
@@ -102,7 +118,7 @@ class Health:
             self.become(State.FULL, reason)
 
     def failed(self, reason: str) -> bool:
-        """A read or write failed otherwise. Whether that was one too many: the state is OFF now."""
+        """Note that a read or write failed for another reason, and return whether that turned the state OFF."""
         self._errors += 1
         if self._errors < OFF_AFTER_ERRORS or self.state not in (State.ON, State.FULL):
             return False
@@ -110,11 +126,12 @@ class Health:
         return True
 
     def turn_off(self, reason: str) -> None:
+        """Enter the state OFF, and set the time of the next trial."""
         self.become(State.OFF, reason)
         self._wait()
 
     def trial_ended(self, reason: str | None) -> None:
-        """The result of a trial while OFF: None, or the error."""
+        """Note the result of a trial while OFF: None, or the error."""
         if reason is None:
             self._recovered()
         else:

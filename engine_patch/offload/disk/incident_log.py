@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs records that are damaged or could not be read or written: the first at once, later ones once a minute with their
-number. No I/O of its own."""
+"""A log of records that are damaged or failed to be read or written: the first at once, then a count once a minute.
+
+No I/O of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ NOT_WRITTEN = "what it was to hold is not on disk"
 
 
 class IncidentLog:
-    """The incidents of one folder. `tick` now and then, so that the last ones are logged too. Clock: seconds,
-    monotonic."""
+    """The incidents of one folder.
+
+    Call `tick` from time to time, so that the last incidents are logged too.
+    """
 
     def __init__(self, where: str, log: logging.Logger, clock: Callable[[], float]) -> None:
+        """Start without incidents; `where` is the folder for the log, and `clock` returns monotonic seconds."""
         self._where = where
         self._log = log
         self._clock = clock
@@ -28,7 +33,7 @@ class IncidentLog:
         self._next_s = float("-inf")
 
     def found_at_start(self, records: int) -> None:
-        """Invalid records that an earlier engine left."""
+        """Log the number of invalid records that an earlier engine left."""
         if records:
             self._total += records
             self._log.warning(
@@ -39,13 +44,19 @@ class IncidentLog:
             )
 
     def found(self, reason: str, effect: str) -> None:
-        """One record is not what it should be. effect: what was done, and what that means."""
+        """Count one record that is not as it should be.
+
+        Args:
+            reason: The fault.
+            effect: The action taken, and its meaning for users.
+        """
         self._total += 1
         self._unlogged += 1
         self._last = f"{reason}: {effect}"
         self.tick()
 
     def tick(self) -> None:
+        """Log the incidents since the last line, if there are any and a minute has passed."""
         now = self._clock()
         if not self._unlogged or now < self._next_s:
             return

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier of an engine that reads what another one writes: the same folder, without records of its own; REMOTE in
-its events.
+"""The disk tier of an engine that reads records of another engine: the same folder, and REMOTE in its events.
 
-Announced keys were in the manifest at the last look; a key is announced as removed by the look that no longer finds it,
-or by the read that failed. The writer gives records to other keys without notice: a read compares entry and checksum,
-so that nothing else is ever loaded, and a lost record is a miss. Looks are made while the engine steps, one each
+Announced keys were in the manifest at the last look. A key is announced as removed by the look that no longer finds it,
+or by the read that failed. The writer gives records to other keys without notice; a read compares entry and checksum,
+so that no other content is ever loaded, and a lost record is a miss. Looks are made while the engine steps, one each
 LOOK_S.
 
-After a reset the model's weights may differ, and the two engines are not reset at the same moment:
-what the folder holds counts while both were reset equally often since the reader opened it, and is withdrawn otherwise.
+After a reset the model's weights may differ, and the two engines are not reset at the same moment. The folder's content
+is used only while both engines were reset equally often since the reader opened it, and is withdrawn otherwise.
 
 All methods run in the caller's thread. The bytes of a slot must stay untouched from `read` until `poll` has reported
-that it is done, also after `clear`.
+the end of the read, also after `clear`.
 """
 
 from __future__ import annotations
@@ -36,9 +35,10 @@ from kvrouter.engine_patch.offload.disk.job_queue import JobQueue
 from kvrouter.engine_patch.offload.disk.view import ManifestLook, View
 from kvrouter.engine_patch.offload.key import OffloadKey
 
-# Half of what a person calls at once; a look at 100,000 records that did not change takes some 5 ms.
+# Seconds between looks: half of the time that a person calls immediate. A look at 100,000 records that did not change
+# takes some 5 ms.
 LOOK_S = 0.25
-# A look at a very large manifest shall not keep a core busy: at most a twentieth of the time.
+# Looks at a very large manifest must not keep a core busy, so they take at most a twentieth of the time.
 LOOK_SHARE = 20
 RESETS_DIFFER = (
     "this engine and the one that writes the folder were not reset equally often: reset the other one too, "
@@ -56,12 +56,13 @@ class _Job(NamedTuple):
 
 
 class DiskReader:
-    """See the module; parameters as of `tier.DiskTier`. Raises ValueError for a checksum that is not there.
+    """A disk tier that never writes.
 
-    More than 15 attributes: jobs, looks and the state of the folder change together in one turn of `poll`."""
+    More than 15 attributes: jobs, looks and the state of the folder change together in one turn of `poll`.
+    """
 
     writable = False
-    # Of another engine: REMOTE on the wire.
+    # The folder belongs to another engine, so its events say REMOTE.
     shared = True
 
     def __init__(
@@ -78,6 +79,10 @@ class DiskReader:
         executor: Callable[[], Executor] | None = None,
         log: logging.Logger | None = None,
     ) -> None:
+        """Prepare to open the folder; the parameters are those of `tier.DiskTier`.
+
+        Raises ValueError for a checksum that is not available.
+        """
         self.counters = Counters()
         self.record_bytes = identity.record_bytes
         self._slot_bytes_of = slot_bytes_of
@@ -90,29 +95,33 @@ class DiskReader:
         self._health = Health(self._where, self._log, clock, retry_s)
         self._incidents = IncidentLog(self._where, self._log, clock)
         self._clock = clock
-        # What each record holds, of any generation; of the current one by key, the newest where there are two.
+        # The entry of each record, of any generation; and the entry of each key in the current generation, the newest
+        # if there are two.
         self._entries: dict[int, Entry] = {}
         self._held: dict[OffloadKey, Entry] = {}
-        # Of the last valid header.
+        # The generation in the last valid header.
         self._generation: int | None = None
-        # Our resets less those of the writer, which a new generation reveals.
+        # Resets of this engine minus those of the writer, which a new generation reveals.
         self._ahead = 0
-        # Why the folder cannot be used: as found at the last look, and as last logged.
+        # The reason why the folder cannot be used: as found by the last look, and as last logged.
         self._problem = ""
         self._doubt = ""
-        # Whether what is held is announced.
+        # Whether the keys in `_held` are announced.
         self._visible = False
         self._changes: list[KeyChange] = []
-        # Grows with each reset: reads of before it are void.
+        # Grows with each reset; the results of reads from before a reset are void.
         self._life = 0
+        # (seconds that the look took, look) of each look whose result was not taken yet.
         self._looks: deque[tuple[float, ManifestLook]] = deque()
         self._looking = False
         self._look_at_s = 0.0
         self._finished: list[Finished] = []
 
     def open(self) -> list[OffloadKey]:
-        """The keys that can be read now, oldest first; they are not among the changes. A missing folder is waited for.
-        Call it once."""
+        """Return the keys that can be read now, oldest first; they are not among the changes.
+
+        A missing folder is awaited. May be called once.
+        """
         if self._health.state is not State.NEW:
             raise ValueError(f"the disk tier was opened before and is {self._health.state}: make another one")
         self._jobs.open()
@@ -123,38 +132,44 @@ class DiskReader:
 
     @property
     def state(self) -> State:
+        """The state of the disk."""
         return self._health.state
 
     @property
     def off(self) -> bool:
-        """Whether the folder is left alone, for whatever reason."""
+        """Whether the folder is not used, for whatever reason."""
         return not self._visible
 
     @property
     def pending(self) -> int:
-        """Reads that `poll` has not reported yet, and a look under way: an engine rests when it has reported both."""
+        """Reads that `poll` has not reported yet, plus a look under way; an engine may rest when the sum is 0."""
         return len(self._jobs) + len(self._finished) + self._looking
 
     @property
     def records(self) -> int:
-        """Keys that are announced."""
+        """Number of announced keys."""
         return len(self._held) if self._visible else 0
 
     def holds(self, key: OffloadKey) -> bool:
-        """Exactly while the key is announced."""
+        """Return whether the key can be read now, which is exactly while it is announced."""
         return self._visible and key in self._held
 
     def writing(self, key: OffloadKey) -> bool:
+        """Return False, because a reader never writes."""
         return False
 
     def write(self, key: OffloadKey, slot: int) -> bool:
+        """Return False, because a reader never writes."""
         return False
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """The order of use is the writer's."""
+        """Do nothing, because the order of use is the writer's."""
 
     def read(self, key: OffloadKey, slot: int) -> bool:
-        """Queues a read into the slot's bytes; whether it was: the key is there and the queue has room."""
+        """Queue a read into the slot's bytes, and return whether it was queued.
+
+        The read is queued if the key can be read and the queue has room.
+        """
         if not self.holds(key) or not self._jobs.has_room(True):
             return False
         entry = self._held[key]
@@ -164,36 +179,35 @@ class DiskReader:
         return True
 
     def poll(self) -> list[Finished]:
-        """Jobs finished since the last call; starts the next look when it is due."""
+        """Return the jobs that ended since the last call, and start the next look when it is due."""
         for job, result in self._jobs.ended():
             self._have_read(job, result)
         self._take_looks()
         self._incidents.tick()
         open_now = self.state in (State.ON, State.OFF)
         if open_now and not self._looking and self._clock() >= self._look_at_s and self._jobs.has_room(False):
-            # Not urgent: after the reads, which requests wait for.
+            # Looks are not urgent: they come after the reads, for which requests wait.
             self._looking = self._jobs.executor.submit(self._look, False)
         finished, self._finished = self._finished, []
         return finished
 
     def take_changes(self) -> list[KeyChange]:
-        """Keys stored and removed since the last call, in order."""
+        """Return the keys stored and removed since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
     def clear(self) -> None:
-        """A reset of this engine: nothing can be read until the writer was reset as often."""
+        """Note a reset of this engine: no key can be read until the writer was reset as often."""
         self._hide()
         self._ahead += 1
         self._life += 1
         self._show()
 
     def close(self) -> None:
-        """Waits for the read that each thread is in the middle of; what is queued ends as not ok, reported by
-        `poll`."""
+        """Wait for the present read of each thread; queued reads end as not ok, which `poll` reports."""
         if self.state in (State.ON, State.OFF):
-            left = self._jobs.close()
-            for job in [*(job for job, _ in self._jobs.ended()), *left]:
+            unstarted = self._jobs.close()
+            for job in [*(job for job, _ in self._jobs.ended()), *unstarted]:
                 self._finished.append(Finished(READ, job.key, job.slot, False))
             self._visible = False
         self._health.become(State.CLOSED)
@@ -201,7 +215,7 @@ class DiskReader:
     # Looks
 
     def _look(self) -> None:
-        """In an I/O thread, or at the start."""
+        """Take a look, in an I/O thread or, at the start, in the caller's."""
         began_s = self._clock()
         look = self._view.look()
         self._looks.append((self._clock() - began_s, look))
@@ -229,10 +243,10 @@ class DiskReader:
         # Removals before additions: a key may have moved from one record to another.
         for index, _ in look.changed:
             self._drop(index)
-        for index, now in look.changed:
-            if now is not None:
-                self._entries[index] = now
-                self._hold(now)
+        for index, entry in look.changed:
+            if entry is not None:
+                self._entries[index] = entry
+                self._hold(entry)
         self._problem = look.problem or (NO_HEADER if look.generation is None else "")
         self._show()
 
@@ -248,10 +262,10 @@ class DiskReader:
     def _hold(self, entry: Entry) -> None:
         if entry.generation != self._generation:
             return
-        other = self._held.get(entry.key)
-        if other is None or other.seq < entry.seq:
+        former = self._held.get(entry.key)
+        if former is None or former.seq < entry.seq:
             self._held[entry.key] = entry
-            if other is None and self._visible:
+            if former is None and self._visible:
                 self._changes.append(KeyChange(True, entry.key))
 
     def _drop(self, index: int) -> None:
@@ -261,7 +275,7 @@ class DiskReader:
             if self._visible:
                 self._changes.append(KeyChange(False, entry.key))
 
-    # What is announced
+    # Announcements
 
     def _hide(self) -> None:
         if self._visible:
@@ -269,7 +283,7 @@ class DiskReader:
             self._changes += [KeyChange(False, key) for key in self._held]
 
     def _show(self) -> None:
-        """Announces what is held where it may be read, and withdraws it where not."""
+        """Announce the keys in `_held` if they may be read, and withdraw them if not."""
         problem = self._problem or (RESETS_DIFFER if self._ahead else "")
         if problem != self._doubt:
             self._doubt = problem
@@ -290,7 +304,7 @@ class DiskReader:
             self.counters.read_bytes += self.record_bytes
             self._health.read_well()
         else:
-            # Given to another key, or damaged: the next look finds its present content.
+            # The record was given to another key or is damaged; the next look finds its present content.
             if self._held.get(job.key) is job.entry:
                 self._drop(job.entry.record)
             if result.outcome is RecordOutcome.CORRUPT:
@@ -307,5 +321,5 @@ class DiskReader:
             if self._health.trial_due():
                 self._health.trial_ended(reason)
         elif self._health.failed(reason):
-            # Nobody shall count on what cannot be read.
+            # No request may rely on keys that cannot be read.
             self._hide()

@@ -5,12 +5,12 @@ Announcements are exact: a key is announced as stored when its payload and its m
 removed before its record is given to another key, or when it can no longer be read. Every change is announced. Records
 of an earlier process are found at the start.
 
-Limits: one engine a folder writes, others may read it (`reader.py`); the order of use is kept in memory, so that after
+Limits: one engine writes a folder, others may read it (`reader.py`); the order of use is kept in memory, so that after
 a restart it is the order of writing; reads and writes go through the page cache. No error of the disk reaches the
 caller: it becomes a removal, a count and, when it repeats, the state OFF.
 
-All methods run in the caller's thread. The bytes of a slot must stay as they are from `write`, and untouched from
-`read`, until `poll` has reported that it is done, also after `clear`.
+All methods run in the caller's thread. The bytes of a slot must stay unchanged from `write`, and untouched from `read`,
+until `poll` has reported the end of the job, also after `clear`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from kvrouter.engine_patch.offload.disk.record_table import RecordTable, Room
 from kvrouter.engine_patch.offload.key import OffloadKey
 
 DEFAULT_THREADS = 2
-# Each holds a slot of CPU memory; 256 of 1 MiB are half a second of a disk that takes 500 MB/s.
+# Each queued job holds a slot of CPU memory; 256 of 1 MiB are half a second of a disk that takes 500 MB/s.
 DEFAULT_MAX_QUEUED = 256
 
-# While that is so, a restart may load what is no longer true: it must not be lost from sight behind later errors.
+# Until the folder is cleared, a restart may load content that is no longer valid, so later errors must not hide this
+# reason.
 UNCLEARED = "the folder could not be cleared, and a restart may find old content"
 
 _OPEN = frozenset({State.ON, State.FULL, State.OFF})
@@ -56,23 +57,21 @@ class _Job(NamedTuple):
 
 
 class _Chore(NamedTuple):
-    """Work of the tier's own. trial: of a disk that is off; else the sync after a clear."""
+    """A job of the tier itself."""
 
+    # True for a trial of a disk that is off, False for the sync after a clear.
     trial: bool
     generation: int
 
 
 class DiskTier:
-    """See the module. folder: the user's, shared by any number of identities; slot_bytes_of: the bytes of a slot, at
-    least record_bytes, where they lie; max_queued: waiting reads, and waiting writes; retry_s: from a failure to the
-    next trial; option: the user's name for the folder's setting, in errors; executor: for tests, in place of threads.
+    """A disk tier that writes its folder.
 
-    Raises ValueError for a budget without room for one record, and for record_bytes that are not the identity's. More
-    than 15 attributes: jobs, records and the state of the disk change together in one turn of `poll`.
+    More than 15 attributes: jobs, records and the state of the disk change together in one turn of `poll`.
     """
 
     writable = True
-    # Nobody else's: LOCAL on the wire.
+    # The folder belongs to this engine, so its events say LOCAL.
     shared = False
 
     def __init__(
@@ -92,6 +91,26 @@ class DiskTier:
         executor: Callable[[], Executor] | None = None,
         log: logging.Logger | None = None,
     ) -> None:
+        """Check the budget; `open` opens the folder.
+
+        Args:
+            folder: The user's folder, which any number of identities share.
+            identity: The identity of the records.
+            record_bytes: Bytes of a record's payload.
+            budget_bytes: Bytes that the records may take on disk.
+            slot_bytes_of: Returns the bytes of a slot, at least record_bytes, without a copy.
+            threads: The number of I/O threads.
+            max_queued: Waiting reads, and separately waiting writes.
+            retry_s: Seconds from a failure to the next trial.
+            option: The user's name for the folder's setting, for the text of errors.
+            clock: Returns monotonic seconds.
+            files: The system calls; None: the real ones.
+            executor: Makes a test's replacement of the threads; None: the threads.
+            log: Receives messages; None: the logger of the offload tier.
+
+        Raises:
+            ValueError: The budget is less than one record, or record_bytes are not those of the identity.
+        """
         if record_bytes != identity.record_bytes or record_bytes < 1:
             raise ValueError(f"records of {record_bytes} bytes, but the identity says {identity.record_bytes}")
         self._max_records = budget_bytes // stride_bytes(record_bytes)
@@ -120,48 +139,55 @@ class DiskTier:
         self._changes: list[KeyChange] = []
         self._generation = 0
         self._finished: list[Finished] = []
-        # How many of the jobs are chores.
+        # The number of jobs that are chores.
         self._chores = 0
         self._on_trial = False
-        # After a clear: its write is not on the medium yet; it could not even be written.
+        # After a clear: whether its write is not on the medium yet, and whether it could not even be written.
         self._sync_wanted = False
         self._uncleared = False
 
     def open(self) -> list[OffloadKey]:
-        """Claims the folder and returns its keys, oldest first; they are not among the changes.
+        """Claim the folder and return its keys, oldest first; they are not among the changes.
 
-        Raises FolderInUse, ForeignFolder, DiskFolderError (`folder.py`), each with what to do; ValueError for an
-        identity whose checksum is not there. Once."""
+        May be called once.
+
+        Raises:
+            FolderInUse: Another engine writes to the folder.
+            ForeignFolder: The folder holds records of another identity.
+            DiskFolderError: The folder cannot be used. This and the two errors above say what to do.
+            ValueError: The identity's checksum is not available, or the tier was opened before.
+        """
         if self._health.state is not State.NEW:
             raise ValueError(f"the disk tier was opened before and is {self._health.state}: make another one")
         self._folder = claim(self._root, self._identity, self._option, self._log)
         try:
-            self._store, found = self._recover(self._folder)
+            self._store, recovered = self._recover(self._folder)
         except BaseException:
             self._folder.release()
             raise
-        self._table.adopt(found.held, found.records)
-        self._next_seq = found.next_seq
+        self._table.adopt(recovered.held, recovered.records)
+        self._next_seq = recovered.next_seq
         self._generation = self._store.generation
-        self.counters.corrupt += found.corrupt
-        self._incidents.found_at_start(found.corrupt)
-        self.counters.evicted += found.evicted
+        self.counters.corrupt += recovered.corrupt
+        self._incidents.found_at_start(recovered.corrupt)
+        self.counters.evicted += recovered.evicted
         self._jobs.open()
         self._health.become(State.ON)
-        return [key for key, _ in found.held]
+        return [key for key, _ in recovered.held]
 
     @property
     def state(self) -> State:
+        """The state of the disk."""
         return self._health.state
 
     @property
     def off(self) -> bool:
-        """Whether the disk is left alone after errors."""
+        """Whether the disk is not used, after errors."""
         return self.state is State.OFF
 
     @property
     def reason(self) -> str:
-        """Why the state is not ON, for people."""
+        """The reason why the state is not ON, for people."""
         return self._health.reason
 
     @property
@@ -171,24 +197,28 @@ class DiskTier:
 
     @property
     def records(self) -> int:
-        """Keys that are there."""
+        """Number of keys on disk."""
         return len(self._table)
 
     def holds(self, key: OffloadKey) -> bool:
-        """Whether the key can be read now: exactly while it is announced."""
+        """Return whether the key can be read now, which is exactly while it is announced."""
         return self._readable and self._table.get(key) is not None
 
     def writing(self, key: OffloadKey) -> bool:
+        """Return whether a write of the key is queued or under way."""
         return key in self._writing
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """Used, the last one last; unknown keys are ignored."""
+        """Make the keys the newest, the last one most of all; ignore unknown keys."""
         for key in keys:
             self._table.touch(key)
 
     def write(self, key: OffloadKey, slot: int) -> bool:
-        """Queues a write of the slot's bytes; whether it was. False changes nothing: the key is there (`holds`) or on
-        its way (`writing`), or no record or place in the queue is free."""
+        """Queue a write of the slot's bytes, and return whether it was queued.
+
+        False changes nothing: the key is on disk (`holds`) or being written (`writing`), or no record or place in the
+        queue is free.
+        """
         if key in self._writing or self._table.get(key) is not None:
             return False
         data = self._bytes_of(slot)
@@ -206,7 +236,10 @@ class DiskTier:
         return True
 
     def read(self, key: OffloadKey, slot: int) -> bool:
-        """Queues a read into the slot's bytes; whether it was: the key is there and the queue has room."""
+        """Queue a read into the slot's bytes, and return whether it was queued.
+
+        The read is queued if the key can be read and the queue has room.
+        """
         index = self._table.get(key)
         if index is None or not self._readable or not self._jobs.has_room(True):
             return False
@@ -218,7 +251,7 @@ class DiskTier:
         return True
 
     def poll(self) -> list[Finished]:
-        """What is over since the last call, in the order in which it ended."""
+        """Return the jobs that ended since the last call, in the order in which they ended."""
         self._process()
         if self.state in _OPEN:
             self._do_chores()
@@ -227,14 +260,15 @@ class DiskTier:
         return finished
 
     def take_changes(self) -> list[KeyChange]:
-        """Keys stored and removed since the last call, in order."""
+        """Return the keys stored and removed since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
     def clear(self) -> None:
-        """Everything is gone, including jobs in progress: their reads and writes end as not ok.
+        """Remove all keys, including jobs in progress: their reads and writes end as not ok.
 
-        One small write to the manifest; should that fail, the tier is off until it is made up for."""
+        This makes one small write to the manifest. If it fails, the tier is off until a trial succeeds.
+        """
         if self.state not in _OPEN:
             return
         keys = self._table.clear()
@@ -250,19 +284,19 @@ class DiskTier:
             self._health.turn_off(f"{UNCLEARED}: {result.reason}")
 
     def close(self) -> None:
-        """Waits for the read or write that each thread is in the middle of; what is queued ends as not ok, reported by
-        `poll`.
+        """Wait for the present read or write of each thread; queued jobs end as not ok, which `poll` reports.
 
-        What is there stays for the next process."""
+        The records stay for the next process.
+        """
         if self.state in _OPEN:
-            left = self._jobs.close()
+            unstarted = self._jobs.close()
             self._process()
-            for job in left:
+            for job in unstarted:
                 if isinstance(job, _Job):
                     self._finished.append(Finished(job.kind, job.key, job.slot, False))
             self._chores = 0
             if self._sync_wanted:
-                # The last chance for a clear; its result is no longer reported.
+                # This is the last chance to put a clear on the medium; its result is no longer reported.
                 self._store.trial(None)
             self._store.close()
             self._folder.release()
@@ -293,14 +327,14 @@ class DiskTier:
         return data.cast("B")[: self.record_bytes]
 
     def _room(self) -> Room | None:
-        """A record to write now, None when nothing may be written."""
+        """Give out a record to write now, or return None if nothing may be written."""
         if not self._readable or not self._jobs.has_room(False):
             return None
         permit = self._health.permit()
         return None if permit is Permit.NONE else self._table.room(permit is Permit.GROW)
 
     def _do_chores(self) -> None:
-        """A trial of a disk that is off, and the sync after a clear: each when it is due and the queue has room."""
+        """Queue a trial of a disk that is off, or the sync after a clear, when it is due and the queue has room."""
         trial = self.state is State.OFF and not self._on_trial and self._health.trial_due()
         sync = self._readable and self._sync_wanted
         if not (trial or sync) or not self._jobs.has_room(True):
@@ -330,7 +364,7 @@ class DiskTier:
                 self._failed(result)
             return
         self._on_trial = False
-        # A clear that came meanwhile, and failed, must be made up for by another trial.
+        # A clear that came meanwhile, and failed, needs another trial to succeed.
         if self.state is State.OFF and chore.generation == self._generation:
             if result.outcome is RecordOutcome.DONE:
                 self._sync_wanted = self._uncleared = False
@@ -341,13 +375,13 @@ class DiskTier:
                 self._health.trial_ended(f"{UNCLEARED}: {result.reason}" if self._uncleared else result.reason)
 
     def _wrote(self, job: _Job, result: Result) -> bool:
-        current = job.generation == self._generation
-        if current:
+        is_current = job.generation == self._generation
+        if is_current:
             self._writing.discard(job.key)
         if result.outcome is RecordOutcome.DONE:
             self.counters.written_bytes += self.record_bytes
             self._health.wrote_well(job.grows)
-            if current:
+            if is_current:
                 self._table.hold(job.key, job.record)
                 self._tell(True, job.key)
                 return True
@@ -364,13 +398,13 @@ class DiskTier:
 
     def _have_read(self, job: _Job, result: Result) -> bool:
         self._table.unpin(job.record)
-        current = job.generation == self._generation
+        is_current = job.generation == self._generation
         if result.outcome is RecordOutcome.DONE:
             self.counters.read_bytes += self.record_bytes
             self._health.read_well()
-            return current
-        # Another read of the same record may have failed before.
-        if current and self._table.get(job.key) == job.record:
+            return is_current
+        # Another read of the same record may have failed before and dropped the key.
+        if is_current and self._table.get(job.key) == job.record:
             self._table.drop(job.key)
             self._tell(False, job.key)
         if result.outcome is RecordOutcome.CORRUPT:
@@ -384,7 +418,7 @@ class DiskTier:
     def _failed(self, result: Result) -> None:
         self.counters.errors += 1
         if self._health.failed(result.reason):
-            # Nobody shall count on what cannot be read.
+            # No request may rely on keys that cannot be read.
             self._changes += [KeyChange(False, key) for key in self._table]
 
     def _tell(self, stored: bool, key: OffloadKey) -> None:

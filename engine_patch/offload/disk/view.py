@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of records as another process writes them: what changed in its manifest since the last look, and reads.
-Writes nothing.
+"""A read-only view of a folder that another process writes: the changes of its manifest since the last look, and reads.
 
-Only on the machine of the writer: what it writes is seen through the page cache, and the check
-reveals an entry that is being written. Runs in the I/O threads: `look` in one at a time, `read` in several.
+It works only on the writer's machine, because the writer's data is seen through the page cache; the check reveals an
+entry that is being written. Runs in the I/O threads: `look` in one at a time, `read` in several.
 """
 
 from __future__ import annotations
@@ -32,23 +31,25 @@ from kvrouter.engine_patch.offload.disk.format.records import Records
 
 
 class ManifestLook(NamedTuple):
-    """fresh: these are other files than those of the last look, and all entries are listed; generation: None, while
-    there is no valid header; changed: (record, what it holds now) since the last look; problem: None, or why
-    there is nothing."""
+    """The result of one look at a manifest."""
 
+    # Whether the files are other ones than at the last look, so that all entries are listed.
     fresh: bool = False
+    # The generation, or None without a valid header.
     generation: int | None = None
+    # (record, its present entry or None) of each change since the last look.
     changed: Sequence[tuple[int, Entry | None]] = ()
+    # The reason why the look found nothing, or None.
     problem: str | None = None
-    # The folder is not there yet, which is no error.
+    # Whether the folder does not exist yet, which is no error.
     missing: bool = False
 
 
 class View:
-    """One identity's folder in the folder that the user names; it need not be there yet."""
+    """The folder of one identity within the folder that the user names; it may not exist yet."""
 
     def __init__(self, root: Path, identity: DiskIdentity, files: FileOps) -> None:
-        """Raises ValueError for a checksum that is not there."""
+        """Do not open the folder yet. Raise ValueError for a checksum that is not available."""
         checksum(identity.checksum)
         self._path = root / identity.folder_name()
         self._identity = identity
@@ -56,12 +57,12 @@ class View:
         self._opened: _Opened | None = None
 
     def look(self) -> ManifestLook:
-        """Never raises."""
+        """Return the changes since the last look; never raise."""
         try:
-            fresh = self._open()
+            is_fresh = self._open()
             assert self._opened is not None
             generation = self._opened.manifest.read_header()
-            return ManifestLook(fresh, generation, self._opened.changes())
+            return ManifestLook(is_fresh, generation, self._opened.changes())
         except FileNotFoundError:
             return ManifestLook(
                 problem=f"{self._path} is not there: no engine of this model has written yet", missing=True
@@ -72,13 +73,13 @@ class View:
             return ManifestLook(problem=failure(error).reason)
 
     def read(self, entry: Entry, into: memoryview) -> Result:
-        """Fills `into` with what the entry names. Never raises."""
+        """Fill `into` with the payload of the entry's record; never raise."""
         opened = self._opened
         if opened is None:
             return Result(RecordOutcome.FAILED, f"{self._path} was never opened")
         try:
             result = read_record(opened.manifest, opened.records, entry.key, entry.record, entry.generation, into)
-            # The writer gives a record to another key whenever it likes, and voids the entry first.
+            # The writer may give a record to another key at any time, and voids the entry first.
             if result.outcome is RecordOutcome.CORRUPT and opened.manifest.get(entry.record) != entry:
                 return Result(RecordOutcome.REUSED, f"record {entry.record} was given to another key")
             return result
@@ -86,9 +87,9 @@ class View:
             return failure(error)
 
     def _open(self) -> bool:
-        """Opens the files, or those that took their place; whether it did."""
-        found = (self._path / MANIFEST_FILE).stat()
-        inode = (found.st_dev, found.st_ino)
+        """Open the files, or the files that replaced them, and return whether any were opened."""
+        status = (self._path / MANIFEST_FILE).stat()
+        inode = (status.st_dev, status.st_ino)
         if self._opened is not None and self._opened.inode == inode:
             return False
         self._opened = _Opened(self._path, self._identity, self._files, inode)
@@ -96,7 +97,7 @@ class View:
 
 
 class _Opened:
-    """The two files, closed when the last read of them is over."""
+    """The two files, closed when the last read of them has ended."""
 
     def __init__(self, path: Path, identity: DiskIdentity, files: FileOps, inode: tuple[int, int]) -> None:
         self.inode = inode
@@ -108,31 +109,34 @@ class _Opened:
         self._manifest_fd = fds[0]
         self.manifest = Manifest(files, fds[0], identity.digest(), identity.record_bytes)
         self.records = Records(files, fds[1], identity.record_bytes, checksum(identity.checksum))
-        # The manifest as the last look saw it, SCAN_BYTES apart.
+        # The manifest as the last look saw it, in pieces of SCAN_BYTES.
         self._seen: list[bytes] = []
 
     def changes(self) -> list[tuple[int, Entry | None]]:
-        """Raises OSError, and has then seen nothing."""
+        """Return (record, its present entry or None) of each change since the last call.
+
+        Raises OSError; the next call then returns the same changes.
+        """
         changed: list[tuple[int, Entry | None]] = []
-        seen: list[bytes] = []
+        pieces: list[bytes] = []
         size = self._files.size(self._manifest_fd)
         for start in range(HEADER_BYTES, size, SCAN_BYTES):
             data = bytearray(min(SCAN_BYTES, size - start))
             read_fully(self._files, self._manifest_fd, memoryview(data), start)
             # The last entry may be cut short.
-            seen.append(bytes(data) + bytes(-len(data) % ENTRY_BYTES))
-        for number in range(max(len(seen), len(self._seen))):
-            now = seen[number] if number < len(seen) else b""
-            before = self._seen[number] if number < len(self._seen) else b""
-            if now == before:
+            pieces.append(bytes(data) + bytes(-len(data) % ENTRY_BYTES))
+        for number in range(max(len(pieces), len(self._seen))):
+            present = pieces[number] if number < len(pieces) else b""
+            former = self._seen[number] if number < len(self._seen) else b""
+            if present == former:
                 continue
             first = number * (SCAN_BYTES // ENTRY_BYTES)
-            for at in range(0, max(len(now), len(before)), ENTRY_BYTES):
-                entry = now[at : at + ENTRY_BYTES]
-                if entry != before[at : at + ENTRY_BYTES]:
-                    index = first + at // ENTRY_BYTES
+            for offset in range(0, max(len(present), len(former)), ENTRY_BYTES):
+                entry = present[offset : offset + ENTRY_BYTES]
+                if entry != former[offset : offset + ENTRY_BYTES]:
+                    index = first + offset // ENTRY_BYTES
                     changed.append((index, decode_entry(entry, index)))
-        self._seen = seen
+        self._seen = pieces
         return changed
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every KV cache of an engine seen as `(num_blocks, page bytes)` int8 over the same storage: what a copier moves.
+"""Every KV cache of an engine as a `(num_blocks, page bytes)` int8 view of the same storage, which a copier moves.
 
 Invariant: the order of tensors and refs is vLLM's, which follows from the layers' names, never from addresses. It is
-the order of the bytes in a slot, and a slot may have been written to disk by an earlier life of the engine.
+the order of the bytes in a slot, and a slot may have been written to disk by an earlier process of the engine.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ BLOCK_SIZE_ADVICE = "set --block-size to a multiple of the attention kernel's bl
 
 @dataclass(frozen=True)
 class PageTensor:
-    """tensor: int8 (num_blocks, page_size_bytes); its rows may lie further apart than they are long."""
+    """A tensor of pages."""
 
+    # int8 (num_blocks, page_size_bytes); its rows may be further apart than they are long.
     tensor: torch.Tensor
     page_size_bytes: int
 
 
 @dataclass(frozen=True)
 class PageRef:
-    """A group's share in a tensor: the first page_size_bytes of each row, the rest being padding or another group's."""
+    """A group's share in a tensor: the first page_size_bytes of each row; the rest is padding or another group's."""
 
     tensor_idx: int
     page_size_bytes: int
@@ -35,23 +36,31 @@ class PageRef:
 
 @dataclass(frozen=True)
 class CanonicalCaches:
-    """tensors, and for each group the refs that together hold a block of it. Tensors at one place are one tensor."""
+    """All caches of an engine. Tensors at the same address are one tensor."""
 
     tensors: list[PageTensor]
+    # For each group, the refs that together hold one of its blocks.
     group_refs: list[list[PageRef]]
 
     @property
     def page_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Per group, per ref: bytes of a page, as SlotLayout wants them."""
+        """Bytes of a page for each ref of each group, as `SlotLayout` takes them."""
         return tuple(tuple(ref.page_size_bytes for ref in refs) for refs in self.group_refs)
 
 
 def from_vllm(kv_caches: Any, num_blocks: int | None = None) -> CanonicalCaches:
-    """vLLM's CanonicalKVCaches as ours. Source: vLLM 0.32 v1/kv_offload/base.py.
+    """Convert vLLM's CanonicalKVCaches.
 
-    kv_caches: has tensors (tensor, page_size_bytes) and group_data_refs (tensor_idx, page_size_bytes). A tensor that is
-    not 2-D int8 is viewed again: its first dimension counts blocks, or kernel blocks when they are smaller than the
-    page. num_blocks: of the cache config, when the caller has it. Raises ValueError when pages and blocks do not fit.
+    Source: vLLM 0.32 v1/kv_offload/base.py.
+
+    Args:
+        kv_caches: Has `tensors` (tensor, page_size_bytes) and `group_data_refs` (tensor_idx, page_size_bytes). A tensor
+            that is not 2-D int8 gets a new view: its first dimension counts blocks, or kernel blocks if these are
+            smaller than the page.
+        num_blocks: The number in the cache config, if the caller has it.
+
+    Raises:
+        ValueError: The pages and blocks of a tensor do not fit each other.
     """
     tensors = []
     for number, canonical in enumerate(kv_caches.tensors):
@@ -81,7 +90,7 @@ def from_vllm(kv_caches: Any, num_blocks: int | None = None) -> CanonicalCaches:
 
 
 def _distinct(refs: Sequence[PageRef]) -> list[PageRef]:
-    """A tensor that several layers of a group share is copied once."""
+    """Return one ref for each tensor, so that a tensor that several layers of a group share is copied once."""
     widest: dict[int, int] = {}
     for ref in refs:
         widest[ref.tensor_idx] = max(widest.get(ref.tensor_idx, 0), ref.page_size_bytes)
@@ -89,8 +98,10 @@ def _distinct(refs: Sequence[PageRef]) -> list[PageRef]:
 
 
 def _page_view(tensor: torch.Tensor, what: str, offset: int, shape: tuple[int, int], stride: int) -> torch.Tensor:
-    """int8 over the storage of tensor, from byte offset on. Raises ValueError when the storage ends before the last
-    page."""
+    """Return an int8 view of a tensor's storage, from byte `offset` on.
+
+    Raises ValueError if the storage ends before the last page.
+    """
     storage = tensor.untyped_storage()
     end = offset + (shape[0] - 1) * stride + shape[1]
     if end > storage.nbytes():

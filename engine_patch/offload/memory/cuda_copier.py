@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies blocks between the engine's KV cache on a CUDA device and slots in pinned memory.
 
-It is small, as it runs only where there is such a device: what it shares with the CPU, places and plans, is tested
-everywhere; what is left are streams, events and vLLM's batched copy (_custom_ops.swap_blocks_batch, 0.32:
-cuMemcpyBatchAsync, or the copies one by one on a driver that lacks it).
+The module is small, because it runs only on machines with such a device. The parts that it shares with the CPU copier,
+places and plans, are tested everywhere. Only streams, events and vLLM's batched copy are left
+(_custom_ops.swap_blocks_batch, 0.32: cuMemcpyBatchAsync, or single copies on a driver that lacks it).
 """
 
 from __future__ import annotations
@@ -19,16 +19,27 @@ from kvrouter.engine_patch.offload.memory.slot_layout import IdArray, Plan, Slot
 
 
 class CudaCopier:
-    """A stream a direction beside the one that computes; one batched copy a plan. Called by one thread a direction,
-    which waits for the copy: the engine's thread never does."""
+    """A copier with one stream for each direction beside the stream that computes, and one batched copy for each plan.
 
-    # One a direction: PCIe carries both at full speed.
+    One thread for each direction calls it and waits for the copy; the engine's thread never waits.
+    """
+
+    # One lane for each direction, because PCIe carries both at full speed.
     lanes = 2
 
     def __init__(self, caches: CanonicalCaches, layout: SlotLayout, slots: torch.Tensor) -> None:
-        """slots: as for CpuCopier; pinned (Region.pin), or copies are slow. Raises ImportError where vLLM has no
-        batched copy."""
-        # Named here, so that importing this file needs no CUDA build.
+        """Create the streams.
+
+        Args:
+            caches: The engine's caches.
+            layout: The places of pages within a slot.
+            slots: As for `CpuCopier`; if they are not pinned (`Region.pin`), copies are slow.
+
+        Raises:
+            ImportError: vLLM has no batched copy.
+            ValueError: The layout does not fit the caches or the slots.
+        """
+        # Imported here, so that importing this file needs no CUDA build.
         from vllm._custom_ops import swap_blocks_batch
 
         check_fits(caches, layout, slots)
@@ -43,15 +54,25 @@ class CudaCopier:
         self._load_stream = torch.cuda.Stream(self._device)
 
     def fence(self) -> Any:
-        """An event after what the engine has computed so far. A load waits for it too: the engine may be about to zero
-        its blocks."""
+        """Return an event after everything that the engine has computed so far.
+
+        A load waits for it too, because the engine may be about to zero the load's blocks.
+        """
         return torch.cuda.current_stream(self._device).record_event()
 
     def store(self, plan: Plan, fence: Any) -> int:
+        """Copy blocks from the caches to slots, and return the bytes copied.
+
+        Raises IndexError for a block or slot that does not exist.
+        """
         cache, slots, sizes = self._addresses(plan)
         return self._run(self._store_stream, fence, cache, slots, sizes, any_order=False)
 
     def load(self, plan: Plan, fence: Any) -> int:
+        """Copy blocks from slots to the caches, and return the bytes copied.
+
+        Raises IndexError for a block or slot that does not exist.
+        """
         cache, slots, sizes = self._addresses(plan)
         # Nothing on the device writes to the slots, so the driver may read them ahead.
         return self._run(self._load_stream, fence, slots, cache, sizes, any_order=True)
@@ -66,13 +87,15 @@ class CudaCopier:
             lists = [torch.from_numpy(numbers) for numbers in (source, target, sizes)]
             self._copy(*lists, is_src_access_order_any=any_order)
             done = stream.record_event()
-        # Lets the interpreter go while it waits.
+        # This wait releases the interpreter.
         done.synchronize()
         return int(sizes.sum())
 
     def _addresses(self, plan: Plan) -> tuple[IdArray, IdArray, IdArray]:
-        """(pages,) where each lies in the cache and in the slots, and its bytes. Raises IndexError for a block or slot
-        not there: the device would write anywhere."""
+        """Return three arrays of (pages,): addresses in the cache, addresses in the slots, and bytes.
+
+        Raises IndexError for a block or slot that does not exist, because the device would write to any address.
+        """
         empty = np.empty(0, np.int64)
         cache, slots, sizes = [empty], [empty], [empty]
         for part in plan:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU memory of the offload tier: slots of equal size, mapped by every rank of a node and by the scheduler process.
 
-Slot-major: slot i is | rank 0 | rank 1 | ... |, padded to whole pages of memory, so that one slot is one record on disk
-and starts where a device may write to. The memory is a file under /dev/shm, or private to the process where nobody else
-needs it.
+The order is slot-major: slot i is | rank 0 | rank 1 | ... |, padded to whole pages of memory, so that one slot is one
+record on disk and starts at an address to which a device may write. The memory is a file under /dev/shm, or private to
+the process if no other process needs it.
 
-A file is in use as long as somebody holds a lock on it, and the kernel drops a lock with its holder, however that ends.
-So the last one to close a region removes the file, and what a killed engine left behind is removed by the next one that
-starts. Who writes which slot when is not decided here: two users of one slot are a fault of those who gave it to them.
+A file is in use as long as a process holds a lock on it, and the kernel drops a lock with its holder, however the
+holder ends. So the last process to close a region removes the file, and the next engine that starts removes a file that
+a killed engine left. This module does not decide who writes which slot when: two users of one slot are a fault of their
+callers.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from typing import Any
 
 log = logging.getLogger("vllm.kvrouter.offload")
 
-# Whole pages of memory, which are also whole sectors: disk I/O that bypasses the page cache wants both ends there.
+# Whole pages of memory, which are also whole sectors: disk I/O that bypasses the page cache requires both ends to be
+# aligned to them.
 SLOT_ALIGNMENT = 4_096
 
 DEFAULT_FOLDER = Path("/dev/shm")
 FILE_PREFIX = "kvrouter-offload-"
 FILE_SUFFIX = ".slots"
 
-# A file that somebody removes between its opening and its locking is opened again; each time it is another process that
-# starts or ends.
+# A file that is removed between its opening and its locking is opened again; each time another process starts or ends.
 OPEN_TRIES = 100
 
-# vLLM registers host memory in pieces of this size too (0.32 v1/kv_offload/cpu/gpu_worker.py): drivers refuse more at a
-# time.
+# vLLM registers host memory in pieces of this size too (0.32 v1/kv_offload/cpu/gpu_worker.py), because drivers refuse
+# more at a time.
 PIN_BYTES = 64 * 2**30
 
 ADVICE = (
@@ -45,17 +46,23 @@ ADVICE = (
 
 
 def shared_path(engine_id: str, folder: Path = DEFAULT_FOLDER) -> Path:
-    """The file of an engine's slots. engine_id: the same in all of its processes, and another in each of its lives."""
+    """Return the path of the file of an engine's slots.
+
+    `engine_id` is the same in all processes of an engine, and differs after each restart.
+    """
     return folder / f"{FILE_PREFIX}{urllib.parse.quote(engine_id, safe='')}{FILE_SUFFIX}"
 
 
 def padded(slot_bytes: int) -> int:
-    """A slot's bytes in memory and in a record on disk."""
+    """Return a slot's bytes in memory and in a record on disk."""
     return -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 def remove_stale(folder: Path) -> list[Path]:
-    """Removes the files of engines that are gone, and returns which. Files of live engines and of other users stay."""
+    """Remove the files of engines that are gone, and return their paths.
+
+    Files of live engines and of other users stay.
+    """
     removed = []
     for path in sorted(folder.glob(f"{FILE_PREFIX}*{FILE_SUFFIX}")):
         try:
@@ -73,7 +80,10 @@ def remove_stale(folder: Path) -> list[Path]:
 
 
 class Region:
-    """num_slots slots of num_ranks * rank_bytes each; slot_bytes counts their padding."""
+    """The memory of `num_slots` slots, each with `rank_bytes` for each of `num_ranks` ranks.
+
+    `slot_bytes` includes their padding.
+    """
 
     def __init__(
         self,
@@ -91,23 +101,31 @@ class Region:
         self.rank_bytes = rank_bytes
         self.slot_bytes = padded(num_ranks * rank_bytes)
         self.path = path
-        # None once it is closed. Never closed itself: a tensor of torch may still use it.
+        # None after `close`. The mapping itself is never closed, because a tensor of torch may still use it.
         self._memory: mmap.mmap | None = memory
         self._view = memoryview(memory)
         self._file = file
         self._tensor: Any = None
-        # What is registered with the CUDA driver: addresses.
+        # Addresses that are registered with the CUDA driver.
         self._pinned: list[int] = []
 
     @classmethod
     def create_or_open(
         cls, path: Path | None, num_slots: int, slot_bytes: int, num_ranks: int = 1, rank: int | None = 0
     ) -> Region:
-        """The region of a file, made by whoever comes first; or private memory without a path.
+        """Open the region of a file, which the first process creates, or return private memory without a path.
 
-        slot_bytes: of one chunk of all ranks, without padding. rank: which part `rank_tensor` gives; None in the
-        scheduler process. Raises ValueError for numbers that do not fit one another or the file that is there, OSError
-        with ENOSPC or ENOMEM when there is too little room: it says how much there is, and what to change.
+        Args:
+            path: The file, or None for memory that is private to this process.
+            num_slots: The number of slots.
+            slot_bytes: Bytes of one chunk of all ranks, without padding.
+            num_ranks: The number of ranks.
+            rank: The rank whose part `rank_tensor` returns; None in the scheduler process.
+
+        Raises:
+            ValueError: The numbers do not fit each other or the existing file.
+            OSError: With ENOSPC or ENOMEM if there is too little room; the text says what to change, and for ENOSPC how
+                much room there is.
         """
         if num_slots < 1 or slot_bytes < 1 or num_ranks < 1:
             raise ValueError(
@@ -134,22 +152,30 @@ class Region:
         return cls(memory, num_slots, rank_bytes, num_ranks, rank, path, file)
 
     def slot(self, number: int) -> memoryview:
-        """(slot_bytes,) the slot's bytes of all ranks with its padding, no copy. Raises IndexError for what is no slot,
-        ValueError once the region is closed."""
+        """Return the slot's bytes of all ranks with its padding, (slot_bytes,), without a copy.
+
+        Raises IndexError for a number that is no slot, ValueError after `close`.
+        """
         if not 0 <= number < self.num_slots:
             raise IndexError(f"slot {number} of {self.num_slots}")
         return self._view[number * self.slot_bytes : (number + 1) * self.slot_bytes]
 
     def rank_tensor(self) -> Any:
-        """int8 torch tensor (num_slots, rank_bytes), rows slot_bytes apart: this rank's part of every slot, no copy."""
+        """Return this rank's part of every slot as an int8 torch tensor (num_slots, rank_bytes), without a copy.
+
+        Its rows are slot_bytes apart. Raises ValueError in the scheduler process, which has no part.
+        """
         if self.rank is None:
             raise ValueError("the scheduler process has no part of the slots of its own")
         size, stride = (self.num_slots, self.rank_bytes), (self.slot_bytes, 1)
         return self._whole().as_strided(size, stride, self.rank * self.rank_bytes)
 
     def pin(self) -> bool:
-        """Registers the memory with the CUDA driver, so that copies need no staging; whether it is. False, with a
-        warning where the driver refuses: copies work then too, slower. Without CUDA nothing is done."""
+        """Register the memory with the CUDA driver, so that copies need no staging; return whether it is registered.
+
+        The result is False, with a warning, if the driver refuses; copies then work too, but slower. Without CUDA the
+        result is False and nothing is done.
+        """
         import torch
 
         if self._pinned or not torch.cuda.is_available():
@@ -170,8 +196,10 @@ class Region:
         return True
 
     def close(self) -> None:
-        """Gives the memory back, and removes the file if nobody else uses it. Views that are still held keep their
-        memory alive."""
+        """Release the memory, and remove the file if no other process uses it.
+
+        Views that are still held keep their memory alive.
+        """
         self._unpin()
         self._view.release()
         self._tensor = self._memory = None
@@ -205,7 +233,7 @@ def _private_memory(size: int) -> mmap.mmap:
 
 
 def _open_file(path: Path, size: int) -> int:
-    """An open file of size bytes that this process has locked as a user of it."""
+    """Return an open file of `size` bytes that this process has locked as one of its users."""
     for _ in range(OPEN_TRIES):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -221,12 +249,12 @@ def _open_file(path: Path, size: int) -> int:
 
 
 def _reserve(file: int, path: Path, size: int) -> None:
-    """Gives a new file its size and its memory; checks the size of one that is there.
+    """Allocate the size and the memory of a new file; check the size of an existing one.
 
-    All of it at once: memory that is missing later would be a bus error, which ends the engine.
+    All memory is allocated at once, because memory that is missing later would be a bus error, which ends the engine.
     """
-    # One process at a time, so that nobody counts as taken what another is about to share with it. Other locks than
-    # flock's.
+    # One process at a time may enter, so that none counts memory as taken that another is about to share with it. These
+    # locks are other ones than flock's.
     fcntl.lockf(file, fcntl.LOCK_EX)
     try:
         status, room = os.fstat(file), os.fstatvfs(file)
@@ -257,19 +285,20 @@ def _no_room(path: Path, size: int, free: int) -> OSError:
 
 
 def _leave(file: int, path: Path) -> None:
-    """Stops using the file; the last user removes it."""
+    """Stop using the file; the last user removes it."""
     try:
         _remove_if_unused(file, path)
-        # The mapping keeps the open file, and with it a lock, as long as somebody has a view of it.
+        # The mapping keeps the open file, and with it a lock, as long as a view of the memory exists.
         fcntl.flock(file, fcntl.LOCK_UN)
     finally:
         os.close(file)
 
 
 def _remove_if_unused(file: int, path: Path) -> bool:
-    """Removes the path if it is this file's and nobody else holds a lock on it."""
+    """Remove the path if it is this file's and no other process holds a lock on it; return whether it was removed."""
     try:
-        # A process that opens the file now waits for this lock, then sees that the path is another file's or none's.
+        # A process that opens the file now waits for this lock, and then sees that the path belongs to another file or
+        # to none.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return False
@@ -281,8 +310,8 @@ def _remove_if_unused(file: int, path: Path) -> bool:
 
 def _is_at(file: int, path: Path) -> bool:
     try:
-        there = path.stat(follow_symlinks=False)
+        at_path = path.stat(follow_symlinks=False)
     except FileNotFoundError:
         return False
-    here = os.fstat(file)
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+    opened = os.fstat(file)
+    return (at_path.st_dev, at_path.st_ino) == (opened.st_dev, opened.st_ino)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each group's pages lie within a slot, and what one transfer moves between the engine's blocks and the slots.
+"""The places of each group's pages within a slot, and the plan of one transfer between engine blocks and slots.
 
 A slot holds one chunk, blocks_per_chunk consecutive blocks of one group, whichever group that is. A group's *refs* are
 the tensors that hold a part of its blocks. Within one rank's part of the slot the pages of ref 0 come first, block
@@ -21,8 +21,10 @@ IdArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class GroupPart:
-    """What one transfer moves of one group. Blocks follow one another in their request; the first and the last chunk
-    may be partial."""
+    """The blocks of one group that one transfer moves.
+
+    The blocks follow one another in their request; the first and the last chunk may be partial.
+    """
 
     group: int
     # (n,) the engine's block numbers, in the order of the request.
@@ -43,12 +45,19 @@ def make_plan(
     slots: Sequence[int] | npt.NDArray[np.integer],
     blocks_per_chunk: int,
 ) -> Plan:
-    """A plan from flat lists, as vLLM's GPULoadStoreSpec has them (0.32 v1/kv_offload/base.py): groups one after the
-    other.
+    """Return a plan from flat lists, one group after the other, as in vLLM's GPULoadStoreSpec.
 
-    block_ids: (sum of group_sizes,); group_sizes, block_indices: (groups,) blocks, and index in the request of a
-    group's first block; slots: (chunks of all groups,). A group of no blocks is left out. Raises ValueError where the
-    lists do not fit.
+    Source: vLLM 0.32 v1/kv_offload/base.py.
+
+    Args:
+        block_ids: (sum of group_sizes,) the engine's block numbers.
+        group_sizes: (groups,) number of blocks of each group; a group without blocks is left out of the plan.
+        block_indices: (groups,) index in the request of each group's first block.
+        slots: (chunks of all groups,) the slot of each chunk.
+        blocks_per_chunk: Blocks of a chunk.
+
+    Raises:
+        ValueError: The lists do not fit each other.
     """
     if len(group_sizes) != len(block_indices):
         raise ValueError(f"{len(group_sizes)} group sizes, but {len(block_indices)} first block indices")
@@ -72,23 +81,26 @@ def make_plan(
 
 
 def num_chunks(num_blocks: int, first_block: int, blocks_per_chunk: int) -> int:
-    """Chunks that num_blocks consecutive blocks touch, the first at index first_block of its request."""
+    """Return how many chunks are touched by consecutive blocks, the first with index `first_block` in its request."""
     return -(-(first_block % blocks_per_chunk + num_blocks) // blocks_per_chunk)
 
 
 def chunk_bytes(page_bytes: Sequence[int], blocks_per_chunk: int) -> int:
-    """Bytes of one rank's chunk of a group, whose refs have pages of page_bytes each."""
+    """Return the bytes of one rank's chunk of a group, whose refs have pages of `page_bytes` each."""
     return sum(page_bytes) * blocks_per_chunk
 
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """Raises ValueError, with both numbers, when a chunk of a group takes more than slot_bytes."""
+    """The places of each group's pages within one rank's part of a slot.
 
-    # Per group, per ref: bytes of one block's page.
+    Raises ValueError, with both numbers, if a chunk of a group takes more than slot_bytes.
+    """
+
+    # Bytes of one block's page, for each ref of each group.
     groups: tuple[tuple[int, ...], ...]
     blocks_per_chunk: int
-    # Of one rank: what it has of every slot.
+    # Bytes of one rank's part of a slot.
     slot_bytes: int
 
     def __post_init__(self) -> None:
@@ -105,16 +117,20 @@ class SlotLayout:
                 )
 
     def offset(self, group: int, ref: int, sub_block: int) -> int:
-        """Byte of a page within the rank's part of its slot. Raises IndexError for what is not there."""
+        """Return the byte of a page within the rank's part of its slot.
+
+        Raises IndexError for a page that does not exist.
+        """
         pages = self.groups[group]
         if not 0 <= sub_block < self.blocks_per_chunk:
             raise IndexError(f"sub-block {sub_block} of a chunk of {self.blocks_per_chunk}")
         return chunk_bytes(pages[:ref], self.blocks_per_chunk) + sub_block * pages[ref]
 
     def page_offsets(self, part: GroupPart, slot_stride: int) -> Iterator[IdArray]:
-        """For each ref of the group: (n,) where each block's page begins, in bytes after the rank's part of slot 0.
+        """Yield, for each ref of the group, the offsets of all blocks' pages, in bytes after the rank's part of slot 0.
 
-        slot_stride: bytes from one slot to the next. Raises ValueError when the part has not one slot for each chunk.
+        Each array is (n,) for n blocks. `slot_stride` is the number of bytes from one slot to the next. Raises
+        ValueError if the part does not have one slot for each chunk.
         """
         k = self.blocks_per_chunk
         count = len(part.block_ids)

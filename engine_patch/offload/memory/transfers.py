@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies beside the engine: submitted by its thread, done by others, polled later.
+"""Copies beside the engine: submitted by its thread, done by other threads, polled later.
 
-The engine's thread never waits but in `wait` and `close`. A copy that fails is a result, not an exception: the engine
-goes on without what it would have brought. Loads come before stores, since a request waits for a load; a copy that a
-thread waits for comes before both. That order is safe because a slot is loaded only after its store was reported, and a
+The engine's thread never waits except in `wait` and `close`. A copy that fails is a result, not an exception: the
+engine continues without the data. Loads come before stores, because a request waits for a load; a copy that a thread
+waits for comes before both. That order is safe because a slot is loaded only after its store was reported, and a
 block's next owner waits for the block's store.
 """
 
@@ -24,11 +24,13 @@ log = logging.getLogger("vllm.kvrouter.offload")
 
 
 class TransferResult(NamedTuple):
-    """num_bytes: 0 when it failed; seconds: of the copy, without the time in the queue."""
+    """The result of one copy."""
 
     job_id: int
     ok: bool
+    # Bytes copied; 0 if the copy failed.
     num_bytes: int
+    # Seconds that the copy took, without its time in the queue.
     seconds: float
 
 
@@ -41,15 +43,15 @@ class _Job:
 
 
 class Transfers:
-    """copier.lanes threads: with one, it does everything; with two, stores and loads have one each.
+    """The threads of a copier, `copier.lanes` of them: one does everything, of two each has one direction.
 
-    Called by one thread, the engine's. A job id is in use until its result was taken.
+    One thread calls this, the engine's. A job id is in use until its result was taken.
     """
 
     def __init__(self, copier: Copier, clock: Callable[[], float] = time.monotonic) -> None:
         self._copier = copier
         self._clock = clock
-        # Guards everything below; notified when a job comes, ends, or the end comes.
+        # Guards everything below; notified when a job is added or ends, when `wait` begins, and at `close`.
         self._change = threading.Condition()
         self._queued: deque[_Job] = deque()
         self._unfinished: set[int] = set()
@@ -65,22 +67,22 @@ class Transfers:
             thread.start()
 
     def submit_store(self, job_id: int, plan: Plan) -> None:
-        """Cache to slots. Returns at once."""
+        """Queue a copy from the cache to slots, and return at once."""
         self._submit(job_id, False, plan)
 
     def submit_load(self, job_id: int, plan: Plan) -> None:
-        """Slots to cache. Returns at once."""
+        """Queue a copy from slots to the cache, and return at once."""
         self._submit(job_id, True, plan)
 
     def finished(self) -> list[TransferResult]:
-        """What ended since the last call, in the order in which it ended."""
+        """Return the results since the last call, in the order in which the copies ended."""
         with self._change:
             results = list(self._results)
             self._results.clear()
         return results
 
     def wait(self, job_ids: Iterable[int]) -> None:
-        """Returns when these have ended, well or not. Jobs that are not known have."""
+        """Wait until these jobs have ended, with or without success; unknown jobs count as ended."""
         with self._change:
             self._awaited = frozenset(job_ids)
             self._change.notify_all()
@@ -88,7 +90,7 @@ class Transfers:
             self._awaited = frozenset()
 
     def close(self) -> None:
-        """Ends the threads after the copies that they are at. Jobs that were not begun have failed."""
+        """End the threads after their present copies. Queued jobs that did not begin count as failed."""
         with self._change:
             self._closed = True
             for job in self._queued:
@@ -102,7 +104,7 @@ class Transfers:
         try:
             job = _Job(job_id, is_load, plan, self._copier.fence())
         except Exception:
-            # A device that failed takes no events: the copy would fail as well.
+            # A device that failed takes no events, so the copy would fail as well.
             log.exception("kvrouter: offload %s %d not submitted: it counts as failed", _kind(is_load), job_id)
             job = None
         with self._change:
@@ -113,8 +115,8 @@ class Transfers:
             self._queued.append(job)
             self._change.notify_all()
 
-    def _run(self, own: tuple[bool, ...]) -> None:
-        while (job := self._next(own)) is not None:
+    def _run(self, directions: tuple[bool, ...]) -> None:
+        while (job := self._next(directions)) is not None:
             start = self._clock()
             ok, copied = False, 0
             try:
@@ -126,14 +128,14 @@ class Transfers:
             with self._change:
                 self._end(job, TransferResult(job.job_id, ok, copied, self._clock() - start))
 
-    def _next(self, own: tuple[bool, ...]) -> _Job | None:
-        """The next job of these directions, or None at the end."""
+    def _next(self, directions: tuple[bool, ...]) -> _Job | None:
+        """Return the next job of these directions, or None at the end."""
         with self._change:
             while True:
-                mine = [job for job in self._queued if job.is_load in own]
-                if mine:
-                    # min takes the first of several that are equal, so each kind stays in its order.
-                    job = min(mine, key=lambda job: (job.job_id not in self._awaited, not job.is_load))
+                jobs = [job for job in self._queued if job.is_load in directions]
+                if jobs:
+                    # min takes the first of several equal jobs, so each kind stays in its order.
+                    job = min(jobs, key=lambda job: (job.job_id not in self._awaited, not job.is_load))
                     self._queued.remove(job)
                     return job
                 if self._closed:

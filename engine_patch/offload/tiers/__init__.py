@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each tier holds, and what it evicts."""
+"""The chunks that each tier holds, and the policies that evict them."""

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ARC: evicts from the keys used once or from those used again, and learns which from what it evicted too early.
+"""ARC: evicts from the keys used once or from those used again, and learns which from keys that it evicted too early.
 
 Source: N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4. T1 holds
-what was used once, T2 what was used again, B1 and B2 (the ghosts) the keys last evicted from each, all from oldest to
-youngest. The return of a ghost of B1 raises the target size p of T1, that of a ghost of B2 lowers it.
+the keys that were used once, T2 the keys that were used again, B1 and B2 (the ghosts) the keys last evicted from each,
+all from oldest to youngest. The return of a ghost of B1 raises the target size p of T1, that of a ghost of B2 lowers
+it.
 
-What differs from the paper, which knows one request at a time and nothing in use:
-- Several keys may come at once. It is as if they came one after another, but that none of them makes room for the next.
-- A key in use is passed over. Where one list has nothing else, the other gives. Passed-over keys are set aside, out of the order
-  but counted in their list, until they can be evicted again, and then are the youngest of it: each is passed over once,
-  as in lru.py.
-- Room can be free, where keys were discarded: then nothing is evicted, but a ghost that comes still teaches.
+Differences from the paper, which handles one request at a time and no keys in use:
+- Several keys may come at once. The result is as if they came one after another, except that none of them makes room
+  for the next.
+- A key in use is passed over. If one list has no other key, the other list gives one. Passed-over keys are set aside,
+  out of the order but counted in their list, until they can be evicted again, and are then the youngest of it: each is
+  passed over once, as in lru.py.
+- Room can be free after keys were discarded. Then nothing is evicted, but a ghost that comes still teaches.
 
 Invariants, at the end of each call, while at most c keys are resident: |T1| + |B1| <= c, all four <= 2c, 0 <= p <= c.
 """
@@ -27,7 +29,7 @@ from kvrouter.engine_patch.offload.tiers.lru import oldest
 
 @dataclass(frozen=True, slots=True)
 class ArcSizes:
-    """Lengths of the four lists, and the target length of T1."""
+    """The lengths of the four lists, and the target length of T1."""
 
     t1: int
     t2: int
@@ -37,29 +39,32 @@ class ArcSizes:
 
 
 class ArcPolicy:
-    """The interface is policy.Policy. capacity: c of the paper, in chunks."""
+    """The ARC order of a tier's keys, as a `policy.Policy`."""
 
     def __init__(self, capacity: int) -> None:
+        """Start empty; `capacity` is c of the paper, in chunks."""
         self._capacity = capacity
         self._t1: OrderedDict[OffloadKey, None] = OrderedDict()
         self._t2: OrderedDict[OffloadKey, None] = OrderedDict()
         self._b1: OrderedDict[OffloadKey, None] = OrderedDict()
         self._b2: OrderedDict[OffloadKey, None] = OrderedDict()
-        # What was passed over: which key belongs to which list.
+        # Keys that were passed over, by the list to which they belong.
         self._aside_t1: set[OffloadKey] = set()
         self._aside_t2: set[OffloadKey] = set()
-        # Ghosts for which `victims` made room: `add` brings them into T2.
+        # Ghosts for which `victims` made room and which `add` will put into T2.
         self._returning: set[OffloadKey] = set()
         # p of the paper: the size that T1 should have.
         self._target = 0.0
 
     @property
     def sizes(self) -> ArcSizes:
+        """The present lengths of the lists, counting the keys set aside, and the target length of T1."""
         return ArcSizes(self._size_t1(), self._size_t2(), len(self._b1), len(self._b2), self._target)
 
     def add(self, key: OffloadKey) -> None:
+        """Put an absent key into T1, or into T2 if it is a ghost."""
         if key in self._returning:
-            # `victims` has learned and forgotten already.
+            # `victims` has already learned from this key and dropped old ghosts.
             self._returning.remove(key)
             self._t2[key] = None
             return
@@ -70,6 +75,7 @@ class ArcPolicy:
         self._forget(0, 0)
 
     def touch(self, key: OffloadKey) -> None:
+        """Move a used key to the young end of T2."""
         if key in self._t1:
             del self._t1[key]
             self._t2[key] = None
@@ -80,6 +86,7 @@ class ArcPolicy:
             self._aside_t2.add(key)
 
     def discard(self, key: OffloadKey) -> None:
+        """Remove a key without making it a ghost."""
         self._t1.pop(key, None)
         self._t2.pop(key, None)
         self._aside_t1.discard(key)
@@ -88,14 +95,18 @@ class ArcPolicy:
     def victims(
         self, count: int, may_evict: Callable[[OffloadKey], bool], incoming: Sequence[OffloadKey] = ()
     ) -> list[OffloadKey] | None:
-        # Enough of each list for every course that the choice below can take.
-        first, passed_t1 = oldest(self._t1, count, may_evict)
-        again, passed_t2 = oldest(self._t2, count, may_evict)
-        if len(first) + len(again) < count:
+        """Evict `count` keys into the ghost lists and return them, or None if fewer can be evicted.
+
+        The incoming keys teach before the choice, and their places in T1 and T2 count in it.
+        """
+        # Take enough candidates from each list for every sequence of choices below.
+        candidates_t1, passed_t1 = oldest(self._t1, count, may_evict)
+        candidates_t2, passed_t2 = oldest(self._t2, count, may_evict)
+        if len(candidates_t1) + len(candidates_t2) < count:
             return None
         _set_aside(self._t1, self._aside_t1, passed_t1)
         _set_aside(self._t2, self._aside_t2, passed_t2)
-        used_once, used_again = deque(first), deque(again)
+        used_once, used_again = deque(candidates_t1), deque(candidates_t2)
         evicted = [self._replace(used_once, used_again, 0, False) for _ in range(count - len(incoming))]
         room = len(incoming) - count
         new = 0
@@ -111,6 +122,7 @@ class ArcPolicy:
         return evicted
 
     def evictable_again(self, key: OffloadKey) -> None:
+        """Put a key that was set aside at the young end of its list."""
         if key in self._aside_t1:
             self._aside_t1.remove(key)
             self._t1[key] = None
@@ -119,6 +131,7 @@ class ArcPolicy:
             self._t2[key] = None
 
     def clear(self) -> None:
+        """Forget all keys, ghosts and the target."""
         for keys in (self._t1, self._t2, self._b1, self._b2, self._aside_t1, self._aside_t2, self._returning):
             keys.clear()
         self._target = 0.0
@@ -133,8 +146,11 @@ class ArcPolicy:
         return len(self._t2) + len(self._aside_t2)
 
     def _learn(self, key: OffloadKey) -> int:
-        """Adapts the target where a ghost comes back, and takes it from its list: 1 for B1, 2 for B2, 0 for no
-        ghost."""
+        """Adapt the target if a ghost returns, and remove the ghost from its list.
+
+        Returns:
+            1 for a ghost of B1, 2 for one of B2, 0 for a key that is no ghost.
+        """
         if key in self._b1:
             self._target = min(self._target + max(len(self._b2) / len(self._b1), 1.0), float(self._capacity))
             del self._b1[key]
@@ -148,7 +164,14 @@ class ArcPolicy:
     def _replace(
         self, used_once: deque[OffloadKey], used_again: deque[OffloadKey], new: int, returns_to_t2: bool
     ) -> OffloadKey:
-        """REPLACE of the paper, among the candidates. new: keys that have their place in T1, but are not in it yet."""
+        """Evict the oldest candidate of the list that REPLACE of the paper chooses, and return it.
+
+        Args:
+            used_once: Candidates of T1, oldest first.
+            used_again: Candidates of T2, oldest first.
+            new: Number of keys that count in T1 but are not in it yet.
+            returns_to_t2: Whether the eviction is for a ghost of B2.
+        """
         size = self._size_t1() + new
         from_t1 = size > self._target or (returns_to_t2 and size == self._target)
         if used_once and (from_t1 or not used_again):
@@ -162,7 +185,12 @@ class ArcPolicy:
         return key
 
     def _forget(self, new: int, coming: int) -> None:
-        """Drops the oldest ghosts beyond the bounds. new, coming: keys not yet in T1, and not yet in T1 or T2."""
+        """Drop the oldest ghosts beyond the bounds.
+
+        Args:
+            new: Number of keys that are not yet in T1.
+            coming: Number of keys that are not yet in T1 or T2.
+        """
         size_t1 = self._size_t1()
         while self._b1 and size_t1 + new + len(self._b1) > self._capacity:
             self._b1.popitem(last=False)

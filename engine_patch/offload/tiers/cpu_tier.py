@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunk lies in which slot of CPU memory, and which slots may be written.
+"""The CPU tier's books: which chunk lies in which slot, and which slots may be written.
 
-Pure bookkeeping: no bytes, no I/O, no clock, no lock; one thread. Invariants: a slot belongs to one key, or is free, or
-is withheld; free + used + withheld = num_slots; what is WRITING or pinned keeps its slot.
+No bytes, no I/O, no clock, no lock; one thread. Invariants: a slot belongs to one key, or is free, or is withheld; free
++ used + withheld = num_slots; a key that is WRITING or pinned keeps its slot.
 """
 
 from __future__ import annotations
@@ -16,50 +16,60 @@ from dataclasses import dataclass
 from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.tiers.policy import Policy, PolicyError
 
-# Enough to distinguish keys in a message.
+# Bytes of a key in a message, which are enough to distinguish keys.
 SHOWN_BYTES = 12
 
 
 class ChunkState(enum.Enum):
-    """ABSENT: no slot. WRITING: a slot that is being filled. READY: can be loaded."""
+    """The state of a chunk in CPU memory."""
 
+    # The chunk has no slot.
     ABSENT = "absent"
+    # The chunk has a slot that is being filled.
     WRITING = "writing"
+    # The chunk can be loaded.
     READY = "ready"
 
 
 class WrongState(ValueError):
-    """A call that the state of a chunk or of a slot forbids: the caller's books differ from the tier's. Nothing was
-    changed."""
+    """A call that the state of a chunk or a slot forbids, because the caller's books differ from the tier's.
+
+    The call changed nothing.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """slots: one for each key, in the order of the keys. evicted: keys that were READY, as they went."""
+    """The slots given to new chunks, and the chunks that were evicted for them."""
 
+    # One slot for each key, in the order of the keys.
     slots: list[int]
+    # Keys that were READY, in the order of their eviction.
     evicted: list[OffloadKey]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Slots by use: free + writing + ready + withheld = num_slots. pinned: those of the ready that are pinned."""
+    """Slots by use; free + writing + ready + withheld = num_slots."""
 
     num_slots: int
     free: int
     writing: int
     ready: int
+    # The ready slots that are pinned.
     pinned: int
     withheld: int
 
 
 class CpuTier:
-    """The slots of one CPU tier. policy: empty, and used by this tier alone.
+    """The slots of one CPU tier.
 
     Lists of keys are in the order of the prompt. They are added and used last first, because the head of a prompt is
-    worth more: without it the tail cannot be loaded."""
+    worth more: without it the tail cannot be loaded.
+    """
 
     def __init__(self, num_slots: int, policy: Policy) -> None:
+        """Start with all slots free; `policy` must be empty and used by this tier alone."""
         if num_slots < 1:
             raise ValueError(
                 f"a CPU tier has 1 slot or more, not {num_slots}: give it more memory, or use smaller chunks"
@@ -67,36 +77,37 @@ class CpuTier:
         if len(policy):
             raise ValueError(f"the policy of a new CPU tier already holds {len(policy)} keys: give each tier its own")
         self.num_slots = num_slots
-        # Keys evicted, and allocations refused for want of room, since the start.
+        # Keys evicted, and allocations refused for lack of room, since the start.
         self.evicted_total = 0
         self.refused_total = 0
         self._policy = policy
-        # Plain numbers and bytes, which the garbage collector does not walk.
+        # These hold plain numbers and bytes, which the garbage collector does not walk.
         self._slots: dict[OffloadKey, int] = {}
         self._writing: set[OffloadKey] = set()
         self._pins: dict[OffloadKey, int] = {}
-        # The lowest slot is taken first: pages of memory that were never needed are never touched.
+        # The lowest slot is taken first, so that memory pages that were never needed are never touched.
         self._free = list(range(num_slots - 1, -1, -1))
-        # Transfers that must end before a slot of an emptied tier is free.
+        # The number of transfers that must end before a slot of a cleared tier is free, by slot.
         self._withheld: dict[int, int] = {}
 
     def state(self, key: OffloadKey) -> ChunkState:
+        """Return the state of a chunk."""
         if key not in self._slots:
             return ChunkState.ABSENT
         return ChunkState.WRITING if key in self._writing else ChunkState.READY
 
     def slot(self, key: OffloadKey) -> int:
-        """Where a WRITING or READY chunk lies. Raises WrongState for an ABSENT one."""
+        """Return the slot of a WRITING or READY chunk. Raise WrongState for an ABSENT one."""
         if key not in self._slots:
             raise self._wrong(key, "has no slot")
         return self._slots[key]
 
     def ready_keys(self) -> list[OffloadKey]:
-        """All READY keys, in the order in which they were allocated."""
+        """Return all READY keys in the order in which they were allocated."""
         return [key for key in self._slots if key not in self._writing]
 
     def busy_slots(self) -> list[int]:
-        """The slots that transfers may be using: once for a WRITING key, once for each pin of a pinned one."""
+        """Return the slots that transfers may be using: once for a WRITING key, once for each pin of a pinned one."""
         slots = [self._slots[key] for key in self._writing]
         for key, count in self._pins.items():
             slots += [self._slots[key]] * count
@@ -104,17 +115,26 @@ class CpuTier:
 
     @property
     def usage(self) -> Usage:
+        """The present number of slots by use."""
         ready = len(self._slots) - len(self._writing)
         return Usage(self.num_slots, len(self._free), len(self._writing), ready, len(self._pins), len(self._withheld))
 
     def allocate(
         self, keys: Sequence[OffloadKey], protected: AbstractSet[OffloadKey] = frozenset()
     ) -> Allocation | None:
-        """Slots for ABSENT keys, which are WRITING then; None and nothing changed where there is no room for all of
-        them.
+        """Allocate slots for ABSENT keys, which are then WRITING.
 
-        protected: keys that must not make room, resident or not. Raises WrongState for a key that is not ABSENT or
-        comes twice, and PolicyError where a policy evicts what it must not."""
+        Args:
+            keys: The keys of new chunks.
+            protected: Keys that must not be evicted, resident or not.
+
+        Returns:
+            The slots and the evicted keys, or None, with nothing changed, if there is no room for all of the keys.
+
+        Raises:
+            WrongState: A key is not ABSENT or is listed twice.
+            PolicyError: The policy evicted a key that it must not evict.
+        """
         if len(set(keys)) < len(keys):
             raise WrongState("a key comes twice in one allocation: name each chunk once")
         if not self._slots.keys().isdisjoint(keys):
@@ -123,11 +143,11 @@ class CpuTier:
         evicted: list[OffloadKey] = []
         missing = len(keys) - len(self._free)
         if missing > 0:
-            found = self._evict(missing, protected, last_first)
-            if found is None:
+            victims = self._evict(missing, protected, last_first)
+            if victims is None:
                 self.refused_total += 1
                 return None
-            evicted = found
+            evicted = victims
         slots = [self._free.pop() for _ in keys]
         self._slots.update(zip(keys, slots, strict=True))
         self._writing.update(keys)
@@ -136,15 +156,17 @@ class CpuTier:
         return Allocation(slots, evicted)
 
     def ready(self, key: OffloadKey) -> None:
-        """A WRITING chunk is whole. Raises WrongState for any other."""
+        """Make a WRITING chunk READY, because it is complete. Raise WrongState for any other chunk."""
         if key not in self._writing:
             raise self._wrong(key, "cannot become READY")
         self._writing.remove(key)
         self._policy.evictable_again(key)
 
     def abandon(self, key: OffloadKey) -> None:
-        """A WRITING chunk will not be whole, and nothing writes it: its slot is free. Raises WrongState for
-        any other."""
+        """Free the slot of a WRITING chunk that will not be completed and that nothing writes.
+
+        Raises WrongState for any other chunk.
+        """
         if key not in self._writing:
             raise self._wrong(key, "cannot be abandoned")
         self._writing.remove(key)
@@ -152,7 +174,10 @@ class CpuTier:
         self._free.append(self._slots.pop(key))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Keeps READY chunks where they are, once more each. Raises WrongState for any other, and then pins none."""
+        """Add one pin to each READY chunk, which keeps its slot while pinned.
+
+        Raises WrongState for any other chunk, and then pins none.
+        """
         for key in keys:
             if key not in self._slots or key in self._writing:
                 raise self._wrong(key, "cannot be pinned")
@@ -161,7 +186,10 @@ class CpuTier:
             pins[key] = pins.get(key, 0) + 1
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
-        """Takes back one pin of each. Raises WrongState for a key with fewer pins than that, and then takes none."""
+        """Remove one pin from each chunk.
+
+        Raises WrongState for a key with fewer pins than are removed, and then removes none.
+        """
         for key, count in Counter(keys).items():
             if self._pins.get(key, 0) < count:
                 raise self._wrong(key, f"has {self._pins.get(key, 0)} pins, {count} of them cannot be taken back")
@@ -174,13 +202,16 @@ class CpuTier:
                 self._policy.evictable_again(key)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Counts a use of READY chunks. Others are skipped: a lookup while a chunk is being stored is no second use."""
+        """Count a use of READY chunks.
+
+        Other chunks are skipped, because a look-up while a chunk is being stored is no second use.
+        """
         for key in reversed(keys):
             if key in self._slots and key not in self._writing:
                 self._policy.touch(key)
 
     def discard(self, key: OffloadKey) -> bool:
-        """Takes a READY chunk out. False, and nothing changed, where it is not READY or is pinned."""
+        """Remove a READY chunk. Return False, with nothing changed, if it is not READY or is pinned."""
         if not self._evictable(key):
             return False
         self._policy.discard(key)
@@ -188,28 +219,35 @@ class CpuTier:
         return True
 
     def clear(self, busy_slots: Iterable[int] | None = None) -> list[OffloadKey]:
-        """Makes all keys ABSENT, pinned and WRITING ones too. Returns those that were READY.
+        """Make all keys ABSENT, pinned and WRITING ones too, and return the keys that were READY.
 
-        busy_slots: the slots that transfers under way still read or write, a slot once for each of its transfers; by
-        default what `busy_slots()` says. They are withheld until `release` was called for each transfer, and what an
-        earlier call withheld stays so, named again or not. Raises WrongState for a number that is no slot."""
+        Args:
+            busy_slots: The slots that transfers under way still read or write, each once for each of its transfers; by
+                default the result of `busy_slots()`. They are withheld until `release` was called for each transfer.
+                Slots that an earlier call withheld stay withheld, whether they are named again or not.
+
+        Raises:
+            WrongState: A number is no slot.
+        """
         busy = Counter(self.busy_slots() if busy_slots is None else busy_slots)
         for slot in busy:
             if not 0 <= slot < self.num_slots:
                 raise WrongState(f"slot {slot} cannot be withheld: this tier has slots 0 to {self.num_slots - 1}")
-        gone = self.ready_keys()
-        # What is withheld already has its count of transfers, and no new ones since.
+        ready_keys = self.ready_keys()
+        # A slot that is already withheld has its count of transfers, and got no new ones since.
         self._withheld = dict(busy) | self._withheld
         self._slots.clear()
         self._writing.clear()
         self._pins.clear()
         self._policy.clear()
         self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if slot not in self._withheld]
-        return gone
+        return ready_keys
 
     def release(self, slot: int) -> None:
-        """One transfer that was under way when the tier was cleared has ended. Raises WrongState where none is waited
-        for."""
+        """Count the end of one transfer that was under way when the tier was cleared.
+
+        Raises WrongState if no transfer of the slot is awaited.
+        """
         count = self._withheld.get(slot, 0)
         if not count:
             raise WrongState(f"slot {slot} is not withheld: release is for transfers that were under way at a clear")
@@ -225,11 +263,11 @@ class CpuTier:
     def _evict(
         self, count: int, protected: AbstractSet[OffloadKey], incoming: Sequence[OffloadKey]
     ) -> list[OffloadKey] | None:
-        """Frees `count` slots; None and nothing changed where that cannot be."""
-        # Counted beforehand: the policy would have to look at every key.
+        """Free `count` slots and return their keys, or None, with nothing changed, if that is impossible."""
+        # Checked by counting beforehand, because the policy would have to look at every key.
         spare = len(self._slots) - len(self._writing) - len(self._pins)
-        # Protected keys are looked up only where they could matter: there can be thousands, at each of many small
-        # allocations.
+        # Protected keys are looked up only if they could matter, because there can be thousands of them at each of many
+        # small allocations.
         if spare - len(protected) < count and spare - sum(map(self._evictable, protected)) < count:
             return None
         writing, pins = self._writing, self._pins
@@ -245,7 +283,7 @@ class CpuTier:
         if victims is None:
             return None
         self._check(victims, count, protected)
-        # Protected for this one call: the policy may have set them aside.
+        # These keys were protected for this one call only, and the policy may have set them aside.
         for key in spared:
             if self._evictable(key):
                 self._policy.evictable_again(key)
@@ -255,9 +293,9 @@ class CpuTier:
         return victims
 
     def _check(self, victims: list[OffloadKey], count: int, protected: AbstractSet[OffloadKey]) -> None:
-        """A stranger's policy must not make two chunks share a slot."""
+        """Raise PolicyError for victims that a third party's policy must not return: two chunks would share a slot."""
         chosen = set(victims)
-        # Views of dicts, so that the few victims are looked up and not the many pins.
+        # Views of dicts make this look up the few victims and not the many pins.
         if (
             len(chosen) != count
             or len(victims) != count

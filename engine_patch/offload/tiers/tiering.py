@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is where in both tiers, and what moves: GPU to CPU, CPU to disk and back, for any number of groups. Pure but for
-the disk.
+"""The books of both tiers and the moves between them: GPU to CPU, CPU to disk and back, for any number of groups.
 
-Way of a chunk: the engine stores it into a CPU slot; when it is there it is also written to disk, as far as the disk
-keeps up. When a request asks for a chunk that only the disk holds, it is read into a slot first, and the request waits
-for that.
+Pure except for the disk. The engine stores a chunk into a CPU slot; when it has arrived it is also written to disk, as
+far as the disk keeps up. When a request needs a chunk that only the disk holds, the chunk is read into a slot first,
+and the request waits for that.
 
 Invariants: a chunk is announced as stored in a tier when it can be read there, and as removed before its room is given
-to another. Nothing leaves a tier without that. What one waiting request needs is not evicted for another.
+to another chunk. No chunk leaves a tier without such an announcement. The chunks that one waiting request needs are not
+evicted for another.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from typing import NamedTuple, Protocol
 from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
 
-# vLLM looks up a request that waits for the disk in each step with room for one more. After this many steps without,
-# others may use its room.
+# vLLM looks up a request that waits for the disk in each step that has room for one more. After this many steps without
+# a look-up, others may use the request's room.
 PATIENCE_STEPS = 256
 
 
 class LookupAnswer(Enum):
-    """Whether a chunk can be loaded. SOON: it is being read; look it up again."""
+    """The answer to whether a chunk can be loaded."""
 
     NO = 0
+    # The chunk is being read; look it up again.
     SOON = 1
     YES = 2
 
 
 class Medium(Enum):
+    """The tier of a change."""
+
     CPU = "CPU"
     STORAGE = "STORAGE"
 
@@ -47,73 +50,130 @@ class TierChange(NamedTuple):
 
 
 class DiskFinished(Protocol):
-    """The disk tier's result of a job. kind: "write" or "read"."""
+    """The disk tier's result of a job."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """Either "write" or "read"."""
+        ...
+
     @property
-    def key(self) -> OffloadKey: ...
+    def key(self) -> OffloadKey:
+        """The chunk."""
+        ...
+
     @property
-    def slot(self) -> int: ...
+    def slot(self) -> int:
+        """The slot that may be used again."""
+        ...
+
     @property
-    def ok(self) -> bool: ...
+    def ok(self) -> bool:
+        """Whether the chunk was written or read completely."""
+        ...
 
 
 class Disk(Protocol):
-    """What is needed of a disk tier: disk/tier.py, or disk/reader.py, which is not writable."""
+    """The part of a disk tier that `Tiering` uses: `disk/tier.py`, or `disk/reader.py`, which is not writable."""
 
     @property
-    def writable(self) -> bool: ...
+    def writable(self) -> bool:
+        """Whether this engine writes to the disk."""
+        ...
+
     @property
-    def pending(self) -> int: ...
-    def open(self) -> list[OffloadKey]: ...
-    def holds(self, key: OffloadKey) -> bool: ...
-    def writing(self, key: OffloadKey) -> bool: ...
-    def write(self, key: OffloadKey, slot: int) -> bool: ...
-    def read(self, key: OffloadKey, slot: int) -> bool: ...
-    def touch(self, keys: Iterable[OffloadKey]) -> None: ...
-    def poll(self) -> Sequence[DiskFinished]: ...
-    def take_changes(self) -> Sequence[tuple[bool, OffloadKey]]: ...
-    def clear(self) -> None: ...
-    def close(self) -> None: ...
+    def pending(self) -> int:
+        """Jobs that `poll` has not reported yet."""
+        ...
+
+    def open(self) -> list[OffloadKey]:
+        """Return the keys that can be read now, oldest first."""
+        ...
+
+    def holds(self, key: OffloadKey) -> bool:
+        """Return whether the key can be read now."""
+        ...
+
+    def writing(self, key: OffloadKey) -> bool:
+        """Return whether the key is being written."""
+        ...
+
+    def write(self, key: OffloadKey, slot: int) -> bool:
+        """Queue a write of the slot's bytes, and return whether it was queued."""
+        ...
+
+    def read(self, key: OffloadKey, slot: int) -> bool:
+        """Queue a read into the slot's bytes, and return whether it was queued."""
+        ...
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        """Count a use of the keys."""
+        ...
+
+    def poll(self) -> Sequence[DiskFinished]:
+        """Return the jobs that ended since the last call."""
+        ...
+
+    def take_changes(self) -> Sequence[tuple[bool, OffloadKey]]:
+        """Return (whether it was stored, key) of each change since the last call, in order."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        ...
+
+    def close(self) -> None:
+        """End all jobs and release the folder."""
+        ...
 
 
 @dataclass(slots=True)
 class Counts:
     """Counts since the start, in chunks unless noted."""
 
-    # Calls to store when no slot was free.
+    # Calls to store for which no slot was free.
     stores_refused: int = 0
-    # Only on disk, wanted, and not read, as no slot was free.
+    # Chunks only on disk that a request needed and that were not read, because no slot was free.
     promotions_refused: int = 0
     promoted: int = 0
-    # Read from disk, and not what was written.
+    # Chunks that could not be read from disk, or were not what had been written.
     promotions_failed: int = 0
-    # Stored in CPU memory and not on disk, as the disk did not keep up or is off.
+    # Chunks stored in CPU memory and not on disk, because the disk did not keep up or is off.
     writes_skipped: int = 0
     resets: int = 0
 
 
 @dataclass(slots=True)
 class PromotionRequest:
-    """What one request needed in its last step. One for each request, kept by the caller."""
+    """The chunks that one request needed in its last step; the caller keeps one for each request."""
 
+    # The step of the request's last look-up; -1: none that counts.
     step: int = -1
+    # Chunks that the request looked up in that step and can load or wait for.
     needed: set[OffloadKey] = field(default_factory=set)
-    # To be read from disk.
+    # Chunks to be read from disk.
     missing: list[OffloadKey] = field(default_factory=list)
+    # Whether the request needs a chunk that cannot be loaded yet.
     waits: bool = False
-    # No room for them: this request continues without.
+    # Chunks for which there was no room; the request continues without them.
     refused: set[OffloadKey] = field(default_factory=set)
+    # Chunks that were read from disk for the request.
     promoted: set[OffloadKey] = field(default_factory=set)
-    # All that it ever had to wait for.
+    # All chunks that the request ever had to wait for.
     awaited: set[OffloadKey] = field(default_factory=set)
 
 
 class Tiering:
-    """The tiers of one engine, in its scheduler's thread. announce: whether changes are taken; else none are kept."""
+    """The tiers of one engine, used in its scheduler's thread."""
 
     def __init__(self, cpu: CpuTier, disk: Disk | None, announce: bool = True) -> None:
+        """Open the disk.
+
+        Args:
+            cpu: The CPU tier.
+            disk: The disk tier, or None without one.
+            announce: Whether the caller takes the changes; otherwise none are kept.
+        """
         self.counts = Counts()
         self._cpu = cpu
         self._disk = disk
@@ -121,23 +181,28 @@ class Tiering:
         self._step = 0
         self._changes: list[TierChange] = []
         self._waiting: dict[int, PromotionRequest] = {}
-        # Being read from disk, by slot; being written to it.
+        # Chunks that are being read from disk, and written to it, by slot.
         self._reads: dict[int, OffloadKey] = {}
         self._writes: dict[int, OffloadKey] = {}
-        # Of before a reset: the disk's threads still use these slots.
+        # Slots of jobs from before a reset, which the disk's threads still use.
         self._outdated: set[int] = set()
-        # Chunks that were spoken of as coming and did not come.
+        # Chunks that were reported as pending or began to be stored, and did not arrive.
         self._missed: list[OffloadKey] = []
-        # Since a reset: the engine's workers may still write to slots that were freed.
+        # Whether the engine's workers may still write to slots that a reset freed.
         self._held = False
         if disk is not None:
             self._say(Medium.STORAGE, False, disk.open())
 
-    # Questions
+    # Look-ups
 
     def look_up(self, key: OffloadKey, wish: PromotionRequest, disk: bool = True) -> LookupAnswer:
-        """Whether a chunk can be loaded into the GPU, for the request of this wish. disk: whether it may come from
-        there."""
+        """Return whether a chunk can be loaded into the GPU.
+
+        Args:
+            key: The chunk.
+            wish: The promotion request of the request that needs the chunk.
+            disk: Whether the chunk may be read from disk.
+        """
         if wish.step != self._step:
             wish.step, wish.waits = self._step, False
             wish.needed.clear()
@@ -158,18 +223,19 @@ class Tiering:
     # Transfers of the engine
 
     def begin_load(self, keys: Collection[OffloadKey], wish: PromotionRequest) -> list[int]:
-        """Slots of chunks that are ready, which stay until `end_load`."""
+        """Return the slots of ready chunks, which keep them until `end_load`."""
         self._waiting.pop(id(wish), None)
-        found = list(keys)
-        self._touch(found)
-        self._cpu.pin(found)
-        return [self._cpu.slot(key) for key in found]
+        chunks = list(keys)
+        self._touch(chunks)
+        self._cpu.pin(chunks)
+        return [self._cpu.slot(key) for key in chunks]
 
     def end_load(self, keys: Collection[OffloadKey]) -> None:
+        """Let the chunks of a `begin_load` be evicted again."""
         self._cpu.unpin(list(keys))
 
     def begin_store(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], list[int]] | None:
-        """Those that are not there yet and a slot for each; None when there is no room for all of them."""
+        """Return the keys that are not in memory yet, and a slot for each; None if there is no room for all of them."""
         absent: list[OffloadKey] = []
         present: list[OffloadKey] = []
         for key in dict.fromkeys(keys):
@@ -184,7 +250,7 @@ class Tiering:
         return absent, slots
 
     def end_store(self, keys: Iterable[OffloadKey], success: bool) -> None:
-        """The engine has filled the slots of these, or could not."""
+        """Make the chunks of a `begin_store` loadable, or abandon them if the engine could not fill their slots."""
         keys = [key for key in keys if self._cpu.state(key) is ChunkState.WRITING]
         if success:
             self._arrived(keys)
@@ -196,7 +262,7 @@ class Tiering:
             self._miss(keys)
 
     def forget(self, wish: PromotionRequest) -> None:
-        """Its request has ended."""
+        """End the waits of a request that has ended."""
         self._waiting.pop(id(wish), None)
         self._miss(wish.awaited)
         wish.awaited.clear()
@@ -204,12 +270,12 @@ class Tiering:
     # Steps
 
     def end_step(self) -> None:
-        """After all questions of a step: what the disk has done, and what it is to do."""
+        """Collect finished disk jobs and start new ones; called after all look-ups of a step."""
         self._collect()
-        for name, wish in list(self._waiting.items()):
-            current = wish.step == self._step
-            if (current and not wish.waits) or self._step - wish.step > PATIENCE_STEPS:
-                del self._waiting[name]
+        for wish_id, wish in list(self._waiting.items()):
+            is_current = wish.step == self._step
+            if (is_current and not wish.waits) or self._step - wish.step > PATIENCE_STEPS:
+                del self._waiting[wish_id]
         protected = self._protected()
         for wish in [wish for wish in self._waiting.values() if wish.step == self._step]:
             self._promote(wish, protected)
@@ -221,26 +287,33 @@ class Tiering:
         return bool(self._changes or self._reads or self._writes or (self._disk is not None and self._disk.pending))
 
     def take_changes(self) -> list[TierChange]:
-        """What changed since the last call, in order."""
+        """Return the changes since the last call, in order."""
         self._collect()
         changes, self._changes = self._changes, []
         return changes
 
     def take_missed(self) -> list[OffloadKey]:
-        """Chunks that a request waited for, or that the engine began to store, and that came to nothing: they are not in
-        memory, and nobody waits for them."""
+        """Return pending chunks that did not arrive: they are not in memory, and no request waits for them.
+
+        A chunk was pending if a request waited for it or if the engine began to store it.
+        """
         missed, self._missed = self._missed, []
-        waited = self._protected()
+        awaited = self._protected()
         absent = (key for key in dict.fromkeys(missed) if self._cpu.state(key) is ChunkState.ABSENT)
-        return [key for key in absent if key not in waited]
+        return [key for key in absent if key not in awaited]
 
     def reset(self, hold: bool = False) -> None:
-        """Forget everything: the model's weights may be others from here on. Slots that the disk uses are free when it
-        is done. hold: nothing is read from disk until `end_hold`, as workers may still write to slots that are free
-        now."""
+        """Forget everything, because the model's weights may differ from here on.
+
+        Slots that the disk uses become free when it is done with them.
+
+        Args:
+            hold: Whether to read nothing from disk until `end_hold`, because workers may still write to slots that are
+                now free.
+        """
         self.counts.resets += 1
         self._held = hold
-        # What it noted of chunks, the engine forgets at a reset.
+        # The engine drops its own notes about pending chunks at a reset.
         self._missed.clear()
         self._collect()
         self._outdated |= self._reads.keys() | self._writes.keys()
@@ -255,14 +328,15 @@ class Tiering:
         self._waiting.clear()
 
     def end_hold(self) -> None:
-        """All that the engine's workers had begun before the reset has ended."""
+        """Allow reads from disk again: everything that the engine's workers had begun before the reset has ended."""
         self._held = False
 
     def close(self) -> None:
+        """Close the disk."""
         if self._disk is not None:
             self._disk.close()
 
-    # Inside
+    # Internals
 
     def _say(self, medium: Medium, removed: bool, keys: Sequence[OffloadKey]) -> None:
         if not keys or not self._announce:
@@ -280,7 +354,7 @@ class Tiering:
     def _touch(self, keys: Sequence[OffloadKey]) -> None:
         self._cpu.touch(keys)
         if self._disk is not None:
-            # Last first, as the CPU tier does; what is used in memory is as young on disk.
+            # Last first, as in the CPU tier; a chunk that is used in memory is as young on disk.
             self._disk.touch(keys[::-1])
 
     def _arrived(self, keys: Sequence[OffloadKey]) -> None:
@@ -321,7 +395,7 @@ class Tiering:
                 self.counts.promotions_refused += len(refused)
                 return
             if not self._disk.read(key, slots[0]):
-                # Its queue is full: requested again in the next step.
+                # The disk's queue is full; the chunk is requested again in the next step.
                 self._cpu.abandon(key)
                 return
             self._reads[slots[0]] = key

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the disk tier: manifest, records, identity."""
+"""The files of the disk tier: manifest, records, identity."""

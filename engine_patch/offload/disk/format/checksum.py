@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How payloads are checked: XXH3 (64 bits) where the xxhash package is there, as it is beside vLLM, else CRC-32 of
-zlib.
+"""The checksums of payloads: XXH3 (64 bits) if the xxhash package is installed, as beside vLLM, else zlib's CRC-32.
 
-Both let other threads run meanwhile. XXH3 costs a fraction of what copying the bytes costs, CRC-32 as much and more (30
-and 3 to 6 GB/s measured), and it misses one damage in 2**64 where CRC-32 misses one in 2**32. The name stands in the
-identity of a folder: records are never checked by another algorithm than the one they were written with, and a machine
-without xxhash has a folder of its own.
+Both let other threads run meanwhile. XXH3 costs a fraction of copying the bytes, CRC-32 as much and more (30 and 3 to 6
+GB/s measured). XXH3 misses one damage in 2**64, CRC-32 one in 2**32. The algorithm's name stands in the identity of a
+folder: records are never checked by another algorithm than the one they were written with, and a machine without xxhash
+has its own folder.
 """
 
 from __future__ import annotations
@@ -26,12 +25,15 @@ CRC32 = "crc32"
 
 
 def default_checksum() -> str:
-    """The name of the best algorithm of this machine."""
+    """Return the name of the best algorithm of this machine."""
     return CRC32 if xxh3_64 is None else XXH3
 
 
 def checksum(name: str) -> Checksum:
-    """The algorithm of that name: bytes to a number of at most 64 bits. Raises ValueError where it is not there."""
+    """Return the algorithm of that name, which turns bytes into a number of at most 64 bits.
+
+    Raises ValueError if the algorithm is not available here.
+    """
     if name == XXH3 and xxh3_64 is not None:
         return _xxh3
     if name == CRC32:
@@ -40,7 +42,7 @@ def checksum(name: str) -> Checksum:
 
 
 def _xxh3(data: memoryview) -> int:
-    # Not the function that does both: up to xxhash 3 it keeps all other threads from running.
+    # The one-call function is avoided: up to xxhash 3 it blocks all other threads.
     state = xxh3_64()
     state.update(data)
     return state.intdigest()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The system calls of the disk tier's two files, in one small object that a test can replace by one that fails.
+"""The system calls on the disk tier's two files, in one small object that a test can replace by one that fails.
 
-Every call may raise OSError. Buffers are read and written where they lie, and the interpreter's lock is free meanwhile.
+Every call may raise OSError. Buffers are read and written in place, and the interpreter's lock is free meanwhile.
 """
 
 from __future__ import annotations
@@ -10,45 +10,48 @@ import errno
 import os
 from pathlib import Path
 
-# KV caches are as private as the prompts they were made of.
+# KV caches are as private as the prompts from which they were made.
 FILE_MODE = 0o600
 
 
 class FileOps:
-    """The real ones."""
+    """The real system calls."""
 
     def open(self, path: Path) -> int:
         """Return a descriptor for reading and writing. Create the file if it does not exist, and refuse a link."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
 
     def open_to_read(self, path: Path) -> int:
-        """A descriptor for reading a file that is there."""
+        """Return a descriptor for reading an existing file."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def close(self, fd: int) -> None:
+        """Close the descriptor."""
         os.close(fd)
 
     def size(self, fd: int) -> int:
-        """Bytes."""
+        """Return the file's bytes."""
         return os.fstat(fd).st_size
 
     def truncate(self, fd: int, size: int) -> None:
+        """Set the file's size in bytes."""
         os.ftruncate(fd, size)
 
     def sync(self, fd: int) -> None:
+        """Wait until the file's data is on the medium."""
         os.fdatasync(fd)
 
     def pread(self, fd: int, into: memoryview, offset: int) -> int:
-        """Bytes read: fewer than requested at the end of the file, or at the system's discretion."""
+        """Read into the buffer; return the bytes read: fewer at the end of the file or at the system's discretion."""
         return os.preadv(fd, [into], offset)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """Bytes written: maybe fewer than given."""
+        """Write the data, and return the bytes written, which may be fewer."""
         return os.pwritev(fd, [data], offset)
 
 
 def read_fully(files: FileOps, fd: int, into: memoryview, offset: int) -> None:
-    """Fills `into`. Raises OSError, also where the file ends before."""
+    """Fill `into`. Raise OSError on failure, and also if the file ends too early."""
     done = 0
     while done < len(into):
         count = files.pread(fd, into[done:], offset + done)
@@ -58,7 +61,7 @@ def read_fully(files: FileOps, fd: int, into: memoryview, offset: int) -> None:
 
 
 def write_fully(files: FileOps, fd: int, data: memoryview, offset: int) -> None:
-    """Writes all of `data`. Raises OSError, also where the system takes no more and gives no reason."""
+    """Write all of `data`. Raise OSError on failure, and also if the system takes no more bytes without a reason."""
     done = 0
     while done < len(data):
         count = files.pwrite(fd, data[done:], offset + done)

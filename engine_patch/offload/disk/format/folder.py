@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of one identity within the folder that the user names: its owner, and its description for people.
 
-    FOLDER/<digest of the identity>/identity.json   what the records are of, for people; must be ours
-                                    *.damaged       what could not be believed, for people: nothing reads it
-                                    lock            locked while an engine writes here; its process id within
+    FOLDER/<digest of the identity>/identity.json   the identity of the records, for people; must be this engine's
+                                    *.damaged       damaged files, for people: nothing reads them
+                                    lock            locked while an engine writes here; contains its process id
                                     manifest        see manifest.py
                                     records         see records.py
 
-Folders of other identities are never opened, neither is anything else that lies there.
+Folders of other identities are never opened, and neither are other files in the user's folder.
 """
 
 from __future__ import annotations
@@ -30,40 +30,50 @@ RECORDS_FILE = "records"
 # Prompts can be recovered from KV caches.
 FOLDER_MODE = 0o700
 LOCK_MODE = 0o600
-# A process id and the name of a host.
+# Bytes that suffice for a process id and the name of a host.
 MAX_OWNER_BYTES = 512
 
 
 class DiskFolderError(RuntimeError):
-    """The folder cannot be used; the text gives the reason and the fix."""
+    """The error for a folder that cannot be used; its text gives the reason and the fix."""
 
 
 class FolderInUse(DiskFolderError):
-    """Another engine writes there."""
+    """The error for a folder to which another engine writes."""
 
 
 class ForeignFolder(DiskFolderError):
-    """Its content contradicts its name."""
+    """The error for a folder whose content contradicts its name."""
 
 
 class Folder:
-    """A claimed folder: ours until `release` or the end of the process, however it ends."""
+    """A folder that this process has claimed until `release` or the end of the process, however it ends."""
 
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path
         self._lock_fd: int | None = lock_fd
 
     def release(self) -> None:
-        """The lock file stays: a process that unlinks it cannot know whose lock it is."""
+        """Release the lock. The lock file stays, because a process that unlinks it cannot know whose lock it is."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
 
 
 def claim(root: Path, identity: DiskIdentity, option: str, log: logging.Logger) -> Folder:
-    """Makes and locks the folder of this identity. option: the name of the setting to change, for the text of errors.
+    """Make and lock the folder of this identity.
 
-    Raises FolderInUse, ForeignFolder, and DiskFolderError for a folder that cannot be written."""
+    Args:
+        root: The folder that the user names.
+        identity: The identity of the records.
+        option: The name of the setting to change, for the text of errors.
+        log: Receives a warning about a damaged folder.
+
+    Raises:
+        FolderInUse: Another engine writes to the folder.
+        ForeignFolder: The folder holds records of another identity.
+        DiskFolderError: The folder cannot be written.
+    """
     path = root / identity.folder_name()
     try:
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -83,7 +93,7 @@ def claim(root: Path, identity: DiskIdentity, option: str, log: logging.Logger) 
 
 
 def unusable(path: Path, error: OSError, option: str) -> DiskFolderError:
-    """The error for a folder that the system does not let us use."""
+    """Return the error for a folder that the system does not let us use."""
     return DiskFolderError(
         f"{path}: the disk tier cannot use this folder ({error}): "
         f"make it writable for this user, or set {option} to a folder on a local file system that is"
@@ -91,6 +101,7 @@ def unusable(path: Path, error: OSError, option: str) -> DiskFolderError:
 
 
 def foreign(path: Path, why: str, option: str) -> ForeignFolder:
+    """Return the error for a folder that holds records of another identity."""
     return ForeignFolder(
         f"{path} holds records of something else ({why}); they were left as they are: "
         f"remove the folder if nothing needs it, or set {option} to another one"
@@ -111,22 +122,24 @@ def _lock(path: Path, lock_fd: int, option: str) -> None:
 
 
 def _describe(path: Path, identity: DiskIdentity, option: str, log: logging.Logger) -> None:
-    """Makes identity.json ours. Raises ForeignFolder for another identity's, OSError.
+    """Write identity.json, or check the existing one.
 
-    A damaged one is set aside together with the records, whose identity is then unknown."""
+    A damaged one is set aside together with the manifest, because the identity of the records is then unknown. Raises
+    ForeignFolder if the file is another identity's, and OSError.
+    """
     text = identity.readable().encode()
     file = path / IDENTITY_FILE
     try:
-        found = file.read_bytes()
+        data = file.read_bytes()
     except FileNotFoundError:
         _write_whole(file, text)
         return
-    if found == text:
+    if data == text:
         return
-    if _is_an_identity(found):
+    if _is_an_identity(data):
         raise foreign(path, f"{IDENTITY_FILE} is of another identity", option)
-    # The manifest first: a kill in between leaves a folder without records and a damaged description, which is made up
-    # for later.
+    # The manifest is first: a kill in between leaves a folder without records and a damaged description, which is
+    # replaced later.
     for name in (MANIFEST_FILE, IDENTITY_FILE):
         _set_aside(path / name)
     _write_whole(file, text)
@@ -134,13 +147,13 @@ def _describe(path: Path, identity: DiskIdentity, option: str, log: logging.Logg
         "kvrouter: %s is damaged (%d bytes that no engine has written): it and the manifest were renamed to *%s, the folder starts "
         "empty, and what it held is computed again",
         file,
-        len(found),
+        len(data),
         DAMAGED_SUFFIX,
     )
 
 
 def _is_an_identity(data: bytes) -> bool:
-    """Whether an engine wrote this, of whatever identity: the digest in it is that of the rest."""
+    """Return whether an engine wrote this file, for any identity: the digest in it is that of the rest."""
     try:
         fields = json.loads(data)
         digest = fields.pop("digest")
@@ -151,7 +164,7 @@ def _is_an_identity(data: bytes) -> bool:
 
 
 def _set_aside(file: Path) -> None:
-    """In place of what was set aside before. Raises OSError."""
+    """Rename the file, replacing one that was set aside before. Raise OSError."""
     try:
         file.replace(file.with_name(file.name + DAMAGED_SUFFIX))
     except FileNotFoundError:
@@ -159,15 +172,15 @@ def _set_aside(file: Path) -> None:
 
 
 def _write_whole(file: Path, data: bytes) -> None:
-    """Whole or not at all, also where the machine loses its power. Raises OSError."""
-    fresh = file.with_name(f"{file.name}.new")
-    # A file that a crash left, or a link.
-    fresh.unlink(missing_ok=True)
-    with fresh.open("xb") as stream:
+    """Write the file completely or not at all, even if the machine loses its power. Raise OSError."""
+    new_file = file.with_name(f"{file.name}.new")
+    # A crash may have left this file, or it may be a link.
+    new_file.unlink(missing_ok=True)
+    with new_file.open("xb") as stream:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-    fresh.replace(file)
+    new_file.replace(file)
     folder_fd = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder_fd)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few threads that do I/O, behind bounded queues: submitting fails when there is no room.
 
-Reads, for which requests wait, go before writes. A thread that is in the middle of a read or write
-uses memory that its owner will free: `close` waits for it, and so does the end of the process, or of this object,
-without a `close`.
+Reads, for which requests wait, go before writes. A thread in the middle of a read or write uses memory that its owner
+will free, so `close` waits for it. Without a `close`, the end of the process or of the object waits for it.
 """
 
 from __future__ import annotations
@@ -17,26 +16,31 @@ from typing import Protocol, TypeAlias
 
 log = logging.getLogger("vllm.kvrouter.offload")
 
-# Never raises: a failure is part of its result, which it delivers itself.
+# A unit of work never raises: a failure is part of its result, which it delivers itself.
 Work: TypeAlias = Callable[[], None]
 
 
 class Executor(Protocol):
-    """Where the disk tier's work is done."""
+    """The threads, or a test's replacement, that do the disk tier's work."""
 
     def has_room(self, urgent: bool) -> bool:
-        """Whether `submit` would take work of that kind now. Only one thread submits, so that this stays true until it
-        does."""
+        """Return whether `submit` would accept work of that kind now.
+
+        Only one thread submits, so the result stays true until that thread submits.
+        """
 
     def submit(self, work: Work, urgent: bool) -> bool:
-        """Queues work, before all that is not urgent if it is. False: no room, or closed; it will not run."""
+        """Queue work, before all other work if it is urgent.
+
+        Returns False without room or after `close`; the work will then not run.
+        """
 
     def close(self) -> None:
-        """Waits for work that runs; what has not begun will not."""
+        """Wait for the work that runs; work that has not begun will not run."""
 
 
 class _Queues:
-    """What threads and submitters share; a thread must not keep the `IoThreads` alive."""
+    """The state that threads and submitters share; a thread must not keep the `IoThreads` alive."""
 
     def __init__(self, max_queued: int) -> None:
         self.max_queued = max_queued
@@ -46,20 +50,32 @@ class _Queues:
         self.closed = False
 
     def of(self, urgent: bool) -> deque[Work]:
+        """Return the queue of urgent work or of other work."""
         return self.urgent if urgent else self.other
 
     def has_room(self, urgent: bool) -> bool:
+        """Return whether the queue of that kind accepts work."""
         return not self.closed and len(self.of(urgent)) < self.max_queued
 
 
 class IoThreads:
-    """max_queued: waiting work, of the urgent and of the other kind each. Raises ValueError for numbers below 1."""
+    """The real threads, which run urgent work first."""
 
     def __init__(self, threads: int, max_queued: int, name: str) -> None:
+        """Start the threads.
+
+        Args:
+            threads: The number of threads.
+            max_queued: Waiting work, separately for the urgent and the other kind.
+            name: The prefix of the threads' names.
+
+        Raises:
+            ValueError: A number is below 1.
+        """
         if threads < 1 or max_queued < 1:
             raise ValueError(f"at least 1 thread and a queue of 1 are needed, not {threads} and {max_queued}")
         self._queues = _Queues(max_queued)
-        # Daemons, so that an engine that fails can end; what they are in the middle of is still waited for.
+        # The threads are daemons, so that an engine that fails can end; their present work is still awaited.
         self._threads = [
             threading.Thread(target=_serve, args=(self._queues,), name=f"{name}-{number}", daemon=True)
             for number in range(threads)
@@ -69,9 +85,11 @@ class IoThreads:
             thread.start()
 
     def has_room(self, urgent: bool) -> bool:
+        """Return whether `submit` would accept work of that kind now."""
         return self._queues.has_room(urgent)
 
     def submit(self, work: Work, urgent: bool) -> bool:
+        """Queue work. Return False without room or after `close`."""
         queues = self._queues
         with queues.changed:
             if not queues.has_room(urgent):
@@ -81,6 +99,7 @@ class IoThreads:
         return True
 
     def close(self) -> None:
+        """Wait for the work that runs, and drop the rest."""
         self._stop()
 
 
@@ -95,9 +114,9 @@ def _serve(queues: _Queues) -> None:
         try:
             work()
         except Exception:
-            # The thread continues: without it, queued jobs would wait for ever.
+            # The thread continues, because queued jobs would otherwise wait forever.
             log.exception("disk work failed")
-        # It holds the memory of a slot, and the next may be long in coming.
+        # The work holds the memory of a slot, and the next work may come much later.
         del work
 
 
@@ -108,6 +127,6 @@ def _shut_down(queues: _Queues, threads: list[threading.Thread]) -> None:
         queues.other.clear()
         queues.changed.notify_all()
     for thread in threads:
-        # The last reference may go in a thread of ours.
+        # One of these threads may drop the last reference to the object.
         if thread is not threading.current_thread():
             thread.join()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest: which key each record of the folder holds, in fixed-size entries that survive a kill at any moment.
 
-A write of a record first voids its entry, then writes the payload, then the entry: at every moment an entry that is
-there describes a payload that is whole, as far as a process can be killed. What a machine lost with its power is found
-by checksums: the entry's here, the payload's (which the entry holds) at every read. All numbers are little-endian.
+A write of a record first voids its entry, then writes the payload, then the entry: whenever a process is killed, each
+existing entry describes a complete payload. Checksums detect data that a machine lost with its power: the entry's
+checksum here, the payload's (which the entry holds) at every read. All numbers are little-endian.
 
-Header, at byte 0, HEADER_BYTES long, zeros behind its fields:
+Header, at byte 0, HEADER_BYTES long, zeros after its fields:
 
 | bytes | field | meaning |
 |---|---|---|
@@ -15,7 +15,7 @@ Header, at byte 0, HEADER_BYTES long, zeros behind its fields:
 | 8 | record bytes | payload of one record |
 | 8 | generation | entries of another generation are void: to clear the folder is to write one number |
 | 32 | identity digest | SHA-256 of the canonical identity |
-| 4 | check | CRC-32 of the fields before |
+| 4 | check | CRC-32 of the fields above |
 
 Entry of record i, at HEADER_BYTES + 128 * i; all zeros: void:
 
@@ -24,16 +24,16 @@ Entry of record i, at HEADER_BYTES + 128 * i; all zeros: void:
 | 4 | magic | `KVRE` |
 | 1 | key bytes | 12 to 68 |
 | 3 | | zeros |
-| 8 | record | i: an entry in a wrong place is not believed |
+| 8 | record | i: an entry in a wrong place is invalid |
 | 8 | generation | the header's at the time of the write |
 | 8 | seq | grows with every write to the folder: the order of age |
 | 8 | payload checksum | by the algorithm that the identity names |
-| 72 | key | block hash and group index, zeros behind |
+| 72 | key | block hash and group index, zeros after them |
 | 12 | | zeros |
 | 4 | check | CRC-32 of the 124 bytes before |
 
-A header that does not check makes every entry void. Nothing is synced except after a clear: a kill loses nothing that
-the system has taken, and checksums detect a power cut.
+A header with a wrong check makes every entry void. Nothing is synced except after a clear: a kill loses nothing that
+the system has accepted, and checksums detect a power cut.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HEADER_BYTES = 4_096
 ENTRY_MAGIC = b"KVRE"
 ENTRY_BYTES = 128
 KEY_ROOM_BYTES = 72
-# What the start reads at once: 8,192 entries.
+# Bytes that are read at once at the start: 8,192 entries.
 SCAN_BYTES = 8_192 * ENTRY_BYTES
 
 _HEADER = struct.Struct("<8sIIQQ32s")
@@ -63,28 +63,32 @@ _VOID = bytes(ENTRY_BYTES)
 
 
 class Entry(NamedTuple):
-    """Record number `record` holds `key`; checksum: the payload's."""
+    """The entry that says that record number `record` holds `key`."""
 
     key: OffloadKey
     record: int
     generation: int
     seq: int
+    # Checksum of the payload.
     checksum: int
 
 
 class Scan(NamedTuple):
-    """What a manifest holds. corrupt: records whose entry is torn or damaged; next_seq: above every seq of the file."""
+    """The content of a manifest."""
 
     entries: list[Entry]
+    # Records whose entry is torn or damaged.
     corrupt: list[int]
+    # A seq above every seq of the file.
     next_seq: int
 
 
 class ForeignManifest(Exception):
-    """The manifest belongs to records of another identity."""
+    """The error for a manifest that belongs to records of another identity."""
 
 
 def encode_entry(entry: Entry) -> bytes:
+    """Return the entry's ENTRY_BYTES bytes."""
     body = _ENTRY.pack(
         ENTRY_MAGIC, len(entry.key), entry.record, entry.generation, entry.seq, entry.checksum, entry.key
     )
@@ -92,12 +96,12 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def decode_entry(data: bytes, index: int) -> Entry | None:
-    """The entry of record `index`, None unless every field is valid. data: (ENTRY_BYTES,)."""
+    """Return the entry of record `index`, or None unless every field is valid. `data` is (ENTRY_BYTES,)."""
     body = data[: _ENTRY.size]
     if _CHECK.pack(zlib.crc32(body)) != data[_ENTRY.size :]:
         return None
-    magic, key_bytes, named, generation, seq, checksum, key = _ENTRY.unpack(body)
-    if magic != ENTRY_MAGIC or named != index:
+    magic, key_bytes, record, generation, seq, checksum, key = _ENTRY.unpack(body)
+    if magic != ENTRY_MAGIC or record != index:
         return None
     if not MIN_HASH_BYTES + GROUP_BYTES <= key_bytes <= MAX_HASH_BYTES + GROUP_BYTES:
         return None
@@ -105,8 +109,10 @@ def decode_entry(data: bytes, index: int) -> Entry | None:
 
 
 class Manifest:
-    """The open file. `scan` and `truncate` in one thread, before all else; of one record only one entry is written at a
-    time."""
+    """The open manifest file.
+
+    One thread calls `scan` and `truncate`, before all other methods. Only one entry of a record is written at a time.
+    """
 
     def __init__(self, files: FileOps, fd: int, digest: bytes, record_bytes: int) -> None:
         self._files = files
@@ -118,9 +124,10 @@ class Manifest:
         self._header_lock = threading.Lock()
 
     def scan(self) -> Scan:
-        """Reads header and entries; must come first. Raises ForeignManifest, OSError.
+        """Read header and entries; must be called first.
 
-        A file that is new, or whose header is damaged, gets a header with a generation that no entry has.
+        A file that is new, or whose header is damaged, gets a header with a generation that no entry has. Raises
+        ForeignManifest and OSError.
         """
         generation = self.read_header()
         entries: list[Entry] = []
@@ -145,41 +152,44 @@ class Manifest:
         return Scan(entries, corrupt, newest + 1)
 
     def set_generation(self, generation: int) -> None:
-        """Makes entries of every other generation void. Raises OSError: a later start may then find what was to be
-        void."""
+        """Make entries of every other generation void.
+
+        Raises OSError; a later start may then find entries that were to be void.
+        """
         with self._header_lock:
             self.generation = generation
             self._write_header()
 
     def write_header(self) -> None:
-        """Again, as it should be. Raises OSError."""
+        """Write the present header again. Raise OSError."""
         with self._header_lock:
             self._write_header()
 
     def sync(self) -> None:
-        """What was written is on the medium. Raises OSError."""
+        """Wait until all that was written is on the medium. Raise OSError."""
         self._files.sync(self._fd)
 
     def get(self, index: int) -> Entry | None:
-        """The entry of a record, None where it is invalid. Raises OSError."""
+        """Return the entry of a record, or None if it is invalid. Raise OSError."""
         data = bytearray(ENTRY_BYTES)
         read_fully(self._files, self._fd, memoryview(data), _place(index))
         return decode_entry(bytes(data), index)
 
     def put(self, entry: Entry) -> None:
-        """Raises OSError; the entry may then be torn, which the next start sees."""
+        """Write the entry of a record. Raise OSError; the entry may then be torn, which the next start detects."""
         write_fully(self._files, self._fd, memoryview(encode_entry(entry)), _place(entry.record))
 
     def void(self, index: int) -> None:
-        """Raises OSError."""
+        """Void the entry of a record. Raise OSError."""
         write_fully(self._files, self._fd, memoryview(_VOID), _place(index))
 
     def truncate(self, records: int) -> None:
-        """Forgets all entries from that record on. Raises OSError."""
+        """Remove all entries from record number `records` on. Raise OSError."""
         if self._files.size(self._fd) > _place(records):
             self._files.truncate(self._fd, _place(records))
 
     def close(self) -> None:
+        """Close the file."""
         self._files.close(self._fd)
 
     def _write_header(self) -> None:
@@ -190,7 +200,7 @@ class Manifest:
         write_fully(self._files, self._fd, memoryview(data), 0)
 
     def read_header(self) -> int | None:
-        """The generation, None where there is no valid header. Raises ForeignManifest, OSError."""
+        """Return the generation, or None without a valid header. Raise ForeignManifest and OSError."""
         if self._files.size(self._fd) < HEADER_BYTES:
             return None
         data = bytearray(HEADER_BYTES)
@@ -205,19 +215,19 @@ class Manifest:
         return int(generation)
 
     def _raw_entries(self) -> list[tuple[int, bytes]]:
-        """(record, bytes) of all entries that are not void; a last one that is cut short is padded with zeros."""
-        found = []
+        """Return (record, bytes) of all entries that are not void; a truncated last entry is padded with zeros."""
+        entries = []
         size = self._files.size(self._fd)
         for start in range(HEADER_BYTES, size, SCAN_BYTES):
             data = bytearray(min(SCAN_BYTES, size - start))
             read_fully(self._files, self._fd, memoryview(data), start)
             data += bytes(-len(data) % ENTRY_BYTES)
             first = (start - HEADER_BYTES) // ENTRY_BYTES
-            for at in range(0, len(data), ENTRY_BYTES):
-                entry = bytes(data[at : at + ENTRY_BYTES])
+            for offset in range(0, len(data), ENTRY_BYTES):
+                entry = bytes(data[offset : offset + ENTRY_BYTES])
                 if entry != _VOID:
-                    found.append((first + at // ENTRY_BYTES, entry))
-        return found
+                    entries.append((first + offset // ENTRY_BYTES, entry))
+        return entries
 
 
 def _place(index: int) -> int:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifest and records together: what is done for one record, in the order that a kill at any moment cannot harm.
+"""Manifest and records together: the operations on one record, in an order that a kill at any moment cannot harm.
 
-`write`, `read`, `sync` and `trial` run in the I/O threads and never raise: what went wrong is their result. A record is
-used by one of them at a time, but for reads, of which there may be several.
+`write`, `read`, `sync` and `trial` run in the I/O threads and never raise: errors are part of their result. Only one of
+them uses a record at a time, except that there may be several reads of it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from kvrouter.engine_patch.offload.disk.format.manifest import Entry, Manifest
 from kvrouter.engine_patch.offload.disk.format.records import Records
 from kvrouter.engine_patch.offload.key import OffloadKey
 
-# No space on the device, over the user's quota, beyond the largest file of the file system or of the process.
+# No space on the device, over the user's quota, or beyond the largest file of the file system or of the process.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class RecordOutcome(Enum):
+    """The outcome of an operation on a record."""
+
     DONE = 0
-    # What was read is not what had been written.
+    # The bytes that were read are not the bytes that had been written.
     CORRUPT = 1
     NO_SPACE = 2
     FAILED = 3
-    # Of a reader: the engine that writes the folder has given the record to another key.
+    # A reader found that the engine that writes the folder has given the record to another key.
     REUSED = 4
 
 
 class Result(NamedTuple):
-    """reason: for people, where it is not DONE."""
+    """The outcome of an operation, with a reason for people unless it is DONE."""
 
     outcome: RecordOutcome
     reason: str = ""
@@ -46,9 +48,11 @@ DONE = Result(RecordOutcome.DONE)
 
 
 class Found(NamedTuple):
-    """What the start has found. held: (key, record), oldest first; records: how many the file has room for."""
+    """The records found at the start."""
 
+    # (key, record), oldest first.
     held: list[tuple[OffloadKey, int]]
+    # Number of records for which the file has room.
     records: int
     next_seq: int
     corrupt: int
@@ -64,7 +68,7 @@ class Store:
 
     @classmethod
     def open(cls, path: Path, identity: DiskIdentity, files: FileOps) -> Store:
-        """Raises OSError; ValueError for a checksum that is not there."""
+        """Open the files. Raise OSError, and ValueError for a checksum that is not available."""
         check = checksum(identity.checksum)
         manifest_fd = files.open(path / MANIFEST_FILE)
         try:
@@ -79,13 +83,15 @@ class Store:
 
     @property
     def generation(self) -> int:
+        """The generation of entries that are valid."""
         return self._manifest.generation
 
     def recover(self, max_records: int) -> Found:
-        """What earlier processes left, within `max_records`. Raises OSError, ForeignManifest.
+        """Return the records that earlier processes left, within `max_records`.
 
-        Where there is more, the oldest go; survivors that lie behind the new end of the file are moved, which takes as
-        long as to read and write them."""
+        If there are more, the oldest are dropped. Remaining records behind the new end of the file are moved, which
+        takes as long as reading and writing them. Raises OSError and ForeignManifest.
+        """
         scan = self._manifest.scan()
         count = self._records.count()
         useless = list(scan.corrupt)
@@ -96,7 +102,7 @@ class Store:
                 useless.append(entry.record)
                 corrupt += 1
                 continue
-            # Twice, where a move was cut short, or an old entry could not be voided.
+            # A key may occur twice if a move was cut short, or if an old entry could not be voided.
             if (older := newest.pop(entry.key, None)) is not None:
                 useless.append(older.record)
             newest[entry.key] = entry
@@ -112,18 +118,22 @@ class Store:
         return Found(held, min(count, max_records), scan.next_seq, corrupt + lost, evicted)
 
     def write(self, key: OffloadKey, index: int, generation: int, seq: int, data: memoryview) -> Result:
+        """Write a record's payload and its entry."""
         try:
             self._manifest.void(index)
             payload_checksum = self._records.write(index, data)
             self._manifest.put(Entry(key, index, generation, seq, payload_checksum))
         except Exception as error:
-            # The entry may be half there.
+            # The entry may be half written.
             self._give_up(index)
             return failure(error)
         return DONE
 
     def read(self, key: OffloadKey, index: int, generation: int, into: memoryview) -> Result:
-        """A record that cannot be read is voided: the next start shall not find it."""
+        """Read a record into the buffer.
+
+        A record that cannot be read is voided, so that the next start does not find it.
+        """
         try:
             result = read_record(self._manifest, self._records, key, index, generation, into)
         except Exception as error:
@@ -133,7 +143,7 @@ class Store:
         return result
 
     def clear(self, generation: int) -> Result:
-        """Every entry is void. Where that fails, the next `trial` tries again."""
+        """Void every entry. If that fails, the next `trial` tries again."""
         try:
             self._manifest.set_generation(generation)
         except Exception as error:
@@ -141,7 +151,7 @@ class Store:
         return DONE
 
     def sync(self) -> Result:
-        """A clear is on the medium: a power cut brings nothing back."""
+        """Wait until a clear is on the medium, so that a power cut restores nothing."""
         try:
             self._manifest.sync()
         except Exception as error:
@@ -149,7 +159,10 @@ class Store:
         return DONE
 
     def trial(self, index: int | None) -> Result:
-        """Whether the disk takes and gives bytes again. index: of a record that should be readable."""
+        """Test whether the disk takes and returns bytes again.
+
+        `index` is a record that should be readable, or None. The header is written again, too.
+        """
         try:
             self._manifest.write_header()
             self._manifest.sync()
@@ -160,18 +173,22 @@ class Store:
         return DONE
 
     def close(self) -> None:
-        """Ignores failures: the checksum reveals whatever was not written."""
+        """Close both files, ignoring failures: the checksum reveals data that was not written."""
         for file in (self._manifest, self._records):
             with contextlib.suppress(OSError):
                 file.close()
 
     def _give_up(self, index: int) -> None:
-        # Where this fails too, the payload's checksum still guards the next start.
+        # If this fails too, the payload's checksum still guards the next start.
         with contextlib.suppress(Exception):
             self._manifest.void(index)
 
     def _moved_in(self, entries: list[Entry], max_records: int) -> tuple[list[tuple[OffloadKey, int]], int]:
-        """(key, record) of all, each within `max_records`, and how many could not be moved."""
+        """Move records into the first `max_records`.
+
+        Returns:
+            (key, record) of all remaining entries, and the number of entries that could not be moved.
+        """
         used = {entry.record for entry in entries}
         free = (index for index in range(max_records) if index not in used)
         held, lost = [], 0
@@ -196,7 +213,7 @@ class Store:
 def read_record(
     manifest: Manifest, records: Records, key: OffloadKey, index: int, generation: int, into: memoryview
 ) -> Result:
-    """Whether the record holds that key, and `into` its payload. Raises OSError."""
+    """Fill `into` with the payload of a record, and check that the record holds that key. Raise OSError."""
     entry = manifest.get(index)
     if entry is None or entry.key != key or entry.generation != generation:
         return Result(RecordOutcome.CORRUPT, f"the manifest entry of record {index} is damaged")
@@ -206,6 +223,6 @@ def read_record(
 
 
 def failure(error: Exception) -> Result:
-    """An error as a result."""
+    """Return the result for an error."""
     full = isinstance(error, OSError) and error.errno in NO_SPACE
     return Result(RecordOutcome.NO_SPACE if full else RecordOutcome.FAILED, str(error) or repr(error))
