@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doors of the router: HTTP API, proxy, gateway and page, and who may use them."""
+"""The doors of the router (HTTP API, proxy, gateway and page), and the access rules for them."""

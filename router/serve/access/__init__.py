@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may connect to the router's port and do what: certificate, API keys, rate of registrations."""
+"""Access to the router's port: its certificate, its API keys, and the rate of registrations."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may connect to the router's port and do what, at this moment: the async shell around files and limits."""
+"""The current access rules of the router's port, reloaded when their files change.
+
+This is the async shell around the certificate files, the key file and the rate limits.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,22 @@ from kvrouter.router.serve.access.certificate import CertificateFiles, GatewayPe
 from kvrouter.router.serve.access.reloaded import Reloaded
 from kvrouter.router.serve.access.token_bucket import TokenBucket
 
-# A change counts when it has been there for one of these. A look is one stat a file.
+# The time between two checks of the files. A change counts once two checks in a row see it; a check is one `stat` per
+# file.
 POLL_S = 0.5
-# MAX_KEYS entries with long names are some 20 kB.
+# `MAX_KEYS` entries with long names take about 20 kB.
 MAX_KEYS_BYTES = 256 * 1024
-# Registrations that may come at once, in workers of `max_workers`: a fleet that comes up, and is dropped, and some.
+# Registrations that may come in one burst, as a multiple of `max_workers`. A whole fleet that starts, is dropped and
+# registers again fits, with some to spare.
 BURST_SHARE = 4
 
 
 def certificate_files(config: Config) -> CertificateFiles | None:
-    """Return the files that the settings name. Raises SettingError where one is missing."""
+    """Return the certificate files of the HTTP port, or None if it has no TLS.
+
+    Raises SettingError if the settings name a certificate without a key, a key without a certificate, or only
+    authorities.
+    """
     if (config.tls_certificate is None) != (config.tls_key is None):
         raise SettingError("tls_certificate and tls_key go together: give both files, or neither")
     if config.tls_certificate is None or config.tls_key is None:
@@ -40,7 +49,11 @@ def certificate_files(config: Config) -> CertificateFiles | None:
 
 
 def gateway_files(config: Config) -> CertificateFiles | None:
-    """Return the files of the gateway's port. Raises SettingError where one is missing."""
+    """Return the certificate files of the gateway's port, or None if it has no TLS.
+
+    Raises SettingError if the settings name a certificate without a key, a key without a certificate, or only
+    authorities.
+    """
     if (config.gateway_certificate is None) != (config.gateway_key is None):
         raise SettingError("gateway_certificate and gateway_key go together: give both files, or neither")
     if config.gateway_certificate is None or config.gateway_key is None:
@@ -54,7 +67,10 @@ def gateway_files(config: Config) -> CertificateFiles | None:
 
 
 def read_keys(file: Path) -> list[ApiKey]:
-    """Read the keys that a file lists. Raises OSError and SettingError."""
+    """Read the API keys that a file lists.
+
+    Raises OSError if the file cannot be read, and SettingError if its content is not valid.
+    """
     try:
         return parse_keys(read_regular(file, MAX_KEYS_BYTES).decode("utf-8"), f"api_keys_file {file}")
     except UnicodeDecodeError:
@@ -62,7 +78,10 @@ def read_keys(file: Path) -> list[ApiKey]:
 
 
 class Access:
-    """keys: those that admit; None: all requests are admitted. wall_clock: seconds since 1970; clock: monotonic."""
+    """The rules for requests to the router's port: certificate, API keys, browser policy and rate of registrations.
+
+    `keys` holds the API keys that admit a request; it is None if every request is admitted without a key.
+    """
 
     def __init__(
         self,
@@ -72,22 +91,31 @@ class Access:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        """Reads the files. Raises SettingError."""
+        """Read all files once, and raise SettingError if one of them cannot be used.
+
+        Args:
+            config: The settings, which name the files and the limits.
+            metrics: The metrics of access.
+            clock: Returns monotonic seconds.
+            wall_clock: Returns seconds since 1970.
+        """
         self.metrics = metrics
         self.browsers = BrowserPolicy(config)
         self._clock = clock
         self._wall_clock = wall_clock
         self._rate_per_s = config.registrations_per_s
         self._burst = BURST_SHARE * config.max_workers
-        # The bucket of each key by its name; requests without a key share one.
+        # The registration bucket of each key, by the key's name. Requests without a key share one.
         self._buckets: dict[str, TokenBucket] = {}
         self._setting = None if config.api_key is None else setting_key(config.api_key)
         files = certificate_files(config)
         self._certificate = (
             None if files is None else Reloaded("certificate", files.paths, lambda: read_certificate(files), metrics)
         )
-        named = None if config.api_keys_file is None else Path(config.api_keys_file)
-        self._listed = None if named is None else Reloaded("api_keys", [named], lambda: read_keys(named), metrics)
+        keys_file = None if config.api_keys_file is None else Path(config.api_keys_file)
+        self._listed = (
+            None if keys_file is None else Reloaded("api_keys", [keys_file], lambda: read_keys(keys_file), metrics)
+        )
         pems = gateway_files(config)
         self._gateway = (
             None if pems is None else Reloaded("gateway_certificate", pems.paths, lambda: read_pems(pems), metrics)
@@ -100,44 +128,48 @@ class Access:
 
     @property
     def context(self) -> ssl.SSLContext | None:
-        """For a new connection; None: it is plain."""
+        """The TLS context for a new connection, or None if the port has no TLS."""
         return None if self._certificate is None else self._certificate.value.context
 
     @property
     def gateway_pems(self) -> GatewayPems | None:
-        """Return the certificate for a new connection to the gateway's port, None if that port is plain. Any thread may
-        call it."""
+        """The certificate for a new connection to the gateway's port, or None if that port has no TLS.
+
+        Any thread may read this property.
+        """
         return None if self._gateway is None else self._gateway.value
 
     @property
     def expiry_problem(self) -> str | None:
-        """Why clients refuse the certificate for its time."""
+        """The reason why clients refuse the certificate now, or None if its period of validity is no reason."""
         if self._certificate is None:
             return None
         return self._certificate.value.expiry_problem(self._wall_clock())
 
     @property
     def expiry_caution(self) -> str | None:
-        """That the certificate ends soon."""
+        """A warning that the certificate expires soon, or None if it does not."""
         if self._certificate is None:
             return None
         return self._certificate.value.expiry_caution(self._wall_clock())
 
     @property
     def file_problems(self) -> list[str]:
-        """Why what is used is not what a file holds."""
+        """One message per file whose current content cannot be used, so that its previous content stays in force."""
         return [f"{file.problem}; the former is used" for file in self._files if file.problem]
 
     def health(self) -> Sequence[str]:
+        """Return the problems that make access unhealthy: unusable files and an expired certificate."""
         expired = self.expiry_problem
         return [*self.file_problems, *([] if expired is None else [expired])]
 
     def cautions(self) -> Sequence[str]:
+        """Return warnings that need no action yet: a certificate that expires soon."""
         near = self.expiry_caution
         return [] if near is None else [near]
 
     def registration_pause_s(self, key: str) -> float:
-        """0.0 where whoever has this key may register now, which counts; else when it may."""
+        """Take a registration from the key's bucket and return 0.0, or return the seconds to wait for the next one."""
         if not self._rate_per_s:
             return 0.0
         now_s = self._clock()
@@ -150,15 +182,15 @@ class Access:
         return pause_s
 
     def count(self, key: str, outcome: str) -> None:
-        """One request with the key of this name."""
+        """Count one request of the key with this name. `outcome` is one of `KEY_OUTCOMES` or `UNAUTHORIZED`."""
         self.metrics.key_requests.labels(key, outcome).inc()
 
     async def watch(self) -> None:
-        """Look at the files for ever; a file that hangs does not delay the others."""
+        """Check all files for changes forever. A file that hangs does not delay the others."""
         async with asyncio.TaskGroup() as group:
             for file in self._files:
                 group.create_task(self._follow(file))
-        # Wait for ever if there are no files: the supervisor takes a task that ends for a failure.
+        # Wait forever if there are no files: the supervisor treats a task that ends as a failure.
         await asyncio.Event().wait()
 
     async def _follow(self, file: Reloaded[Any]) -> None:
@@ -171,14 +203,14 @@ class Access:
     def _take_keys(self) -> None:
         if self._setting is None and self._listed is None:
             return
-        before = [] if self.keys is None else self.keys.names
+        former_names = [] if self.keys is None else self.keys.names
         setting = [] if self._setting is None else [self._setting]
         self.keys = ApiKeys([*setting, *([] if self._listed is None else self._listed.value)])
         self.metrics.key_requests.labels(UNKNOWN_NAME, UNAUTHORIZED)
         for name in self.keys.names:
             for outcome in KEY_OUTCOMES:
                 self.metrics.key_requests.labels(name, outcome)
-        for name in set(before) - set(self.keys.names):
+        for name in set(former_names) - set(self.keys.names):
             self._buckets.pop(name, None)
             for outcome in KEY_OUTCOMES:
                 self.metrics.key_requests.remove(name, outcome)

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of certificate, API keys and registrations."""
+"""The metrics of the certificate, of API keys and of registrations."""
 
 from __future__ import annotations
 
 from kvrouter.router.base.common.tally import Counter
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 
-# The files that are read again, and the outcomes of a change.
+# The files that are reloaded when they change, and the outcomes of a change.
 FILES = ("certificate", "api_keys", "gateway_certificate")
 OUTCOMES = ("taken", "refused")
-# Outcomes of a request with a key: it was admitted, its key's scope did not suffice, or it registered too often. A
+# The outcomes of a request with a key: it was admitted, its key's scopes did not suffice, or it registered too often. A
 # request without a known key is unauthorized.
 ADMITTED, FORBIDDEN, LIMITED, UNAUTHORIZED = "admitted", "forbidden", "limited", "unauthorized"
 KEY_OUTCOMES = (ADMITTED, FORBIDDEN, LIMITED)
-# The header that showed that a web page may have had the request sent (`browser_policy.py`).
+# The header that showed that a web page may have caused the request (`browser_policy.py`).
 FOREIGN_HOST, FOREIGN_ORIGIN = "host", "origin"
 
 
 class AccessMetrics:
-    """key_requests: by a key's name, of which there are at most MAX_KEYS; the series end with the key."""
+    """The metrics of access.
+
+    `key_requests` has series for each key's name, of which there are at most `MAX_KEYS`; they are removed with the key.
+    """
 
     def __init__(self, registry: MetricRegistry) -> None:
         self.start = registry.gauge(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys: which there are, by a file's text and the setting `api_key`, and whose a request has. Pure.
+"""API keys: the keys that the settings define, and the key that a request holds. Pure.
 
-Only digests are kept, so that no key of the file can reach a log, an error or a dump."""
+Only digests are kept, so that no key from the file can reach a log, an error or a dump.
+"""
 
 from __future__ import annotations
 
@@ -18,82 +19,95 @@ from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.serve.access.key_bounds import KeyBounds
 from kvrouter.router.serve.access.scope import ASK_PARTS, Scope
 
-# Each request is compared with all of them, at some 150 ns each; and each has series of its own in /metrics.
+# Each request is compared with every key, at about 150 ns per key, and each key has its own series in /metrics.
 MAX_KEYS = 64
-# Shorter ones can be guessed.
+# Shorter keys can be guessed.
 MIN_KEY_CHARS = 16
-# The name of the setting's own key, and of those that are none, in /metrics.
+# The names that /metrics shows for the key of the setting `api_key`, and for keys that are not known.
 SETTING_NAME, UNKNOWN_NAME = "api_key", "unknown"
 
 FORM = "write `keys:` and below it entries like `- {name: gateway, scopes: [ask], sha256: HEX}`"
 
 
-# A model's name or a salt.
+# The name of a model, or a cache salt.
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of the file; either key or sha256."""
+    """One entry of the key file, which has either `key` or `sha256`."""
 
+    # The pattern ends with `$(?!\n)` because `$` alone also matches before a newline at the end.
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$(?!\n)")]
     scopes: Annotated[list[Scope], msgspec.Meta(min_length=1)]
+    # The key in plain text, of at least `MIN_KEY_CHARS` characters.
     key: str | None = None
+    # The key's SHA-256 in hexadecimal.
     sha256: str | None = None
+    # The models that the key may name; None admits any.
     models: Annotated[list[Name], msgspec.Meta(min_length=1)] | None = None
+    # The cache salts that the key may use; None admits any.
     cache_salts: Annotated[list[Name], msgspec.Meta(min_length=1)] | None = None
 
 
 class ApiKey(msgspec.Struct, frozen=True):
-    """One API key with its rights; the key itself is not kept."""
+    """One API key and its rights. The key itself is not kept."""
 
     name: str
     scopes: frozenset[Scope]
-    # The SHA-256 of the key.
+    # The SHA-256 of the key, in 32 bytes.
     digest: bytes
-    # The models and salts that it may name.
+    # The models and cache salts that the key may name.
     bounds: KeyBounds
 
     def may(self, wanted: frozenset[Scope]) -> bool:
-        """Return whether the key has one of these scopes."""
+        """Return whether the key has at least one of the wanted scopes."""
         if Scope.ADMIN in self.scopes or not self.scopes.isdisjoint(wanted):
             return True
         return Scope.ASK in self.scopes and not ASK_PARTS.isdisjoint(wanted)
 
 
 class ApiKeys:
-    """All that admit, at one time."""
+    """An immutable set of all API keys that admit a request at one time."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._keys = tuple(keys)
 
     @property
     def names(self) -> list[str]:
+        """The names of all keys."""
         return [key.name for key in self._keys]
 
     def holder(self, authorization: str) -> ApiKey | None:
-        """The key of a request's `Authorization`; None: it has none, or one that is not known."""
-        scheme, _, given = authorization.partition(" ")
-        digest = digest_of(given.strip())
-        found: ApiKey | None = None
-        # In constant time, and all of them: how long it takes must not show how much of which key was right.
+        """Return the key in a request's `Authorization` header, or None if the header has no key or an unknown one."""
+        scheme, _, credentials = authorization.partition(" ")
+        digest = digest_of(credentials.strip())
+        holder: ApiKey | None = None
+        # Compare in constant time, and with every key: the duration must not reveal how much of which key was right.
         for key in self._keys:
             if hmac.compare_digest(digest, key.digest):
-                found = key
-        return found if scheme.lower() == "bearer" else None
+                holder = key
+        return holder if scheme.lower() == "bearer" else None
 
 
 def digest_of(key: str) -> bytes:
+    """Return the SHA-256 of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def setting_key(key: str) -> ApiKey:
-    """That of the setting `api_key`, which may do everything."""
+    """Return the key of the setting `api_key`, which has every right."""
     return ApiKey(SETTING_NAME, frozenset({Scope.ADMIN}), digest_of(key), KeyBounds(SETTING_NAME))
 
 
 def parse_keys(text: str, where: str) -> list[ApiKey]:
-    """The keys that a file's text lists. where: what to call it in an error, which holds nothing of a key. Raises
-    SettingError."""
+    """Return the keys that the text of a key file lists.
+
+    Raises SettingError, whose message contains no part of a key.
+
+    Args:
+        text: The content of the file, in YAML.
+        where: The name of the file in error messages.
+    """
     try:
         content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -105,39 +119,39 @@ def parse_keys(text: str, where: str) -> list[ApiKey]:
         raise SettingError(f"{where} lists no keys: {FORM}")
     if len(entries) > MAX_KEYS:
         raise SettingError(f"{where} lists {len(entries)} keys; at most {MAX_KEYS} are taken")
-    found: list[ApiKey] = []
+    keys: list[ApiKey] = []
     for number, entry in enumerate(entries, 1):
         key = _key_of(entry, f"{where} key {number}")
-        _check_single(key, found, f"{where} key {number}")
-        found.append(key)
-    return found
+        _check_single(key, keys, f"{where} key {number}")
+        keys.append(key)
+    return keys
 
 
 def _key_of(entry: Any, where: str) -> ApiKey:
     try:
-        given = msgspec.convert(entry, KeyEntry)
+        key_entry = msgspec.convert(entry, KeyEntry)
     except msgspec.ValidationError:
-        # Its own text may quote a value.
+        # The message of msgspec may quote a value, and so a key.
         raise SettingError(
             f"{where} is no key: it needs `name` (letters, digits, `._-`), `scopes` (of {', '.join(Scope)}), and `key` or "
             "`sha256` as quoted text, and besides these at most `models` and `cache_salts`, lists of text"
         ) from None
-    if given.name in (SETTING_NAME, UNKNOWN_NAME):
-        raise SettingError(f"{where}: the name {given.name} is taken; write another one")
-    if (given.key is None) == (given.sha256 is None):
-        raise SettingError(f"{where} ({given.name}) needs either `key` or `sha256`")
-    if given.sha256 is not None:
-        if not re.fullmatch(r"[0-9A-Fa-f]{64}", given.sha256):
-            raise SettingError(f"{where} ({given.name}): write the 64 hex digits of the key's SHA-256 as `sha256`")
-        digest = bytes.fromhex(given.sha256)
+    if key_entry.name in (SETTING_NAME, UNKNOWN_NAME):
+        raise SettingError(f"{where}: the name {key_entry.name} is taken; write another one")
+    if (key_entry.key is None) == (key_entry.sha256 is None):
+        raise SettingError(f"{where} ({key_entry.name}) needs either `key` or `sha256`")
+    if key_entry.sha256 is not None:
+        if not re.fullmatch(r"[0-9A-Fa-f]{64}", key_entry.sha256):
+            raise SettingError(f"{where} ({key_entry.name}): write the 64 hex digits of the key's SHA-256 as `sha256`")
+        digest = bytes.fromhex(key_entry.sha256)
     else:
-        assert given.key is not None
-        if not re.fullmatch(rf"[\x21-\x7e]{{{MIN_KEY_CHARS},}}", given.key):
+        assert key_entry.key is not None
+        if not re.fullmatch(rf"[\x21-\x7e]{{{MIN_KEY_CHARS},}}", key_entry.key):
             raise SettingError(
-                f"{where} ({given.name}): write a key of {MIN_KEY_CHARS} or more printable ASCII characters without spaces"
+                f"{where} ({key_entry.name}): write a key of {MIN_KEY_CHARS} or more printable ASCII characters without spaces"
             )
-        digest = digest_of(given.key)
-    return ApiKey(given.name, frozenset(given.scopes), digest, _bounds_of(given, where))
+        digest = digest_of(key_entry.key)
+    return ApiKey(key_entry.name, frozenset(key_entry.scopes), digest, _bounds_of(key_entry, where))
 
 
 def _bounds_of(entry: KeyEntry, where: str) -> KeyBounds:

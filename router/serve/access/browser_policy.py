@@ -6,9 +6,9 @@ Two attacks need no key and no access to the network except through the browser:
 - DNS rebinding: the name of the attacker's page is pointed at this router's address, so the browser takes the router
   for the page's site and lets the page's scripts read the answers. The request's Host then names that site.
 - Cross-site request forgery: a page sends a request that changes something here, without reading the answer. The
-  browser says so in Origin and Sec-Fetch-Site, which no script can set.
+  browser marks such a request in Origin and Sec-Fetch-Site, which no script can set.
 
-A client that is not a browser sends as Host the name that it was given, and neither of the other two headers.
+A client that is not a browser sends the name that it connected to as Host, and neither of the other two headers.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from kvrouter.router.model.config.settings import Config
 HOST = re.compile(rb"(\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?\Z")
 
 # Requests with these methods change nothing, and a page of another origin cannot read their answers
-# (`api/http/cors.py`).
+# (`router/serve/api/http/cors.py`).
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-# Values of Sec-Fetch-Site with which browsers mark requests of their user (`none`) and of this router's own pages.
+# The values of Sec-Fetch-Site with which browsers mark requests of their user (`none`) and of this router's own pages.
 OWN_SITES = frozenset({b"same-origin", b"none"})
 ANY_ORIGIN = "*"
 
-# How many admitted Host headers are remembered for the short way past the general parser: one for each name and address
-# of the router that clients use. A page that tries many names gets none of them admitted.
+# How many admitted Host headers are remembered, to skip the general parser for them: one for each name and address of
+# the router that clients use. A page that tries many names gets none of them admitted, so it cannot fill the set.
 MAX_KNOWN_HOSTS = 256
-# How much of a name an error shows.
+# The number of characters of a name that an error shows.
 SHOWN_CHARS = 80
 
 
 class BrowserPolicy:
     """The hosts that requests may name and the origins that they may come from.
 
-    Without an API key and without client certificates, nothing but the network protects the router, so the Host must be
-    one of its names. With either, any Host is admitted: a rebound page has no key or certificate to show."""
+    Without an API key and without client certificates, only the network protects the router, so the Host must be one of
+    its names. With a key or certificates, any Host is admitted, because a rebound page has neither to show.
+    """
 
     known_hosts: set[bytes] | None
-    """Host headers that were admitted already; None where any is."""
+    """Host headers that were already admitted, or None if any Host is admitted."""
 
     def __init__(self, config: Config) -> None:
-        """Raises SettingError."""
+        """Read the rules from the settings, and raise SettingError if the list of allowed hosts is not valid."""
         self._hosts = allowed_hosts(config.allowed_hosts)
         self._own_name = plain_name(config.host)
         self._is_local = _is_loopback(config.host)
@@ -56,9 +57,10 @@ class BrowserPolicy:
         self.known_hosts = None if guarded else set()
 
     def host_problem(self, host: bytes) -> str | None:
-        """Return why a request with this Host header, which HOST matches, is refused, or None if it is admitted.
+        """Return why a request with this Host header, which `HOST` matches, is refused, or None if it is admitted.
 
-        An empty or absent Host is admitted, because browsers always send one."""
+        An empty or absent Host is admitted, because browsers always send one.
+        """
         if not host or self.known_hosts is None or host in self.known_hosts:
             return None
         matched = HOST.match(host)
@@ -74,11 +76,12 @@ class BrowserPolicy:
         return None
 
     def origin_problem(self, method: str, host: bytes, origin: bytes, fetch_site: bytes) -> str | None:
-        """Return why a request is refused because of the page that had it sent, or None if it is admitted.
+        """Return why a request is refused because of the page that sent it, or None if it is admitted.
 
         The checks have the order of Go's net/http.CrossOriginProtection (1.25).
 
         Args:
+            method: The HTTP method, in upper case.
             host: The Host header, empty where absent.
             origin: The Origin header, empty where absent.
             fetch_site: The Sec-Fetch-Site header, empty where absent.
@@ -111,7 +114,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _authority_of(origin: bytes) -> bytes | None:
-    """Return host and port of an origin as requests of its pages have them in Host, or None if it has none (`null`)."""
+    """Return host and port of an origin in the form of a Host header, or None if the origin has none (`null`)."""
     try:
         authority = urlsplit(origin.decode("latin-1")).netloc
     except ValueError:

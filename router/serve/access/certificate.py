@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The certificate of the router's port: what its files hold, as a context for new connections."""
+"""The certificates of the router's ports: their files, read into TLS contexts or into PEM contents."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.regular_file import open_regular, read_regular
 from kvrouter.router.serve.access.validity import Validity, validity_of
 
-# All that the port speaks.
+# The only protocol of the port.
 ALPN = ["http/1.1"]
 
-# A certificate is near its end in the last two weeks, or in the last fifth of a short life: those that renew
-# themselves do so with a third of it left.
+# A certificate is near its end in its last two weeks, or in the last fifth of a short life. Clients that renew
+# certificates automatically do so with a third of the life left.
 NEAR_S = 14 * 86_400.0
 NEAR_SHARE = 0.2
 DAY_S = 86_400.0
-# Bound on one file; a bundle of all public authorities has 0.2 MB.
+# The bound on the size of one file; a bundle of all public authorities has 0.2 MB.
 MAX_PEM_BYTES = 4 * 1024**2
 HOUR_S = 3_600.0
 
@@ -31,24 +31,31 @@ class CertificateFiles(msgspec.Struct, frozen=True):
 
     certificate: Path
     key: Path
-    # Clients must show a certificate of these authorities; None: they need none.
+    # The authorities of client certificates. None means that clients need no certificate.
     client_ca: Path | None = None
-    # The beginning of the names of their settings, `tls` or `gateway`.
+    # The prefix of the settings that name these files: `tls` or `gateway`.
     port: str = "tls"
 
     @property
     def paths(self) -> list[Path]:
+        """The paths of all files that are set."""
         return [self.certificate, self.key, *([] if self.client_ca is None else [self.client_ca])]
 
 
 class Certificate(msgspec.Struct, frozen=True):
-    """What was read. Each has a context of its own, so that no session of a former one goes on."""
+    """A certificate that was read from its files.
+
+    Each has its own context, so that no TLS session of a replaced certificate is resumed.
+    """
 
     context: ssl.SSLContext
     validity: Validity
 
     def expiry_problem(self, now_s: float) -> str | None:
-        """Why clients refuse it; None: they do not for that."""
+        """Return why clients refuse the certificate at this time, or None if its period of validity is no reason.
+
+        `now_s` is in seconds since 1970.
+        """
         if now_s >= self.validity.ends_s:
             return (
                 "the certificate of the router's port has expired: clients refuse it; put a new one in its place "
@@ -62,7 +69,10 @@ class Certificate(msgspec.Struct, frozen=True):
         return None
 
     def expiry_caution(self, now_s: float) -> str | None:
-        """That it ends soon."""
+        """Return a warning that the certificate expires soon, or None if it does not.
+
+        `now_s` is in seconds since 1970.
+        """
         left_s = self.validity.ends_s - now_s
         near_s = min(NEAR_S, NEAR_SHARE * (self.validity.ends_s - self.validity.begins_s))
         if not 0 < left_s <= near_s:
@@ -79,16 +89,19 @@ class GatewayPems(msgspec.Struct, frozen=True):
 
     key: bytes
     certificate: bytes
+    # The authorities of client certificates; None if clients need no certificate.
     client_ca: bytes | None
 
 
 def read_certificate(files: CertificateFiles) -> Certificate:
-    """Read the files into a TLS context. Raises OSError where one cannot be read, and SettingError where they do not
-    fit together."""
+    """Read the files into a TLS context.
+
+    Raises OSError if a file cannot be read, and SettingError if the files do not fit together.
+    """
     name = f"{files.port}_certificate {files.certificate}"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # A client could have the costly part done again and again.
+    # A client could make the router repeat the costly part of the handshake.
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(ALPN)
     try:
@@ -96,7 +109,7 @@ def read_certificate(files: CertificateFiles) -> Certificate:
     except ValueError as error:
         raise SettingError(f"{name}: {error}; name a PEM file with the chain") from None
     try:
-        # OpenSSL accepts only paths, and would wait for ever if a FIFO had replaced the file in the meantime.
+        # OpenSSL accepts only paths, and would wait forever if a FIFO had replaced the file in the meantime.
         with open_regular(files.certificate) as chain, open_regular(files.key) as key:
             context.load_cert_chain(_path(chain), _path(key), password=_refuse_password)
     except ssl.SSLError as error:
@@ -122,7 +135,10 @@ def read_certificate(files: CertificateFiles) -> Certificate:
 
 
 def read_pems(files: CertificateFiles) -> GatewayPems:
-    """Read the files as gRPC takes them, after checking that they fit together. Raises OSError and SettingError."""
+    """Read the files in the form that gRPC takes, after checking that they fit together.
+
+    Raises OSError if a file cannot be read, and SettingError if the files do not fit together.
+    """
     read_certificate(files)
     key, certificate = (read_regular(file, MAX_PEM_BYTES) for file in (files.key, files.certificate))
     return GatewayPems(
@@ -131,7 +147,7 @@ def read_pems(files: CertificateFiles) -> GatewayPems:
 
 
 def _path(file: BinaryIO) -> str:
-    """Return a path that leads to an open file, even if another file has replaced it at its own path."""
+    """Return a path that leads to an open file, even if another file has replaced it at its original path."""
     return f"/proc/self/fd/{file.fileno()}"
 
 
@@ -140,5 +156,5 @@ class _Encrypted(Exception):
 
 
 def _refuse_password() -> str:
-    """OpenSSL would ask for it at the terminal."""
+    """Raise `_Encrypted`, because OpenSSL would otherwise ask for the password at the terminal."""
     raise _Encrypted

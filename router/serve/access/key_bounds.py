@@ -13,16 +13,16 @@ from kvrouter.router.base.common.errors import Forbidden
 
 
 class KeyBounds(msgspec.Struct, frozen=True):
-    """The bounds of one key; a field is None where the key may name any."""
+    """The bounds of one key. A field of None means that the key may name any."""
 
     key: str
-    """Its name, for errors, and for its share of the caches' memory."""
+    """The key's name, for errors and for the key's share of the caches' memory."""
     models: frozenset[str] | None = None
-    """Models by their own names, not by aliases, and LoRA adapters."""
+    """The names of models (their own names, not aliases) and of LoRA adapters."""
     cache_salts: frozenset[str] | None = None
 
     def check_model(self, model: str, lora_name: str | None) -> None:
-        """Raise Forbidden unless the key may name this model, or this adapter."""
+        """Raise Forbidden unless the key may name this model or, if there is one, this LoRA adapter."""
         name = lora_name or model
         if self.models is not None and name not in self.models:
             raise Forbidden(
@@ -32,13 +32,17 @@ class KeyBounds(msgspec.Struct, frozen=True):
             )
 
     def check_salt(self, cache_salt: str | None, *, hashed: bool = False) -> None:
-        """Raise Forbidden unless the key may use this salt. hashed: whether the prompt came as block hashes, from which
-        the salt cannot be seen."""
+        """Raise Forbidden unless the key may use this cache salt.
+
+        Args:
+            cache_salt: The salt of the request, or None if it has none.
+            hashed: Whether the prompt came as block hashes, from which the salt cannot be seen.
+        """
         if self.cache_salts is None or (cache_salt in self.cache_salts and not hashed):
             return
-        what = "send token ids in place of block hashes" if hashed else "send one of these as `cache_salt`"
+        remedy = "send token ids in place of block hashes" if hashed else "send one of these as `cache_salt`"
         raise Forbidden(
-            f"the API key {self.key} is bound to its own cache salts: {what}, or change its `cache_salts` in the router's "
+            f"the API key {self.key} is bound to its own cache salts: {remedy}, or change its `cache_salts` in the router's "
             "api_keys_file",
             code="salt_not_allowed",
         )

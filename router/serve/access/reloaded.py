@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What files hold, read again when they change. What cannot be used changes nothing: the former goes on."""
+"""Values that are read from files, and read again when these change.
+
+The previous value stays in use while the files are unusable.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,11 @@ T = TypeVar("T")
 
 
 class Reloaded(Generic[T]):
-    """`value` is what was read last without an error, `problem` why it is not what the files hold now; both are
-    replaced, never changed, so any thread may read them."""
+    """A value that is read from files.
+
+    `value` is the last one that was read without an error. `problem` says why it differs from the files' current
+    content, or is empty. Both are replaced, never changed in place, so any thread may read them.
+    """
 
     def __init__(
         self,
@@ -34,9 +40,11 @@ class Reloaded(Generic[T]):
         """Read the value for the first time. Raises SettingError.
 
         Args:
-            name: The value's name in metrics.
+            name: The value's name in metrics and logs.
+            paths: The files to watch.
             read: Reads the files; raises OSError and SettingError. It runs in a thread and may hang.
-            hang_s: How long reading may take before that is a problem.
+            metrics: The metrics of access.
+            hang_s: The seconds that reading may take before that is a problem.
         """
         self._name = name
         self._paths = paths
@@ -57,7 +65,10 @@ class Reloaded(Generic[T]):
             raise SettingError(f"{self._hang()}; name a readable file") from None
 
     async def look(self) -> bool:
-        """Return whether the value has changed since the last look."""
+        """Read the files again if they changed, and return whether there is a new value.
+
+        A failure sets `problem` and returns False.
+        """
         try:
             values = await self._changed.result(self._hang_s)
         except CallHangs:
@@ -79,11 +90,11 @@ class Reloaded(Generic[T]):
         return True
 
     def _read_changed(self) -> list[T]:
-        """Return the new value, or nothing where no file has changed."""
+        """Return a list with the new value, or an empty list if no file has changed."""
         try:
             return [self._read_now()] if self._watch.due() else []
         except OSError:
-            # Read again at the next look, whether or not the file changes.
+            # The next look reads the files again, even if they do not change.
             self._watch.forget()
             raise
 

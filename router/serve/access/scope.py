@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an API key may be for. `router/serve/api/scopes.py` says which route takes which."""
+"""The scopes of API keys. `router/serve/api/scopes.py` lists the scopes that each route accepts."""
 
 from __future__ import annotations
 

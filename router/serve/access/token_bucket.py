@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often something may happen: a burst at once, then a steady rate. Pure."""
+"""A token bucket: it admits a burst at once, then a steady rate. Pure."""
 
 from __future__ import annotations
 
 
 class TokenBucket:
-    """rate_per_s: tokens that come back each second; burst: that there are at most. now_s: any clock that does not go
-    back."""
+    """A bucket that holds at most `burst` tokens and regains `rate_per_s` tokens each second.
+
+    Times are in seconds of any clock that does not go back.
+    """
 
     __slots__ = ("_at_s", "_burst", "_rate_per_s", "_tokens")
 
@@ -16,7 +18,7 @@ class TokenBucket:
         self._at_s = now_s
 
     def take(self, now_s: float) -> float:
-        """0.0 where there was one, which is taken; else the seconds until there is."""
+        """Take one token and return 0.0, or return the seconds until there is one without taking any."""
         self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_per_s)
         self._at_s = now_s
         if self._tokens >= 1.0:

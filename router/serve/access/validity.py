@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From when and until when a certificate is valid (RFC 5280, 4.1). Pure: the two times are read out of the DER, as
-Python's ssl shows them of a peer's certificate alone."""
+"""The time from when and until when a certificate is valid (RFC 5280, 4.1). Pure.
+
+The two times are read from the DER, because Python's ssl shows them only for the certificate of a peer.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,34 @@ import msgspec
 PEM = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 
 SEQUENCE, VERSION, UTC_TIME, GENERALIZED_TIME = 0x30, 0xA0, 0x17, 0x18
-# A length of this many bytes at most follows a first byte over 0x80.
+# The number of bytes that a long length may have. The byte before them is over 0x80.
 MAX_LENGTH_BYTES = 4
 
 
 class Validity(msgspec.Struct, frozen=True):
-    """Seconds since 1970."""
+    """A period of validity. Both times are in seconds since 1970."""
 
     begins_s: float
     ends_s: float
 
 
 def validity_of(pem: str) -> Validity:
-    """When all certificates of a chain are valid. Raises ValueError where one cannot be read, or there is none."""
-    found = [_validity_of_one(ssl.PEM_cert_to_DER_cert(block)) for block in PEM.findall(pem)]
-    if not found:
+    """Return the period in which all certificates of a chain are valid.
+
+    Raises ValueError if a certificate cannot be read, or if there is none.
+    """
+    validities = [_validity_of_one(ssl.PEM_cert_to_DER_cert(block)) for block in PEM.findall(pem)]
+    if not validities:
         raise ValueError("it holds no certificate")
-    return Validity(max(one.begins_s for one in found), min(one.ends_s for one in found))
+    return Validity(max(validity.begins_s for validity in validities), min(validity.ends_s for validity in validities))
 
 
 def _validity_of_one(der: bytes) -> Validity:
-    """Certificate: a sequence whose first part is a sequence of version, serial number, signature's algorithm, issuer and
-    validity."""
+    """Return the period of validity of one certificate in DER.
+
+    A certificate is a sequence whose first part is a sequence of version, serial number, the signature's algorithm,
+    issuer and validity. Raises ValueError if there is no readable validity.
+    """
     try:
         _, certificate, _ = _element(der)
         _, signed, _ = _element(certificate)
@@ -53,7 +61,10 @@ def _validity_of_one(der: bytes) -> Validity:
 
 
 def _element(der: bytes) -> tuple[int, bytes, bytes]:
-    """Tag, content and what follows. Raises IndexError and ValueError."""
+    """Return the tag and the content of the first DER element, and the bytes after it.
+
+    Raises IndexError or ValueError if the bytes are no complete element.
+    """
     tag, length, start = der[0], der[1], 2
     if length & 0x80:
         size = length & 0x7F
@@ -68,7 +79,7 @@ def _element(der: bytes) -> tuple[int, bytes, bytes]:
 def _time(tag: int, content: bytes) -> float:
     text = content.decode("ascii", "replace")
     if tag == UTC_TIME:
-        # Two digits of the year: 50 and later are of the last century.
+        # The year has two digits; 50 and above belong to the last century.
         text = ("19" if int(text[:2]) >= 50 else "20") + text
     elif tag != GENERALIZED_TIME:
         raise ValueError

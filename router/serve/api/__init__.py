@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP API, one module a resource."""
+"""The HTTP API, with one module for each resource."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decision that was kept, as `GET /decisions` shows it. Pure."""
+"""A kept decision in the form of `GET /decisions`. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from kvrouter.router.serve.api.responses import CandidateReply, Overlap, candida
 
 
 class Proof(StrEnum):
-    """What the predicted hit rests on. exact: the worker's events, with nothing in doubt, and the prompt's tokens.
-    assumed: the last known residency of a worker in doubt, or of a prompt of which only the beginning is known.
-    approximate: what was sent there before. unknown: the prompt's tokens were not known."""
+    """The evidence behind a predicted hit."""
 
+    # The worker's events, with nothing in doubt, and the prompt's tokens.
     EXACT = "exact"
+    # The last known residency of a worker in doubt, or of a prompt of which only the beginning is known.
     ASSUMED = "assumed"
+    # The prompts that were sent there before.
     APPROXIMATE = "approximate"
+    # Nothing: the prompt's tokens were not known.
     UNKNOWN = "unknown"
 
 
@@ -37,15 +39,12 @@ class DecidedPrefill(msgspec.Struct, kw_only=True):
 
 
 class DecisionReply(msgspec.Struct, kw_only=True):
-    """Why a request went where it went, with the state and the load of that moment. time_s: seconds since 1970.
-    expected_tokens: the reuse expected with the prompts ahead, at least the hit. request_id: empty for a choice without
-    a request. lost_by: why the chosen worker reuses less than `best_hit_tokens`,
-    the longest hit of all; empty where it does not. compared: workers compared, of which `candidates` has the chosen
-    and the cheapest. outcome: null while the request runs, and for a choice without a request. earlier: the selections
-    of the request's attempts before, which failed."""
+    """The explanation of one choice, with the state and the load of that moment."""
 
     selection_id: str
+    # Empty for a choice without a request.
     request_id: str
+    # Seconds since 1970.
     time_s: float
     model: str
     worker_id: str
@@ -53,33 +52,42 @@ class DecisionReply(msgspec.Struct, kw_only=True):
     endpoint: str | None
     num_tokens: int
     overlap: Overlap
+    # The reuse expected after the prompts ahead; at least the hit.
     expected_tokens: int
     effective_prefill_tokens: int
     queued_tokens: int
     proof: Proof
     reason: str
+    # Why the chosen worker reuses less than best_hit_tokens; empty if it does not.
     lost_by: str
+    # The longest hit of all workers.
     best_hit_tokens: int
+    # The number of workers compared; `candidates` has the chosen one and the cheapest.
     compared: int
     session_id: str | None
     max_tokens: int | None
     pinned_worker: str | None
+    # None while the request runs, and for a choice without a request.
     outcome: Outcome | None
     candidates: list[CandidateReply] | UnsetType = UNSET
     prefill: DecidedPrefill | UnsetType = UNSET
+    # The selections of the request's earlier attempts, which failed.
     earlier: list[str] | UnsetType = UNSET
 
 
 class DecisionsReply(msgspec.Struct):
-    """The newest first, without their candidates."""
+    """The decisions, the newest first, without their candidates."""
 
     decisions: list[DecisionReply]
 
 
 def decision_reply(kept: KeptDecision, earlier: list[str] | None = None, *, explain: bool = True) -> DecisionReply:
-    """explain: with the candidates."""
+    """Return a kept decision as a reply, with its candidates if `explain`.
+
+    `earlier` has the selections of the request's earlier attempts.
+    """
     decision = kept.decision()
-    choice, there = decision.choice, decision.prefill
+    choice, prefill = decision.choice, decision.prefill
     hit = choice.hit
     return DecisionReply(
         selection_id=decision.selection_id,
@@ -104,42 +112,45 @@ def decision_reply(kept: KeptDecision, earlier: list[str] | None = None, *, expl
         pinned_worker=decision.pinned,
         outcome=kept.outcome,
         candidates=_candidates(choice) if explain else UNSET,
-        prefill=UNSET if there is None else _prefill(there, explain=explain),
+        prefill=UNSET if prefill is None else _prefill(prefill, explain=explain),
         earlier=earlier or UNSET,
     )
 
 
 def find_decision(decisions: DecisionLog, name: str) -> DecisionReply | None:
-    """By the id of a selection, or of a request: then its last attempt."""
-    found = decisions.find(name)
-    return None if found is None else decision_reply(*found)
+    """Return the decision with this selection id, or the last attempt of the request with this id, or None."""
+    kept_and_earlier = decisions.find(name)
+    return None if kept_and_earlier is None else decision_reply(*kept_and_earlier)
 
 
-# What another process of this router sent.
+# Reads a reply that another process of this router sent.
 read_decision = msgspec.json.Decoder(DecisionReply).decode
 
 
-def _prefill(there: KeptChoice, *, explain: bool) -> DecidedPrefill:
-    worker = there.hit.worker
+def _prefill(choice: KeptChoice, *, explain: bool) -> DecidedPrefill:
+    """Return the reply's part about the prefill worker."""
+    worker = choice.hit.worker
     return DecidedPrefill(
         worker_id=worker.worker_id,
         dp_rank=worker.dp_rank,
-        endpoint=there.url,
-        overlap=overlap_of(there.hit),
-        reason=there.reason,
-        candidates=_candidates(there) if explain else UNSET,
+        endpoint=choice.url,
+        overlap=overlap_of(choice.hit),
+        reason=choice.reason,
+        candidates=_candidates(choice) if explain else UNSET,
     )
 
 
 def _candidates(choice: KeptChoice) -> list[CandidateReply]:
-    return [candidate_reply(one, one.hit.worker.worker_id) for one in choice.candidates()]
+    """Return the candidates that were kept with the choice."""
+    return [candidate_reply(candidate, candidate.hit.worker.worker_id) for candidate in choice.candidates()]
 
 
 def _proof(decision: Decision) -> Proof:
-    hit, known = decision.choice.hit, decision.known_tokens
+    """Return the evidence behind the chosen worker's hit."""
+    hit, known_tokens = decision.choice.hit, decision.known_tokens
     if hit.approximate:
         return Proof.APPROXIMATE
-    if known == 0:
+    if known_tokens == 0:
         return Proof.UNKNOWN
-    whole = known is None or known == decision.num_tokens
+    whole = known_tokens is None or known_tokens == decision.num_tokens
     return Proof.EXACT if whole and hit.state == StreamState.LIVE.value else Proof.ASSUMED

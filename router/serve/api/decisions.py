@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why requests went where they went, also later."""
+"""The routes that explain why requests went where they went, also afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Limit = Annotated[int, Query(ge=1, le=MAX_LISTED, description="how many, the new
 
 
 def decision_routes(watch: Watch) -> APIRouter:
-    """The routes, bound to what is watched."""
+    """Return the routes, bound to the kept decisions."""
     router = APIRouter(tags=["watching"])
 
     @router.get(
@@ -36,8 +36,8 @@ def decision_routes(watch: Watch) -> APIRouter:
         responses=gives(DecisionsReply, 400),
     )
     async def listed(request: Request, limit: Limit = 100) -> Response:
-        found = [decision_reply(kept, explain=False) for kept in watch.decisions.last(limit)]
-        return respond(request, DecisionsReply(found))
+        decisions = [decision_reply(kept, explain=False) for kept in watch.decisions.last(limit)]
+        return respond(request, DecisionsReply(decisions))
 
     @router.get(
         "/decisions/{name:name}",
@@ -46,7 +46,10 @@ def decision_routes(watch: Watch) -> APIRouter:
         responses=gives(DecisionReply, 404),
     )
     async def explained(request: Request, name: str) -> Response:
-        """name: the id of a selection, or the x-request-id of a request: then of its last attempt."""
+        """Explain one decision.
+
+        The name is the id of a selection, or the x-request-id of a request, which means its last attempt.
+        """
         reply = find_decision(watch.decisions, name)
         if reply is None and watch.elsewhere is not None:
             elsewhere = await watch.elsewhere(name)

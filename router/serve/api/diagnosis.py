@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with the fleet, and who follows whom, as this process sees it."""
+"""The routes that show the fleet's problems, and which router follows each worker, as this process sees them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from kvrouter.router.serve.api.workers import respond
 
 
 class DiagnosisPort(Protocol):
-    """`router.diagnosis.diagnosis.Diagnosis` satisfies it."""
+    """The diagnosis as the API sees it. `Diagnosis` of `router/app/diagnosis/diagnosis.py` implements it."""
 
-    async def report(self) -> DiagnosisReport: ...
+    async def report(self) -> DiagnosisReport:
+        """Look for problems now, and return the findings."""
+        ...
 
-    async def store(self) -> StoreReply: ...
+    async def store(self) -> StoreReply:
+        """Return the view of the store, of the routers on it, and of the workers that each follows."""
+        ...
 
 
 def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
-    """None: nothing is looked at."""
+    """Return the routes. With None for the diagnosis, their answers are empty."""
     router = APIRouter(tags=["watching"])
 
     @router.get(
@@ -33,10 +37,12 @@ def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
         responses=gives(DiagnosisReport),
     )
     async def report(request: Request) -> Response:
-        """Findings of `kvrouter doctor` that the router itself can see, the gravest first; takes up to some seconds, as
-        it connects to every endpoint of the workers."""
-        found = DiagnosisReport(VERSION, 0, 0, 0, []) if diagnosis is None else await diagnosis.report()
-        return respond(request, found)
+        """List the findings of `kvrouter doctor` that the router itself can see, the gravest first.
+
+        Takes up to some seconds, as it connects to every endpoint of the workers.
+        """
+        diagnosis_report = DiagnosisReport(VERSION, 0, 0, 0, []) if diagnosis is None else await diagnosis.report()
+        return respond(request, diagnosis_report)
 
     @router.get(
         "/store",
@@ -45,8 +51,8 @@ def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
         responses=gives(StoreReply),
     )
     async def store(request: Request) -> Response:
-        """As this process sees them. It asks Redis for its settings: up to some seconds."""
-        found = StoreReply(True, "", [], [], []) if diagnosis is None else await diagnosis.store()
-        return respond(request, found)
+        """Show the store as this process sees it. It queries Redis for its settings, which takes up to some seconds."""
+        store_reply = StoreReply(True, "", [], [], []) if diagnosis is None else await diagnosis.store()
+        return respond(request, store_reply)
 
     return router

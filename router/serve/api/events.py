@@ -17,7 +17,7 @@ from kvrouter.router.serve.proxy.downstream import Client
 from kvrouter.router.serve.proxy.headers import Headers, header
 
 LAST_EVENT_ID = b"last-event-id"
-# A proxy must not hold back or remember what is sent.
+# A proxy must not buffer or cache the events.
 HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -28,13 +28,13 @@ FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class EventStream:
-    """Answers the clients of `feed`."""
+    """The handler of `GET /events`: it answers the clients of the feed."""
 
     def __init__(self, feed: EventFeed) -> None:
         self._feed = feed
 
     async def forward(self, client: Client) -> None:
-        """Until the client is gone, reads too slowly, or the router stops."""
+        """Send events to the client until it is gone, reads too slowly, or the router stops."""
         try:
             wanted = filter_of(client.url)
             if (refusal := self._feed.refusal) is not None:
@@ -55,20 +55,22 @@ class EventStream:
 
 
 class _Subscriber:
-    """One client, as the feed sees it. Its connection holds a piece or two; all other bytes wait in the backlog and are
-    counted against the client."""
+    """One client, as the feed sees it.
+
+    Its connection holds a piece or two; all other bytes wait in the backlog and are counted against the client.
+    """
 
     def __init__(self, client: Client, held: HeldChunks) -> None:
         self._client = client
         self._backlog = Backlog(held)
         self._is_paused = False
-        # The last text that the client is sent; None: its answer breaks off.
+        # The last text for the client; with None, its answer breaks off.
         self._comment: bytes | None = None
         self.ended = asyncio.Event()
 
     @property
     def unread_bytes(self) -> int:
-        """Return how many bytes the client has not taken, here and in its connection."""
+        """The number of bytes that the client has not taken, here and in its connection."""
         return self._backlog.size_bytes + self._client.unread_bytes
 
     def send(self, chunk: Chunk) -> None:
@@ -108,28 +110,31 @@ class _Subscriber:
         self._pass_on()
 
     def _pass_on(self) -> None:
+        """Send the backlog until the connection is full."""
         while self._backlog.size_bytes and not self._is_paused and not self.ended.is_set():
             # Sending may call `pause` or `end`.
             self._client.send(self._backlog.take())
 
 
 def filter_of(url: bytes) -> EventFilter:
-    """What a request's query wants. Raises BadQuestion."""
+    """Return the events that a request's query selects. Raises BadQuestion if the query is not valid."""
     query = url.partition(b"?")[2].decode("ascii", "replace")
-    given = parse_qs(query, keep_blank_values=True)
-    for name in given:
+    parameters = parse_qs(query, keep_blank_values=True)
+    for name in parameters:
         if name not in PARAMETERS:
             raise BadQuestion(f"parameter {printable(name)} is not known; {PATH} takes {', '.join(PARAMETERS)}")
-    types = {part for text in given.get("type", []) for part in text.split(",")}
-    known = [event_type.value for event_type in EventType]
-    for one in sorted(types - set(known)):
-        raise BadQuestion(f"parameter type: {printable(one)} is no event; write some of {', '.join(known)}")
-    flag = given.get("hashes", ["false"])[-1].lower()
+    types = {part for text in parameters.get("type", []) for part in text.split(",")}
+    known_types = [event_type.value for event_type in EventType]
+    for unknown_type in sorted(types - set(known_types)):
+        raise BadQuestion(
+            f"parameter type: {printable(unknown_type)} is no event; write some of {', '.join(known_types)}"
+        )
+    flag = parameters.get("hashes", ["false"])[-1].lower()
     if flag not in FLAGS:
         raise BadQuestion(f"parameter hashes: {printable(flag)} is neither true nor false")
     return EventFilter(
-        frozenset(given["model"]) if "model" in given else None,
-        frozenset(given["worker"]) if "worker" in given else None,
+        frozenset(parameters["model"]) if "model" in parameters else None,
+        frozenset(parameters["worker"]) if "worker" in parameters else None,
         # Lost events are always announced.
         frozenset(map(EventType, types)) | {EventType.LOST} if types else None,
         FLAGS[flag],

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request for each operation, for the OpenAPI document. `tests/system/test_openapi_examples.py` sends them in this
-order to a router with the worker w0 of the model gemma; all are answered with success."""
+"""One request for each operation, for the OpenAPI document.
+
+`tests/system/test_openapi_examples.py` sends them in this order to a router with the worker w0 of the model gemma;
+every one succeeds.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ RERANK = {
 }
 SCORE = {"model": MODEL, "text_1": "prefix cache", "text_2": ["Blocks that are reused", "A kind of pasta"]}
 
-# (method, path) -> the body; None: there is none.
+# The body of each operation, by method and path; None if it has no body.
 EXAMPLES: dict[tuple[str, str], Any] = {
     ("GET", "/health"): None,
     ("GET", "/ready"): None,
@@ -81,7 +84,7 @@ EXAMPLES: dict[tuple[str, str], Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "What is a prefix cache?"}],
     },
-    # A form with a recording, of which JSON has no example.
+    # A form with a recording has no example in JSON.
     ("POST", "/v1/audio/transcriptions"): None,
     ("POST", "/v1/audio/translations"): None,
     **{("POST", path): RERANK for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
@@ -91,7 +94,7 @@ EXAMPLES: dict[tuple[str, str], Any] = {
     ("POST", "/unregister"): {"worker_id": SECOND_WORKER},
     ("DELETE", "/workers/{worker_id}"): None,
 }
-# The parts of paths: what each names, and its example.
+# The parameters in paths: the meaning of each, and an example.
 PATH_PARTS = {
     "worker_id": ("the worker's id", WORKER),
     "selection_id": ("the reservation, by the id of its choice", SELECTION),

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each field of the API's bodies and answers means, for its OpenAPI document; docs/reference/http.md says more. One
-name means one thing wherever it stands, but for those that are listed with their struct."""
+"""The meaning of each field of the API's bodies and answers, for its OpenAPI document.
+
+docs/reference/http.md says more. A name means the same wherever it stands, except for names that are listed with their
+struct.
+"""
 
 from __future__ import annotations
 
@@ -222,5 +225,5 @@ OWN_TEXTS = {
 
 
 def text_of(struct: str, field: str) -> str | None:
-    """The description of a field; None where it has none."""
+    """Return the description of a field, or None if it has none."""
     return OWN_TEXTS.get(f"{struct}.{field}") or FIELD_TEXTS.get(field)

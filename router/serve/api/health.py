@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health, readiness, metrics, version, and the description of the API."""
+"""The routes of health, readiness, metrics, version, and the description of the API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def watch_routes(
     app: FastAPI,
     access: Access,
 ) -> APIRouter:
-    """The routes, bound to `core` and to the metrics that `/metrics` shows."""
+    """Return the routes, bound to the core and to the metrics that `/metrics` shows."""
     router = APIRouter(tags=["watching"])
     needs_key = access.keys is not None
 

@@ -10,17 +10,20 @@ from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.route.placement.placement_metrics import DECISION_BUCKETS_S
 from kvrouter.router.serve.access.access_metrics import AccessMetrics
 
-# Why a client's connection was closed: size or time of a head, time of a body, an answer that nobody read, too many
-# connections, no HTTP, and no handshake of TLS that can be used, or none in time.
+# The reasons for closing a client's connection: size or time of a head, time of a body, an answer that was not read,
+# too many connections, bytes that are not HTTP, and a TLS handshake that failed or took too long.
 CUT_REASONS = ("head_size", "head_time", "body_time", "send_time", "connections", "invalid", "handshake")
 
 
 class HttpMetrics:
+    """The metrics of the HTTP server and its API."""
+
     def __init__(self, registry: MetricRegistry) -> None:
-        # What `/metrics` answers: this process's numbers, and those of its siblings where it has any.
+        # Returns the content of `/metrics`: the numbers of this process, and those of its siblings if it has any.
         self.page: Callable[[], Awaitable[bytes]] = registry.own_page
         self.internal_errors = registry.internal_errors
-        # By a route's template, never the path as the client sent it: to find a child costs more than to count.
+        # Labelled by a route's template, never by the path that the client sent. Finding a labelled child costs more
+        # than counting, so the children are cached.
         self.requests = cache(registry.counter("requests_total", "HTTP requests answered", "path", "code").labels)
         self.connections_cut = registry.counters(
             "http_connections_cut_total", "Connections closed for a client's fault", reason=CUT_REASONS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registered models, as OpenAI's API lists them."""
+"""The routes of the registered models, in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvrouter.router.serve.api.workers import respond
 
 
 def model_routes(core: CorePort) -> APIRouter:
-    """The routes, bound to `core`."""
+    """Return the routes, bound to the core."""
     router = APIRouter(tags=["models"])
 
     def named(request: Request) -> list[str]:
@@ -27,15 +27,15 @@ def model_routes(core: CorePort) -> APIRouter:
 
     @router.get("/v1/models", summary="All models", operation_id="models", responses=gives(ModelsReply))
     async def models(request: Request) -> Response:
-        """All names that a request's `model` may have."""
+        """List all names that a request's `model` may have."""
         return respond(request, ModelsReply([ModelReply(model) for model in named(request)]))
 
     @router.get("/v1/models/{model:name}", summary="One model", operation_id="model", responses=gives(ModelReply, 404))
     async def one(request: Request, model: str) -> Response:
         names = named(request)
         if model not in names:
-            known = ", ".join(map(printable, names)) or "none yet"
-            raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {known}")
+            listed = ", ".join(map(printable, names)) or "none yet"
+            raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {listed}")
         return respond(request, ModelReply(model))
 
     return router

@@ -24,7 +24,7 @@ from kvrouter.router.serve.api.versioned_paths import VERSION
 EVENTS = "/events"
 SCHEMA_REF = "#/components/schemas/{name}"
 
-# Every struct that an operation below or in the route modules refers to; nested ones come with them.
+# Every struct that an operation below or in the route modules refers to; nested structs are included with them.
 SCHEMAS = (
     bodies.QueryBody,
     bodies.QueryByHashBody,
@@ -52,7 +52,7 @@ SCHEMAS = (
     decided.DecisionsReply,
 )
 
-# What can go wrong, by status. No operation has a `default` answer: clients and the fuzzer must know which ones to
+# The possible problems, by status. No operation has a `default` answer: clients and the fuzzer must know which ones to
 # expect.
 PROBLEMS = {
     400: "The body or a parameter does not fit the endpoint",
@@ -67,7 +67,7 @@ PROBLEMS = {
     504: "The engine did not answer in time",
 }
 
-# The endpoints that FastAPI does not know: path, what it is for, body, reply, problems.
+# The endpoints that FastAPI does not know: path, summary, body, reply, problems.
 HOT_OPERATIONS: tuple[tuple[str, str, type, type, tuple[int, ...]], ...] = (
     (
         "/query",
@@ -93,7 +93,7 @@ HOT_OPERATIONS: tuple[tuple[str, str, type, type, tuple[int, ...]], ...] = (
     ),
 )
 
-# What is passed on to an engine: path and what it is for.
+# The paths that are passed on to an engine, and the summary of each.
 PROXIED_OPERATIONS = {
     "/v1/chat/completions": "A chat, by the engine that has the least left to compute",
     "/v1/completions": "A completion, by the engine that has the least left to compute",
@@ -118,7 +118,7 @@ PROXIED_NOTE = (
 PROXIED_PROBLEMS = (400, 404, 413, 429, 502, 503, 504)
 
 
-# Where an endpoint of ours is: the first is what generated clients take.
+# The places of our endpoints. Generated clients take the first one.
 SERVERS = [
     {"url": VERSION, "description": "stable"},
     {"url": "/", "description": "the same, without a version"},
@@ -136,7 +136,10 @@ EVENTS_OPERATION: dict[str, Any] = {
         {
             "name": "type",
             "in": "query",
-            "schema": {"type": "array", "items": {"type": "string", "enum": [one.value for one in EventType]}},
+            "schema": {
+                "type": "array",
+                "items": {"type": "string", "enum": [event_type.value for event_type in EventType]},
+            },
             "description": "only these events",
         },
         {"name": "hashes", "in": "query", "schema": {"type": "boolean"}, "description": "with the blocks' hashes"},
@@ -149,13 +152,21 @@ EVENTS_OPERATION: dict[str, Any] = {
 
 
 def takes(kind: type) -> dict[str, Any]:
-    """The request body of an operation, as FastAPI's `openapi_extra`."""
+    """Return the request body of an operation, as FastAPI's `openapi_extra`."""
     return {"requestBody": {"required": True, "content": _content(kind)}}
 
 
 def gives(kind: type, *problems: int, status: int = 200, many: bool = False) -> dict[int | str, dict[str, Any]]:
-    """The answers of an operation, as FastAPI's `responses`. problems: statuses of PROBLEMS; 401 and 403 are added where
-    there is a key. many: a list of them."""
+    """Return the answers of an operation, as FastAPI's `responses`.
+
+    Answers 401 and 403 are added elsewhere if there is a key.
+
+    Args:
+        kind: The struct of the answer.
+        problems: Statuses of `PROBLEMS`.
+        status: The status of success.
+        many: Whether the answer is a list of structs.
+    """
     answers: dict[int | str, dict[str, Any]] = {status: {"description": "Done", "content": _content(kind, many=many)}}
     return answers | {status: _problem(status) for status in problems}
 
@@ -165,17 +176,17 @@ def _problem(status: int) -> dict[str, Any]:
 
 
 def _content(kind: type, *, many: bool = False) -> dict[str, Any]:
-    one: dict[str, Any] = {"$ref": SCHEMA_REF.format(name=kind.__name__)}
-    schema = {"schema": {"type": "array", "items": one} if many else one}
+    reference: dict[str, Any] = {"$ref": SCHEMA_REF.format(name=kind.__name__)}
+    schema = {"schema": {"type": "array", "items": reference} if many else reference}
     return {replies.JSON: dict(schema), bodies.MSGPACK: dict(schema)}
 
 
 def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
-    """The OpenAPI document of FastAPI's routes and the hot ones together."""
-    found = app.openapi()
+    """Return the OpenAPI document of FastAPI's routes and of the hot endpoints together."""
+    openapi = app.openapi()
     for path, summary, body, reply, problems in HOT_OPERATIONS:
         responses = {str(code): answer for code, answer in gives(reply, *problems).items()}
-        found["paths"][path] = {
+        openapi["paths"][path] = {
             "post": {
                 "tags": ["asking"],
                 "summary": summary,
@@ -185,12 +196,12 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
             }
         }
     responses = EVENTS_OPERATION["responses"] | {str(status): _problem(status) for status in (400, 503)}
-    found["paths"][EVENTS] = {"get": EVENTS_OPERATION | {"responses": responses}}
+    openapi["paths"][EVENTS] = {"get": EVENTS_OPERATION | {"responses": responses}}
     for path, summary in PROXIED_OPERATIONS.items():
-        found["paths"][path] = {"post": _proxied(path, summary)}
-    for path, operations in found["paths"].items():
+        openapi["paths"][path] = {"post": _proxied(path, summary)}
+    for path, operations in openapi["paths"].items():
         for method, operation in operations.items():
-            # FastAPI's own answer to a wrong parameter, which ours (400) takes the place of.
+            # FastAPI's own answer to a wrong parameter; the router answers 400 in its place.
             operation["responses"].pop("422", None)
             if len(app.state.paths.spellings(path)) > 1:
                 operation["servers"] = SERVERS
@@ -200,18 +211,18 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
         for field, described in schema.get("properties", {}).items():
             if (text := text_of(name, field)) is not None:
                 described.setdefault("description", text)
-    components = found.setdefault("components", {})
+    components = openapi.setdefault("components", {})
     components["schemas"] = schemas
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
-        for path, operations in found["paths"].items():
+        openapi["security"] = [{"key": []}]
+        for path, operations in openapi["paths"].items():
             for operation in operations.values():
                 if path in ("/health", "/ready"):
                     operation["security"] = []
                 else:
                     operation["responses"] |= {str(status): _problem(status) for status in (401, 403)}
-    return found
+    return openapi
 
 
 def _proxied(path: str, summary: str) -> dict[str, Any]:
@@ -234,7 +245,7 @@ def _proxied(path: str, summary: str) -> dict[str, Any]:
 
 
 def _illustrate(operation: dict[str, Any], body: Any) -> None:
-    """Puts an example into the body and the path of an operation."""
+    """Put an example into the body and the path of an operation."""
     if body is not None:
         operation["requestBody"]["content"][replies.JSON]["example"] = body
     for parameter in operation.get("parameters", ()):
@@ -250,7 +261,7 @@ STYLE = (
 
 
 def page(document: dict[str, Any]) -> str:
-    """The document as an HTML page: every endpoint, and the schema of every body and answer."""
+    """Return the document as an HTML page: every endpoint, and the schema of every body and answer."""
     rows = []
     for path, operations in sorted(document["paths"].items()):
         for method, operation in sorted(operations.items()):

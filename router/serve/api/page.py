@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page and its files."""
+"""The routes of the web page and its files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvrouter.router.serve.page.page_files import FILES, INDEX, PAGE, PageFile
 
 
 def page_routes(files: Mapping[str, PageFile]) -> APIRouter:
+    """Return the routes that serve these files, by their names."""
     router = APIRouter()
 
     @router.get(PAGE, include_in_schema=False)
@@ -21,15 +22,16 @@ def page_routes(files: Mapping[str, PageFile]) -> APIRouter:
 
     @router.get(f"{FILES}{{name}}", include_in_schema=False)
     async def file(request: Request, name: str) -> Response:
-        found = files.get(name)
-        if found is None:
+        page_file = files.get(name)
+        if page_file is None:
             raise NotFound(f"the page has no file {printable(name)}")
-        return _file(request, found)
+        return _file(request, page_file)
 
     return router
 
 
 def _file(request: Request, file: PageFile) -> Response:
+    """Return the answer with a file, or a 304 without content if the browser already has this version."""
     if file.headers["etag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=file.headers)
     return Response(file.content, headers=file.headers)

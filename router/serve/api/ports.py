@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP API needs from the core. The API depends on these protocols and never on `router_core`.
+"""The interfaces that the HTTP API needs. The API depends on these protocols and never on `router_core.py`.
 
-All of it runs in one asyncio loop; `ask` is synchronous and does no I/O. Errors are those of
-`router.errors`.
+All of it runs in one asyncio loop; `CorePort.ask` is synchronous and does no I/O. Errors are those of
+`router/base/common/errors.py`.
 """
 
 from __future__ import annotations
@@ -22,104 +22,116 @@ from kvrouter.router.route.tokens.prompt_tokens import Prompt
 
 
 class CorePort(Protocol):
-    """The core as the API sees it; `router.core.Core` satisfies it."""
+    """The core as the API sees it. `Core` of `router/app/core/router_core.py` implements it."""
 
     async def register(self, registration: Registration) -> None:
-        """The same again is a no-op; a different one for the same id and rank replaces it."""
+        """Add a worker, or replace the one with the same id and rank. An identical registration changes nothing."""
 
     async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
-        """Drops the workers that match; returns how many there were."""
+        """Drop the matching workers, and return how many there were."""
         ...
 
     def registrations(self) -> Sequence[Registration]:
-        """The registrations as given; `PATCH /workers/{id}` changes one of these."""
+        """Return the registrations unchanged; `PATCH /workers/{id}` changes one of them."""
         ...
 
     def is_draining(self, worker: WorkerKey) -> bool:
-        """Whether an operator has it drained; False also for a worker that is not known."""
+        """Return whether an operator drains the worker; False also for an unknown worker."""
         ...
 
     def given_id(self, worker: WorkerKey) -> str | int:
-        """The worker's id as registered, a number if it was one."""
+        """Return the worker's id with its registered type: a number if it was one."""
         ...
 
     def statuses(self, worker_id: str | None = None) -> Iterable[WorkerStatus]:
-        """Of all workers, or of all ranks and models of one id. Each is made when it is read; workers may come and go
-        meanwhile."""
+        """Return the statuses of all workers, or of all ranks and models of one id.
+
+        Each status is made when it is read; workers may come and go in the meantime.
+        """
         ...
 
     def ask(self, question: Question) -> Sequence[Hit]:
-        """One hit for each worker of the model. Raises UnknownModel, UnknownWorker, BadQuestion."""
+        """Return one hit for each worker of the model. Raises UnknownModel, UnknownWorker and BadQuestion."""
         ...
 
     def hit_table(self, question: Question) -> HitTable | None:
-        """The same as numbers, for a question that leaves no worker out and wants no explanation; None where it takes
-        `ask` to answer."""
+        """Return the hits as numbers, for a question that leaves no worker out and wants no explanation.
+
+        Return None if only `ask` can answer.
+        """
         ...
 
     async def hash_ahead(self, question: Question) -> None:
-        """Before `ask` or `hit_table`: hashes a long prompt in turns, so that others are answered meanwhile. Raises
-        UnknownModel."""
+        """Hash a long prompt in turns, so that other requests are answered in the meantime.
 
-    def models(self) -> Sequence[str]: ...
+        Call it before `ask` or `hit_table`. Raises UnknownModel.
+        """
+
+    def models(self) -> Sequence[str]:
+        """Return the names of all registered models."""
+        ...
 
     def resolve(self, name: str) -> ServedModel:
-        """What a request's `model` means: a model, another name of one, or an adapter. Raises UnknownModel."""
+        """Return the model that a request's `model` means: a model, an alias, or an adapter. Raises UnknownModel."""
         ...
 
     def names(self) -> Sequence[str]:
-        """All that a request's `model` may be: models, their adapters, and other names of both."""
+        """Return all valid values of a request's `model`: models, their adapters, and aliases of both."""
         ...
 
     def handover(self, worker: WorkerKey) -> HandoverWay:
-        """How a worker is handed a prompt that another one has computed."""
+        """Return how the worker is handed a prompt that another one has computed."""
         ...
 
     def hash_block_size(self, model: str) -> int:
-        """Tokens that one block hash covers. Raises UnknownModel."""
+        """Return the number of tokens that one block hash covers. Raises UnknownModel."""
         ...
 
     def readiness(self) -> str | None:
-        """None when a worker can be chosen, else the reason why not."""
+        """Return why no worker can be chosen, or None if one can."""
         ...
 
     def cautions(self) -> Sequence[str]:
-        """Risks of a configuration that works now."""
+        """Return the risks of a configuration that works now."""
         ...
 
     def health(self) -> Sequence[str]:
-        """Why the process is degraded; empty when it is not."""
+        """Return why the process is degraded; empty if it is not."""
         ...
 
 
 class TokensPort(Protocol):
-    """Tokens from text as the API sees them; `router.tokens.tokenizer.Tokenizing` satisfies it."""
+    """The source of a text's tokens, as the API sees it. `TextTokenizer` implements it."""
 
     async def prompt(
         self, path: str, model: str, body: ClientBody, *, authorization: str | None = None, counts: bool = True
     ) -> Prompt:
-        """Return the tokens of a body that was sent to `path`. counts: whether it is a request, not a dry run. Raises
-        BadQuestion where its prompt cannot be read."""
+        """Return the tokens of a body that was sent to `path`. Raises BadQuestion if its prompt cannot be read.
+
+        `counts` says whether this is a request, not a dry run.
+        """
         ...
 
-    def status(self, model: str, url: str | None) -> TokensStatus: ...
+    def status(self, model: str, url: str | None) -> TokensStatus:
+        """Return how the texts for this model's worker at `url` are tokenized."""
+        ...
 
     def health(self) -> Sequence[str]:
-        """Which tokens differ from the engines'; empty if none do."""
+        """Return why tokens differ from the engines'; empty if none do."""
         ...
 
 
 class SourcesPort(Protocol):
-    """Where workers come from, as the API sees it; `router.discovery.discovery.Discovery` satisfies it."""
+    """The sources of workers, as the API sees them. `Discovery` implements it."""
 
     async def complete(self, registration: Registration, *, any_rank: bool) -> Sequence[Registration]:
-        """The workers that a registration stands for, completed by their engine's answers."""
+        """Return the workers that a registration stands for, completed with their engine's answers."""
         ...
 
     def statuses(self) -> Sequence[WorkerStatus]:
-        """Workers that are known and cannot be registered yet."""
+        """Return the workers that are known but cannot be registered yet."""
         ...
 
     def health(self) -> Sequence[str]:
-        """Problems of the sources; empty if there are none."""
+        """Return the problems of the sources; empty if there are none."""
         ...

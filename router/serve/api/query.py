@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hot endpoints that query the index: `/query`, `/query_by_hash`. From the raw body to the reply, no I/O,
-and synchronous but for long bodies.
+"""The hot endpoints that query the index: `/query` and `/query_by_hash`.
 
-They run outside FastAPI, whose parameters and pydantic cost three times as much as everything else.
+They lead from the raw body to the reply without I/O, and synchronously unless the body is long. They run outside
+FastAPI, whose parameters and pydantic cost three times as much as everything else.
 """
 
 from __future__ import annotations
@@ -39,67 +39,72 @@ from kvrouter.router.serve.api.requests import (
 )
 from kvrouter.router.serve.api.responses import JSON, QueryReply, encode, query_reply
 
-# Models whose templates are kept; a worker's text takes some 200 bytes.
+# The number of models whose templates are kept; a worker's text takes about 200 bytes.
 MAX_TEMPLATES = 1_000
 
-# The placeholder of number `cell` of the table while a reply's template is made: longer than any prompt.
+# The placeholder of number `cell` of the table while a reply's template is made. It is larger than the length of any
+# prompt.
 PLACEHOLDER = 8 * 10**18
 PLACEHOLDERS = re.compile(rb"(?<=:)(8[0-9]{18})(?=[,}])")
-# Of each worker: longest_matched, gpu, cpu, disk, and twice that of its rank.
+# The numbers that a reply has for each worker: longest_matched, gpu, cpu, disk, and twice that of its rank.
 NUMBERS_OF_WORKER = 6
 
-# A body, its tokens or its hashes, and what it says of the prompt's length.
+# A body, its tokens or its hashes, and its statement of the prompt's length.
 _Read = tuple[Any, NDArray[np.int64] | None, NDArray[np.uint64] | None, int | None]
 
 
 class QueryRoutes:
-    """Turns bodies into questions to the core and its answers into replies.
-
-    clock: seconds, for `kvrouter_decide_seconds`, which covers the core alone."""
+    """The handlers of the endpoints: they turn bodies into questions to the core, and its answers into replies."""
 
     def __init__(self, core: CorePort, metrics: HttpMetrics, clock: Callable[[], float]) -> None:
         self._core = core
         self._observe = metrics.decide_seconds.observe
+        # Returns seconds, for `kvrouter_decide_seconds`, which covers the core alone.
         self._clock = clock
         self._query_reader = BodyReader(QueryBody, arrays=False)
         self._by_hash_reader = BodyReader(QueryByHashBody, arrays=False)
-        # The template for each model, with and without hashes, and the plan that it was made from.
+        # The template for each model, with and without hashes, and the plan from which it was made.
         self._templates: dict[tuple[str, bool], tuple[HashPlan, QueryTemplate | None]] = {}
 
     def query(self, asked: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
+        """Answer `POST /query`. The reply may be encoded JSON, or a coroutine if the body is long."""
         if asked.is_long:
             return self._answer_long(asked, self._read_tokens)
         return self._ask(self._question(self._read_tokens(asked), asked), asked)
 
     def query_by_hash(self, asked: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
+        """Answer `POST /query_by_hash`. The reply may be encoded JSON, or a coroutine if the body is long."""
         if asked.is_long:
             return self._answer_long(asked, self._read_hashes)
         return self._ask(self._question(self._read_hashes(asked), asked), asked)
 
-    async def _answer_long(self, asked: HotRequest, read: Callable[[HotRequest], _Read]) -> QueryReply | bytes:
-        question = self._question(await asyncio.to_thread(read, asked), asked)
+    async def _answer_long(self, request: HotRequest, read: Callable[[HotRequest], _Read]) -> QueryReply | bytes:
+        """Answer a question whose body is long: read it in a thread, and hash the prompt in turns."""
+        question = self._question(await asyncio.to_thread(read, request), request)
         await self._core.hash_ahead(question)
-        return self._ask(question, asked)
+        return self._ask(question, request)
 
-    def _read_tokens(self, asked: HotRequest) -> _Read:
-        """Runs in any thread."""
-        body = self._query_reader.read(asked.data, asked.content_type, asked.start)
-        return body, token_array(body.token_ids, is_msgpack=is_msgpack(asked.content_type)), None, None
+    def _read_tokens(self, request: HotRequest) -> _Read:
+        """Read a body with token ids. May run in any thread."""
+        body = self._query_reader.read(request.data, request.content_type, request.start)
+        return body, token_array(body.token_ids, is_msgpack=is_msgpack(request.content_type)), None, None
 
-    def _read_hashes(self, asked: HotRequest) -> _Read:
-        """Runs in any thread."""
-        body = self._by_hash_reader.read(asked.data, asked.content_type, asked.start)
-        return body, None, hash_array(body.block_hashes, is_msgpack=is_msgpack(asked.content_type)), body.num_tokens
+    def _read_hashes(self, request: HotRequest) -> _Read:
+        """Read a body with block hashes. May run in any thread."""
+        body = self._by_hash_reader.read(request.data, request.content_type, request.start)
+        return body, None, hash_array(body.block_hashes, is_msgpack=is_msgpack(request.content_type)), body.num_tokens
 
-    def _question(self, read: _Read, asked: HotRequest) -> Question:
-        return within_bounds(self.question(*read, held=read[0].held), asked.bounds)
+    def _question(self, read: _Read, request: HotRequest) -> Question:
+        """Return the question of a body, if the request's key may ask it. Raises Forbidden if it may not."""
+        return within_bounds(self.question(*read, held=read[0].held), request.bounds)
 
-    def _ask(self, question: Question, asked: HotRequest) -> QueryReply | bytes:
+    def _ask(self, question: Question, request: HotRequest) -> QueryReply | bytes:
+        """Return the reply to a question, from a template if possible."""
         start = self._clock()
-        # The usual question: of all workers, and only how much.
+        # The usual question is about all workers, and wants the counts alone.
         usual = question.worker_ids is None and not (question.explain or question.held)
         table = self._core.hit_table(question) if usual else None
-        if table is not None and asked.takes_json:
+        if table is not None and request.takes_json:
             template = self._template((question.model, question.token_ids is None), table)
             if template is not None:
                 content = template.fill(table.found)
@@ -110,12 +115,13 @@ class QueryRoutes:
         return query_reply(hits, question.explain, question.held)
 
     def _template(self, name: tuple[str, bool], table: HitTable) -> QueryTemplate | None:
-        known = self._templates.get(name)
-        if known is None or known[0] is not table.plan:
+        """Return the template for this model and table, or None if there can be none."""
+        cached = self._templates.get(name)
+        if cached is None or cached[0] is not table.plan:
             if len(self._templates) >= MAX_TEMPLATES:
                 self._templates.clear()
-            known = self._templates[name] = table.plan, make_template(table)
-        return known[1]
+            cached = self._templates[name] = table.plan, make_template(table)
+        return cached[1]
 
     def question(
         self,
@@ -129,8 +135,20 @@ class QueryRoutes:
         dp_rank: int | None = None,
         held: bool = False,
     ) -> Question:
-        """The question of `body` about this prompt. workers: used if its own field is absent. Raises BadQuestion,
-        UnknownModel."""
+        """Return the question of `body` about this prompt.
+
+        Raises BadQuestion if the body is not valid, and UnknownModel if no worker serves its model.
+
+        Args:
+            body: The decoded body.
+            tokens: The prompt's token ids, or None.
+            hashes: The prompt's block hashes, or None.
+            num_tokens: The length of the prompt if the body states it.
+            workers: The only workers allowed; None takes those of the body.
+            exclude_workers: The workers to leave out.
+            dp_rank: The only data-parallel rank allowed.
+            held: Whether the answer lists where each block lies.
+        """
         served = self.served(body)
         model = served.model
         if tokens is not None:
@@ -138,14 +156,14 @@ class QueryRoutes:
                 raise BadQuestion("token_ids is empty: send the ids of the whole prompt")
             num_tokens = len(tokens)
         elif num_tokens is None:
-            # A prompt always has a token after its last reusable block: the engine must compute one.
+            # A prompt always has a token after its last reusable block, because the engine must compute one.
             num_tokens = (0 if hashes is None else len(hashes)) * self._core.hash_block_size(model) + 1
         return Question(
             model=model,
             num_tokens=num_tokens,
             token_ids=tokens,
             block_hashes=hashes,
-            # The engines read an empty name and an empty salt as none.
+            # Engines read an empty adapter name or an empty salt as absent.
             lora_name=body.lora_name or served.lora_name,
             cache_salt=body.cache_salt or None,
             worker_ids=intersect_optional(
@@ -158,7 +176,7 @@ class QueryRoutes:
         )
 
     def served(self, body: Any) -> ServedModel:
-        """What the body's model stands for. Raises BadQuestion, UnknownModel."""
+        """Return the model that the body's `model` means. Raises BadQuestion and UnknownModel."""
         check_group(body.routing_group)
         model = model_of(body)
         if model is None and DEFAULT_MODEL in self._core.models():
@@ -169,8 +187,10 @@ class QueryRoutes:
 
 
 def make_template(table: HitTable) -> QueryTemplate | None:
-    """The template of all replies to questions of the table's plan; None where the numbers decide more than themselves:
-    which rank of a worker is shown."""
+    """Return the template of all replies to questions of the table's plan.
+
+    Return None if the numbers also decide which rank of a worker is shown, so that the text differs between prompts.
+    """
     numbers = PLACEHOLDER + np.arange(table.found.size).reshape(table.found.shape)
     hits = HitTable(table.plan, numbers, table.none).hits()
     if len({hit.worker.worker_id for hit in hits}) < len(hits):
@@ -179,13 +199,13 @@ def make_template(table: HitTable) -> QueryTemplate | None:
     pieces = PLACEHOLDERS.split(content)
     cells = [int(digits) - PLACEHOLDER for digits in pieces[1::2]]
     if len(cells) != NUMBERS_OF_WORKER * len(table.plan.views):
-        # A worker's name has them too.
+        # The name of a worker looks like a placeholder.
         return None
     return QueryTemplate(pieces[::2], cells, FOUND_COLUMNS)
 
 
 def intersect_optional(some: frozenset[str] | None, others: frozenset[str] | None) -> frozenset[str] | None:
-    """The intersection; None stands for all."""
+    """Return the intersection of two sets, each of which may be None for all elements."""
     if others is None:
         return some
     return others if some is None else some & others

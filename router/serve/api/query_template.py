@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON of a `QueryReply` with its numbers left out, made once for a plan: the numbers are all that differs between
-the answers to two prompts. `query_template.pyx` does the same, compiled; this stands for it where there was no C
-compiler."""
+"""The JSON of a `QueryReply` with its numbers left out, made once for each plan.
+
+The numbers are all that differs between the answers to two prompts. `query_template.pyx` is the compiled version; this
+module replaces it if there was no C compiler.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,13 @@ from numpy.typing import NDArray
 
 
 class QueryTemplate:
-    """pieces: what stands before each number, and behind the last one. cells: where each number is in the table,
-    counted row by row; columns: of a row."""
+    """The text of a reply, and the places of its numbers.
+
+    Args:
+        pieces: The text before each number, and the text after the last one.
+        cells: The index of each number in the table, counted row by row.
+        columns: The number of columns of the table.
+    """
 
     def __init__(self, pieces: list[bytes], cells: list[int], columns: int) -> None:
         self._text = b"%d".join(piece.replace(b"%", b"%%") for piece in pieces)
@@ -19,8 +26,10 @@ class QueryTemplate:
         self._columns = columns
 
     def fill(self, found: NDArray[np.int64]) -> bytes:
-        """The JSON with the numbers of this table, none of them below zero. Raises ValueError and IndexError for a table
-        of another shape."""
+        """Return the JSON with the numbers of this table, none of which may be negative.
+
+        Raises ValueError and IndexError if the table has another shape.
+        """
         if found.shape[1] != self._columns:
             raise ValueError(f"a table of {found.shape[0]} rows of {found.shape[1]}")
         numbers = found.ravel().tolist()

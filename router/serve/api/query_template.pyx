@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reply's text and numbers put together in C; `query_template.py` says how to call this."""
+"""The compiled version of `query_template.py`, which documents the interface."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Free, PyMem_Malloc
@@ -7,13 +7,13 @@ from libc.stdint cimport int64_t, uint64_t
 from libc.string cimport memcpy
 
 cdef enum:
-    # No 64-bit number has more.
+    # No 64-bit number has more digits.
     MAX_DIGITS = 20
 
 
 cdef class QueryTemplate:
     cdef bytes text
-    # Of each number: where the piece before it ends, and its place in the table.
+    # Two entries for each number: the end of the piece before it, and its index in the table.
     cdef Py_ssize_t *at
     cdef Py_ssize_t numbers, rows, columns
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reservations that outlive their request, and the load of all workers. Shapes are those of Dynamo's selection
-service."""
+"""The routes of reservations that outlive their request, and of the load of all workers.
+
+The shapes are those of Dynamo's selection service.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from kvrouter.router.serve.api.responses import (
 )
 from kvrouter.router.serve.api.select import SelectRoutes, decode_blocks
 
-# The routes that end a reservation, or a part of it, and how they end it.
+# The routes that end a reservation, or a part of it, and the part that each ends.
 RELEASE_ROUTE = "/reservations/{selection_id}"
 PREFILL_ROUTE = RELEASE_ROUTE + "/prefill_complete"
 BLOCK_ROUTE = RELEASE_ROUTE + "/output_block"
@@ -39,8 +41,10 @@ OneModel = Annotated[str | None, Query(alias="model_name", description="only thi
 
 
 def end_here(placing: Placer, method: str, path: str) -> str | None:
-    """The route of a request that has ended a reservation of this process, which needs no waiting; None for all
-    others, which changed nothing."""
+    """End a reservation of this process without waiting, and return the route of the request that ends it.
+
+    Return None if the request is another one or the reservation belongs to another process; nothing has changed then.
+    """
     selection_id, slash, part = path.removeprefix("/reservations/").partition("/")
     route = f"{RELEASE_ROUTE}{slash}{part}"
     how = ENDINGS.get((method, route))
@@ -48,7 +52,7 @@ def end_here(placing: Placer, method: str, path: str) -> str | None:
 
 
 def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> APIRouter:
-    """The routes, bound to `placing`; `core` knows the workers' ids as they were given."""
+    """Return the routes, bound to the placer. `core` has the workers' ids as they were registered."""
     router = APIRouter(tags=["load"])
 
     def respond(request: Request, reply: Any, status: int = 200) -> Response:
@@ -102,7 +106,10 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
         responses=gives(EndedReply, 404, 413, 503),
     )
     async def output_block(request: Request, selection_id: str) -> Response:
-        """The expected length of an answer was counted with its prompt, so a block adds nothing."""
+        """Mark the prefill as complete.
+
+        The expected length of an answer was counted with its prompt, so a block adds nothing.
+        """
         await placing.prefill_complete(selection_id)
         return respond(request, ENDED)
 
@@ -111,35 +118,39 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
     )
     async def loads(request: Request, model: OneModel = None) -> Response:
         by_model: dict[str, list[WorkerLoadView]] = {}
-        for shown in placing.burdens():
-            if model in (None, shown.worker.model):
-                by_model.setdefault(shown.worker.model, []).append(shown)
-        return respond(request, [_model_load(name, shown) for name, shown in by_model.items()])
+        for view in placing.burdens():
+            if model in (None, view.worker.model):
+                by_model.setdefault(view.worker.model, []).append(view)
+        return respond(request, [_model_load(name, views) for name, views in by_model.items()])
 
-    def _model_load(name: str, shown: list[WorkerLoadView]) -> ModelLoadReply:
+    def _model_load(name: str, views: list[WorkerLoadView]) -> ModelLoadReply:
+        """Return the entry of one model."""
         block_tokens = placing.hash_block_size(name)
         waiting, tokens = placing.waiting(name)
-        loads = [_worker_load(one, core.given_id(one.worker), block_tokens, placing.now()) for one in shown]
+        loads = [_worker_load(view, core.given_id(view.worker), block_tokens, placing.now()) for view in views]
         return ModelLoadReply(name, ROUTING_GROUP, loads, waiting, tokens)
 
     return router
 
 
-def _worker_load(shown: WorkerLoadView, worker_id: str | int, block_tokens: int, now: float) -> WorkerLoadReply:
-    burden, heard = shown.burden, shown.engine
+def _worker_load(view: WorkerLoadView, worker_id: str | int, block_tokens: int, now: float) -> WorkerLoadReply:
+    """Return the entry of one worker."""
+    burden, report = view.burden, view.engine
     engine = None
-    if heard is not None:
-        said = heard.said
-        engine = EngineReply(said.waiting, said.running, said.kv_usage, round(now - heard.heard_s, 3))
+    if report is not None:
+        engine_load = report.said
+        engine = EngineReply(
+            engine_load.waiting, engine_load.running, engine_load.kv_usage, round(now - report.heard_s, 3)
+        )
     return WorkerLoadReply(
         worker_id,
-        shown.worker.dp_rank,
+        view.worker.dp_rank,
         burden.queued_tokens,
         decode_blocks(burden.decode_tokens, block_tokens),
         burden.requests,
         burden.decode_tokens,
         burden.saturated,
         engine,
-        shown.prefill_rate,
-        shown.decode_rate,
+        view.prefill_rate,
+        view.decode_rate,
     )

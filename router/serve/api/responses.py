@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of the API as typed structs, and their encoding. docs/reference/http.md describes them; all counts are
-tokens."""
+"""The answers of the API as typed structs, and their encoding.
+
+docs/reference/http.md describes them; all counts are tokens.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ JSON = "application/json"
 
 
 class InstanceReply(msgspec.Struct, kw_only=True):
-    """One worker_id: the numbers of its best rank, and `dp` with the longest match of each rank."""
+    """One worker id: the numbers of its best rank, and the longest match of each rank in `dp`."""
 
     longest_matched: int
     gpu: int
@@ -32,7 +34,7 @@ class InstanceReply(msgspec.Struct, kw_only=True):
     dp: dict[str, int]
     state: str
     reason: str | msgspec.UnsetType = msgspec.UNSET
-    # Present if true: estimated from what was sent there.
+    # Present if true: the numbers are estimated from the prompts that were sent there.
     approximate: bool | msgspec.UnsetType = msgspec.UNSET
     groups: tuple[GroupCover, ...] | msgspec.UnsetType = msgspec.UNSET
     limited_by: HitLimit | msgspec.UnsetType | None = msgspec.UNSET
@@ -40,22 +42,22 @@ class InstanceReply(msgspec.Struct, kw_only=True):
 
 
 class QueryReply(msgspec.Struct):
-    """Of `/query` and `/query_by_hash`: every worker of the model, also those without a hit. frequencies: always empty;
-    clients of `dynamo.indexer` expect it."""
+    """The answer of `/query` and `/query_by_hash`: every worker of the model, including those without a hit."""
 
     instances: dict[str, InstanceReply]
     scores: dict[str, dict[str, int]]
+    # Always empty; clients of `dynamo.indexer` expect it.
     frequencies: tuple[int, ...] = ()
 
 
 class Overlap(msgspec.Struct):
-    """Tokens that would not be computed again; cumulative, and longest_matched equals disk. dp: the same for the
-    rank."""
+    """The tokens that would not be computed again. The counts are cumulative, and longest_matched equals disk."""
 
     longest_matched: int
     gpu: int
     cpu: int
     disk: int
+    # The longest match of the rank.
     dp: dict[str, int]
 
 
@@ -65,26 +67,27 @@ class CandidateReply(msgspec.Struct, kw_only=True):
     worker_id: str | int
     dp_rank: int
     overlap: Overlap
-    # In tokens: cost = sum of the parts minus session; load = the part of it that is other prompts' work.
+    # In tokens. The cost is the sum of its parts, except that copy, junction and session are subtracted. The load
+    # is the part of the cost that is other prompts' work.
     load: int
     cost: int
     parts: CostTerms
     saturated: bool
     state: str
     limited_by: HitLimit | None
-    # Present if not zero: tokens of this prompt that are being computed there.
+    # Present if not zero: the tokens of this prompt that are being computed there.
     pending: int | msgspec.UnsetType = msgspec.UNSET
     reason: str | msgspec.UnsetType = msgspec.UNSET
     approximate: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class TokensReply(msgspec.Struct):
-    """The source of a text's tokens (`given`, `render`, `tokenize`, `local`, `none`), how many are known, and why not
-    all are."""
+    """The source of a text's tokens (`given`, `render`, `tokenize`, `local`, `none`), and how many are known."""
 
     source: str
     num_tokens: int
     known_tokens: int
+    # Why not all tokens are known.
     problem: str
 
 
@@ -102,19 +105,22 @@ class PrefillReply(msgspec.Struct, kw_only=True):
 
 
 class SelectReply(msgspec.Struct, kw_only=True):
-    """Of `/select` and `/select_and_reserve`. `endpoint` is the engine's URL, null for a worker that was registered
-    without one; effective_prefill_tokens: what it does not reuse; expected_tokens: what it will reuse by the time it
-    schedules the prompt, with the prompts ahead of it, as far as can be expected. worker_id: a number where it was
-    registered as one. model_name, routing_group, isl_tokens, block_size and potential_decode_blocks (what the worker
-    decodes then) are for Dynamo's clients."""
+    """The answer of `/select` and `/select_and_reserve`.
+
+    model_name, routing_group, isl_tokens, block_size and potential_decode_blocks are for Dynamo's clients.
+    """
 
     selection_id: str
     model: str
+    # A number if the worker was registered with one.
     worker_id: str | int
     dp_rank: int
+    # The engine's URL, or None for a worker that was registered without one.
     endpoint: str | None
     overlap: Overlap
+    # The tokens that the worker is expected to reuse when it schedules the prompt, after the prompts ahead.
     expected_tokens: int
+    # The tokens that the worker does not reuse.
     effective_prefill_tokens: int
     reason: str
     # Present for texts.
@@ -123,6 +129,7 @@ class SelectReply(msgspec.Struct, kw_only=True):
     routing_group: str
     isl_tokens: int
     block_size: int
+    # The blocks that the worker then decodes.
     potential_decode_blocks: int
     reserved: bool
     candidates: list[CandidateReply] | msgspec.UnsetType = msgspec.UNSET
@@ -140,8 +147,7 @@ class EngineReply(msgspec.Struct):
 
 
 class WorkerLoadReply(msgspec.Struct):
-    """One worker's load, from all routers and from requests that bypassed them. The first five are Dynamo's; saturated:
-    it takes no more prompts; rates in tokens/s, null until they are measured."""
+    """One worker's load, from all routers and from requests that bypassed them. The first five fields are Dynamo's."""
 
     worker_id: str | int
     dp_rank: int
@@ -149,25 +155,27 @@ class WorkerLoadReply(msgspec.Struct):
     potential_decode_blocks: int
     active_requests: int
     decode_tokens: int
+    # Whether the worker takes no more prompts.
     saturated: bool
     engine: EngineReply | None
+    # In tokens/s; None until measured.
     prefill_rate: float | None
     decode_rate: float | None
 
 
 class ModelLoadReply(msgspec.Struct):
-    """One entry of `GET /loads`: pending are the prompts that wait in this process because all workers are
-    saturated."""
+    """One entry of `GET /loads`."""
 
     model_name: str
     routing_group: str
     loads: list[WorkerLoadReply]
+    # The prompts that wait in this process because all workers are saturated.
     pending_count: int
     pending_isl_tokens: int
 
 
 class ReservedReply(msgspec.Struct):
-    """Of `POST /reservations`."""
+    """The answer of `POST /reservations`."""
 
     selection_id: str
     model_name: str
@@ -178,78 +186,82 @@ class ReservedReply(msgspec.Struct):
 
 
 class EndedReply(msgspec.Struct):
-    """Of all that end a reservation, or a part of it."""
+    """The answer to a request that ends a reservation, or a part of it."""
 
     status: str
 
 
 class WorkersReply(msgspec.Struct):
-    """Of `GET /workers`."""
+    """The answer of `GET /workers`."""
 
     workers: list[WorkerStatus]
 
 
 class ModelReply(msgspec.Struct):
-    """One model. created: OpenAI's clients need a number; the real date is unknown."""
+    """One model."""
 
     id: str
     object: str = "model"
+    # OpenAI's clients need a number; the real date is unknown.
     created: int = 0
     owned_by: str = "kvrouter"
 
 
 class ModelsReply(msgspec.Struct):
-    """Of `GET /v1/models`."""
+    """The answer of `GET /v1/models`."""
 
     data: list[ModelReply]
     object: str = "list"
 
 
 class RegisteredReply(msgspec.Struct):
-    """Answer to registering, changing or dropping a worker; `dropped` counts the dropped ranks. The fields after it are
-    for Dynamo's clients, on Dynamo's paths. lifecycle: schedulable; incomplete, without an address for requests;
-    unschedulable, once dropped."""
+    """The answer to registering, changing or dropping a worker."""
 
     status: str
     worker_id: str | int
+    # The number of dropped ranks.
     dropped: int | msgspec.UnsetType = msgspec.UNSET
+    # The fields up to block_size are for Dynamo's clients, on Dynamo's paths.
     model_name: str | msgspec.UnsetType = msgspec.UNSET
     routing_group: str | msgspec.UnsetType = msgspec.UNSET
+    # One of: schedulable; incomplete, without an address for requests; unschedulable, once dropped.
     lifecycle: str | msgspec.UnsetType = msgspec.UNSET
     endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
     kv_events_endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
     replay_endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
     block_size: int | msgspec.UnsetType | None = msgspec.UNSET
-    # What the engine did not report, and what follows from that.
+    # The facts that the engine did not report, and the consequence.
     note: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class HealthReply(msgspec.Struct):
-    """Of `GET /health`; status is ok or degraded, by the reasons. warnings: risks that degrade nothing yet; absent if
-    there are none."""
+    """The answer of `GET /health`."""
 
+    # ok, or degraded for the listed reasons.
     status: str
     reasons: list[str]
+    # Risks that degrade nothing yet; absent if there are none.
     warnings: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ReadyReply(msgspec.Struct):
-    """Of `GET /ready`. The last two are for Dynamo's clients; schedulable_workers counts ids."""
+    """The answer of `GET /ready`. The last two fields are for Dynamo's clients."""
 
     status: str
     ready: bool
+    # The number of worker ids.
     schedulable_workers: int
 
 
 class VersionReply(msgspec.Struct):
-    """Of `GET /version`."""
+    """The answer of `GET /version`."""
 
     name: str
     version: str
 
 
 class ErrorDetailReply(msgspec.Struct):
-    """Cause and fix for people, type and code for programs."""
+    """The cause and the fix for people; type and code for programs."""
 
     message: str
     type: str
@@ -257,7 +269,7 @@ class ErrorDetailReply(msgspec.Struct):
 
 
 class ErrorReply(msgspec.Struct):
-    """Of everything that fails, in OpenAI's shape."""
+    """The answer to every request that fails, in OpenAI's shape."""
 
     error: ErrorDetailReply
 
@@ -267,15 +279,19 @@ _msgpack = msgspec.msgpack.Encoder()
 
 
 def encode(reply: Any, accept: str) -> tuple[bytes, str]:
-    """The reply and its media type: MessagePack if `accept` prefers it to JSON or ranks both equal, else JSON."""
-    # Nearly every request stops here.
+    """Return the encoded reply and its media type.
+
+    The encoding is MessagePack if `accept` prefers it to JSON or ranks both equal, otherwise JSON.
+    """
+    # This test settles nearly every request.
     if "msgpack" in accept and _wants_msgpack(accept):
         return _msgpack.encode(reply), MSGPACK
     return _json.encode(reply), JSON
 
 
 def _wants_msgpack(accept: str) -> bool:
-    willing = {"msgpack": 0.0, "json": 0.0}
+    """Return whether an Accept header with MessagePack ranks it at least as high as JSON."""
+    qualities = {"msgpack": 0.0, "json": 0.0}
     for part in accept.lower().split(","):
         name, *parameters = (piece.strip() for piece in part.split(";"))
         quality = 1.0
@@ -286,14 +302,17 @@ def _wants_msgpack(accept: str) -> bool:
                 except ValueError:
                     quality = 0.0
         if name in MSGPACK_TYPES:
-            willing["msgpack"] = quality
+            qualities["msgpack"] = quality
         elif name == JSON:
-            willing["json"] = quality
-    return willing["msgpack"] > 0 and willing["msgpack"] >= willing["json"]
+            qualities["json"] = quality
+    return qualities["msgpack"] > 0 and qualities["msgpack"] >= qualities["json"]
 
 
 def query_reply(hits: Iterable[Hit], explain: bool, held: bool = False) -> QueryReply:
-    """The ranks of one worker_id merged; the best is the one with the most by disk, then cpu, then gpu."""
+    """Return the reply with the ranks of each worker id merged.
+
+    The best rank is the one with the largest disk hit, then cpu, then gpu.
+    """
     best: dict[str, Hit] = {}
     scores: dict[str, dict[str, int]] = {}
     for hit in hits:
@@ -304,8 +323,8 @@ def query_reply(hits: Iterable[Hit], explain: bool, held: bool = False) -> Query
             best[name] = hit
             continue
         ranks[str(hit.worker.dp_rank)] = hit.disk
-        known = best[name]
-        if (hit.disk, hit.cpu, hit.gpu) > (known.disk, known.cpu, known.gpu):
+        best_hit = best[name]
+        if (hit.disk, hit.cpu, hit.gpu) > (best_hit.disk, best_hit.cpu, best_hit.gpu):
             best[name] = hit
     instances = {
         name: InstanceReply(
@@ -327,10 +346,12 @@ def query_reply(hits: Iterable[Hit], explain: bool, held: bool = False) -> Query
 
 
 def overlap_of(hit: Hit) -> Overlap:
+    """Return the overlap of a hit."""
     return Overlap(hit.disk, hit.gpu, hit.cpu, hit.disk, {str(hit.worker.dp_rank): hit.disk})
 
 
 def candidate_reply(candidate: Candidate, worker_id: str | int) -> CandidateReply:
+    """Return a candidate of a choice as a reply. `worker_id` is the worker's id as registered."""
     hit = candidate.hit
     return CandidateReply(
         worker_id=worker_id,

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which scope of an API key each route takes. A route that is not here takes `admin` alone, and a test fails on it."""
+"""The scopes of an API key that each route accepts.
+
+A route that is not listed here accepts `admin` alone, and a test fails on it.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from kvrouter.router.serve.api.openapi import EVENTS, HOT_OPERATIONS
 from kvrouter.router.serve.page.page_files import FILES, PAGE
 
 Scopes = frozenset[Scope]
-# A method, and the path as its route has it.
+# A method, and the path template of the route.
 Route = tuple[str, str]
 
-# Load balancers ask these, and have no key.
+# Load balancers request these paths, and have no key.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 PROXY, HITS, REGISTER, WATCH = (frozenset({scope}) for scope in (Scope.PROXY, Scope.HITS, Scope.REGISTER, Scope.WATCH))
@@ -39,8 +42,8 @@ SCOPES: dict[Route, Scopes] = {
     ("POST", "/workers"): REGISTER,
     ("PATCH", "/workers/{worker_id}"): REGISTER,
     ("DELETE", "/workers/{worker_id}"): REGISTER,
-    # A client that drains a worker looks at what is in flight there; clients that choose by themselves look at all
-    # loads.
+    # A client that drains a worker watches the requests in flight there; clients that choose workers themselves watch
+    # all loads.
     ("GET", "/workers"): REGISTER | WATCH,
     ("GET", "/workers/{worker_id}"): REGISTER | WATCH,
     ("GET", "/loads"): ANY,
@@ -60,10 +63,13 @@ SCOPES: dict[Route, Scopes] = {
 
 
 class RouteTable:
-    """Finds the route of a request as the application of the cold paths will: by the same expressions, in their order.
-    whole: paths that are their own route, whatever the method."""
+    """A lookup of the route that the application of the cold paths will choose.
+
+    It uses the same expressions as the application, in the same order.
+    """
 
     def __init__(self, routes: Iterable[BaseRoute], whole: Iterable[Route]) -> None:
+        # Paths that are their own route, whatever the method.
         self._whole = {path: (method, path) for method, path in whole}
         self._routes: list[tuple[re.Pattern[str], Collection[str], str]] = [
             (route.path_regex, route.methods or (), route.path_format)
@@ -72,11 +78,15 @@ class RouteTable:
         ]
 
     def scopes(self, method: str, path: str) -> Scopes:
-        """Of which a key needs one. ANY where there is no such route: the answer says so, to whoever has a key."""
+        """Return the scopes of which a key needs one.
+
+        Return `ANY` if there is no such route, so that every client with a key gets the answer that says so.
+        """
         route = self._route(method, path)
         return ANY if route is None else SCOPES.get(route, ADMIN)
 
     def _route(self, method: str, path: str) -> Route | None:
+        """Return the route of a request, or None if there is none."""
         whole = self._whole.get(path)
         if whole is not None:
             return whole

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hot endpoints that choose a worker: `/select`, `/select_and_reserve`; and `/reservations`, for a client that has
-chosen one.
+"""The hot endpoints that choose a worker (`/select`, `/select_and_reserve`), and `/reservations` for a chosen one.
 
-Without I/O, outside FastAPI like those of `query.py`, and synchronous but for long bodies, and for texts, which wait
-until their tokens are found.
+They do no I/O, and run outside FastAPI like those of `query.py`. They are synchronous except for long bodies, and for
+texts, which wait until their tokens are found.
 """
 
 from __future__ import annotations
@@ -46,17 +45,15 @@ from kvrouter.router.serve.api.requests import (
 )
 from kvrouter.router.serve.api.responses import PrefillReply, SelectReply, TokensReply, candidate_reply, overlap_of
 
+# The block size in `decode_blocks` while the model's is not known.
 USUAL_BLOCK_TOKENS = 16
 
-# A body, with its tokens or its hashes where these are the prompt.
+# A body, with its tokens or its hashes if these are the prompt.
 _Read = tuple[Any, NDArray[np.int64] | None, NDArray[np.uint64] | None]
 
 
 class SelectRoutes:
-    """Turns bodies into placement requests and choices into replies.
-
-    tokens: tokenizes texts; None: texts are refused. clock: seconds, for `kvrouter_decide_seconds`, which covers
-    `placing` alone."""
+    """The handlers of the endpoints: they turn bodies into placement requests, and choices into replies."""
 
     def __init__(
         self,
@@ -69,26 +66,30 @@ class SelectRoutes:
     ) -> None:
         self._core = core
         self._placing = placing
+        # Tokenizes texts; with None, texts are refused.
         self._tokens = tokens
         self._asking = asking
         self._observe = metrics.decide_seconds.observe
+        # Returns seconds, for `kvrouter_decide_seconds`, which covers the placer alone.
         self._clock = clock
         self._select_reader = BodyReader(SelectBody, arrays=False)
         self._reservation_reader = BodyReader(ReservationBody, arrays=False)
 
     def select(self, asked: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+        """Answer `POST /select`. The reply is a coroutine if the body is long or has a text."""
         return self._select(asked, self._choose)
 
     def select_and_reserve(self, asked: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+        """Answer `POST /select_and_reserve`. The reply is a coroutine if the body is long or has a text."""
         return self._select(asked, self._reserve)
 
     async def reserve_at(self, raw: bytes, content_type: str, bounds: KeyBounds | None) -> Placement:
-        """`POST /reservations`: where the client has chosen the worker."""
-        asked = HotRequest(raw, 0, content_type, takes_json=True, bounds=bounds)
+        """Reserve a place at the worker that the client has chosen, for `POST /reservations`."""
+        request = HotRequest(raw, 0, content_type, takes_json=True, bounds=bounds)
         body, tokens, hashes = (
-            await asyncio.to_thread(_read, self._reservation_reader, asked)
-            if asked.is_long
-            else _read(self._reservation_reader, asked)
+            await asyncio.to_thread(_read, self._reservation_reader, request)
+            if request.is_long
+            else _read(self._reservation_reader, request)
         )
         if body.worker_id is None:
             return self._claim(body)
@@ -109,33 +110,35 @@ class SelectRoutes:
         return self._placing.reserve(ask, anyway=True, prefill_tokens=prefill_tokens)
 
     def _claim(self, body: Any) -> Placement:
-        """What was selected before, by its id."""
+        """Reserve the place that an earlier `/select` chose under this selection id."""
         check_group(body.routing_group)
         if body.selection_id is None:
             raise BadQuestion("give worker_id, or only selection_id to claim what an earlier /select chose under it")
         return self._placing.claim(body.selection_id, model_of(body))
 
     def _select(
-        self, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]
+        self, request: HotRequest, decide: Callable[[PlacementRequest], SelectReply]
     ) -> SelectReply | Coroutine[Any, Any, SelectReply]:
-        if asked.is_long:
-            return self._select_long(asked, decide)
-        body, tokens, hashes = _read_prompt(self._select_reader, asked)
+        """Decide about a body at once if possible; otherwise, return a coroutine."""
+        if request.is_long:
+            return self._select_long(request, decide)
+        body, tokens, hashes = _read_prompt(self._select_reader, request)
         if tokens is None and hashes is None:
-            return self._select_text(body, asked, decide)
-        question = within_bounds(self._known(body, tokens, hashes), asked.bounds)
-        return decide(_ask(body, question, asked.bounds))
+            return self._select_text(body, request, decide)
+        question = within_bounds(self._known(body, tokens, hashes), request.bounds)
+        return decide(_ask(body, question, request.bounds))
 
-    async def _select_long(self, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]) -> SelectReply:
-        body, tokens, hashes = await asyncio.to_thread(_read_prompt, self._select_reader, asked)
+    async def _select_long(self, request: HotRequest, decide: Callable[[PlacementRequest], SelectReply]) -> SelectReply:
+        """Decide about a long body, which is read in a thread and hashed in turns."""
+        body, tokens, hashes = await asyncio.to_thread(_read_prompt, self._select_reader, request)
         if tokens is None and hashes is None:
-            return await self._select_text(body, asked, decide)
-        question = within_bounds(self._known(body, tokens, hashes), asked.bounds)
+            return await self._select_text(body, request, decide)
+        question = within_bounds(self._known(body, tokens, hashes), request.bounds)
         await self._core.hash_ahead(question)
-        return decide(_ask(body, question, asked.bounds))
+        return decide(_ask(body, question, request.bounds))
 
     def _known(self, body: Any, tokens: NDArray[np.int64] | None, hashes: NDArray[np.uint64] | None) -> Question:
-        """The question of a prompt whose tokens or hashes are in the body."""
+        """Return the question of a prompt whose tokens or hashes are in the body."""
         return self._asking.question(
             body,
             tokens,
@@ -147,8 +150,9 @@ class SelectRoutes:
         )
 
     async def _select_text(
-        self, body: Any, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]
+        self, body: Any, request: HotRequest, decide: Callable[[PlacementRequest], SelectReply]
     ) -> SelectReply:
+        """Decide about a body with a text, after finding its tokens."""
         if self._tokens is None:
             raise BadQuestion(
                 "this router does not tokenize prompt or messages; send token_ids or block_hashes "
@@ -156,19 +160,19 @@ class SelectRoutes:
                 code="tokens_required",
             )
         served = self._asking.served(body)
-        if asked.bounds is not None:
-            asked.bounds.check_model(served.model, body.lora_name or served.lora_name)
-            asked.bounds.check_salt(body.cache_salt or None)
-        raw = asked.data[asked.start :]
-        if is_msgpack(asked.content_type):
+        if request.bounds is not None:
+            request.bounds.check_model(served.model, body.lora_name or served.lora_name)
+            request.bounds.check_salt(body.cache_salt or None)
+        raw = request.data[request.start :]
+        if is_msgpack(request.content_type):
             try:
                 raw = msgspec.json.encode(msgspec.msgpack.decode(raw))
             except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
                 raise BadQuestion(f"the body has a value that JSON cannot express: {error}") from None
         path = CHAT_PATH if is_given(body.messages) else TEXT_PATH
-        read = read_client_body(path, raw)
+        client_body = read_client_body(path, raw)
         is_dry = body.dry_run and decide == self._choose
-        prompt = await self._tokens.prompt(path, served.model, read, counts=not is_dry)
+        prompt = await self._tokens.prompt(path, served.model, client_body, counts=not is_dry)
         if prompt.refused:
             raise BadQuestion(f"the engine rejects the prompt: {prompt.problem}", code="prompt_refused")
         question = prompt.question(
@@ -179,15 +183,16 @@ class SelectRoutes:
             exclude_worker_ids=worker_ids_of(body.exclude_workers) or frozenset(),
             dp_rank=body.dp_rank,
             explain=body.explain,
-            without_cache=engines_without_cache(read),
+            without_cache=engines_without_cache(client_body),
         )
         await self._core.hash_ahead(question)
-        reply = decide(_ask(body, question, asked.bounds))
-        known = 0 if prompt.token_ids is None else len(prompt.token_ids)
-        reply.tokens = TokensReply(prompt.source, prompt.num_tokens, known, prompt.problem)
+        reply = decide(_ask(body, question, request.bounds))
+        known_tokens = 0 if prompt.token_ids is None else len(prompt.token_ids)
+        reply.tokens = TokensReply(prompt.source, prompt.num_tokens, known_tokens, prompt.problem)
         return reply
 
     def _choose(self, ask: PlacementRequest) -> SelectReply:
+        """Choose a worker without reserving it, and return the reply."""
         selection_id = ask.selection_id or self._placing.new_id()
         start = self._clock()
         choice = self._placing.choose(ask, selection_id)
@@ -196,6 +201,7 @@ class SelectRoutes:
         return self._reply(ask.question, choice, selection_id, reserved=False)
 
     def _reserve(self, ask: PlacementRequest) -> SelectReply:
+        """Choose and reserve a worker, and return the reply."""
         start = self._clock()
         placement = self._placing.reserve(ask)
         self._observe(self._clock() - start)
@@ -226,32 +232,36 @@ class SelectRoutes:
             reply.prefill = self._prefill(question, choice.prefill, self._core.handover(worker))
         if question.explain:
             given_id = self._core.given_id
-            reply.candidates = [candidate_reply(one, given_id(one.hit.worker)) for one in choice.candidates]
+            reply.candidates = [
+                candidate_reply(candidate, given_id(candidate.hit.worker)) for candidate in choice.candidates
+            ]
         return reply
 
-    def _prefill(self, question: Question, there: Choice, handover: HandoverWay) -> PrefillReply:
-        worker, given_id = there.hit.worker, self._core.given_id
+    def _prefill(self, question: Question, choice: Choice, handover: HandoverWay) -> PrefillReply:
+        """Return the reply's part about the prefill worker."""
+        worker, given_id = choice.hit.worker, self._core.given_id
         return PrefillReply(
             worker_id=given_id(worker),
             dp_rank=worker.dp_rank,
-            endpoint=there.url,
-            overlap=overlap_of(there.hit),
-            effective_prefill_tokens=question.num_tokens - there.hit.disk,
+            endpoint=choice.url,
+            overlap=overlap_of(choice.hit),
+            effective_prefill_tokens=question.num_tokens - choice.hit.disk,
             handover=handover,
-            reason=there.reason,
-            candidates=[candidate_reply(one, given_id(one.hit.worker)) for one in there.candidates]
+            reason=choice.reason,
+            candidates=[candidate_reply(candidate, given_id(candidate.hit.worker)) for candidate in choice.candidates]
             if question.explain
             else msgspec.UNSET,
         )
 
 
-def _read(reader: BodyReader, asked: HotRequest) -> _Read:
-    """Pure: runs in any thread. Raises BadQuestion."""
-    return _numbers(reader.read(asked.data, asked.content_type, asked.start), asked)
+def _read(reader: BodyReader, request: HotRequest) -> _Read:
+    """Read a body of any form. Pure, so it may run in any thread. Raises BadQuestion."""
+    return _numbers(reader.read(request.data, request.content_type, request.start), request)
 
 
-def _numbers(body: Any, asked: HotRequest) -> _Read:
-    packed = is_msgpack(asked.content_type)
+def _numbers(body: Any, request: HotRequest) -> _Read:
+    """Return the body with its token ids or block hashes decoded."""
+    packed = is_msgpack(request.content_type)
     if is_given(body.token_ids):
         return body, token_array(body.token_ids, is_msgpack=packed), None
     if is_given(body.block_hashes):
@@ -259,21 +269,22 @@ def _numbers(body: Any, asked: HotRequest) -> _Read:
     return body, None, None
 
 
-def _read_prompt(reader: BodyReader, asked: HotRequest) -> _Read:
-    """The same where there must be one prompt, as text unless its tokens or hashes are there."""
-    body = reader.read(asked.data, asked.content_type, asked.start)
+def _read_prompt(reader: BodyReader, request: HotRequest) -> _Read:
+    """Read a body that must have exactly one prompt: token ids, block hashes, or a text. Raises BadQuestion."""
+    body = reader.read(request.data, request.content_type, request.start)
     has_text = is_given(body.prompt) or is_given(body.messages)
     if is_given(body.token_ids) + is_given(body.block_hashes) + has_text != 1:
         raise BadQuestion("give exactly one of token_ids, block_hashes, prompt and messages: the prompt to place")
-    return _numbers(body, asked)
+    return _numbers(body, request)
 
 
 def decode_blocks(decode_tokens: int, block_size: int) -> int:
-    """Decode load in blocks of the model, in which Dynamo counts it; where none is known, in the usual ones."""
+    """Return the decode load in blocks of the model, the unit of Dynamo; without a known block size, in usual ones."""
     return -(-decode_tokens // (block_size if block_size > 1 else USUAL_BLOCK_TOKENS))
 
 
 def _ask(body: Any, question: Question, bounds: KeyBounds | None) -> PlacementRequest:
+    """Return the placement request of a body."""
     max_tokens = body.expected_output_tokens if body.max_tokens is None else body.max_tokens
     if max_tokens is not None:
         max_tokens = min(max_tokens, MAX_LIMIT_TOKENS)
@@ -293,10 +304,12 @@ def _ask(body: Any, question: Question, bounds: KeyBounds | None) -> PlacementRe
 
 
 def _length(body: Any) -> int | None:
-    found: int | None = body.isl_tokens if body.num_tokens is None else body.num_tokens
-    return found
+    """Return the length of the prompt in tokens, if the body states it."""
+    length: int | None = body.isl_tokens if body.num_tokens is None else body.num_tokens
+    return length
 
 
 def _workers(body: Any) -> list[str | int] | None:
-    found: list[str | int] | None = body.allowed_worker_ids if body.workers is None else body.workers
-    return found
+    """Return the only workers allowed, or None for all."""
+    worker_ids: list[str | int] | None = body.allowed_worker_ids if body.workers is None else body.workers
+    return worker_ids

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registering, changing, dropping and listing workers."""
+"""The routes that register, change, drop and list workers."""
 
 from __future__ import annotations
 
@@ -41,20 +41,22 @@ from kvrouter.router.serve.proxy.proxy import Proxy
 
 
 class _Name(Convertor[str]):
-    """A name in a path with any characters: starlette's `path` ends at a line break."""
+    """A name in a path with any characters. A name is needed because starlette's `path` ends at a line break."""
 
     regex = r"[\s\S]*"
 
     def convert(self, value: str) -> str:
+        """Return the name unchanged."""
         return value
 
     def to_string(self, value: str) -> str:
+        """Return the name unchanged."""
         return value
 
 
 register_url_convertor("name", _Name())
 
-# A row takes some 40 us; meanwhile nothing else is answered.
+# A row takes about 40 us, in which nothing else is answered; after this many rows, other requests get a turn.
 ROWS_A_TURN = 64
 
 DpRank = Annotated[int | None, Query(ge=0, le=MAX_DP_RANK, description="only this rank; without it, all")]
@@ -62,7 +64,7 @@ Model = Annotated[str | None, Query(description="only of this model")]
 
 
 def respond(request: Request, reply: Any) -> Response:
-    """The reply in the encoding that the client accepts."""
+    """Return the reply in the encoding that the client accepts."""
     content, media_type = encode(reply, request.headers.get("accept", ""))
     return Response(content, media_type=media_type)
 
@@ -70,8 +72,14 @@ def respond(request: Request, reply: Any) -> Response:
 def worker_routes(
     core: CorePort, tokens: TokensPort | None, proxy: Proxy | None, sources: SourcesPort | None
 ) -> APIRouter:
-    """The routes, bound to `core`. `tokens` reports how texts are tokenized, `proxy` why a worker takes no new
-    requests, `sources` what engines report about themselves."""
+    """Return the routes, bound to the core.
+
+    Args:
+        core: Registers workers and lists them.
+        tokens: Reports how texts are tokenized; None omits that.
+        proxy: Reports why a worker takes no new requests; None omits that.
+        sources: Completes registrations with the engines' reports about themselves; None takes registrations unchanged.
+    """
     router = APIRouter(tags=["workers"])
     register_reader = BodyReader(RegisterBody)
     unregister_reader = BodyReader(UnregisterBody)
@@ -81,6 +89,7 @@ def worker_routes(
         return reader.read(await request.body(), request.headers.get("content-type", ""))
 
     def named(worker_id: str, dp_rank: int | None, model: str | None) -> list[Registration]:
+        """Return the registrations of a worker id, limited to a rank and a model if these are not None."""
         return [
             registration
             for registration in core.registrations()
@@ -92,25 +101,26 @@ def worker_routes(
     async def drop(
         worker_id: str, dp_rank: int | None, model: str | None
     ) -> tuple[Registration | None, RegisteredReply]:
-        known = named(worker_id, dp_rank, model)
+        """Drop the matching workers. Return the first one's registration if it is known, and the reply."""
+        registrations = named(worker_id, dp_rank, model)
         dropped = await core.unregister(worker_id, dp_rank, model)
         if not dropped:
             raise UnknownWorker(missing(worker_id, dp_rank, model))
-        given_id = known[0].given_id if known else worker_id
-        return known[0] if known else None, RegisteredReply("ok", given_id, dropped)
+        given_id = registrations[0].given_id if registrations else worker_id
+        return registrations[0] if registrations else None, RegisteredReply("ok", given_id, dropped)
 
     async def add(request: Request) -> tuple[Registration, bool]:
-        """The first registration, and whether its engine added anything to the body."""
+        """Register the workers of a body. Return the first registration, and whether an engine completed the body."""
         registrations: list[Registration] = []
         learned = False
         for body in registrations_in(await read(request, register_reader)):
             if sources is None:
                 registrations.append(registration_of(body))
             else:
-                # Without a model, its engine says which.
-                given = registration_of(body, UNKNOWN_MODEL if body.url is not None else None)
-                completed = await sources.complete(given, any_rank=body.dp_rank is None)
-                learned |= completed != [given]
+                # Without a model in the body, the engine is queried for it.
+                requested = registration_of(body, UNKNOWN_MODEL if body.url is not None else None)
+                completed = await sources.complete(requested, any_rank=body.dp_rank is None)
+                learned |= completed != [requested]
                 registrations += completed
         for registration in registrations:
             # Engines may register repeatedly and must not undo an operator's PATCH.
@@ -119,14 +129,16 @@ def worker_routes(
         return registrations[0], learned
 
     async def register(request: Request) -> Response:
-        """The same registration again changes nothing; a different one for the same id and rank replaces it. If the
-        body has a url but no model or event endpoints, the engine is queried for them, and the answer says what was
-        learned."""
+        """Register a worker. The same registration again changes nothing.
+
+        A different one for the same id and rank replaces it. If the body has a url but no model or event endpoints, the
+        engine is queried for them, and the answer says what was learned.
+        """
         registration, learned = await add(request)
         return respond(request, _described(registration) if learned else RegisteredReply("ok", registration.given_id))
 
     async def add_worker(request: Request) -> Response:
-        """Like /register, with Dynamo's form of answer; data_parallel_size registers each rank."""
+        """Register a worker like /register, with Dynamo's form of answer; data_parallel_size registers each rank."""
         return respond(request, _described((await add(request))[0]))
 
     for path, name, handler in (("/register", "register", register), ("/workers", "add_worker", add_worker)):
@@ -152,18 +164,23 @@ def worker_routes(
         return respond(request, (await drop(worker_id_of(body), dp_rank_of(body.dp_rank), model_of(body)))[1])
 
     async def rows(worker_id: str | None = None) -> list[WorkerStatus]:
-        shown: list[WorkerStatus] = []
+        """Return the statuses of all workers, or of one id, with what the other parts know of each."""
+        statuses: list[WorkerStatus] = []
         for status in core.statuses(worker_id):
-            if len(shown) % ROWS_A_TURN == ROWS_A_TURN - 1:
+            if len(statuses) % ROWS_A_TURN == ROWS_A_TURN - 1:
                 await asyncio.sleep(0)
             worker = WorkerKey(status.model, status.worker_id, status.dp_rank)
-            found = None if tokens is None else tokens.status(status.model, status.url)
+            tokens_status = None if tokens is None else tokens.status(status.model, status.url)
             closed = "" if proxy is None else proxy.closed(worker) or ""
-            untrue = "" if proxy is None else proxy.predictions_problem(worker) or ""
+            predictions = "" if proxy is None else proxy.predictions_problem(worker) or ""
             reuse = None if proxy is None else proxy.reuse(worker)
-            shown.append(msgspec.structs.replace(status, tokens=found, closed=closed, predictions=untrue, reuse=reuse))
+            statuses.append(
+                msgspec.structs.replace(
+                    status, tokens=tokens_status, closed=closed, predictions=predictions, reuse=reuse
+                )
+            )
         waiting = () if sources is None else sources.statuses()
-        return shown + [status for status in waiting if worker_id in (None, status.worker_id)]
+        return statuses + [status for status in waiting if worker_id in (None, status.worker_id)]
 
     @router.get("/workers", summary="All workers", operation_id="workers", responses=gives(WorkersReply))
     async def workers(request: Request) -> Response:
@@ -176,15 +193,15 @@ def worker_routes(
         responses=gives(WorkersReply, 400, 404),
     )
     async def worker(request: Request, worker_id: str, dp_rank: DpRank = None, model: Model = None) -> Response:
-        """The same entries as of all workers. dp_rank and model select among them."""
-        found = [
+        """List the same entries as for all workers. dp_rank and model select among them."""
+        statuses = [
             status
             for status in await rows(worker_id)
             if dp_rank in (None, status.dp_rank) and model in (None, status.model)
         ]
-        if not found:
+        if not statuses:
             raise UnknownWorker(missing(worker_id, dp_rank, model))
-        return respond(request, WorkersReply(found))
+        return respond(request, WorkersReply(statuses))
 
     @router.patch(
         "/workers/{worker_id:name}",
@@ -194,26 +211,28 @@ def worker_routes(
         responses=gives(RegisteredReply, 400, 403, 404, 409, 413, 429, 503),
     )
     async def patch(request: Request, worker_id: str) -> Response:
-        """Absent fields stay; null unsets. Without dp_rank all ranks change."""
+        """Change a worker. Absent fields stay; null unsets. Without dp_rank all ranks change."""
         body = patch_in(await read(request, patch_reader))
         model, dp_rank = model_of(body), dp_rank_of(body.dp_rank)
-        known = named(worker_id, dp_rank, model)
-        if not known:
+        registrations = named(worker_id, dp_rank, model)
+        if not registrations:
             raise UnknownWorker(missing(worker_id, dp_rank, model))
-        if len(known) > 1 and not (body.endpoint is msgspec.UNSET and body.replay_endpoint is msgspec.UNSET):
-            # Each rank has its own stream: one endpoint for all would count its blocks for each.
-            raise Conflict(f"worker {worker_id!r} has {len(known)} ranks or models; select one by dp_rank and model")
-        changes = [(registration, patched(registration, body)) for registration in known]
-        for before, changed in changes:
-            if before.source != REGISTER and msgspec.structs.replace(before, draining=changed.draining) != changed:
-                place = PLACES.get(before.source, before.source)
+        if len(registrations) > 1 and not (body.endpoint is msgspec.UNSET and body.replay_endpoint is msgspec.UNSET):
+            # Each rank has its own stream: one endpoint for all would count its blocks for each rank.
+            raise Conflict(
+                f"worker {worker_id!r} has {len(registrations)} ranks or models; select one by dp_rank and model"
+            )
+        changes = [(registration, patched(registration, body)) for registration in registrations]
+        for former, changed in changes:
+            if former.source != REGISTER and msgspec.structs.replace(former, draining=changed.draining) != changed:
+                place = PLACES.get(former.source, former.source)
                 raise Conflict(
                     f"worker {worker_id!r} is kept by {place}: change it there; only its state can be patched here",
                     code="kept_by_source",
                 )
             if body.state == "active" and changed.retiring:
                 raise Conflict(
-                    f"worker {worker_id!r} is drained by {PLACES.get(before.source, before.source)}: change it there",
+                    f"worker {worker_id!r} is drained by {PLACES.get(former.source, former.source)}: change it there",
                     code="kept_by_source",
                 )
         for _, changed in changes:
@@ -236,7 +255,7 @@ def worker_routes(
 
 
 def _described(registration: Registration, dropped: int | msgspec.UnsetType = msgspec.UNSET) -> RegisteredReply:
-    """The answer with what Dynamo's clients read of it."""
+    """Return the answer with the fields that Dynamo's clients read."""
     lifecycle = INCOMPLETE if registration.url is None or registration.draining else SCHEDULABLE
     return RegisteredReply(
         "ok",
@@ -254,7 +273,7 @@ def _described(registration: Registration, dropped: int | msgspec.UnsetType = ms
 
 
 def missing(worker_id: str, dp_rank: int | None, model: str | None) -> str:
-    """The text for a worker that is not there."""
+    """Return the error text for a worker that is not registered."""
     rank = "" if dp_rank is None else f" rank {dp_rank}"
-    of = "" if model is None else f" of model {model!r}"
-    return f"no worker {worker_id!r}{rank}{of} is registered; GET /workers lists those that are"
+    of_model = "" if model is None else f" of model {model!r}"
+    return f"no worker {worker_id!r}{rank}{of_model} is registered; GET /workers lists those that are"

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Endpoints picked for a gateway, over Envoy's external processing protocol."""
+"""The endpoint picker for gateways, over Envoy's external processing protocol."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as a gateway knows them: `ip:port`. Pure; rebuilt when a registration changes.
+"""Workers under the names that a gateway has for them: `ip:port`. Pure; rebuilt when a registration changes.
 
-A gateway connects to an address and sends the client's own path there. So a worker whose URL has a name for a host, or
-a path, cannot be picked."""
+A gateway connects to an address and sends the client's own path there. Therefore a worker whose URL has a host name or
+a path cannot be picked.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ UNUSABLE = "register workers with the IP address that the gateway reaches them a
 
 
 class Endpoints:
-    """of: the endpoint of each worker that can be picked. unusable: the others."""
+    """The endpoints of all registered workers, at one time."""
 
     def __init__(self, addresses: Addresses) -> None:
+        # The endpoint of each worker that can be picked.
         self.of: dict[WorkerKey, str] = {}
         self._at: dict[str, set[WorkerKey]] = {}
         unusable = set(addresses.unreachable)
@@ -31,23 +33,24 @@ class Endpoints:
                 continue
             self.of[worker] = endpoint
             self._at.setdefault(endpoint, set()).add(worker)
+        # Workers that cannot be picked.
         self.unusable = frozenset(unusable)
 
     def at(self, endpoint: str, model: str) -> frozenset[WorkerKey]:
-        """The workers of a model behind an endpoint."""
-        there = self._at.get(canonical(endpoint) or "", ())
-        return frozenset(worker for worker in there if worker.model == model)
+        """Return the workers of a model behind an endpoint."""
+        workers = self._at.get(canonical(endpoint) or "", ())
+        return frozenset(worker for worker in workers if worker.model == model)
 
     def outside(self, subset: Iterable[str] | None) -> frozenset[WorkerKey]:
-        """The workers that must not be picked. subset: the only endpoints allowed; None: all are."""
+        """Return the workers that must not be picked. `subset` has the only endpoints allowed; None allows all."""
         if subset is None:
             return self.unusable
-        allowed = {endpoint for one in subset if (endpoint := canonical(one)) is not None}
+        allowed = {endpoint for text in subset if (endpoint := canonical(text)) is not None}
         return self.unusable | {worker for worker, endpoint in self.of.items() if endpoint not in allowed}
 
 
 def canonical(endpoint: str) -> str | None:
-    """`10.0.0.1:8000`, `[::1]:8000` in one spelling; None where it is no address with a port."""
+    """Return one spelling of an endpoint like `10.0.0.1:8000` or `[::1]:8000`, or None if it is not IP and port."""
     host, _, port = endpoint.strip().rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         return None
@@ -59,33 +62,43 @@ def canonical(endpoint: str) -> str | None:
 
 
 class Destination(NamedTuple):
-    """The picked endpoint and, after it, those that may serve in its place. hits: of the workers behind each, in the
-    same order."""
+    """The picked endpoint, followed by its fallbacks."""
 
     endpoints: list[str]
+    # The hit of the worker behind each endpoint, in the same order.
     hits: list[Hit]
 
     @property
     def text(self) -> str:
-        """As the protocol has it."""
+        """The endpoints in the form of the protocol, separated by commas."""
         return ",".join(self.endpoints)
 
 
 def destination(
     chosen: Hit, others: Sequence[Hit], endpoints: Endpoints, addresses: Addresses, most: int
 ) -> Destination:
-    """The chosen worker, and `most` others at most, the cheapest first. All get the same request, so only those qualify
-    that want the same headers: the same rank, and a sidecar where the chosen one has one."""
-    found = Destination([endpoints.of[chosen.worker]], [chosen])
+    """Return the endpoints of the chosen worker and of its fallbacks.
+
+    All endpoints get the same request, so only workers that need the same headers qualify: the same rank, and a sidecar
+    if the chosen worker has one.
+
+    Args:
+        chosen: The hit of the chosen worker.
+        others: The hits of other workers, the cheapest first.
+        endpoints: The endpoints of the workers.
+        addresses: The addresses of the workers.
+        most: The largest number of fallbacks.
+    """
+    picked = Destination([endpoints.of[chosen.worker]], [chosen])
     rank, has_sidecar = addresses.ranks.get(chosen.worker), chosen.worker in addresses.by_header
     for hit in others:
         endpoint = endpoints.of.get(hit.worker)
-        if len(found.hits) > most:
+        if len(picked.hits) > most:
             break
-        if endpoint is None or endpoint in found.endpoints:
+        if endpoint is None or endpoint in picked.endpoints:
             continue
         if addresses.ranks.get(hit.worker) != rank or (hit.worker in addresses.by_header) != has_sidecar:
             continue
-        found.endpoints.append(endpoint)
-        found.hits.append(hit)
-    return found
+        picked.endpoints.append(endpoint)
+        picked.hits.append(hit)
+    return picked

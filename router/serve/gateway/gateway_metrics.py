@@ -7,14 +7,23 @@ from functools import cache
 
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 
-# From an index that has the prompt's tokens to a prompt that waits in line or is computed elsewhere first.
+# The shortest picks are for a prompt whose tokens are cached; the longest are for a prompt that waits in line or is
+# computed elsewhere first.
 PICK_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 
 
 class GatewayMetrics:
-    """requests: by path and outcome: ok, client_error or server_error (an engine's 4xx or 5xx, or the gateway's own),
-    refused (by the router: its body, no worker, saturated), client_gone (the stream ended before the answer did), passed
-    (a request that no prompt is in, sent to any worker), bug."""
+    """The metrics of gateways' requests.
+
+    `requests` counts by path and outcome. The outcomes are:
+
+    - ok, client_error and server_error: an answer was passed on; the errors are the 4xx and 5xx of the engine or the
+      gateway.
+    - refused: the router refused the request, because of its body, for lack of a worker, or because all were saturated.
+    - client_gone: the stream ended before the answer did.
+    - passed: a request without a prompt was sent to any worker.
+    - bug: the router failed.
+    """
 
     def __init__(self, registry: MetricRegistry) -> None:
         self.requests = cache(

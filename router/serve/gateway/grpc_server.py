@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gRPC server that gateways call: `ExternalProcessor/Process` and `Health/Check`. The async shell over
-`process_stream.py`; on the loop of the router, whose state it shares."""
+"""The gRPC server that gateways call: `ExternalProcessor/Process` and `Health/Check`.
+
+This is the async shell over `process_stream.py`. It runs on the router's event loop, whose state it shares.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +33,20 @@ from kvrouter.router.serve.proxy.headers import Headers
 
 log = logging.getLogger("kvrouter.gateway")
 
-# The bytes of a message besides its piece of a body.
+# The bytes of a message without its piece of a body.
 FRAME_BYTES = 64 * 1024
-# Largest message, in bodies of the largest size. A BUFFERED body is one message, and as large as the gateway's own
-# buffer allows. gRPC ends the stream of a message over its limit, and the client gets an empty 500; below it, the
-# router answers 413 to a body over max_body_bytes.
+# The size of the largest message, as a multiple of the largest body. A BUFFERED body is one message, and as large as
+# the gateway's own buffer allows. gRPC ends the stream of a message over its limit, and the client gets an empty 500;
+# below that limit, the router answers 413 to a body over max_body_bytes.
 RECEIVED_BODIES = 4
-# As many as the HTTP port has connections. Each may hold a body; above it a gateway is refused, and does as its failure
-# mode says.
+# The number of streams equals the number of connections of the HTTP port. Each stream may hold a body. Above the limit
+# a gateway is refused, and does what its failure mode says.
 MAX_STREAMS = 4_096
-# Before the end of a shutdown: answers under way then go on without this picker, from their next piece on. Events of a
-# stream are tens of milliseconds apart.
+# The seconds before the end of a shutdown at which answers under way go on without this picker, from their next piece
+# on. The events of a stream are tens of milliseconds apart.
 LEAVE_S = 2.0
-# The services that a health check may name. In the extension's specification, liveness is the process, the others are
-# readiness.
+# The services that a health check may name. In the extension's specification, liveness is the process, and the others
+# are readiness.
 LIVENESS = "liveness"
 READINESS = ("", "readiness", EXTERNAL_PROCESSOR)
 JSON: Headers = [(b"content-type", b"application/json")]
@@ -55,22 +57,24 @@ Pick = Callable[[GatewayRequest], Awaitable[Route]]
 
 
 class Certificate:
-    """The certificate that new connections get; it may be replaced at any time."""
+    """The certificate for new connections. It may be replaced at any time."""
 
     def __init__(self, current: Callable[[], GatewayPems]) -> None:
-        """Show no certificate yet. current: returns the one to show now; gRPC's threads call it, and it must not
-        wait."""
+        """Load the current certificate.
+
+        `current` returns the certificate to show. It must not wait, because gRPC's threads call it.
+        """
         self._current = current
         self._shown = current()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials for a port of gRPC."""
+        """Return the credentials for a gRPC port."""
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self._shown), self._renewed, self._shown.client_ca is not None
         )
 
     def _renewed(self) -> Any:
-        """Return another certificate for the next connections, None if it is unchanged."""
+        """Return another certificate for the next connections, or None if it is unchanged."""
         current = self._current()
         if current is self._shown:
             return None
@@ -83,8 +87,7 @@ def _configuration(pems: GatewayPems) -> Any:
 
 
 class GatewayServer:
-    """`start`, then `stop`. pick: the endpoint of a request. ready: why no request can be placed now, None
-    where one can."""
+    """The server of the gateways' port. Call `start` once, then `stop`."""
 
     def __init__(
         self,
@@ -95,20 +98,28 @@ class GatewayServer:
         *,
         max_body_bytes: int,
     ) -> None:
+        # Returns the route of a request.
         self._pick = pick
+        # Returns why no request can be placed now, or None if one can.
         self._ready = ready
         self._metrics = metrics
         self._internal_errors = internal_errors
         self._max_body_bytes = max_body_bytes
         self._server: grpc.aio.Server | None = None
         self._open = 0
-        # Whether answers are left to the gateway.
+        # Whether answers under way go on without the router.
         self._leaves = False
         metrics.open.set_function(lambda: self._open)
 
     async def start(self, host: str, port: int, certificate: Certificate | None, *, shared: bool) -> int:
-        """The port that it listens on. shared: other processes of this router listen there too. Raises
-        SettingError."""
+        """Listen, and return the port. Raises SettingError if the port cannot be used.
+
+        Args:
+            host: The name or address to listen on.
+            port: The port; 0 lets the system choose one.
+            certificate: The certificate for connections; None listens without TLS.
+            shared: Whether other processes of this router listen on the same port.
+        """
         options = [
             ("grpc.so_reuseport", int(shared)),
             ("grpc.max_receive_message_length", RECEIVED_BODIES * self._max_body_bytes + FRAME_BYTES),
@@ -144,7 +155,7 @@ class GatewayServer:
         return int(bound)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more streams; those under way have this long to end, or what a later call says."""
+        """Take no more streams, and give those under way this many seconds to end. A later call may change the time."""
         loop = asyncio.get_running_loop()
         loop.call_later(max(0.0, grace_s - LEAVE_S), self._leave)
         if self._server is not None:
@@ -154,6 +165,7 @@ class GatewayServer:
         self._leaves = True
 
     async def _process(self, _: Any, context: Any) -> None:
+        """Serve one stream until it ends, is refused, or is left to the gateway."""
         stream = ProcessStream(self._max_body_bytes)
         self._open += 1
         try:
@@ -161,10 +173,10 @@ class GatewayServer:
                 for reply in await self._replies(stream, raw):
                     await context.write(encode(reply))
                 if stream.is_refused:
-                    # The rest of the request gets no second answer.
+                    # The gateway needs no second answer to the rest of the request.
                     return
                 if self._leaves and stream.is_answering:
-                    # A gateway goes on without a picker that ends the stream in order.
+                    # A gateway continues without a picker if the picker ends the stream in order.
                     return
         except ProtocolError as error:
             self._metrics.protocol_errors.inc()
@@ -175,7 +187,7 @@ class GatewayServer:
             stream.close()
 
     async def _replies(self, stream: ProcessStream, raw: bytes) -> list[Reply]:
-        """Raises ProtocolError."""
+        """Return the replies to one message, with the endpoint once the request is complete. Raises ProtocolError."""
         try:
             replies = stream.receive(decode(raw))
             if stream.request is not None:
@@ -191,6 +203,7 @@ class GatewayServer:
         return replies
 
     async def _check(self, raw: bytes, context: Any) -> bytes:
+        """Answer a health check."""
         try:
             service = health_service(raw)
         except ProtocolError as error:
@@ -204,8 +217,8 @@ class GatewayServer:
 
 
 def headers_of(error: RouterError) -> Headers:
-    """Of the answer that says it."""
+    """Return the headers of the answer with this error."""
     if error.retry_after_s is None:
         return JSON
-    # Whole seconds are all that HTTP knows.
+    # HTTP has only whole seconds.
     return [*JSON, (b"retry-after", b"%d" % math.ceil(error.retry_after_s))]

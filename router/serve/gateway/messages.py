@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a gateway says and is answered on one Process stream, as plain values.
+"""The messages of one Process stream between a gateway and the router, as plain values.
 
-One stream is one HTTP request and its answer: headers, pieces of the body, trailers, of each side. Source:
-envoy/service/ext_proc/v3/external_processor.proto, and proposal 004 of the Gateway API Inference Extension (1.0.0)."""
+One stream is one HTTP request and its answer: headers, pieces of the body, and trailers of each side. Source:
+envoy/service/ext_proc/v3/external_processor.proto, and proposal 004 of the Gateway API Inference Extension (1.0.0).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ from kvrouter.router.serve.proxy.headers import NOTHING, Headers
 
 
 class Part(IntEnum):
-    """What of an exchange a message is about. A request's field in ProcessingRequest; one less in
-    ProcessingResponse."""
+    """The part of an exchange that a message is about.
+
+    The values are the field numbers in ProcessingRequest; those in ProcessingResponse are one less.
+    """
 
     REQUEST_HEADERS = 2
     RESPONSE_HEADERS = 3
@@ -26,7 +29,7 @@ class Part(IntEnum):
 
 
 class BodyMode(IntEnum):
-    """How the gateway sends a body (`processing_mode` of its filter)."""
+    """The mode in which the gateway sends a body (`processing_mode` of its filter)."""
 
     NONE = 0
     STREAMED = 1
@@ -36,64 +39,74 @@ class BodyMode(IntEnum):
 
 
 class Modes(NamedTuple):
-    """Of both bodies, as the first message of a stream has them; without them, what the extension demands."""
+    """The modes of both bodies, from the first message of a stream. The defaults are what the extension demands."""
 
     request: int = BodyMode.FULL_DUPLEX_STREAMED
     answer: int = BodyMode.FULL_DUPLEX_STREAMED
 
 
 class Incoming(NamedTuple):
-    """One message of the gateway.
-
-    ends: the body ends with it. subset: the endpoints to choose from, None where the gateway says nothing of them.
-    served: the endpoint that answers, where the gateway says it. observes: the gateway does not wait for answers."""
+    """One message of the gateway."""
 
     part: Part
     headers: Headers = NOTHING
     data: bytes = b""
+    # Whether the body ends with this message.
     ends: bool = False
+    # The modes of the bodies; None in all messages but the first.
     modes: Modes | None = None
+    # The endpoints to choose from; None if the gateway names none.
     subset: tuple[str, ...] | None = None
+    # The endpoint that answers, if the gateway names it.
     served: str | None = None
+    # Whether the gateway does not wait for replies.
     observes: bool = False
 
 
 class HeadersReply(NamedTuple):
-    """The headers may go on. given: set, in place of what has the name. endpoint: as metadata."""
+    """The reply that lets headers go on."""
 
     part: Part
+    # Headers to set, in place of those of the same name.
     given: Headers = NOTHING
+    # Names of headers to remove.
     removed: tuple[bytes, ...] = ()
+    # The endpoint to send the request to, which is sent as metadata.
     endpoint: str | None = None
 
 
 class BodyReply(NamedTuple):
-    """A piece of the body in FULL_DUPLEX_STREAMED, in which only what is sent back goes on."""
+    """The reply with a piece of the body in FULL_DUPLEX_STREAMED, a mode in which only replies go on."""
 
     part: Part
     data: bytes
+    # Whether the body ends with this piece.
     ends: bool
 
 
 class KeptBody(NamedTuple):
-    """The piece of the body goes on as it came, in every other mode. body: in its place, None: unchanged. The others as
-    in HeadersReply; a gateway takes them while it holds the headers back, with a BUFFERED request alone."""
+    """The reply that lets a piece of the body go on unchanged, in every mode but FULL_DUPLEX_STREAMED.
+
+    A gateway accepts the headers only while it holds them back, which it does only with a BUFFERED request.
+    """
 
     part: Part
+    # A body to send in place of the piece; None leaves the piece unchanged.
     body: bytes | None = None
+    # The other fields are the same as in `HeadersReply`.
     given: Headers = NOTHING
     removed: tuple[bytes, ...] = ()
     endpoint: str | None = None
 
 
 class TrailersReply(NamedTuple):
-    """The trailers go on."""
+    """The reply that lets trailers go on."""
 
     part: Part
 
 
 class Refusal(NamedTuple):
-    """The client gets this answer, and no engine the request."""
+    """The reply that answers the client without sending the request to an engine."""
 
     status: int
     headers: Headers
@@ -104,11 +117,13 @@ Reply: TypeAlias = HeadersReply | BodyReply | KeptBody | TrailersReply | Refusal
 
 
 class ProtocolError(Exception):
-    """The gateway sent what the protocol does not allow, or nothing can be picked with. The text says what to change
-    there."""
+    """The error that a message of the gateway is not allowed, or that no endpoint can be picked with it.
+
+    The text says what to change in the gateway.
+    """
 
 
-# Where the extension has endpoints in metadata.
+# The places of endpoints in the extension's metadata.
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 NAMESPACE = "envoy.lb"
@@ -119,9 +134,12 @@ UPSTREAM = "upstream.address"
 
 
 def subset_of(hint: Mapping[str, object] | None) -> tuple[str, ...] | None:
-    """The endpoints of a hint; None where it has none. A list, or a text with commas."""
+    """Return the endpoints of a hint, or None if it has none.
+
+    The hint holds a list, or a text with commas.
+    """
     if hint is None or SUBSET_KEY not in hint:
         return None
-    given = hint[SUBSET_KEY]
-    texts = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else []
+    listed = hint[SUBSET_KEY]
+    texts = listed.split(",") if isinstance(listed, str) else listed if isinstance(listed, list) else []
     return tuple(text.strip() for text in texts if isinstance(text, str) and text.strip())

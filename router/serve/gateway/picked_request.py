@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request that has its endpoint: its answer is followed, and what is known of load, predictions and the worker's
-breaker goes by it, as in the proxy. Synchronous, for one loop."""
+"""The observer of a request that has its endpoint. Synchronous, for one event loop.
+
+It follows the answer, and updates the load, the judged predictions and the worker's breaker as the proxy does.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ NOT_SENT = "elsewhere"
 
 
 def _nowhere(parts: list[bytes]) -> None:
-    """The gateway passes the answer on."""
+    """Drop the bytes, because the gateway passes the answer on."""
 
 
 class PickedRequest:
-    """Ended by `ends` or by `close`, once. predicted: whether the hit of the choice is a prediction."""
+    """The observer of one request's answer. It ends by one call of `ends` or `close`."""
 
     def __init__(
         self,
@@ -49,33 +51,37 @@ class PickedRequest:
         self._admission = admission
         self._exchange = admission.begun(placement.worker)
         self._metrics = metrics
+        # Whether the hit of the choice is a prediction; without the prompt's tokens it is not.
         self._predicted = predicted
         self._tap: AnswerTap | None = None
         self._status = 0
         self._streams = False
 
     def begins(self, status: int, headers: h.Headers, served: str | None) -> h.Headers:
-        """See `process_stream.Observer`."""
+        """Note the headers of the answer, and return headers to set in it, in place of those of the same name.
+
+        `served` is the endpoint that answers, or None if the gateway does not name it.
+        """
         placement, watch = self._placement, self._request.watch
         if served is not None:
             self._served(served)
         self._exchange.answered(status)
-        given = [
+        added = [
             (h.WORKER, named(placement.worker).encode()),
             (h.SELECTION_ID, placement.selection_id.encode()),
             (h.REQUEST_ID, self._request.request_id),
         ]
         if self._predicted:
-            given.append((h.PREDICTED_HIT, b"%d" % placement.predicted_tokens))
+            added.append((h.PREDICTED_HIT, b"%d" % placement.predicted_tokens))
         if (prefiller := computed_at(placement)) is not None:
-            given.append((h.PREFILL_WORKER, named(prefiller).encode()))
+            added.append((h.PREFILL_WORKER, named(prefiller).encode()))
             watch.handed_over()
         self._status, self._streams = status, is_event_stream(headers)
         self._tap = watch.tap(_nowhere, status, headers, streams=self._streams)
-        return given
+        return added
 
     def takes(self, data: bytes) -> None:
-        """See `process_stream.Observer`."""
+        """Note the next bytes of the answer's body."""
         if self._streams:
             # The first byte of any other answer comes with its last token.
             self._placement.first_token()
@@ -83,7 +89,7 @@ class PickedRequest:
             self._tap([data])
 
     def ends(self) -> None:
-        """See `process_stream.Observer`."""
+        """Note that the answer is complete."""
         failed = self._tap is not None and self._tap.failed
         if failed:
             self._exchange.spoiled(ERROR_IN_STREAM)
@@ -92,33 +98,36 @@ class PickedRequest:
         self._end(outcome_of(self._status, failed=failed))
 
     def close(self) -> None:
-        """See `process_stream.Observer`. The client hung up, or the engine or the gateway broke off: these look alike
-        from here."""
+        """Note that the answer stays incomplete.
+
+        The client may have hung up, or the engine or the gateway may have broken off; these look alike from here.
+        """
         self._exchange.unknown()
         self._end(CLIENT_GONE)
 
     def _end(self, outcome: str) -> None:
+        """End the placement, and count the outcome."""
         watch = self._request.watch
         self._placement.done(watch.output_tokens())
         self._metrics.requests(self._request.client.path, outcome).inc()
         watch.ended(outcome)
 
     def _served(self, endpoint: str) -> None:
-        """The gateway says who serves it."""
+        """Move the load and the judgement to the worker behind this endpoint if it is not the picked one."""
         endpoint = canonical(endpoint) or endpoint
-        where, placement, watch = self._where, self._placement, self._request.watch
-        if endpoint == where.endpoints[0]:
+        destination, placement, watch = self._where, self._placement, self._request.watch
+        if endpoint == destination.endpoints[0]:
             return
         worker = placement.worker
-        if endpoint in where.endpoints:
-            # The gateway went down the list.
-            hit = where.hits[where.endpoints.index(endpoint)]
+        if endpoint in destination.endpoints:
+            # The gateway used one of the fallbacks.
+            hit = destination.hits[destination.endpoints.index(endpoint)]
             self._exchange.failed(SERVED_ELSEWHERE)
         else:
             others = self._endpoints().at(endpoint, worker.model)
             if not others:
                 return
-            # Nobody knows what it holds of the prompt.
+            # The hit of this worker is not known, because the choice did not compare it.
             self._predicted = False
             hit = _unknown_hit(min(others))
             watch.handed_over()

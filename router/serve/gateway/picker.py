@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picks the endpoint of one request of a gateway. The request is read, placed and handed over as the proxy's are: the
-same reader, the same choice, the same load. Belongs to one loop."""
+"""The endpoint picker: it finds the worker for one request of a gateway.
+
+A request is read, placed and handed over with the proxy's own parts: the same reader, the same choice, the same load.
+Everything belongs to one event loop.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,20 @@ from kvrouter.router.serve.proxy.proxy import Proxy, error_of
 from kvrouter.router.serve.proxy.request_reader import Request
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
 
-# Workers that one error names.
+# The number of workers that one error names.
 NAMES_SHOWN = 8
 POST = b"POST"
 OTHER_PATH = "other"
 ENDPOINT_HEADER = ENDPOINT.encode()
-# Only the router may name a prefill worker: a sidecar connects wherever these point.
+# Only the router may name a prefill worker, because a sidecar connects wherever these headers point.
 PREFILL_HEADERS = (h.PREFILLER, h.PREFILLER_URL)
 
 
 class Shed(RouterError):
-    """429: every worker that may take the prompt has too much to do. The proxy answers 503; the extension wants 429 for
-    what is shed."""
+    """The error, with status 429, that every possible worker has too much to do.
+
+    The proxy answers 503 in this case; the extension wants 429 for requests that are shed.
+    """
 
     status = 429
     type = RATE_LIMIT
@@ -51,7 +56,7 @@ class Shed(RouterError):
 
 
 class Picker:
-    """models: those that are registered. fallbacks: endpoints that are named behind the picked one."""
+    """The picker of endpoints for gateways."""
 
     def __init__(
         self,
@@ -61,8 +66,11 @@ class Picker:
         admission: Admission,
         quality: Quality,
         metrics: GatewayMetrics,
+        # Returns the registered models.
         models: Callable[[], list[str]],
+        # The number of endpoints to name after the picked one.
         fallbacks: int,
+        # Returns monotonic seconds.
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
@@ -79,7 +87,7 @@ class Picker:
         self._known_endpoints = Endpoints(Addresses((), proxy.allowed))
 
     async def pick(self, asked: GatewayRequest) -> Route:
-        """Raises RouterError; nothing is reserved then."""
+        """Return the route of a request, and reserve a place for it. Raises RouterError, with nothing reserved."""
         began_s = self._clock()
         if asked.method != POST or asked.path not in PATHS:
             return self._pass(asked)
@@ -109,41 +117,42 @@ class Picker:
         return route
 
     def _endpoints(self) -> Endpoints:
+        """Return the endpoints of the registered workers. The object stays the same until a registration changes."""
         addresses = self._proxy.addresses()
         if addresses is not self._addresses:
             self._addresses = addresses
             self._known_endpoints = Endpoints(addresses)
         return self._known_endpoints
 
-    def _pass(self, asked: GatewayRequest) -> Route:
-        """Any worker: there is no prompt in it. Raises NoWorker."""
-        outside, endpoints = self._endpoints().outside(asked.subset), self._endpoints()
+    def _pass(self, request: GatewayRequest) -> Route:
+        """Return a route to any worker that takes requests, for a request without a prompt. Raises NoWorker."""
+        outside, endpoints = self._endpoints().outside(request.subset), self._endpoints()
         usable = endpoints.of.keys() - outside
         takers = [worker for worker in self._placing.takers(self._models()) if worker in usable]
         if not takers:
-            raise _nobody(None, endpoints, asked.subset)
+            raise _nobody(None, endpoints, request.subset)
         self._metrics.requests(OTHER_PATH, "passed").inc()
         endpoint = endpoints.of[self._rng.choice(takers)]
-        return Route(endpoint, [(ENDPOINT_HEADER, endpoint.encode())], _removed(asked.headers, []))
+        return Route(endpoint, [(ENDPOINT_HEADER, endpoint.encode())], _removed(request.headers, []))
 
     async def _route(self, request: Request, ask: PlacementRequest, subset: tuple[str, ...] | None) -> Route:
-        """Raises RouterError."""
-        splits = ask.question.model in self._proxy.addresses().prefillers
-        splits = splits and can_be_handed_over(request.client.path, request.body)
+        """Place the request, have its prompt computed elsewhere if needed, and return its route. Raises RouterError."""
+        may_hand_over = ask.question.model in self._proxy.addresses().prefillers
+        may_hand_over = may_hand_over and can_be_handed_over(request.client.path, request.body)
         ask = msgspec.structs.replace(
-            ask, keeps_comparison=self._fallbacks > 0 and ask.pinned is None, may_hand_over=splits
+            ask, keeps_comparison=self._fallbacks > 0 and ask.pinned is None, may_hand_over=may_hand_over
         )
         placement = await self._place(ask, subset)
-        # As they are now: it may have waited in line.
+        # The addresses may have changed while the request waited in line.
         addresses, endpoints = self._proxy.addresses(), self._endpoints()
         try:
             request.watch.placed(placement)
-            where = self._destination(placement, endpoints, addresses)
+            destination = self._destination(placement, endpoints, addresses)
             given = Given(request.body, h.NOTHING)
             if placement.prefill is not None:
-                # gRPC's tasks are asyncio's.
+                # `directly` is needed because gRPC's tasks are plain asyncio tasks.
                 given = await directly(self._proxy.prefill_leg.hand_over(request, ask, placement, addresses, set()))
-            return self._sent(request, ask, placement, where, given, addresses)
+            return self._sent(request, ask, placement, destination, given, addresses)
         except AttemptsSpent as spent:
             placement.done()
             raise error_of(spent.failure) from None
@@ -152,7 +161,7 @@ class Picker:
             raise
 
     async def _place(self, ask: PlacementRequest, subset: tuple[str, ...] | None) -> Placement:
-        """A place at a worker that the gateway can be given. Raises RouterError."""
+        """Place the request at a worker that the gateway can reach and that `subset` allows. Raises RouterError."""
         for _ in range(2):
             outside = self._endpoints().outside(subset)
             try:
@@ -164,17 +173,17 @@ class Picker:
                 raise
             if placement.worker in self._endpoints().of and placement.worker not in self._endpoints().outside(subset):
                 return placement
-            # It came while the request waited.
+            # The worker was registered while the request waited.
             placement.done()
         raise _nobody(ask.question.model, self._endpoints(), subset)
 
     def _destination(self, placement: Placement, endpoints: Endpoints, addresses: Addresses) -> Destination:
-        """The placement's worker and its fallbacks, in the order of their cost."""
+        """Return the endpoints of the placement's worker and of its fallbacks, the cheapest first."""
         comparison = placement.choice.comparison
         others = []
         if comparison is not None:
-            # A few more than are needed: some may be behind the same endpoint.
-            others = [comparison.hits[place] for place in comparison.best(1 + 2 * self._fallbacks)[1:]]
+            # A few more than needed, because some may be behind the same endpoint.
+            others = [comparison.hits[index] for index in comparison.best(1 + 2 * self._fallbacks)[1:]]
             placement.choice = placement.choice.alone()
         return destination(placement.choice.hit, others, endpoints, addresses, self._fallbacks)
 
@@ -183,13 +192,14 @@ class Picker:
         request: Request,
         ask: PlacementRequest,
         placement: Placement,
-        where: Destination,
+        destination: Destination,
         given: Given,
         addresses: Addresses,
     ) -> Route:
+        """Return the route of a placed request: its endpoint, its headers, and the observer of its answer."""
         client, worker = request.client, placement.worker
         target = addresses.targets[worker]
-        headers = [(ENDPOINT_HEADER, where.text.encode()), (h.REQUEST_ID, request.request_id), *given.headers]
+        headers = [(ENDPOINT_HEADER, destination.text.encode()), (h.REQUEST_ID, request.request_id), *given.headers]
         if (rank := addresses.ranks.get(worker)) is not None:
             headers.append((h.DP_RANK, b"%d" % rank))
         authorization = self._proxy.authorization(client.headers, target)
@@ -201,25 +211,26 @@ class Picker:
         body = given.body if given.body is not client.body else None
         predicted = ask.question.token_ids is not None and self._proxy.shows_hits
         observer = PickedRequest(
-            request, placement, where, self._endpoints, self._admission, self._metrics, predicted=predicted
+            request, placement, destination, self._endpoints, self._admission, self._metrics, predicted=predicted
         )
-        return Route(where.text, headers, _removed(client.headers, headers), body, observer)
+        return Route(destination.text, headers, _removed(client.headers, headers), body, observer)
 
 
 def _removed(headers: h.Headers, given: h.Headers) -> tuple[bytes, ...]:
-    """What of a client's headers must not reach an engine."""
+    """Return the names of the client's headers that must not reach an engine, except those that the router sets."""
     set_here = {name for name, _ in given}
     names = {name for name, _ in headers if name in PREFILL_HEADERS or name.startswith(b"x-kvrouter-")}
     return tuple(names - set_here)
 
 
 def _nobody(model: str | None, endpoints: Endpoints, subset: tuple[str, ...] | None) -> NoWorker:
-    what = "no worker" if model is None else f"no worker of model {model!r}"
+    """Return the error that no worker can take the request."""
+    subject = "no worker" if model is None else f"no worker of model {model!r}"
     if subset is not None:
-        return NoWorker(f"{what} is among the {len(subset)} endpoints that the gateway allows")
+        return NoWorker(f"{subject} is among the {len(subset)} endpoints that the gateway allows")
     unusable = _names(endpoints.unusable)
     return NoWorker(
-        f"{what} has an address that a gateway can be given ({unusable or 'none is registered'}): {UNUSABLE}"
+        f"{subject} has an address that a gateway can be given ({unusable or 'none is registered'}): {UNUSABLE}"
     )
 
 

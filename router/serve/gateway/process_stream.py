@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of one Process stream: one HTTP request on its way through a gateway, and its answer. Pure.
 
-Nothing of a request goes on before it is whole and its endpoint is known. Of an answer, every piece goes on at once.
-What a gateway sends out of order ends the stream with a ProtocolError; it never leaves a request half answered."""
+No part of a request goes on before it is complete and its endpoint is known; every piece of an answer goes on at once.
+A message out of order ends the stream with a ProtocolError, which never leaves a request half answered.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +29,33 @@ from kvrouter.router.serve.proxy.headers import NOTHING, Headers
 
 METHOD, PATH, STATUS = b":method", b":path", b":status"
 CONTENT_LENGTH = b"content-length"
-# A changed body goes on in pieces of this size: Envoy's own are as large, and gRPC's messages must stay below 4 MiB.
+# A changed body goes on in pieces of this size: Envoy's own pieces are as large, and gRPC's messages must stay below 4
+# MiB.
 PIECE_BYTES = 64 * 1024
 
 
 class Observer(Protocol):
-    """Who follows an answer."""
+    """An observer of one answer."""
 
     def begins(self, status: int, headers: Headers, served: str | None) -> Headers:
-        """Its headers came. What the client gets besides them, in place of those of the same name."""
+        """Note the headers of the answer, and return headers to set in it, in place of those of the same name.
+
+        `served` is the endpoint that answers, or None if the gateway does not name it.
+        """
         ...
 
     def takes(self, data: bytes) -> None:
-        """The next bytes of its body."""
+        """Note the next bytes of the answer's body."""
 
     def ends(self) -> None:
-        """It is whole."""
+        """Note that the answer is complete."""
 
     def close(self) -> None:
-        """It will not be whole: the stream ended before."""
+        """Note that the stream ended before the answer was complete."""
 
 
 class Route:
-    """Where a request goes. given, removed: headers of the request. body: in place of its own, None: unchanged.
-    observer: None where nobody follows the answer."""
+    """The endpoint of a request, and the changes to it on its way."""
 
     __slots__ = ("body", "endpoint", "given", "observer", "removed")
 
@@ -64,39 +68,47 @@ class Route:
         observer: Observer | None = None,
     ) -> None:
         self.endpoint = endpoint
+        # Headers to set in the request, and names of headers to remove from it.
         self.given = given
         self.removed = removed
+        # A body to send in place of the client's; None leaves it unchanged.
         self.body = body
+        # None if the answer is not observed.
         self.observer = observer
 
 
 class GatewayRequest:
-    """One whole request: the `ClientRequest` of `proxy.downstream`. url: its path, with the query.
+    """One complete request, as a `ClientRequest` of `downstream.py`.
 
-    A path that ends with one of the proxy's is that one: a gateway's route may have a prefix (`/team/model/v1/...`),
-    which it takes off behind the picker."""
+    `url` is the path with the query. A path that ends with one of the proxy's paths is treated as that path, because a
+    gateway's route may have a prefix (`/team/model/v1/...`), which it removes after the picker.
+    """
 
     def __init__(self, headers: Headers, body: bytes, subset: tuple[str, ...] | None) -> None:
         pseudo = dict(headers)
         self.method = pseudo.get(METHOD, b"")
-        given, mark, query = pseudo.get(PATH, b"/").partition(b"?")
-        self.path = _known_path(given.decode("latin-1"))
+        path, mark, query = pseudo.get(PATH, b"/").partition(b"?")
+        self.path = _known_path(path.decode("latin-1"))
         self.url = self.path.encode("latin-1") + mark + query
         self.headers = [(name, value) for name, value in headers if not name.startswith(b":")]
         self.body = body
         self.subset = subset
-        # The gateway decides which clients it admits; its protocol has no key.
+        # The gateway decides which clients it admits; its protocol has no API key.
         self.bounds: KeyBounds | None = None
 
 
 def _known_path(path: str) -> str:
+    """Return the longest of the proxy's paths that ends this path, or the path itself if none does."""
     if path in PATHS:
         return path
-    return max((known for known in PATHS if path.endswith(known)), key=len, default=path)
+    return max((proxied for proxied in PATHS if path.endswith(proxied)), key=len, default=path)
 
 
 class ProcessStream:
-    """Give it each message; when `request` is there, find its route, and `send_on` or `refuse`."""
+    """The state machine of one stream.
+
+    Pass each message to `receive`. Once `request` is set, find its route, and call `send_on` or `refuse`.
+    """
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_body_bytes = max_body_bytes
@@ -108,14 +120,14 @@ class ProcessStream:
         self._size_bytes = 0
         self._has_trailers = False
         self._has_body = False
-        # Whether the gateway has the last word about it: the client gets an error.
+        # Whether the client got an error, so that nothing more is sent on this stream.
         self.is_refused = False
         self._observer: Observer | None = None
-        # The request that waits for its route.
+        # The request that waits for its route, or None.
         self.request: GatewayRequest | None = None
 
     def receive(self, message: Incoming) -> list[Reply]:
-        """What to answer now. Raises ProtocolError."""
+        """Take a message and return the replies to send now. Raises ProtocolError."""
         part = message.part
         if part is Part.RESPONSE_BODY:
             return self._answer_body(message)
@@ -132,7 +144,7 @@ class ProcessStream:
         return [TrailersReply(part)]
 
     def send_on(self, route: Route) -> list[Reply]:
-        """The request's route is known."""
+        """Return the replies that send the request on along its route."""
         self.request, self._observer = None, route.observer
         self._expects = Part.RESPONSE_HEADERS
         trailers: list[Reply] = [TrailersReply(Part.REQUEST_TRAILERS)] if self._has_trailers else []
@@ -143,18 +155,19 @@ class ProcessStream:
                 return trailers
             return [HeadersReply(Part.REQUEST_HEADERS, route.given, route.removed, route.endpoint), *trailers]
         if self._modes.request == BodyMode.BUFFERED:
-            given = route.given
+            headers = route.given
             if route.body is not None:
-                # A gateway refuses a changed body under the length of the one before.
-                given = [*given, (CONTENT_LENGTH, b"%d" % len(route.body))]
-            return [KeptBody(Part.REQUEST_BODY, route.body, given, route.removed, route.endpoint)]
+                # A gateway refuses a changed body with the length of the original one.
+                headers = [*headers, (CONTENT_LENGTH, b"%d" % len(route.body))]
+            return [KeptBody(Part.REQUEST_BODY, route.body, headers, route.removed, route.endpoint)]
         pieces, self._pieces = self._pieces, []
         if route.body is not None:
             view = route.body
             pieces = [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)] or [b""]
         last = len(pieces) - 1
         ends = not trailers
-        # The gateway drops the length of a body that may be changed, and engines would get it in chunks.
+        # The gateway drops the length of a body that may be changed; without this header, engines would get the body in
+        # chunks.
         length = [(CONTENT_LENGTH, b"%d" % sum(map(len, pieces)))] if ends else NOTHING
         replies: list[Reply] = [
             HeadersReply(Part.REQUEST_HEADERS, [*route.given, *length], route.removed, route.endpoint)
@@ -163,25 +176,26 @@ class ProcessStream:
         return replies + trailers
 
     def refuse(self, status: int, headers: Headers, body: bytes) -> list[Reply]:
-        """Answer the client without any engine. Later messages on the stream have no effect."""
+        """Return the reply that answers the client without any engine. Later messages on the stream have no effect."""
         self.request, self._pieces, self.is_refused = None, [], True
         return [Refusal(status, headers, body)]
 
     @property
     def is_answering(self) -> bool:
-        """Whether every piece of the answer that came has gone on, and more may come."""
+        """Whether an answer is under way, every piece of which has gone on so far."""
         return self._expects is Part.RESPONSE_BODY
 
     def close(self) -> None:
-        """The stream has ended, wherever the exchange was."""
+        """End the exchange, at whatever point the stream has ended."""
         if self._modes.answer == BodyMode.NONE and self._expects is Part.RESPONSE_BODY:
-            # The gateway does not show the body, and ends the stream when it likes.
+            # The gateway does not show the body, and may end the stream at any time.
             self._end_answer()
         observer, self._observer = self._observer, None
         if observer is not None:
             observer.close()
 
     def _expect(self, expected: Part, part: Part) -> None:
+        """Raise ProtocolError unless the stream expects this part now."""
         if self._expects is not expected:
             raise ProtocolError(f"{part.name} came where {self._expects.name} was to come")
 
@@ -204,7 +218,7 @@ class ProcessStream:
         mode = self._modes.request
         self._expects = Part.REQUEST_BODY
         if mode == BodyMode.FULL_DUPLEX_STREAMED:
-            # The headers are answered once the endpoint is known, which takes the body.
+            # The headers are answered once the endpoint is known, which requires the body.
             return []
         if mode == BodyMode.BUFFERED:
             return [HeadersReply(message.part)]
@@ -231,7 +245,7 @@ class ProcessStream:
 
     def _request_trailers(self) -> list[Reply]:
         if self._expects is Part.RESPONSE_HEADERS:
-            # The body said that it had ended.
+            # The body already marked the end of the request.
             return [TrailersReply(Part.REQUEST_TRAILERS)]
         self._expect(Part.REQUEST_BODY, Part.REQUEST_TRAILERS)
         self._has_trailers = True
@@ -239,6 +253,7 @@ class ProcessStream:
         return []
 
     def _whole(self) -> None:
+        """Offer the complete request for its route."""
         self._expects = Part.RESPONSE_HEADERS
         self.request = GatewayRequest(self._headers, b"".join(self._pieces), self._subset)
         self._headers = []
@@ -247,22 +262,22 @@ class ProcessStream:
 
     def _answer_headers(self, message: Incoming) -> list[Reply]:
         if self._expects is Part.REQUEST_BODY:
-            # The gateway's own answer to a request that it gave up.
+            # This is the gateway's own answer to a request that it gave up.
             self._expects, self._pieces = Part.RESPONSE_HEADERS, []
         self._expect(Part.RESPONSE_HEADERS, message.part)
         self._expects = Part.RESPONSE_BODY
         observer = self._observer
-        given: Headers = NOTHING
+        added: Headers = NOTHING
         removed: tuple[bytes, ...] = ()
         if observer is not None:
             status = next((value for name, value in message.headers if name == STATUS), b"0")
             headers = [(name, value) for name, value in message.headers if not name.startswith(b":")]
-            given = observer.begins(int(status) if status.isdigit() else 0, headers, message.served)
-            ours = {name for name, _ in given}
+            added = observer.begins(int(status) if status.isdigit() else 0, headers, message.served)
+            ours = {name for name, _ in added}
             removed = tuple(name for name, _ in headers if name.startswith(b"x-kvrouter-") and name not in ours)
         if message.ends:
             self._end_answer()
-        return [HeadersReply(message.part, given, removed)]
+        return [HeadersReply(message.part, added, removed)]
 
     def _answer_body(self, message: Incoming) -> list[Reply]:
         self._expect(Part.RESPONSE_BODY, message.part)

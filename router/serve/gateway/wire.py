@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of `messages.py` as protobuf: the only module that knows it.
+"""The messages of `messages.py` in protobuf. No other module depends on protobuf.
 
-The types are described here, field by field as far as they are used, and made at import: generated modules would tie
-this package to one version of protobuf, and the published ones (xds-protos) are 1,826 modules that overwrite files of
-other packages. Texts that may be no UTF-8 (headers) are declared as bytes, which are the same on the wire."""
+The types are described here, with only the fields that are used, and built at import. Generated modules would tie this
+package to one version of protobuf, and the published ones (xds-protos) are 1,826 modules that overwrite files of other
+packages. Texts that may not be UTF-8 (headers) are declared as bytes, which are the same on the wire.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ EXTERNAL_PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH = "grpc.health.v1.Health"
 
 _STRUCT = "google.protobuf.Struct"
-# By message: each field's number and type; * repeats it. A map is a list of entries on the wire.
+# The number and type of each field, by message. A * marks a repeated field. A map is a list of entries on the wire.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "HeaderValue": {"key": (1, "bytes"), "value": (2, "bytes"), "raw_value": (3, "bytes")},
     "HeaderMap": {"headers": (1, "HeaderValue*")},
@@ -86,7 +87,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "HealthCheckRequest": {"service": (1, "string")},
     "HealthCheckResponse": {"status": (1, "int32")},
 }
-# Of the messages with one content of several: the fields that it can be.
+# The numbers of the fields of which a message has exactly one.
 _ONEOF = {"ProcessingRequest": frozenset(range(2, 8)), "ProcessingResponse": frozenset(range(1, 8))}
 _CONTENT = "content"
 # HeaderValueOption.append_action: OVERWRITE_IF_EXISTS_OR_ADD.
@@ -97,6 +98,7 @@ _SCALARS = {"bytes", "string", "bool", "int32"}
 
 
 def _described() -> descriptor_pb2.FileDescriptorProto:
+    """Return the description of all messages as a protobuf file."""
     field_proto = descriptor_pb2.FieldDescriptorProto
     package = "kvrouter.gateway"
     file = descriptor_pb2.FileDescriptorProto(
@@ -108,22 +110,23 @@ def _described() -> descriptor_pb2.FileDescriptorProto:
         if choices:
             message.oneof_decl.add(name=_CONTENT)
         for field, (number, kind) in fields.items():
-            one = message.field.add(name=field, number=number, label=field_proto.LABEL_OPTIONAL)
+            descriptor = message.field.add(name=field, number=number, label=field_proto.LABEL_OPTIONAL)
             if number in choices:
-                one.oneof_index = 0
+                descriptor.oneof_index = 0
             if kind.endswith("*"):
-                one.label = field_proto.LABEL_REPEATED
+                descriptor.label = field_proto.LABEL_REPEATED
                 kind = kind.removesuffix("*")
             if kind in _SCALARS:
-                one.type = getattr(field_proto, f"TYPE_{kind.upper()}")
+                descriptor.type = getattr(field_proto, f"TYPE_{kind.upper()}")
             else:
-                one.type = field_proto.TYPE_MESSAGE
-                one.type_name = f".{kind}" if "." in kind else f".{package}.{kind}"
+                descriptor.type = field_proto.TYPE_MESSAGE
+                descriptor.type_name = f".{kind}" if "." in kind else f".{package}.{kind}"
     return file
 
 
 def _types() -> dict[str, Any]:
-    # A pool of its own: another library may have the same names.
+    """Return the message classes by name."""
+    # The pool is not the default one, because another library may use the same names.
     pool = descriptor_pool.DescriptorPool()
     struct = descriptor_pb2.FileDescriptorProto()
     struct_pb2.DESCRIPTOR.CopyToProto(struct)
@@ -138,7 +141,7 @@ _HealthRequest, _HealthResponse = _TYPES["HealthCheckRequest"], _TYPES["HealthCh
 
 
 def decode(raw: bytes) -> Incoming:
-    """Raises ProtocolError."""
+    """Decode a message of the gateway. Raises ProtocolError."""
     try:
         message = _Request.FromString(raw)
     except DecodeError:
@@ -151,11 +154,11 @@ def decode(raw: bytes) -> Incoming:
 
 def _incoming(part: Part, content: Any, message: Any) -> Incoming:
     if part in (Part.REQUEST_BODY, Part.RESPONSE_BODY):
-        # The part of which there are many.
+        # This branch is first because most messages are pieces of a body.
         return Incoming(part, data=content.body, ends=content.end_of_stream)
     if part in (Part.REQUEST_TRAILERS, Part.RESPONSE_TRAILERS):
         return Incoming(part, ends=True)
-    headers = [(one.key, one.raw_value or one.value) for one in content.headers.headers]
+    headers = [(header.key, header.raw_value or header.value) for header in content.headers.headers]
     metadata = {entry.key: entry.value for entry in message.metadata_context.filter_metadata}
     hint = metadata.get(SUBSET_NAMESPACE)
     modes = None
@@ -173,18 +176,19 @@ def _incoming(part: Part, content: Any, message: Any) -> Incoming:
 
 
 def _served(metadata: Any, attributes: Any) -> str | None:
-    """By the extension's metadata, else by Envoy's attribute."""
-    if metadata is not None and (found := _text(metadata, SERVED_KEY)):
-        return found
-    return next((found for entry in attributes if (found := _text(entry.value, UPSTREAM))), None)
+    """Return the endpoint that answers, from the extension's metadata or else from Envoy's attribute."""
+    if metadata is not None and (endpoint := _text(metadata, SERVED_KEY)):
+        return endpoint
+    return next((endpoint for entry in attributes if (endpoint := _text(entry.value, UPSTREAM))), None)
 
 
 def _text(struct: Any, key: str) -> str | None:
+    """Return a text in a Struct, or None if it is absent or empty."""
     return struct.fields[key].string_value or None if key in struct.fields else None
 
 
 def encode(reply: Reply) -> bytes:
-    """A ProcessingResponse."""
+    """Encode a reply as a ProcessingResponse."""
     message = _Response()
     match reply:
         case BodyReply(part, data, ends):
@@ -229,7 +233,7 @@ def _point(message: Any, endpoint: str | None) -> None:
 
 
 def health_service(raw: bytes) -> str:
-    """The service that a health check asks for. Raises ProtocolError."""
+    """Return the name of the service that a health check is about. Raises ProtocolError."""
     try:
         service: str = _HealthRequest.FromString(raw).service
     except DecodeError:
@@ -238,6 +242,6 @@ def health_service(raw: bytes) -> str:
 
 
 def health_answer(*, serves: bool) -> bytes:
-    """A HealthCheckResponse: SERVING or NOT_SERVING."""
+    """Encode a HealthCheckResponse: SERVING or NOT_SERVING."""
     encoded: bytes = _HealthResponse(status=1 if serves else 2).SerializeToString()
     return encoded

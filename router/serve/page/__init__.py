@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page for people: files that a browser loads."""
+"""The web page for people: files that a browser loads."""

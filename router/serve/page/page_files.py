@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of the page, as they are sent. All of them are in the package, and hold nothing of the fleet: what the page
-shows, its scripts get from the API, with the API key where one is set."""
+"""The files of the web page, with the headers that they are sent with.
+
+All of them are in the package and contain no data of the fleet: the page's scripts get that from the API, with the API
+key if one is set.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ MEDIA_TYPES = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-# Only what this router sends is loaded and run, requests go to it alone, nobody may frame it, and no script is written
-# into the page.
+# A browser loads and runs only files of this router, and sends requests to it alone. No page may frame this one, and
+# the page contains no inline script.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -28,35 +31,37 @@ POLICY = (
 
 
 class PageFile(NamedTuple):
+    """One file and the headers of its answer."""
+
     content: bytes
     headers: dict[str, str]
 
 
-# Says to the page's script that the API wants a key.
+# Marks the page for its script: the API needs a key.
 KEY_WANTED = b'<meta name="key" content="wanted">\n'
 
 
 def login_page(index: PageFile) -> PageFile:
-    """What a browser without the key gets: the page, which asks for it."""
+    """Return the page for a browser without an API key, marked so that it asks for one."""
     content = index.content.replace(b"<title>", KEY_WANTED + b"<title>", 1)
     return PageFile(content, {name: value for name, value in index.headers.items() if name != "etag"})
 
 
 def page_files() -> dict[str, PageFile]:
-    """Every file by its name."""
-    found = {}
-    for one in files(__package__).joinpath("static").iterdir():
-        content = one.read_bytes()
-        found[one.name] = PageFile(
+    """Return every file by its name."""
+    by_name = {}
+    for path in files(__package__).joinpath("static").iterdir():
+        content = path.read_bytes()
+        by_name[path.name] = PageFile(
             content,
             {
-                "content-type": MEDIA_TYPES[one.name.rpartition(".")[2]],
+                "content-type": MEDIA_TYPES[path.name.rpartition(".")[2]],
                 "etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"',
-                # A router of another version has other files under the same names.
+                # A router of another version has other files under the same names, so a cached copy must be checked.
                 "cache-control": "no-cache",
                 "content-security-policy": POLICY,
                 "x-content-type-options": "nosniff",
                 "referrer-policy": "no-referrer",
             },
         )
-    return found
+    return by_name

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI request to an engine, and its answer back."""
+"""The proxy: it forwards an OpenAI request to an engine and passes the answer back."""

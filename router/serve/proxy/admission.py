@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers that take new requests: those that are not draining and whose breaker is not open.
+"""The admission of new requests to workers: a worker takes them unless it is draining or its breaker is open.
 
 Each request to a worker is an `Exchange`, which reports its outcome to the breaker. Requests that wait for a worker's
-first byte are known here too: they stop waiting when its health check fails.
+first byte are registered here too: they stop waiting when the worker's health check fails.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ log = logging.getLogger("kvrouter.proxy")
 
 
 class Exchange:
-    """One request at one worker, as the worker's breaker sees it. Only the first report of its end counts."""
+    """One request at one worker, as the worker's breaker sees it.
+
+    Only the first report of its end counts.
+    """
 
     __slots__ = ("_admission", "_breaker", "_is_over", "_status", "_tried", "_worker")
 
     def __init__(self, admission: Admission, worker: WorkerKey, breaker: Breaker, tried: bool) -> None:
-        """Begin. tried: whether this request decides if a worker that failed takes requests again."""
+        """Begin the exchange.
+
+        `tried` says whether this is the trial request, which decides if a failed worker takes requests again.
+        """
         self._admission = admission
         self._worker = worker
         self._breaker = breaker
@@ -51,20 +57,20 @@ class Exchange:
             self._breaker.answered()
 
     def ended(self) -> None:
-        """Note that the answer is whole."""
+        """Note that the answer is complete."""
         if self._ends():
             self._breaker.ended(tried=self._tried, is_client_error=self._status >= FIRST_ERROR)
             if self._tried:
                 self._show()
 
     def failed(self, problem: str) -> None:
-        """Note that there is no answer, by the worker's fault."""
+        """Note that there is no answer because of the worker."""
         if self._ends():
             self._breaker.failed(problem, self._admission.clock(), tried=self._tried)
             self._show()
 
     def spoiled(self, problem: str) -> None:
-        """Note an answer that began well but is useless by the worker's fault, for example because it broke off."""
+        """Note an answer that began well but is useless because of the worker, for example because it broke off."""
         if self._ends():
             self._breaker.spoiled(problem, self._admission.clock(), tried=self._tried)
             self._show()
@@ -75,6 +81,7 @@ class Exchange:
             self._breaker.unknown(tried=self._tried)
 
     def _ends(self) -> bool:
+        """Mark the exchange as over, and return whether it was not over before."""
         is_over, self._is_over = self._is_over, True
         return not is_over
 
@@ -83,29 +90,35 @@ class Exchange:
 
 
 class Admission:
-    """One breaker for each worker that was sent a request or was lost.
-
-    drains: whether a worker is draining. clock: seconds, monotonic."""
+    """The breakers of all workers that were sent a request or whose health check failed."""
 
     def __init__(self, drains: Callable[[WorkerKey], bool], clock: Callable[[], float], metrics: ProxyMetrics) -> None:
+        # Returns whether a worker is draining.
         self._drains = drains
+        # Returns monotonic seconds.
         self.clock = clock
         self._metrics = metrics
         self._known: dict[WorkerKey, Breaker] = {}
+        # The breakers' states that the metrics show now.
         self._shown: dict[WorkerKey, BreakerState] = {}
+        # The connections of requests that wait for a worker's first byte.
         self._waiting: dict[WorkerKey, set[Connection]] = {}
+        # The workers whose health check fails.
         self._down: set[WorkerKey] = set()
 
     def problem(self, worker: WorkerKey) -> str | None:
-        """Why `worker` takes no new requests now; None if it does."""
+        """Return why the worker takes no new requests now, or None if it does."""
         if self._drains(worker):
             return DRAINING
         breaker = self._known.get(worker)
-        # Nearly all are closed.
+        # This is the fast path: nearly all breakers are closed.
         return None if breaker is None or breaker.until_s is None else breaker.problem(self.clock())
 
     def health(self) -> list[str]:
-        """Breakers that are open; an engine whose health checks fail is reported with its stream."""
+        """Return the problems of workers with an open breaker.
+
+        A worker whose health check fails is left out, because its stream reports that.
+        """
         return [
             f"worker {printable(worker.route_name)} takes no requests: {problem}"
             for worker in self._known
@@ -113,12 +126,12 @@ class Admission:
         ]
 
     def breaker_problem(self, worker: WorkerKey) -> str | None:
-        """Why its breaker admits no requests; None where it does, and where its health checks fail."""
+        """Return why the worker's breaker admits no requests, or None if it does or if its health check fails."""
         breaker = self._known.get(worker)
         return None if breaker is None or worker in self._down else breaker.problem(self.clock())
 
     def begun(self, worker: WorkerKey) -> Exchange:
-        """Note a request to a worker. The caller reports on the returned exchange how it goes."""
+        """Note a request to a worker, and return the exchange on which the caller reports its progress."""
         breaker = self._known.get(worker)
         if breaker is None:
             breaker = self._known[worker] = Breaker()
@@ -126,26 +139,30 @@ class Admission:
         return Exchange(self, worker, breaker, tried)
 
     def waits(self, worker: WorkerKey, connection: Connection) -> None:
-        """A request waits there for its first byte, until `waits_no_more`."""
+        """Register a request that waits for the worker's first byte, until `waits_no_more`.
+
+        If the worker's health check fails meanwhile, the connection gives the request up.
+        """
         self._waiting.setdefault(worker, set()).add(connection)
 
     def waits_no_more(self, worker: WorkerKey, connection: Connection) -> None:
+        """Forget a request that `waits` registered."""
         waiting = self._waiting[worker]
         waiting.discard(connection)
         if not waiting:
             del self._waiting[worker]
 
     def on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
-        """Called when the core's status of `worker` changes; None: it was dropped."""
+        """Update the breaker after a change of the worker's status. `view` is None if the worker was dropped."""
         if view is None:
             self._down.discard(worker)
             self._known.pop(worker, None)
             self._shown.pop(worker, None)
             return
-        down = view.state is StreamState.DOWN
-        if down == (worker in self._down):
+        is_down = view.state is StreamState.DOWN
+        if is_down == (worker in self._down):
             return
-        if down:
+        if is_down:
             self._down.add(worker)
             breaker = self._known.setdefault(worker, Breaker())
             breaker.lost(view.reason, self.clock())
@@ -158,17 +175,17 @@ class Admission:
         self.show(worker, breaker)
 
     def show(self, worker: WorkerKey, breaker: Breaker) -> None:
-        """Count and log the breaker's state, if it is another than before."""
+        """Update the metrics and the log if the state of the breaker has changed."""
         if self._known.get(worker) is not breaker:
-            # The worker was dropped meanwhile.
+            # The worker was dropped in the meantime.
             return
         now = self.clock()
         state = breaker.state(now)
-        before = self._shown.get(worker, BreakerState.CLOSED)
-        if state is before:
+        former_state = self._shown.get(worker, BreakerState.CLOSED)
+        if state is former_state:
             return
         self._shown[worker] = state
-        for known in BreakerState:
-            self._metrics.breaker_state(worker)(known).set(known is state)
+        for possible_state in BreakerState:
+            self._metrics.breaker_state(worker)(possible_state).set(possible_state is state)
         extra = {"worker": worker, "state": state.value, "reason": breaker.problem(now) or ""}
         log.log(logging.INFO if state is BreakerState.CLOSED else logging.WARNING, "breaker", extra=extra)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request to one worker, up to the first byte of its answer."""
+"""One request to one worker, until the first byte of its answer."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ class Sent(msgspec.Struct, frozen=True, eq=False):
     target: Target
     connection: Connection
     head: AnswerHead
-    # Wants one more report, of how the answer ends.
+    # The exchange needs one more report: how the answer ends.
     exchange: Exchange
 
 
 class Attempt:
-    """addresses: as they are now. authorization: what engines get for such headers. silence_s: how long an engine may
-    send nothing."""
+    """The sender of requests to workers, with a kept connection where one is open."""
 
     def __init__(
         self,
@@ -43,11 +42,14 @@ class Attempt:
         metrics: ProxyMetrics,
         silence_s: float,
     ) -> None:
+        # Returns the current addresses.
         self._addresses = addresses
+        # Returns the Authorization that an engine gets for a client's headers.
         self._authorization = authorization
         self._admission = admission
         self._pool = pool
         self._metrics = metrics
+        # The seconds for which an engine may send nothing.
         self._silence_s = silence_s
 
     async def send(
@@ -58,8 +60,17 @@ class Attempt:
         headers: h.Headers,
         added: h.Headers = h.NOTHING,
     ) -> Sent:
-        """Send the request to the worker and return the beginning of its answer. headers: the client's. added: the
-        router's own. Raises Failure."""
+        """Send the request to the worker and return the beginning of its answer.
+
+        Raises Failure if the worker does not answer.
+
+        Args:
+            request: The request of the client.
+            worker: The worker, which must have an address.
+            body: The body to send.
+            headers: The client's headers to send.
+            added: The router's own headers.
+        """
         client = request.client
         addresses = self._addresses()
         target = addresses.targets[worker]
@@ -75,7 +86,7 @@ class Attempt:
         )
         exchange = self._admission.begun(worker)
         try:
-            connection, answered = await self._first_byte(request, worker, target, head, body)
+            connection, answer_head = await self._first_byte(request, worker, target, head, body)
         except Failure as failure:
             self.count(worker, failure)
             exchange.failed(failure.text)
@@ -84,13 +95,16 @@ class Attempt:
         except BaseException:
             exchange.unknown()
             raise
-        exchange.answered(answered.status)
-        return Sent(target, connection, answered, exchange)
+        exchange.answered(answer_head.status)
+        return Sent(target, connection, answer_head, exchange)
 
     async def _first_byte(
         self, request: Request, worker: WorkerKey, target: Target, head: bytes, body: bytes
     ) -> tuple[Connection, AnswerHead]:
-        """Over a kept connection where there is one, over a new one where it was closed. Raises Failure."""
+        """Send the request over a kept connection if there is one, and over a new one if the kept one was closed.
+
+        Raises Failure if the worker does not answer.
+        """
         connection = self._pool.idle(target) if request.attempts.reuses_connections else None
         if connection is not None:
             try:
@@ -104,6 +118,7 @@ class Attempt:
         return connection, await self._ask(connection, worker, head, body)
 
     async def _ask(self, connection: Connection, worker: WorkerKey, head: bytes, body: bytes) -> AnswerHead:
+        """Send the request over this connection and return the head of the answer. Raises Failure."""
         self._admission.waits(worker, connection)
         try:
             return await connection.ask(head, body, self._silence_s)
@@ -114,26 +129,26 @@ class Attempt:
             self._admission.waits_no_more(worker, connection)
 
     def give_back(self, sent: Sent) -> None:
-        """The answer is whole: its connection may be kept."""
+        """Note that the answer is complete, and keep its connection if possible."""
         sent.exchange.ended()
         self._pool.give_back(sent.target, sent.connection)
 
     def break_off(self, worker: WorkerKey, sent: Sent, failure: Failure) -> None:
-        """The answer broke off, and the worker is to blame."""
+        """Note that the answer broke off because of the worker, and close its connection."""
         sent.connection.close()
         self.count(worker, failure)
         sent.exchange.spoiled(failure.text)
 
     def give_up(self, sent: Sent) -> None:
-        """Nobody wants the rest of the answer."""
+        """Close the connection of an answer whose rest is not needed."""
         sent.connection.close()
         sent.exchange.unknown()
 
     def count(self, worker: WorkerKey, failure: Failure) -> None:
-        """An attempt failed."""
+        """Count a failed attempt."""
         self._metrics.failures(worker)(failure.kind).inc()
 
 
 def named(worker: WorkerKey) -> str:
-    """As headers name it."""
+    """Return the worker's name in the form that headers use."""
     return h.named_in_header(worker.route_name)

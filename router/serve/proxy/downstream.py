@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's side of a proxied request, as the proxy sees it; `router.api.http.proxied_answer` has it on the
-client's connection."""
+"""The client's side of a proxied request, as the proxy sees it.
+
+`router/serve/api/http/proxied_answer.py` implements it on the client's connection.
+"""
 
 from __future__ import annotations
 
@@ -13,44 +15,51 @@ from kvrouter.router.serve.proxy.headers import Headers
 
 
 class Source(Protocol):
-    """Where the bytes of an answer come from."""
+    """The source of an answer's bytes."""
 
-    def pause(self) -> None: ...
+    def pause(self) -> None:
+        """Stop reading from the source."""
+        ...
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Continue reading after `pause`."""
+        ...
 
 
 class ClientRequest(Protocol):
-    """One request whose body is whole."""
+    """One request whose body is complete."""
 
     path: str
-    # As it came, with the query.
+    # The path with the query, exactly as the client sent it.
     url: bytes
     headers: Headers
-    # The models and salts that its key may name; None: any.
+    # The models and salts that the client's key may name; None means any.
     bounds: KeyBounds | None
     body: bytes
 
 
 class Client(ClientRequest, Protocol):
-    """Who sent it, and gets the answer. Its task is cancelled when the client hangs up."""
+    """A client that sent a request and gets its answer.
+
+    The task that serves it is cancelled when the client hangs up.
+    """
 
     @property
     def unread_bytes(self) -> int:
-        """What was sent and is not taken by the kernel yet: the client does not read."""
+        """The number of bytes that were sent but not yet accepted by the kernel, because the client does not read."""
         ...
 
     def begin(self, head: AnswerHead, headers: Headers, source: Source) -> None:
-        """An answer with these headers follows. `source` is paused while the client does not read."""
+        """Begin an answer with these headers. `source` is paused while the client does not read."""
 
     def send(self, parts: list[bytes]) -> None:
-        """The next bytes of its body. Never waits."""
+        """Send the next bytes of the body. Never waits."""
 
     def finish(self) -> None:
-        """The body is whole."""
+        """End the body, which is complete."""
 
     def break_off(self) -> None:
-        """The body stays short, and the client sees that it does."""
+        """End the answer early, so that the client sees that the body is incomplete."""
 
     def refuse(self, error: RouterError, headers: Headers) -> None:
-        """The router's own answer, in place of one of an engine."""
+        """Send the router's own error in place of an engine's answer."""

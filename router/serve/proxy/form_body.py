@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a form names (`multipart/form-data`, as audio comes in). Pure; the body itself is never copied.
+"""The model that a form names (`multipart/form-data`, the type of audio requests). Pure.
 
-python-multipart reads it, which is also what engines read it with (Starlette): both see the same parts.
+The body itself is never copied. python-multipart parses the form. Engines use it too (through Starlette), so both see
+the same parts.
 """
 
 from __future__ import annotations
@@ -15,25 +16,30 @@ from kvrouter.router.base.common.errors import BadQuestion
 
 FORM = b"multipart/form-data"
 MODEL = b"model"
-# Starlette's bound, beyond which an engine refuses the form.
+# Starlette's bound; an engine refuses a form with more parts.
 MAX_PARTS = 1_000
 MAX_MODEL_BYTES = 1_024
 
 
 class FormModel(NamedTuple):
-    """name: None where the form names no model. start, end: where the name stands in the body."""
+    """The model that a form names, and its place in the body."""
 
+    # None if the form names no model.
     name: str | None
+    # The range of the name's bytes in the body.
     start: int = 0
     end: int = 0
 
     def renamed(self, body: bytes, model: str) -> bytes:
-        """The body for another model; all else keeps its bytes. Only where the name is not empty."""
+        """Return the body with another model; all other bytes stay the same.
+
+        Call it only if the name is not empty.
+        """
         return b"".join((memoryview(body)[: self.start], model.encode(), memoryview(body)[self.end :]))
 
 
 class _Reader:
-    """Collects the form's model while a parser passes over the body, given to it as one piece."""
+    """A collector of the form's model. A parser that passes over the whole body in one piece calls it."""
 
     def __init__(self) -> None:
         self.found: FormModel | None = None
@@ -64,7 +70,7 @@ class _Reader:
 
     def on_headers_finished(self) -> None:
         _, options = parse_options_header(self._disposition)
-        # With a file's name it is a file, whose content names nothing.
+        # A part with a file name is a file, whose content names no model.
         self._is_model = options.get(b"name") == MODEL and b"filename" not in options
 
     def on_part_data(self, data: bytes, start: int, end: int) -> None:
@@ -73,7 +79,10 @@ class _Reader:
             self._end = end
 
     def take(self, body: bytes) -> None:
-        """The part that ended, if it was the model's."""
+        """Keep the part that ended if it is the model's.
+
+        Raises BadQuestion if the form has two models, or if the model is not a valid name.
+        """
         if not self._is_model:
             return
         start, end = (0, 0) if self._start is None else (self._start, self._end)
@@ -88,10 +97,18 @@ class _Reader:
 
 
 def read_form_model(content_type: bytes | None, body: bytes) -> FormModel:
-    """What the form names; nothing where the body is no form, which the engine reports. Raises BadQuestion."""
-    kind, options = parse_options_header(content_type)
+    """Return the model that the form names.
+
+    The model's name is None if the body is not a form, which the engine reports. Raises BadQuestion if the form is
+    malformed or its model is not valid.
+
+    Args:
+        content_type: The Content-Type header, or None if it is absent.
+        body: The complete body.
+    """
+    media_type, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
-    if kind != FORM or not boundary:
+    if media_type != FORM or not boundary:
         return FormModel(None)
     reader = _Reader()
     try:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which headers go on to the engine and back to the client. Pure; names are in lower case, as the parser gives them.
+"""The rules for the headers that go on to the engine and back to the client. Pure.
 
-What belongs to one connection (RFC 9110, 7.6.1) stays on it, in both directions.
+Header names are in lower case, as the parser returns them. Headers that belong to one connection (RFC 9110, 7.6.1) stay
+on it, in both directions.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ DP_RANK = b"x-data-parallel-rank"
 CONTENT_TYPE = b"content-type"
 JSON = b"application/json"
 
-# Of the answer.
+# Headers of the answer.
 WORKER = b"x-kvrouter-worker"
 SELECTION_ID = b"x-kvrouter-selection-id"
 PREDICTED_HIT = b"x-kvrouter-predicted-hit"
 RETRIED = b"x-kvrouter-retried"
 PREFILL_WORKER = b"x-kvrouter-prefill-worker"
 
-# Names the prefill worker to a decode worker's sidecar, as host:port; the second is the sidecar's older name for it.
-# Only the router may send it: a sidecar connects wherever it points.
-# Source: llm-d-routing-sidecar internal/proxy/chat_completions.go.
+# Headers that name the prefill worker to a decode worker's sidecar, as host:port; the second is the sidecar's older
+# name for it. Only the router may send them, because a sidecar connects wherever they point. Source:
+# llm-d-routing-sidecar internal/proxy/chat_completions.go.
 PREFILLER = b"x-prefiller-host-port"
 PREFILLER_URL = b"x-prefiller-url"
 
 _OURS = b"x-kvrouter-"
-# Which scripts may read an answer of the router is its own setting (`router/serve/api/http/cors.py`), whatever the engine
-# allows.
+# The router's own setting decides which scripts may read an answer (`router/serve/api/http/cors.py`), whatever the
+# engine allows.
 _CORS = b"access-control-"
 
 CONNECTION_HEADERS = frozenset(
@@ -53,7 +54,7 @@ CONNECTION_HEADERS = frozenset(
         b"upgrade",
     }
 )
-# Rewritten for the engine; `expect` was answered here.
+# These headers are rewritten for the engine; the router has already answered `expect`.
 _REQUEST_HEADERS = CONNECTION_HEADERS | {
     b"authorization",
     b"content-length",
@@ -66,20 +67,20 @@ _REQUEST_HEADERS = CONNECTION_HEADERS | {
 # The length is sent with the body, if the engine sent one.
 _ANSWER_HEADERS = CONNECTION_HEADERS | {b"content-length"}
 
-# A name in a header is ASCII without spaces and without commas, which separate the names in RETRIED. The cache has room
-# for the workers of a large fleet.
+# A name in a header is ASCII without spaces and without commas, because commas separate the names in RETRIED. The cache
+# is large enough for the workers of a large fleet.
 MAX_NAMES = 4_096
 _SAFE_IN_NAME = "!#$&'*+-.^_`|~/@:()[]{}<>=?;"
 
 
 @lru_cache(MAX_NAMES)
 def named_in_header(worker: str) -> str:
-    """A worker's route name as a header has it: what cannot stand there is percent-encoded."""
+    """Return a worker's route name as a header has it, with unsafe characters percent-encoded."""
     return quote(worker, safe=_SAFE_IN_NAME)
 
 
 def header(headers: Headers, wanted: bytes) -> bytes | None:
-    """The first value of a header."""
+    """Return the first value of a header, or None if it is absent."""
     for name, value in headers:
         if name == wanted:
             return value
@@ -89,12 +90,12 @@ def header(headers: Headers, wanted: bytes) -> bytes | None:
 def as_json(headers: Headers) -> Headers:
     """Return the headers for a body that is JSON.
 
-    Clients leave the type out or keep a default, like curl, and an engine refuses any body that is not labelled as
-    JSON. Source: vLLM 0.32.0 entrypoints/serve/utils/api_utils.py (validate_json_request); the comparison here is the
-    same.
+    Clients leave the content type out or keep a default, as curl does, and an engine refuses any body that is not
+    labelled as JSON. Source: vLLM 0.32.0 entrypoints/serve/utils/api_utils.py (validate_json_request); the comparison
+    here is the same.
     """
-    given = header(headers, CONTENT_TYPE)
-    if given is not None and given.lower().partition(b";")[0] == JSON:
+    content_type = header(headers, CONTENT_TYPE)
+    if content_type is not None and content_type.lower().partition(b";")[0] == JSON:
         return headers
     return [*((name, value) for name, value in headers if name != CONTENT_TYPE), (CONTENT_TYPE, JSON)]
 
@@ -110,10 +111,18 @@ def request_head(
     rank: int | None,
     added: Headers = NOTHING,
 ) -> bytes:
-    """The head of the request to the engine.
+    """Return the head of the request to the engine.
 
-    path: with its query, as it came. authorization: in place of the client's. rank: which of the engine's ranks takes
-    it, in place of what the client says; None: what it says. added: the router's own."""
+    Args:
+        target: The engine's address.
+        path: The path with its query, exactly as the client sent it.
+        headers: The client's headers.
+        length: The length of the body in bytes.
+        request_id: The id of the request.
+        authorization: The header to send in place of the client's; None sends none.
+        rank: The engine's rank that takes the request, in place of the client's header. None keeps the client's header.
+        added: The router's own headers.
+    """
     headers = list(headers)
     dropped = _connection_headers(headers, _REQUEST_HEADERS)
     lines = [b"POST ", target.prefix, path, b" HTTP/1.1\r\nhost: ", target.authority, b"\r\n"]
@@ -134,7 +143,10 @@ def request_head(
 
 
 def answer_headers(given: Headers, added: Headers, request_id: bytes) -> Headers:
-    """The engine's headers for the client, and ours; the request's id where the engine does not give one."""
+    """Return the headers of the answer to the client: the engine's and ours.
+
+    The request's id is added if the engine does not send one.
+    """
     dropped = _connection_headers(given, _ANSWER_HEADERS)
     kept = [(name, value) for name, value in given if name not in dropped and not name.startswith((_OURS, _CORS))]
     if header(kept, REQUEST_ID) is None:
@@ -143,8 +155,8 @@ def answer_headers(given: Headers, added: Headers, request_id: bytes) -> Headers
 
 
 def _connection_headers(headers: Headers, always: frozenset[bytes]) -> Container[bytes]:
-    """`always`, and what this message's own Connection headers name."""
+    """Return `always` and the names that this message's own Connection headers list."""
     if header(headers, b"connection") is None:
         return always
-    named = [value for name, value in headers if name == b"connection"]
-    return always | {part.strip().lower() for value in named for part in value.split(b",")}
+    values = [value for name, value in headers if name == b"connection"]
+    return always | {part.strip().lower() for value in values for part in value.split(b",")}

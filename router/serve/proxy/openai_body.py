@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields of an OpenAI body that the proxy reads: the model, and the length of the answer. The bytes are forwarded
-unchanged.
+"""The fields of an OpenAI body that the proxy reads, such as the model and the length of the answer.
 
-All values may be of any type: the engine reports what is wrong with them.
+The bytes are forwarded unchanged. Values may be of any type: the engine reports what is wrong with them.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvrouter.router.route.tokens.client_body import ClientBody
 
 
 class OpenAIBody(msgspec.Struct):
-    """The fields that are looked at; all others are skipped."""
+    """The fields that the proxy reads; all others are skipped."""
 
     model: Any = None
     cache_salt: Any = None
@@ -27,14 +26,15 @@ class OpenAIBody(msgspec.Struct):
 
     @property
     def limit_tokens(self) -> int | None:
-        """How many tokens may be generated at most, None where it is not said."""
-        for given in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
-            if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-                return min(given, MAX_LIMIT_TOKENS)
+        """The largest number of tokens to generate, or None if the body sets no valid limit."""
+        for limit in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
+            if isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0:
+                return min(limit, MAX_LIMIT_TOKENS)
         return None
 
     @property
     def salt(self) -> str | None:
+        """The cache salt, or None if it is absent, empty or not a string."""
         return self.cache_salt if isinstance(self.cache_salt, str) and self.cache_salt else None
 
 
@@ -44,7 +44,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def openai_body(body: ClientBody) -> OpenAIBody:
-    """Raises BadQuestion."""
+    """Return the fields of a client's body. Raises BadQuestion if they are not JSON."""
     try:
         return OpenAIBody(**{name: msgspec.json.decode(body.fields[name]) for name in FIELDS if name in body.fields})
     except RecursionError:
@@ -54,7 +54,7 @@ def openai_body(body: ClientBody) -> OpenAIBody:
 
 
 def renamed(raw: bytes, model: str) -> bytes:
-    """The same object for another `model`; everything else keeps its bytes."""
+    """Return the same JSON object with another `model`; every other value keeps its bytes."""
     fields = _fields.decode(raw)
     fields["model"] = msgspec.Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)

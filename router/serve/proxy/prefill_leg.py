@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has the chosen prefill worker compute a prompt, and turns its answer into the decode worker's request.
+"""The first half of a split request: a prefill worker computes the prompt for the decode worker.
 
-Whatever goes wrong there, the decode worker can compute the prompt itself: nothing is lost but time. So a failure here
-is never the client's, as long as the client is there. A request that an engine may have started is not sent to a second
+Whatever fails there, the decode worker can compute the prompt itself, and only time is lost. Therefore a failure here
+never reaches the client while it is connected. A request that one engine may have started is not sent to a second
 prefill worker; one that two engines may have started is not sent again.
 """
 
@@ -26,20 +26,24 @@ from kvrouter.router.serve.proxy.request_reader import Request
 from kvrouter.router.serve.proxy.worker_addresses import Addresses
 
 OK = 200
-# An outcome, as the metrics name it.
+# An outcome in `ProxyMetrics.handovers`.
 FAILED = "failed"
 NOTHING_GIVEN = "its answers to prefills have no kv_transfer_params: start the engine with --kv-transfer-config"
 
 
 class Given(NamedTuple):
-    """What the decode worker is sent. headers: besides the client's."""
+    """The request for the decode worker."""
 
     body: bytes
+    # Headers to send besides the client's.
     headers: h.Headers
 
 
 class _Declined(Exception):
-    """The prefill worker answered, and hands nothing over. outcome: as the metrics name it."""
+    """The error that the prefill worker answered but handed nothing over.
+
+    `outcome` is the outcome for the metrics.
+    """
 
     def __init__(self, outcome: str) -> None:
         super().__init__(outcome)
@@ -47,7 +51,7 @@ class _Declined(Exception):
 
 
 class PrefillLeg:
-    """The first of two requests. Belongs to one loop."""
+    """The sender of requests to prefill workers. Belongs to one event loop."""
 
     def __init__(self, sending: Attempt, metrics: ProxyMetrics) -> None:
         self._sending = sending
@@ -61,24 +65,35 @@ class PrefillLeg:
         addresses: Addresses,
         failed: set[WorkerKey],
     ) -> Given:
-        """For the placement's worker. failed: workers to leave out; those that fail are added. Raises Spent."""
+        """Have the placement's prefill worker compute the prompt, and return the request for the decode worker.
+
+        If a prefill worker fails, another one may take its place; if none is left, the decode worker gets the client's
+        request unchanged. Raises AttemptsSpent if the request must not be sent again.
+
+        Args:
+            request: The request of the client.
+            ask: The placed request, from which another prefill worker is chosen.
+            placement: The placement whose prefill worker is used. It is notified of successes and failures.
+            addresses: The addresses of the workers.
+            failed: The workers to leave out; workers that fail are added.
+        """
         while (part := placement.prefill) is not None:
             if part.worker not in addresses.targets:
                 failed.add(part.worker)
                 placement.prefill_failed(excluding(ask, failed))
                 continue
             if placement.worker in addresses.by_header:
-                # Its sidecar calls the prefill worker; the load there ends with the first token.
+                # The decode worker's sidecar calls the prefill worker; the load there ends with the first token.
                 self._count("named")
-                where = addresses.targets[part.worker].host_port
-                return Given(request.body, [(h.PREFILLER, where)])
+                host_port = addresses.targets[part.worker].host_port
+                return Given(request.body, [(h.PREFILLER, host_port)])
             try:
                 params = await self._prefill(request, part)
             except Failure as failure:
                 self._count(FAILED)
                 failed |= addresses.sharing(part.worker)
-                again = request.attempts.prefill_failed(named(part.worker), failure)
-                placement.prefill_failed(excluding(ask, failed) if again else None)
+                may_try_another = request.attempts.prefill_failed(named(part.worker), failure)
+                placement.prefill_failed(excluding(ask, failed) if may_try_another else None)
             except _Declined as declined:
                 self._count(declined.outcome)
                 failed.add(part.worker)
@@ -93,8 +108,11 @@ class PrefillLeg:
         return Given(request.body, [])
 
     async def _prefill(self, request: Request, part: PrefillPart) -> msgspec.Raw:
-        """The prefill worker's word of where the blocks are. Raises Failure, _Declined."""
-        # Its answer is read here.
+        """Send the prompt to the prefill worker and return its `kv_transfer_params`.
+
+        Raises Failure if the worker does not answer, and _Declined if it answers without them.
+        """
+        # The router reads this answer itself, so the worker must not compress it.
         headers = [(name, value) for name, value in request.headers if name != b"accept-encoding"]
         sent = await self._sending.send(request, part.worker, prefill_body(request.body), headers)
         connection, status = sent.connection, sent.head.status
@@ -125,7 +143,7 @@ class PrefillLeg:
             request.watch.failed(gone.kind.value, gone.text)
             raise gone
         if status != OK:
-            # Most likely the client's error; the decode worker will report it.
+            # The error is most likely the client's; the decode worker will report it.
             raise _Declined("refused" if status < FIRST_SERVER_ERROR else FAILED)
         if params is None:
             raise _Declined("declined")
@@ -136,6 +154,6 @@ class PrefillLeg:
 
 
 def excluding(ask: PlacementRequest, workers: Iterable[WorkerKey]) -> PlacementRequest:
-    """The same, but for these workers."""
+    """Return a copy of the request that also excludes these workers."""
     excluded = ask.question.exclude_workers.union(workers)
     return msgspec.structs.replace(ask, question=msgspec.structs.replace(ask.question, exclude_workers=excluded))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One OpenAI request from its client to an engine, and the answer back: bodies and streams unchanged, byte for byte.
 
-`request_reader.py` reads the request, `placer.py` chooses the worker, `failure.py` decides about retries. An engine's
-errors go to the client; the router's own errors say what to do."""
+`request_reader.py` reads the request, the `Placer` chooses the worker, and `attempts.py` decides about retries. An
+engine's errors go to the client unchanged; the router's own errors say what to do.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ ERROR_IN_STREAM = "its stream ends with an error of the engine"
 
 
 class _Answer:
-    """An attempt that came as far as the first byte of an answer."""
+    """An answer of which the first byte has arrived, and the placement of its request."""
 
     def __init__(self, placement: Placement, sent: Sent) -> None:
         self.placement = placement
@@ -54,29 +55,36 @@ class _Answer:
 
 
 class Proxy:
-    """The proxy of one event loop. `close` it when no request is in progress.
+    """The proxy of one event loop.
 
-    engine_key: the key that engines get in place of the client's Authorization; without one, the client's is passed on
-    if the router has no key of its own."""
+    Call `close` only when no request is in progress.
+    """
 
     def __init__(
         self,
         *,
         placing: Placer,
         tokens: Tokens,
+        # Returns the model that a request's `model` means.
         resolve: Callable[[str], ServedModel],
+        # Returns the same sequence until a registration changes.
         registrations: Callable[[], Sequence[Registration]],
         admission: Admission,
         pool: Pool,
         metrics: ProxyMetrics,
         quality: Quality,
         allowed: AllowList,
+        # The seconds for which an engine may send nothing.
         silence_s: float,
+        # The key that engines get in place of the client's Authorization. If it is not set, the client's header is
+        # passed on, unless the router has a key of its own.
         engine_key: EngineKey,
+        # Whether clients need a key of the router.
         has_own_key: bool,
+        # Whether answers name the predicted hit.
         shows_hits: bool = True,
     ) -> None:
-        """silence_s: how long an engine may say nothing. shows_hits: whether answers name the predicted hit."""
+        """Build the parts of the proxy. Nothing is connected yet."""
         self._placing = placing
         self.reader = RequestReader(tokens, resolve, lambda: sorted(self.addresses().models), self.client_authorization)
         self._registrations = registrations
@@ -105,8 +113,10 @@ class Proxy:
         self._known_addresses = Addresses((), allowed)
 
     async def forward(self, client: Client) -> None:
-        """Answers the client; raises nothing but defects and its own cancellation, which means that the client is
-        gone."""
+        """Answer the client: place its request, send it to a worker, and pass the worker's answer on.
+
+        Raises nothing but defects and its own cancellation, which means that the client has hung up.
+        """
         request_id = h.header(client.headers, h.REQUEST_ID) or self._new_id().encode()
         watch = self._quality.begin(client.path, client.headers, request_id.decode("latin-1"))
         request = Request(client, watch, request_id)
@@ -129,44 +139,52 @@ class Proxy:
             watch.ended(outcome)
 
     def closed(self, worker: WorkerKey) -> str | None:
-        """Why a worker takes no new requests now; None if it does."""
+        """Return why a worker takes no new requests now, or None if it does."""
         return self._admission.problem(worker)
 
     def health(self) -> list[str]:
-        """Workers behind an open breaker, and workers whose predictions do not come true."""
+        """Return the problems of open breakers, of predictions that do not come true, and of the engine key."""
         return [*self._admission.health(), *self._quality.health(), *self._engine_key.health()]
 
     def predictions_problem(self, worker: WorkerKey) -> str | None:
-        """Why the predictions for a worker are not to be trusted; None where nothing speaks against them."""
+        """Return why the predictions for a worker are not to be trusted, or None if nothing speaks against them."""
         return self._quality.problem(worker)
 
     def reuse(self, worker: WorkerKey) -> ReuseStatus | None:
-        """What was predicted and delivered for a worker; None where no answer of it was judged."""
+        """Return the predicted and the delivered reuse of a worker, or None if none of its answers was judged."""
         return self._quality.reuse(worker)
 
     def close(self) -> None:
+        """Close the idle connections to engines."""
         self._pool.close()
 
     def authorization(self, headers: h.Headers, target: Target) -> bytes | None:
-        """Return the Authorization that an engine is sent: the engines' key, else the client's header."""
+        """Return the Authorization to send to an engine: the engines' key, or else the client's header."""
         key = self._engine_key.header_for(target.origin)
         return self.client_authorization(headers) if key is None else key.encode("ascii")
 
     def client_authorization(self, headers: h.Headers) -> bytes | None:
-        """Return the client's Authorization if it is meant for the engines: neither side has a key in the settings."""
+        """Return the client's Authorization if it is meant for the engines.
+
+        It is meant for them if the settings have neither a key for engines nor a key of the router.
+        """
         if self._engine_key.is_set or self._has_own_key:
             return None
         return h.header(headers, b"authorization")
 
     async def _answer(self, request: Request, ask: PlacementRequest) -> _Answer:
-        """The first byte of an answer, from whichever worker gives one. Raises RouterError."""
-        # A gateway's answer that its engine is gone: the client gets it if no worker has a better one.
+        """Return the first good answer of a worker, after as many attempts as `Attempts` allows.
+
+        If every attempt fails, return the last gateway's answer that its engine is gone, if there is one. Raises
+        RouterError.
+        """
+        # A gateway's answer that its engine is gone. The client gets it if no worker gives a better one.
         spare: _Answer | None = None
         error: RouterError | None = None
         failed: set[WorkerKey] = set()
         if ask.question.model in self.addresses().prefillers:
-            splits = can_be_handed_over(request.client.path, request.body)
-            ask = msgspec.structs.replace(ask, may_hand_over=splits)
+            may_hand_over = can_be_handed_over(request.client.path, request.body)
+            ask = msgspec.structs.replace(ask, may_hand_over=may_hand_over)
         try:
             while True:
                 try:
@@ -176,7 +194,7 @@ class Proxy:
                         answer, spare = spare, None
                         return answer
                     if error is not None:
-                        # The last engine's error says more than that no other one is left.
+                        # The error of the last engine says more than the absence of another worker.
                         raise error from None
                     raise
                 request.watch.placed(placement)
@@ -202,7 +220,7 @@ class Proxy:
                     if not request.attempts.failed(named(placement.worker), failure):
                         return answer
                     if handed_over and (placement.prefill is not None or not is_gone):
-                        # The sidecar or the blocks were not reached: the worker can do it alone.
+                        # The sidecar or the blocks could not be reached; the worker can compute the prompt alone.
                         ask = msgspec.structs.replace(ask, may_hand_over=False)
                     else:
                         failed |= self.addresses().sharing(placement.worker)
@@ -216,7 +234,10 @@ class Proxy:
                 spare.connection.close()
 
     async def _place(self, ask: PlacementRequest) -> Placement:
-        """A place at a worker that can be sent something."""
+        """Place the request at a worker that has an address to send it to.
+
+        Raises NoWorker if there is none, and the errors of `Placer.place`.
+        """
         placement = await self._placing.place(ask)
         addresses = self.addresses()
         if placement.worker in addresses.targets:
@@ -230,7 +251,7 @@ class Proxy:
         raise NoWorker("no worker can take it: register the engine's HTTP address (url), and let allow_hosts admit it")
 
     def addresses(self) -> Addresses:
-        """Of the workers as they are registered now: the same object until one of them changes."""
+        """Return the addresses of the registered workers. The object stays the same until a registration changes."""
         registrations = self._registrations()
         if registrations is not self._addressed:
             self._addressed = registrations
@@ -240,8 +261,17 @@ class Proxy:
     async def _attempt(
         self, request: Request, ask: PlacementRequest, placement: Placement, failed: set[WorkerKey]
     ) -> _Answer:
-        """The first byte of this worker's answer. failed: the workers that failed. Raises Failure,
-        Spent."""
+        """Send the request to the placement's worker and return the beginning of its answer.
+
+        Raises Failure if the worker does not answer, and AttemptsSpent if the prefill worker failed and no retry is
+        left. Ends the placement if it raises.
+
+        Args:
+            request: The request of the client.
+            ask: The placed request, for another prefill worker if the first one fails.
+            placement: The worker for the request, and its prefill worker if it has one.
+            failed: The workers that failed; prefill workers that fail are added.
+        """
         body, added = request.body, h.NOTHING
         try:
             if placement.prefill is not None:
@@ -254,8 +284,14 @@ class Proxy:
         return _Answer(placement, sent)
 
     async def _relay(self, client: Client, request: Request, answer: _Answer, *, predicted: bool) -> str:
-        """Passes the answer on, until its end; how it ended. predicted: whether the hit of the choice is a
-        prediction."""
+        """Pass the answer on until its end, and return the outcome for the metrics.
+
+        Args:
+            client: The client that gets the answer.
+            request: The client's request.
+            answer: The answer that has begun.
+            predicted: Whether the hit of the choice is a prediction; without the prompt's tokens it is not.
+        """
         placement, connection, head = answer.placement, answer.connection, answer.head
         added = [
             (h.WORKER, named(placement.worker).encode()),
@@ -298,30 +334,36 @@ class Proxy:
 
 
 def computed_at(placement: Placement) -> WorkerKey | None:
-    """The prefill worker, where it was one."""
+    """Return the prefill worker of the placement, or None if one worker does both."""
     return placement.prefilled_at if placement.prefill is None else placement.prefill.worker
 
 
 def outcome_of(status: int, *, failed: bool) -> str:
-    """Return how a whole answer with this status ended. failed: whether its stream reports an engine's failure."""
+    """Return the outcome of a complete answer with this status.
+
+    Args:
+        status: The HTTP status.
+        failed: Whether the answer's stream reports a failure of the engine.
+    """
     if failed or status >= FIRST_SERVER_ERROR:
         return "server_error"
     return "client_error" if status >= FIRST_ERROR else "ok"
 
 
 def is_event_stream(headers: h.Headers) -> bool:
-    """Whether an answer with these headers is a stream of events."""
+    """Return whether an answer with these headers is a stream of server-sent events."""
     kind = h.header(headers, b"content-type")
     return kind is not None and kind.startswith(EVENT_STREAM)
 
 
 def _retried(request: Request) -> h.Headers:
+    """Return the header that names the failed attempts, or no header if there were none."""
     trail = request.attempts.trail
     return [(h.RETRIED, ", ".join(trail).encode())] if trail else []
 
 
 def error_of(failure: Failure) -> RouterError:
-    """The client's error when no worker answered."""
+    """Return the error that the client gets if this failure is the last one."""
     if failure.kind in (Kind.SILENT, Kind.CONNECT_TIMEOUT):
         return WorkerSilent(f"{failure.text}; send the request again, or raise the router's answer_timeout_s")
     return WorkerUnreachable(f"{failure.text}; no other worker was tried or could answer; send the request again")

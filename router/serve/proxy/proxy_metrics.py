@@ -11,18 +11,27 @@ from kvrouter.router.serve.proxy.circuit_breaker import BreakerState
 
 # The outcomes of a request that say something about a worker.
 ANSWER_OUTCOMES = ("ok", "client_error", "server_error")
-# Handed over, named to the decode worker's sidecar, no answer of the prefill worker, an error of it, an answer without
-# a hand-over.
+# The outcomes of a hand-over, in this order: the prompt was handed over; the prefill worker was named to the decode
+# worker's sidecar; the prefill worker gave no answer; it answered with an error; its answer had no hand-over.
 HANDOVER_OUTCOMES = ("done", "named", "failed", "refused", "declined")
 
 
 class ProxyMetrics:
-    """requests: by path and outcome: ok, client_error or server_error (an engine's 4xx or 5xx passed on), refused (by
-    the router: its body, no worker), unreachable (no engine answered), cut (the answer broke off), client_gone, bug."""
+    """The metrics of the proxy.
+
+    `requests` counts by path and outcome. The outcomes are:
+
+    - ok, client_error and server_error: an engine's answer was passed on; the errors are its 4xx and 5xx.
+    - refused: the router refused the request, because of its body or for lack of a worker.
+    - unreachable: no engine answered.
+    - cut: the answer broke off.
+    - client_gone: the client hung up.
+    - bug: the router failed.
+    """
 
     def __init__(self, registry: MetricRegistry) -> None:
         counter, worker_counters = registry.counter, registry.worker_counters
-        # To find a child costs more than to count.
+        # Finding a labelled child costs more than counting, so the children are cached.
         self.requests = cache(
             counter("proxy_requests_total", "Proxied requests, by how they ended", "path", "outcome").labels
         )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a client's request into a placement request: the model, the prompt's tokens, its session, and the length of
-the answer."""
+"""The reader of proxied requests: it turns a client's request into a placement request.
+
+A placement request has the model, the prompt's tokens, the session, and the length of the answer.
+"""
 
 from __future__ import annotations
 
@@ -27,32 +29,37 @@ from kvrouter.router.serve.proxy.downstream import ClientRequest
 from kvrouter.router.serve.proxy.form_body import read_form_model
 from kvrouter.router.serve.proxy.openai_body import OpenAIBody, openai_body, renamed
 
-# Whisper makes 50 tokens of a second, of which a WAV file has 32 kB and an MP3 file 8 to 16 kB; for load alone.
+# Whisper makes 50 tokens of a second, which takes 32 kB in a WAV file and 8 to 16 kB in an MP3 file. This estimate is
+# used for the load alone.
 AUDIO_BYTES_PER_TOKEN = 512
 
 
 class Tokens(Protocol):
-    """`tokens.Tokenizing`, as far as it is needed here."""
+    """The part of `TextTokenizer` that the reader uses."""
 
-    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt: ...
+    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt:
+        """Return the prompt's tokens, or an estimate of their number. Raises BadQuestion if the body cannot be read."""
+        ...
 
 
 class Request:
-    """One request under way. body, headers: what the engine gets. watch: observes each step."""
+    """One request under way."""
 
     def __init__(self, client: ClientRequest, watch: RequestWatch, request_id: bytes) -> None:
         self.client = client
+        # Observes each step of the request.
         self.watch = watch
         self.request_id = request_id
+        # The worker that the client requires, by its percent-encoded route name.
         self.pin = h.header(client.headers, h.PIN)
         self.attempts = Attempts(client.path, pinned=self.pin is not None)
+        # The body and headers for the engine.
         self.body = client.body
         self.headers = client.headers
 
 
 class RequestReader:
-    """resolve: what a request's `model` means. models: what is registered. authorization: what engines get for such
-    headers."""
+    """The reader of all requests of one proxy."""
 
     def __init__(
         self,
@@ -62,32 +69,38 @@ class RequestReader:
         authorization: Callable[[h.Headers], bytes | None],
     ) -> None:
         self._tokens = tokens
+        # Returns the model that a request's `model` means.
         self._resolve = resolve
+        # Returns the registered models.
         self._models = models
+        # Returns the Authorization that engines get for a client's headers.
         self._authorization = authorization
 
     async def read(self, request: Request) -> PlacementRequest:
-        """Return the question to place, and settle `request.body` and `request.headers` by it. Raises BadQuestion and
-        UnknownModel."""
+        """Return the placement request, and set `request.body` and `request.headers` for the engine.
+
+        Raises BadQuestion if the body or its model is not valid, UnknownModel if no worker serves the model, and
+        Forbidden if the client's key may not use it.
+        """
         client = request.client
         if client.path in AUDIO:
             return self._read_form(request)
         if len(client.body) < LONG_BODY_BYTES:
-            read = read_client_body(client.path, client.body)
+            client_body = read_client_body(client.path, client.body)
         else:
-            read = await asyncio.to_thread(read_client_body, client.path, client.body)
+            client_body = await asyncio.to_thread(read_client_body, client.path, client.body)
         request.headers = h.as_json(client.headers)
-        body = openai_body(read)
+        body = openai_body(client_body)
         name = self._name_of(body.model)
         served = self._resolve(name)
         _check_bounds(client, served, body.salt)
         if name not in (served.model, served.lora_name) and body.model is not None:
-            # The engine does not know this router's other names.
+            # The engine does not know the aliases that this router gives its models.
             request.body = renamed(client.body, served.lora_name or served.model)
-        return _placement_request(request, await self._question(request, read, body, served), body.limit_tokens)
+        return _placement_request(request, await self._question(request, client_body, body, served), body.limit_tokens)
 
     def _read_form(self, request: Request) -> PlacementRequest:
-        """An audio's."""
+        """Return the placement request for a form with audio, whose number of tokens is estimated."""
         client = request.client
         form = read_form_model(h.header(client.headers, b"content-type"), client.body)
         name = self._name_of(form.name)
@@ -99,7 +112,10 @@ class RequestReader:
         question = prompt.question(served.model, lora_name=served.lora_name, worker_ids=served.worker_ids)
         return _placement_request(request, question, None)
 
-    async def _question(self, request: Request, read: ClientBody, body: OpenAIBody, served: ServedModel) -> Question:
+    async def _question(
+        self, request: Request, client_body: ClientBody, body: OpenAIBody, served: ServedModel
+    ) -> Question:
+        """Return the question for the index, and put the prompt's token ids into `request.body` if possible."""
         client = request.client
         if client.path in WITHOUT_PROMPT:
             return Prompt(1, None, "none").question(served.model, worker_ids=served.worker_ids)
@@ -108,11 +124,11 @@ class RequestReader:
             prompt = await self._tokens.prompt(
                 client.path,
                 served.model,
-                read,
+                client_body,
                 authorization=None if authorization is None else authorization.decode("latin-1"),
             )
         except BadQuestion as error:
-            # The engine reports what is wrong with it.
+            # The engine reports what is wrong with the body.
             prompt = Prompt(estimated_tokens(len(request.body)), None, "none", error.message)
         if prompt.broke_engine:
             request.attempts.tokens_failed()
@@ -122,18 +138,22 @@ class RequestReader:
             cache_salt=body.salt,
             lora_name=served.lora_name,
             worker_ids=served.worker_ids,
-            without_cache=engines_without_cache(read),
+            without_cache=engines_without_cache(client_body),
         )
 
     def _name_of(self, model: Any) -> str:
+        """Return the requested model's name, or the only model if the body names none.
+
+        Raises BadQuestion if the body names no model and there are several, or if the name is not a non-empty string.
+        """
         if isinstance(model, str) and model:
             return model
         models = self._models()
         if model is None and len(models) == 1:
-            # As in vLLM.
+            # vLLM does the same.
             return models[0]
-        known = ", ".join(map(printable, models)) or "none yet"
-        raise BadQuestion(f"model must name one of the registered models: {known}", code="invalid_model")
+        names = ", ".join(map(printable, models)) or "none yet"
+        raise BadQuestion(f"model must name one of the registered models: {names}", code="invalid_model")
 
 
 def _check_bounds(client: ClientRequest, served: ServedModel, cache_salt: str | None) -> None:

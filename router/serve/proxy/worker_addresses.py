@@ -13,17 +13,18 @@ from kvrouter.router.model.workers.role import HandoverWay, Role
 
 
 class Addresses:
-    """targets: of the workers that may be sent requests. ranks: the rank to send with a request, if several ranks are
-    registered under one URL; an engine with one rank rejects requests for another.
-
-    unreachable: workers registered without a URL, or with one that is not allowed. by_header: decode workers whose
-    sidecar gets the prefill worker by header. prefillers: models that have prefill workers."""
+    """The HTTP addresses of all registered workers, at one time."""
 
     def __init__(self, registrations: Sequence[Registration], allowed: AllowList) -> None:
+        # The addresses of the workers that may be sent requests.
         self.targets: dict[WorkerKey, Target] = {}
+        # The rank to send with a request, if several ranks are registered under one URL. An engine with one rank
+        # rejects requests for another.
         self.ranks: dict[WorkerKey, int] = {}
+        # All models, and the models that have prefill workers.
         self.models: set[str] = set()
         self.prefillers: set[str] = set()
+        # The workers behind each URL, and the URL of each worker.
         self._at: dict[str, set[WorkerKey]] = {}
         self._urls: dict[WorkerKey, str] = {}
         unreachable, by_header = set(), set()
@@ -43,11 +44,15 @@ class Addresses:
         for worker, url in self._urls.items():
             if sum(other.model == worker.model for other in self._at[url]) > 1:
                 self.ranks[worker] = worker.dp_rank
+        # Workers registered without a URL, or with one that is not allowed.
         self.unreachable = frozenset(unreachable)
+        # Decode workers whose sidecar gets the prefill worker by header.
         self.by_header = frozenset(by_header)
 
     def sharing(self, worker: WorkerKey) -> set[WorkerKey]:
-        """The workers behind the same URL, itself included: where one process listens for several ranks, it is gone for
-        all."""
+        """Return the workers behind the same URL, including this one.
+
+        If one process listens for several ranks, its end is the end of all of them.
+        """
         url = self._urls.get(worker)
         return {worker} if url is None else self._at[url]

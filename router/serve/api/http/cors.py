@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which answers a browser shows to scripts of other origins (the Fetch standard's CORS). Pure.
+"""The answers that a browser shows to scripts of other origins (the Fetch standard's CORS). Pure.
 
 No answer allows credentials: the key of this API is a header that a script sends itself, never a cookie.
 """
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from kvrouter.router.serve.proxy import headers as h
 
 ANY = "*"
-# How long a browser may keep the answer to a preflight: no browser's own limit is below.
+# How many seconds a browser may keep the answer to a preflight. No browser has a lower limit of its own.
 MAX_AGE_S = 600
 METHODS = b"GET, POST, PATCH, DELETE"
-# What a script may read besides what every script may (content-type and the like).
+# The headers that a script may read besides those that every script may (content-type and the like).
 EXPOSED = b", ".join(
     (
         h.WORKER,
@@ -32,25 +32,30 @@ WANTED_HEADERS = b"access-control-request-headers"
 
 
 class CorsPolicy:
-    """origins: those that are allowed, as browsers write them (`https://app.example`), or ANY. None: nothing is ever
-    said."""
+    """The origins whose scripts may read answers.
+
+    Origins have the form that browsers write (`https://app.example`), or are ANY. Without origins, no answer has CORS
+    headers.
+    """
 
     def __init__(self, origins: Sequence[str]) -> None:
         self._any = ANY in origins
         self._origins = frozenset(origin.encode() for origin in origins)
 
     def answer_headers(self, request: h.Headers) -> h.Headers:
-        """What every answer to a request with these headers gets."""
+        """Return the CORS headers of every answer to a request with these headers."""
         if not self._origins:
             return h.NOTHING
-        found = self._allowed(request)
-        if found:
-            found.append((b"access-control-expose-headers", EXPOSED))
-        return found if self._any else [*found, (b"vary", b"Origin")]
+        allowed = self._allowed(request)
+        if allowed:
+            allowed.append((b"access-control-expose-headers", EXPOSED))
+        return allowed if self._any else [*allowed, (b"vary", b"Origin")]
 
     def allows_preflight(self, method: str, request: h.Headers) -> bool:
-        """Whether this is a browser's question before a request of an allowed origin. It has no key: browsers send
-        none."""
+        """Return whether this is a browser's preflight from an allowed origin.
+
+        It has no key, because browsers send none with a preflight.
+        """
         return (
             method == "OPTIONS"
             and bool(self._origins)
@@ -59,15 +64,16 @@ class CorsPolicy:
         )
 
     def preflight_headers(self, request: h.Headers) -> h.Headers:
-        """The answer to that question, besides `answer_headers`."""
-        found = [(b"access-control-allow-methods", METHODS), (b"access-control-max-age", b"%d" % MAX_AGE_S)]
+        """Return the headers of the answer to a preflight, besides `answer_headers`."""
+        allowed = [(b"access-control-allow-methods", METHODS), (b"access-control-max-age", b"%d" % MAX_AGE_S)]
         wanted = h.header(request, WANTED_HEADERS)
         if wanted:
-            # The engine reads headers that are not known here; `*` would leave out Authorization.
-            found += [(b"access-control-allow-headers", wanted), (b"vary", b"Access-Control-Request-Headers")]
-        return found
+            # The engine reads headers that are not known here, so all are allowed; `*` would leave out Authorization.
+            allowed += [(b"access-control-allow-headers", wanted), (b"vary", b"Access-Control-Request-Headers")]
+        return allowed
 
     def _allowed(self, request: h.Headers) -> h.Headers:
+        """Return the header that allows the request's origin, or nothing if it is not allowed."""
         origin = h.header(request, ORIGIN)
         if origin is None or not (self._any or origin in self._origins):
             return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cold paths: a FastAPI application, and errors as answers."""
+"""The FastAPI application of the cold paths, and the assembly of the whole HTTP API."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ log = logging.getLogger(__name__)
 
 
 def _answer(request: Request, error: RouterError, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the answer with an error, in the encoding that the client accepts."""
     content, media_type = encode(error.body(), request.headers.get("accept", ""))
     return Response(content, error.status, headers, media_type)
 
@@ -77,7 +78,7 @@ async def _on_store_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        # Starlette names the methods of the first route with this path only.
+        # Starlette names only the methods of the first route with this path.
         allowed = ", ".join(
             sorted({method for route in request.app.state.routes for method in _methods(route, request)})
         )
@@ -91,7 +92,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(route: BaseRoute, request: Request) -> Iterable[str]:
-    """The methods of `route` if it matches the request's path, else none."""
+    """Return the methods of `route` if it matches the request's path, or none."""
     if not isinstance(route, APIRoute) or not route.path_regex.match(request.scope["path"]):
         return ()
     return route.methods or ()
@@ -104,7 +105,7 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    # Starlette raises it again behind this answer; `HttpApi` then logs and counts it.
+    # Starlette raises the error again after this answer; `HttpApi` then logs and counts it.
     content, media_type = encode(internal_error(), request.headers.get("accept", ""))
     return Response(content, 500, media_type=media_type)
 
@@ -124,12 +125,23 @@ def build_api(
     diagnosis: DiagnosisPort | None = None,
     access: Access | None = None,
 ) -> HttpApi:
-    """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
+    """Return the whole HTTP API. It holds no global state, so several may exist in one process.
 
-    tokens: tokenizes texts; without it texts are refused. clock: monotonic, in seconds; measures decisions. proxy:
-    without it nothing is forwarded. tracing: None turns traces off. sources: where workers come from; they report their
-    problems. shutdown: set when the process is to end. watch: events and decisions; without it neither is shown.
-    diagnosis: looks for what is wrong. access: who is admitted; without it, by the settings as they are now."""
+    Args:
+        core: The index and its workers.
+        placing: Places prompts.
+        config: The settings.
+        metrics: The metrics of HTTP.
+        clock: Returns monotonic seconds; measures decisions.
+        tokens: Tokenizes texts; without it, texts are refused.
+        proxy: Forwards requests to engines; without it, none are forwarded.
+        tracing: None turns traces off.
+        sources: The sources of workers, which report their problems.
+        shutdown: Set when the process is to end.
+        watch: The events and decisions; without it, neither is shown.
+        diagnosis: Looks for problems; without it, none are reported.
+        access: Decides which clients are admitted; without it, the settings at this time decide.
+    """
     shutdown = shutdown or Shutdown()
     access = access or Access(config, metrics.access, clock=time.monotonic, wall_clock=time.time)
     app = FastAPI(
@@ -171,7 +183,7 @@ def build_api(
         "/select_and_reserve": selecting.select_and_reserve,
     }
     streams = {} if watch is None else {EVENTS: EventStream(watch.feed).forward}
-    # Pages and the document are for people and tools that look for them where they are.
+    # Pages and the OpenAPI document have no version, because people and tools look for them at their fixed paths.
     described = (route.path for route in app.state.routes if isinstance(route, APIRoute) and route.include_in_schema)
     app.state.paths = VersionedPaths([*hot, EVENTS, *described])
     return HttpApi(

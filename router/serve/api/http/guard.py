@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decision whether a request is admitted, before its body is read: by its host and origin, its key, the scopes of
-its route, and the rate of registrations.
+"""The admission of a request before its body is read.
+
+It checks the request's host and origin, its key, the scopes of its route, and the rate of registrations.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from kvrouter.router.serve.access.scope import Scope
 from kvrouter.router.serve.api.http.request import HttpRequest
 from kvrouter.router.serve.api.scopes import REGISTER, RouteTable, Scopes
 
-# How routes that register begin: without keys only these are looked up.
+# The prefixes of routes that register. Without keys, only these are looked up.
 REGISTERING = ("/register", "/unregister", "/workers")
-# How much of a path an error shows.
+# The number of characters of a path that an error shows.
 SHOWN_CHARS = 80
 
 
 class Guard:
-    """open_paths: admitted without a key."""
+    """The guard of the HTTP port. `open_paths` are admitted without a key."""
 
     def __init__(self, access: Access, routes: RouteTable, open_paths: Collection[str]) -> None:
         self._access = access
@@ -46,21 +47,22 @@ class Guard:
 
     @property
     def wants_key(self) -> bool:
+        """Whether requests need an API key."""
         return self._access.keys is not None
 
     @property
     def known_hosts(self) -> set[bytes] | None:
-        """Return the Host headers that were admitted already, or None if any is admitted."""
+        """The Host headers that were already admitted, or None if any is."""
         return self._access.browsers.known_hosts
 
     def refusal(self, request: HttpRequest) -> RouterError | None:
-        """Return why a request is refused, or None if it is admitted; an admitted one is counted."""
+        """Return why a request is refused, or None if it is admitted, and count the outcome."""
         return self._foreign(request) or self._unpermitted(request)
 
     def _foreign(self, request: HttpRequest) -> RouterError | None:
-        """Return why a request is refused because a page may have had it sent, or None."""
+        """Return why a request is refused because a web page may have caused it, or None."""
         if not (request.host or request.origin or request.fetch_site):
-            # The short way has judged it, or it names no host.
+            # The fast path has already judged the request, or the request names no host.
             return None
         browsers, counts = self._access.browsers, self._access.metrics.foreign
         problem = browsers.host_problem(request.host)
@@ -103,6 +105,7 @@ class Guard:
         return refused
 
     def _too_many(self, key: str) -> TooManyRegistrations | None:
+        """Return the error if registrations with this key come too fast, or None."""
         pause_s = self._access.registration_pause_s(key)
         if not pause_s:
             return None
@@ -113,6 +116,6 @@ class Guard:
 
 
 def _named(scopes: Scopes) -> str:
-    """The scopes, in their order; `admin` has all."""
+    """Return the scopes as text, in their order. `admin` has all rights, so it is named only if it is alone."""
     shown = [scope.value for scope in Scope if scope in scopes and (scope is not Scope.ADMIN or len(scopes) == 1)]
     return " or ".join(shown)

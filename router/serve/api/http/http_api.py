@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every request whatever its path: key, body limit, counting, and the last word on errors.
+"""The rules for every request whatever its path: key, body limit, counting, and errors.
 
-Hot paths go from the raw body straight to their handlers; the other ones to the ASGI application of `fastapi_app.py`.
-Every answer that is not a success has the shape of `errors.ErrorBody`; no traceback leaves the process."""
+Hot paths go from the raw body straight to their handlers; all other paths go to the ASGI application of
+`fastapi_app.py`. Every answer that is not a success has the shape of `ErrorBody`; no traceback leaves the process.
+"""
 
 from __future__ import annotations
 
@@ -47,28 +48,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HTML = "text/html"
-# Besides form data, which curl calls everything by default: the types that a page may send to another site without that
-# site's consent (the Fetch standard's CORS-safelisted types). No client sends JSON as either of them.
+# The types, besides form data, that a page may send to another site without that site's consent (the Fetch standard's
+# CORS-safelisted types). curl labels every body as form data by default; no client sends JSON as either of these types.
 PAGE_TYPES = frozenset({"text/plain", "multipart/form-data"})
-# How much of a path an error shows.
+# The number of characters of a path that an error shows.
 SHOWN_CHARS = 80
 
-# Each reservation comes back here twice, so these go past the application of the cold paths where nothing is waited for.
+# Each reservation causes two requests below this path. They bypass the application of the cold paths if they need not
+# wait.
 RESERVATIONS = "/reservations/"
 ENDED_JSON = encode(ENDED, "")[0]
 
-# The label of all paths that are not served here: a client must not be able to make series.
+# The label of all paths that are not served here, so that a client cannot create series.
 OTHER_PATH = "other"
 
-# The hot paths that choose a worker; a question changes nothing and comes by the thousand.
+# The hot paths that choose a worker. Queries are not traced, because they change nothing and come by the thousand.
 TRACED_PATHS = frozenset({"/select", "/select_and_reserve"})
 
-# The reply, a coroutine that returns it, or its JSON.
+# Returns the reply, a coroutine that returns it, or its JSON.
 HotHandler = Callable[[HotRequest], Any]
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
-# Answers a client piece by piece, until it is done.
+# Answers a client piece by piece, until the answer is complete.
 Forwarder = Callable[[Client], Coroutine[Any, Any, None]]
 
 # Status, headers, content.
@@ -76,31 +78,37 @@ Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 
 
 class HttpApi:
-    """Answers requests whose connection is `http_connection.py`. `hot` maps POST paths to their handlers, `streams`
-    GET paths to those whose answers have no end.
+    """The HTTP API behind the connections of `http_connection.py`.
 
-    end_here: of method and path below RESERVATIONS, the route if the request is done with that.
-
-    paths: which of ours are also served below a version; all other arguments have them without it. cold: the ASGI
-    application of all other paths. proxy: has its paths' requests to itself; without it there are none. tracing: None
-    where no traces are wanted. clock: seconds, for those. guard: who is admitted. login: what a browser
-    without the key gets at PAGE."""
+    Only `paths` knows the version in paths: all other arguments have paths without it.
+    """
 
     def __init__(
         self,
+        # The handlers of POST paths.
         hot: Mapping[str, HotHandler],
+        # The handlers of GET paths whose answers have no end.
         streams: Mapping[str, Forwarder],
+        # Ends a reservation by the method and path of a request below RESERVATIONS. Returns the route, or None if the
+        # request must take the general path.
         end_here: Callable[[str, str], str | None],
+        # The ASGI application of all other paths.
         cold: ASGIApp,
         config: Config,
         metrics: HttpMetrics,
+        # Answers the proxied paths; without it, there are none.
         proxy: Proxy | None,
+        # None turns traces off.
         tracing: Tracing | None,
+        # Returns seconds, for traces.
         clock: Callable[[], float],
         shutdown: Shutdown,
         *,
+        # The paths that are also served below a version.
         paths: VersionedPaths,
+        # Decides which requests are admitted.
         guard: Guard,
+        # The answer to a browser without a key at PAGE.
         login: PageFile | None = None,
     ) -> None:
         self.shutdown = shutdown
@@ -118,10 +126,10 @@ class HttpApi:
         self._tracing = tracing
         self._clock = clock
         self.max_body_bytes = config.max_body_bytes
-        # For `json_head`.
+        # The cache of `json_head`.
         self._dated: list[tuple[bytes, bytes]] = []
         self._json_head = b""
-        # Targets whose handlers need no header but those of the body: not a key's, and not a trace's.
+        # Targets whose handlers need no headers but those of the body: neither a key nor a trace.
         self.plain_paths = {
             spelling.encode(): path
             for path in hot
@@ -131,11 +139,11 @@ class HttpApi:
         below = () if guard.wants_key else paths.spellings(RESERVATIONS)
         self.plain_below = tuple(spelling.encode() for spelling in below)
         self.known_hosts = guard.known_hosts
-        # The same of those whose headers go on.
+        # Targets whose headers go on to an engine.
         self.forwarded_paths = {path.encode(): path for path in self._proxied_paths}
 
     def forwarder(self, request: HttpRequest) -> Forwarder | None:
-        """Who answers it piece by piece; None: its answer is whole at once."""
+        """Return the handler that answers the request piece by piece, or None if its answer is whole at once."""
         if self.cors.allows_preflight(request.method, request.headers):
             return None
         if self.proxy is not None and request.path in self._proxied_paths:
@@ -143,7 +151,7 @@ class HttpApi:
         return self._streams.get(request.path)
 
     def refusal(self, request: HttpRequest) -> RouterError | None:
-        """Why a request is refused before its body is read, None where it is not."""
+        """Return why a request is refused before its body is read, or None if it is not."""
         if self.cors.allows_preflight(request.method, request.headers):
             return None
         if (refused := self._guard.refusal(request)) is not None:
@@ -155,8 +163,13 @@ class HttpApi:
                 return MethodNotAllowed(f"{request.path} takes POST, not {request.method}")
             if request.url.partition(b"?")[0] != request.path.encode():
                 return BadQuestion(f"write the path as {request.path}, without escapes", code="invalid_path")
-        kind = request.content_type
-        if kind != JSON and is_page_type(kind) and request.method not in SAFE_METHODS and request.path not in AUDIO:
+        content_type = request.content_type
+        if (
+            content_type != JSON
+            and is_page_type(content_type)
+            and request.method not in SAFE_METHODS
+            and request.path not in AUDIO
+        ):
             return WrongMediaType(
                 f"{request.path[:SHOWN_CHARS]} takes JSON: send the header `Content-Type: application/json`, or none"
             )
@@ -166,14 +179,17 @@ class HttpApi:
         return None
 
     def too_large(self) -> TooLarge:
+        """Return the error for a body over the limit."""
         limit = self.max_body_bytes
         return TooLarge(
             f"the body is over the limit of {limit} bytes; send less, or raise max_body_bytes of the router"
         )
 
     def respond(self, request: HttpRequest) -> Answer | Coroutine[Any, Any, Answer]:
-        """The answer to a whole request that is neither refused nor proxied, errors included; counted. A coroutine
-        where the handler has to wait for something."""
+        """Return the answer to a complete request that is neither refused nor proxied, and count it.
+
+        Errors become answers too. The answer is a coroutine if the handler has to wait.
+        """
         path = request.path
         if self.cors.allows_preflight(request.method, request.headers):
             self._metrics.requests(OTHER_PATH, 204).inc()
@@ -187,10 +203,10 @@ class HttpApi:
         try:
             if request.method != "POST":
                 raise MethodNotAllowed(f"{path} takes POST, not {request.method}")
-            asked = HotRequest(
+            hot_request = HotRequest(
                 bytes(request.body), 0, request.content_type, "msgpack" not in request.accept, request.bounds
             )
-            reply = handler(asked)
+            reply = handler(hot_request)
             if isinstance(reply, CoroutineType):
                 return self._respond_later(reply, request, trace)
             return self._reply(reply, request, trace)
@@ -201,6 +217,7 @@ class HttpApi:
         return self._trace(trace, None, answer)
 
     def _respond_ended(self, request: HttpRequest) -> Answer | Coroutine[Any, Any, Answer]:
+        """Return the answer to a request below RESERVATIONS."""
         try:
             route = self._end_here(request.method, request.path)
         except Exception:
@@ -212,8 +229,11 @@ class HttpApi:
         return _answer(200, content, media_type)
 
     def respond_plain(self, head: PlainHead, data: bytes) -> bytes | Answer | Coroutine[Any, Any, Answer] | None:
-        """As `respond`, to what `plain_head` has taken. Bytes: of the answer 200 in JSON, which nearly all get, the
-        content alone. None: it takes the long way, and nothing has changed."""
+        """Return the answer to a request that `plain_head` accepted, and count it.
+
+        Bytes are the content of an answer 200 in JSON, which nearly all requests get. None means that nothing has
+        changed, and the request must take the general path.
+        """
         handler = self._hot.get(head.path)
         if handler is None:
             return self._end_plain(head)
@@ -233,6 +253,7 @@ class HttpApi:
             return self.bug_answer(head.path, head.accept)
 
     def _end_plain(self, head: PlainHead) -> bytes | Answer | None:
+        """Return the answer if the request ends a reservation of this process, or None."""
         if "msgpack" in head.accept:
             return None
         try:
@@ -245,8 +266,10 @@ class HttpApi:
         return ENDED_JSON
 
     def json_head(self, dated: list[tuple[bytes, bytes]]) -> bytes:
-        """The head of an answer 200 in JSON up to its length. dated: headers of every answer, another list whenever
-        they change."""
+        """Return the head of an answer 200 in JSON, up to the value of its length.
+
+        `dated` has the headers of every answer; it is another list whenever they change.
+        """
         if dated is not self._dated:
             lines = (b"%b: %b\r\n" % header for header in dated)
             self._json_head = b"".join(
@@ -258,6 +281,7 @@ class HttpApi:
     async def _respond_later(
         self, reply: Coroutine[Any, Any, Any], request: HttpRequest | PlainHead, trace: RequestTrace | None
     ) -> Answer:
+        """Await the reply, and return its answer. Errors become answers."""
         try:
             return self._reply(await reply, request, trace)
         except RouterError as error:
@@ -267,16 +291,19 @@ class HttpApi:
         return self._trace(trace, None, answer)
 
     def _reply(self, reply: Any, request: HttpRequest | PlainHead, trace: RequestTrace | None) -> Answer:
+        """Return the answer 200 with a reply, and count it."""
         content, media_type = (reply, JSON) if isinstance(reply, bytes) else encode(reply, request.accept)
         self._metrics.requests(request.path, 200).inc()
         return self._trace(trace, reply, _answer(200, content, media_type))
 
     def _trace(self, trace: RequestTrace | None, reply: Any, answer: Answer) -> Answer:
+        """End the trace, if there is one, and return the answer."""
         if trace is not None:
             trace.answered(reply, answer[0], self._clock())
         return answer
 
     async def _respond_cold(self, request: HttpRequest) -> Answer:
+        """Return the answer of the ASGI application, and count it."""
         path, _, query = request.url.partition(b"?")
         scope: Scope = {
             "type": "http",
@@ -293,7 +320,8 @@ class HttpApi:
             "server": None,
             "client": None,
         }
-        # The body once; nobody streams an answer, so nobody waits for the client's end.
+        # The application gets the body once. No cold path streams its answer, so none waits for the client's
+        # disconnect.
         pending: list[Message] = [{"type": "http.request", "body": bytes(request.body), "more_body": False}]
         status, headers, content = 0, [], bytearray()
 
@@ -315,32 +343,32 @@ class HttpApi:
         return status, headers, bytes(content)
 
     def count_answer(self, path: str, status: int) -> None:
-        """Counts an answer that was not made here."""
+        """Count an answer that was made elsewhere."""
         self._metrics.requests(path, status).inc()
 
     def count_cut(self, reason: str) -> None:
-        """Counts a connection that was closed for the client's fault."""
+        """Count a connection that was closed because of the client."""
         self._metrics.connections_cut[reason].inc()
 
     def refuse(self, request: HttpRequest | PlainHead, error: RouterError) -> Answer:
-        """The answer to a request that gets no other; counted."""
+        """Return the answer with the error of a refused request, and count it."""
         if isinstance(error, Unauthorized) and request.path == PAGE and HTML in request.accept and self._login:
-            # A script of the page takes the key, and asks the API with it.
+            # A script of the page takes the key, and sends it with its requests to the API.
             self._metrics.requests(PAGE, error.status).inc()
             headers = [(name.encode(), value.encode()) for name, value in self._login.headers.items()]
             length = (b"content-length", b"%d" % len(self._login.content))
             return error.status, [*headers, length, *headers_of(error)], self._login.content
-        known = request.path in self._hot or request.path in self._proxied_paths or request.path in self._streams
-        return self.error_answer(error, request.path if known else OTHER_PATH, request.accept)
+        is_served = request.path in self._hot or request.path in self._proxied_paths or request.path in self._streams
+        return self.error_answer(error, request.path if is_served else OTHER_PATH, request.accept)
 
     def error_answer(self, error: RouterError, label: str = OTHER_PATH, accept: str = "") -> Answer:
-        """The answer that says `error`; counted."""
+        """Return the answer with an error, and count it."""
         content, media_type = encode(error.body(), accept)
         self._metrics.requests(label, error.status).inc()
         return _answer(error.status, content, media_type, headers_of(error))
 
     def bug_answer(self, label: str, accept: str) -> Answer:
-        """The answer to a defect of ours, within its except block."""
+        """Return the answer to a defect of the router, and log and count it. Call it within the except block."""
         log.exception("unhandled error", extra={"path": label})
         self._metrics.internal_errors.labels(label).inc()
         content, media_type = encode(internal_error(), accept)
@@ -349,6 +377,7 @@ class HttpApi:
 
 
 def _answer(status: int, content: bytes, media_type: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> Answer:
+    """Return an answer with its type and length."""
     length = (b"content-length", b"%d" % len(content))
     return status, [(b"content-type", media_type.encode()), length, *headers], content
 
@@ -359,18 +388,20 @@ def is_page_type(content_type: str) -> bool:
 
 
 def headers_of(error: RouterError) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the additional headers of the answer with this error."""
     if isinstance(error, Unauthorized):
         return ((b"www-authenticate", b"Bearer"),)
     if isinstance(error, MethodNotAllowed):
         return ((b"allow", error.allowed.encode()),)
     if isinstance(error, TooLarge):
-        # The rest of the body is still under way; nobody will read it.
+        # The rest of the body is still under way, and will not be read.
         return ((b"connection", b"close"),)
     if error.retry_after_s is not None:
-        # Whole seconds are all that HTTP knows.
+        # HTTP has only whole seconds.
         return ((b"retry-after", b"%d" % math.ceil(error.retry_after_s)),)
     return ()
 
 
 def label_of(scope: Scope) -> str:
+    """Return the label of a cold request for metrics: its route's path template."""
     return getattr(scope.get("route"), "path_format", OTHER_PATH)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One client's connection to the HTTP server: requests in, answers out in their order.
 
-A whole request of a hot path is answered at once in one write, without a task; where its head is plain, without the
-general parser (`plain_head.py`). Cold paths and answers that wait have a task each; a proxied request goes on in the
-callbacks of its sockets (`proxied_answer.py`, `direct_task.py`). uvicorn's server accepts the connections, keeps the
-Date header and ends them; of it are used `ServerState` and `shutdown`, which its documented `http=` option takes."""
+A complete request of a hot path is answered at once in one write, without a task; if its head is plain, also without
+the general parser (`plain_head.py`). Cold paths and answers that wait have a task each; a proxied request continues in
+the callbacks of its sockets (`proxied_answer.py`, `direct_task.py`). uvicorn's server accepts the connections, keeps
+the Date header and ends the connections. Only its `ServerState` and `shutdown` are used, through its documented `http=`
+option.
+"""
 
 from __future__ import annotations
 
@@ -28,44 +30,50 @@ from kvrouter.router.serve.api.http.request import CONTINUE, HttpRequest
 from kvrouter.router.serve.api.http.request_parser import RequestParser
 from kvrouter.router.serve.api.http.tls import TlsHandshake
 
-# How often to check that a client that sends no more still reads. A request that nobody waits for takes an engine's
+# How often to check that a client that sends no more still reads. A request that no client waits for takes an engine's
 # time; a check is one system call.
 READER_LOOK_S = 0.1
 
-# When the server stops: how long an idle connection is kept at least, for a request that is on its way.
+# The minimum seconds for which a stopping server keeps an idle connection, for a request that is on its way.
 LAST_REQUEST_S = 0.5
 
 
 class HttpConnection(asyncio.Protocol):
-    """Closes over the limits: with an answer that says why, where the client waits for one.
+    """One connection, which answers requests in their order.
 
-    17 attributes: its transport and what was handed in, the requests in their order, and its own condition."""
+    A connection that exceeds a limit is closed, with an answer that gives the reason if the client waits for one.
+    """
 
     _transport: asyncio.Transport
     _deadlines: Deadlines
 
     def __init__(self, api: HttpApi, limits: HttpLimits, server: ServerState) -> None:
+        # Collaborators
         self._api = api
         self._limits = limits
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._parser = RequestParser(self, limits.max_head_bytes, limits.max_headers)
-        # Requests that have no whole answer yet, in order; the first one is being answered, or its body is awaited.
+        # Requests
+
+        # The requests without a complete answer, in order; the first one is being answered, or its body is awaited.
         self._queue: deque[HttpRequest] = deque()
-        # The one whose body comes.
+        # The request whose body is arriving.
         self._incoming: HttpRequest | None = None
         self._proxied: ProxiedAnswer | None = None
+        # Condition of the connection
         self._is_reading = True
         self._is_write_paused = False
         self._stops = False
-        # Within `_answer_next`.
+        # Whether `_answer_next` is running.
         self._is_answering = False
-        # The next check whether a client that closed its half of the connection still reads.
+        # The next check whether a client that closed its sending half still reads.
         self._reader_look: asyncio.TimerHandle | None = None
 
     # The transport's side.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the transport, or refuse the connection if there are too many."""
         self._transport = transport
         self._deadlines = Deadlines(transport, self._loop, self._limits, self._on_late, self._on_unread)
         self._server.connections.add(self)  # type: ignore[arg-type]
@@ -76,8 +84,9 @@ class HttpConnection(asyncio.Protocol):
             self._deadlines.expect(0, body=False)
 
     def data_received(self, data: bytes) -> None:
+        """Parse the bytes, and answer the requests that are complete."""
         if self._transport.is_closing():
-            # It had its last answer.
+            # The client already has its last answer.
             return
         parser, deadlines = self._parser, self._deadlines
         deadlines.end_idling()
@@ -96,22 +105,24 @@ class HttpConnection(asyncio.Protocol):
                 deadlines.expect_nothing()
                 if self._take_plain(head, data):
                     return
-        before = parser.messages
+        former_messages = parser.messages
         try:
             parser.feed(data)
         except RouterError as error:
             self._refuse("head_size" if isinstance(error, HeadTooLarge) else "invalid", error)
             return
-        if parser.in_message or parser.messages == before:
+        if parser.in_message or parser.messages == former_messages:
             deadlines.expect(parser.messages, body=parser.in_body)
         else:
             deadlines.expect_nothing()
 
     def eof_received(self) -> bool:
-        """The client sends no more: it hung up, or closed its half behind its last request (RFC 9112, 9.6) and still
-        reads. True: there are answers to give, so our half stays open."""
+        """Handle the end of the client's bytes, and return whether to keep the router's half open for pending answers.
+
+        The client hung up, or closed its sending half after its last request (RFC 9112, 9.6) and still reads.
+        """
         if not self._transport.can_write_eof():
-            # TLS, where asyncio ends both halves: whoever closes one gives up its answers.
+            # With TLS, asyncio ends both halves, so a client that closes one gives up its answers.
             self._transport.close()
             return False
         if self._parser.in_message or not self._queue:
@@ -122,6 +133,7 @@ class HttpConnection(asyncio.Protocol):
         return True
 
     def pause_writing(self) -> None:
+        """Stop answering and reading, because the client does not read."""
         self._is_write_paused = True
         self._deadlines.await_reading()
         if self._proxied is not None:
@@ -129,6 +141,7 @@ class HttpConnection(asyncio.Protocol):
         self._regulate_reading()
 
     def resume_writing(self) -> None:
+        """Continue, because the client reads again."""
         self._is_write_paused = False
         self._deadlines.end_reading()
         if self._proxied is not None:
@@ -136,6 +149,7 @@ class HttpConnection(asyncio.Protocol):
         self._answer_next()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel everything that belongs to the connection."""
         self._server.connections.discard(self)
         self._deadlines.cancel()
         if self._reader_look is not None:
@@ -147,8 +161,10 @@ class HttpConnection(asyncio.Protocol):
     # uvicorn's side.
 
     def shutdown(self) -> None:
-        """The server stops: requests that arrived or are arriving are answered, then the connection closes. Who was
-        promised with the head of an answer that the connection stays may send one more."""
+        """Answer the requests that have arrived or are arriving, then close the connection, because the server stops.
+
+        A client that was promised keep-alive with the head of an answer may send one more request.
+        """
         self._stops = True
         if self._queue:
             is_promised = len(self._queue) == 1 and self._proxied is not None and self._proxied.has_begun
@@ -159,6 +175,7 @@ class HttpConnection(asyncio.Protocol):
     # The parser's side.
 
     def on_request(self, request: HttpRequest) -> None:
+        """Take a request whose head is complete, and refuse it early if possible."""
         request.path = self._api.paths.unversioned(request.path)
         if self._stops or self._api.shutdown.begun:
             request.keep_alive = False
@@ -169,6 +186,7 @@ class HttpConnection(asyncio.Protocol):
             self._answer_next()
 
     def on_body(self, piece: bytes) -> None:
+        """Take a piece of the current request's body, up to the limit."""
         request = self._incoming
         assert request is not None
         if request.refusal is not None:
@@ -179,11 +197,12 @@ class HttpConnection(asyncio.Protocol):
             self._answer_next()
 
     def on_whole(self) -> None:
+        """Answer the current request, whose body is complete."""
         request, self._incoming = self._incoming, None
         assert request is not None
         request.is_whole = True
         if request.answer_ended:
-            # It was refused before its body came.
+            # The request was refused before its body came.
             self._rest()
         else:
             self._answer_next()
@@ -192,22 +211,26 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_write_paused(self) -> bool:
+        """Whether the client does not read."""
         return self._is_write_paused
 
     @property
     def date_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers of every answer, with the Date."""
         return self._server.default_headers
 
     @property
     def unread_bytes(self) -> int:
+        """The number of bytes that were written but not yet accepted by the kernel."""
         return self._transport.get_write_buffer_size()
 
     def write(self, parts: list[bytes]) -> None:
+        """Write bytes, unless the connection is closing."""
         if not self._transport.is_closing():
             self._transport.write(b"".join(parts))
 
     def write_answer(self, request: HttpRequest, answer: Answer) -> None:
-        """Sends a whole answer and ends the request."""
+        """Write a whole answer and end the request."""
         status, headers, content = answer
         headers = [*headers, *self._api.cors.answer_headers(request.headers)]
         if (b"connection", b"close") in headers:
@@ -216,7 +239,7 @@ class HttpConnection(asyncio.Protocol):
         self.end(request)
 
     def end(self, request: HttpRequest) -> None:
-        """Its answer is out."""
+        """End the request, whose answer is written. Close the connection unless it is kept alive."""
         request.answer_ended = True
         if self._queue and self._queue[0] is request:
             self._queue.popleft()
@@ -226,15 +249,16 @@ class HttpConnection(asyncio.Protocol):
             self._rest()
 
     def abort(self) -> None:
+        """Close the connection at once, without sending the rest."""
         self._transport.abort()
 
     # Answers.
 
     def _answer_next(self) -> None:
-        """Answers requests in their order, as long as one can be answered now. Who does not read answers waits."""
+        """Answer requests in their order, as long as one can be answered now. A client that does not read waits."""
         queue = self._queue
         if self._is_answering:
-            # The answer that ended has left the queue; the loop below continues.
+            # The caller's answer has left the queue; the loop in the outer call continues.
             return
         self._is_answering = True
         try:
@@ -267,8 +291,10 @@ class HttpConnection(asyncio.Protocol):
         self._regulate_reading()
 
     def _take_plain(self, head: PlainHead, data: bytes) -> bool:
-        """Answers the only request there is. Nobody reads while writing is paused, so it is not. False: it takes the
-        long way."""
+        """Answer the only request there is, and return True, or return False if it must take the general path.
+
+        Writing is not paused here, because the connection does not read while it is.
+        """
         if head.headers is None:
             return self._answer_plain(head, data)
         request = HttpRequest.plain(head)
@@ -279,7 +305,7 @@ class HttpConnection(asyncio.Protocol):
         return True
 
     def _answer_plain(self, head: PlainHead, data: bytes) -> bool:
-        """Answers a hot request, without a task where that needs none; False as `_take_plain`."""
+        """Answer a hot request, without a task if none is needed. Return False as `_take_plain` does."""
         answer = self._api.respond_plain(head, data)
         if answer is None:
             return False
@@ -299,23 +325,26 @@ class HttpConnection(asyncio.Protocol):
         return True
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run the work in a task that belongs to the server."""
         # uvicorn waits for these tasks when it stops.
         task = self._loop.create_task(work)
         self._server.tasks.add(task)
         task.add_done_callback(self._server.tasks.discard)
 
     async def _answer_later(self, request: HttpRequest, answer: Coroutine[Any, Any, Answer]) -> None:
+        """Await the answer, write it, and continue with the next request."""
         self.write_answer(request, await answer)
         self._answer_next()
 
     async def _forward(self, request: HttpRequest, forward: Forwarder) -> None:
+        """Have the request answered piece by piece."""
         answer = self._proxied = ProxiedAnswer(self, request, self._api)
         try:
             await forward(answer)
         except asyncio.CancelledError:
             self._transport.close()
             if not answer.is_cancelled:
-                # Not the client but the server ends it.
+                # The server ended the task, not the client.
                 raise
         except Exception:
             bug = self._api.bug_answer(request.path, "")
@@ -333,6 +362,7 @@ class HttpConnection(asyncio.Protocol):
         self._answer_next()
 
     def _write_answer(self, status: int, headers: list[tuple[bytes, bytes]], content: bytes, keep_alive: bool) -> None:
+        """Write an answer, with the headers of every answer."""
         parts = [STATUS_LINES[status]]
         for name, value in (*self._server.default_headers, *headers):
             parts += (name, b": ", value, b"\r\n")
@@ -342,10 +372,11 @@ class HttpConnection(asyncio.Protocol):
         self.write(parts)
 
     def _refuse(self, reason: str, error: RouterError) -> None:
-        """Ends the connection, with `error` as its last answer unless another one is under way or was given already."""
+        """Close the connection, with `error` as its last answer unless another one is under way or already sent."""
         self._api.count_cut(reason)
         queue = self._queue
-        # While a head comes, an answer under way is the one before; while a body comes, it is this one's.
+        # While a head arrives, an answer under way belongs to the request before; while a body arrives, it belongs to
+        # this one.
         if len(queue) == self._parser.in_body and not (queue and queue[0].answer_begun):
             status, headers, content = self._api.error_answer(error)
             if self._incoming is not None:
@@ -356,7 +387,7 @@ class HttpConnection(asyncio.Protocol):
     # Time and flow.
 
     def _regulate_reading(self) -> None:
-        """Reads on unless a request waits behind another one, or the client does not read its answers."""
+        """Read unless a request waits behind another one, or the client does not read its answers."""
         reads = not self._is_write_paused and len(self._queue) < 2
         if reads == self._is_reading or self._transport.is_closing():
             return
@@ -368,8 +399,10 @@ class HttpConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _rest(self) -> None:
-        """Idles unless there is something to answer or a request comes; where the server stops, only so long as a client may
-        be about to send one."""
+        """Begin idling unless a request is pending or arriving.
+
+        If the server stops, keep the connection only as long as a client may be about to send a request.
+        """
         if self._queue or self._parser.in_message:
             return
         if self._stops:
@@ -379,32 +412,34 @@ class HttpConnection(asyncio.Protocol):
             self._deadlines.begin_idling()
 
     def _on_late(self) -> None:
+        """End the connection because the expected head or body did not come in time."""
         if self._transport.is_closing():
             return
         limits, parser = self._limits, self._parser
         if not self._is_reading:
-            # It waits for us.
+            # The client waits for the router, which does not read now.
             self._deadlines.restart()
         elif parser.in_body:
             text = f"the body did not come in {limits.body_timeout_s:g} s; send it at once, or less of it"
             self._refuse("body_time", TooSlow(text))
         elif self._queue:
-            # A slow head behind a request that is still being answered: that answer is the last one.
+            # The head is slow, but a request before it is still being answered: that answer becomes the last one.
             self._queue[-1].keep_alive = False
         elif parser.in_message:
             self._refuse("head_time", TooSlow(f"the head did not come in {limits.head_timeout_s:g} s; send it at once"))
         else:
-            # There was no request, so nobody reads an answer.
+            # There was no request, so the client does not wait for an answer.
             self._api.count_cut("head_time")
             self._transport.close()
 
     def _on_unread(self) -> None:
+        """Abort the connection because the client does not read its answers."""
         self._api.count_cut("send_time")
-        # Not close, which waits until everything was sent.
+        # `close` would wait until everything was sent.
         self._transport.abort()
 
     def _look_for_reader(self, gone: select.poll) -> None:
-        """Whether somebody reads the answers: the kernel knows once something was sent to nobody."""
+        """Abort the connection if the client no longer reads. The kernel learns this once it has sent bytes."""
         if self._transport.is_closing():
             return
         if gone.poll(0):
@@ -415,10 +450,11 @@ class HttpConnection(asyncio.Protocol):
         self._reader_look = self._loop.call_later(READER_LOOK_S, self._look_for_reader, gone)
 
     def _close_idle(self) -> None:
+        """Close an idle connection of a stopping server, unless bytes are waiting to be read."""
         if self._transport.is_closing() or self._queue or self._parser.in_message:
             return
         if poller(self._transport, select.POLLIN).poll(0):
-            # A request, or the client's own end; the loop comes to it.
+            # A request has arrived, or the client's close; the loop will handle it.
             self._loop.call_later(LAST_REQUEST_S, self._close_idle)
         else:
             self._transport.close()
@@ -427,13 +463,22 @@ class HttpConnection(asyncio.Protocol):
 def connection_factory(
     api: HttpApi, limits: HttpLimits | None = None, tls: Callable[[], ssl.SSLContext | None] = lambda: None
 ) -> Callable[..., HttpConnection | TlsHandshake]:
-    """What `uvicorn.Config(http=...)` takes: makes the connections of `api`. tls: the context for a new one; None: it is
-    plain."""
+    """Return the factory of connections that `uvicorn.Config(http=...)` takes.
+
+    Args:
+        api: The API behind the connections.
+        limits: The limits of a connection; None takes the defaults.
+        tls: Returns the context for a new connection; None makes it a plain one.
+    """
     limits = limits or HttpLimits()
 
     def connection(*, server_state: ServerState, **_: Any) -> HttpConnection | TlsHandshake:
-        made = HttpConnection(api, limits, server_state)
+        http_connection = HttpConnection(api, limits, server_state)
         context = tls()
-        return made if context is None else TlsHandshake(made, context, limits, server_state, api.count_cut)
+        return (
+            http_connection
+            if context is None
+            else TlsHandshake(http_connection, context, limits, server_state, api.count_cut)
+        )
 
     return connection

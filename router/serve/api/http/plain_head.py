@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short way past the general parser, for a request that lies whole in one read and whose head leaves nothing to
-judge.
+"""A fast path past the general parser, for a request that arrives whole in one read and has a plain head.
 
-Every other request is left to `request_parser.py`, which alone decides what is a request and what is refused: one with
-any other method or version, a repeated header, a folded line, a bare line feed, a transfer coding, a byte behind the
-body, a Host that was not admitted before, or a content type that is no `application/...`. If the headers go on to an
-engine, any header name without a meaning here is accepted, else only names that clients nearly always send. The general
-parser understands every accepted request in the same way, which `tests/property/test_plain_head.py` checks. Compiled,
-see `setup.py`.
+Every other request is left to `request_parser.py`, which alone decides what is a request and what is refused. Such
+requests have another method or version, a repeated header, a folded line, a bare line feed, a transfer coding, a byte
+after the body, a Host that was not admitted before, or a content type other than `application/...`. If the headers go
+on to an engine, any header name without a meaning here is accepted; otherwise, only names that clients nearly always
+send. The general parser understands every accepted request in the same way, which
+`tests/property/test_plain_head.py` checks. Compiled, see `setup.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from kvrouter.router.base.common.head_lines import digits, is_name, line_end, va
 POST, DELETE = b"POST ", b"DELETE "
 VERSION = b" HTTP/1.1\r\n"
 
-# The headers that are taken, each at most once; the first two must be there, and nothing hangs on those after the fifth:
-# what clients, and the gateways between, nearly always send.
+# The headers that are accepted, each at most once. The first two are required, and the router does not use those after
+# the fifth. Clients and the gateways between nearly always send these headers.
 HOST, CONTENT_LENGTH, CONTENT_TYPE, ACCEPT, CONNECTION, IGNORED = range(6)
 NAMES = (
     *(b"host", b"content-length", b"content-type", b"accept", b"connection"),
@@ -27,7 +26,7 @@ NAMES = (
     *(b"x-session-id", b"x-kvrouter-worker", b"x-data-parallel-rank", b"content-encoding"),
 )
 KNOWN = {name: kind for kind, name in enumerate(NAMES)}
-# Requests with a header that may decide how they are read are not taken, wherever their headers go.
+# Requests with a header that may decide how they are read are not accepted, wherever their headers go.
 JUDGED_NAMES = frozenset(
     {
         b"transfer-encoding",
@@ -38,7 +37,7 @@ JUDGED_NAMES = frozenset(
         b"te",
         b"trailer",
         b"keep-alive",
-        # Headers that browsers send (`access/browser_policy.py`).
+        # Headers that browsers send (`router/serve/access/browser_policy.py`).
         b"origin",
         b"sec-fetch-site",
     }
@@ -48,15 +47,14 @@ _COLON = ord(":")
 # This bit makes an ASCII letter lower case.
 _LOWER = 0x20
 _A = ord("a")
-# Whether each byte may stand in a host's name.
+# Whether each byte may occur in a host's name.
 _IN_HOST = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-") for c in range(256))
-# The same in a target that is its own path: without escapes and without a query.
+# Whether each byte may occur in a target that is identical to its path: without escapes and without a query.
 _IN_PATH = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-_~/") for c in range(256))
 
 
 class PlainHead:
-    """path: as in `paths`, or as it came, below. content_type, accept, authorization: "" where absent. headers: all, names
-    in lower case; None where they go nowhere. body_start: index in what was read."""
+    """The head of a plain request."""
 
     def __init__(
         self,
@@ -69,16 +67,20 @@ class PlainHead:
         body_start: int,
     ) -> None:
         self.method = method
+        # The path as in `paths` and `forwarded`, or the target unchanged if it matches `below`.
         self.path = path
+        # Each is "" if the header is absent.
         self.content_type = content_type
         self.accept = accept
         self.authorization = authorization
+        # All headers, names in lower case; None if they do not go on to an engine.
         self.headers = headers
+        # The index of the body in the bytes that were read.
         self.body_start = body_start
 
 
 def is_host(data: bytes, start: int, end: int) -> bool:
-    """Whether it is a name or an IPv4 address, with or without a port; there are other hosts."""
+    """Return whether the bytes are a name or an IPv4 address, with or without a port. Other hosts exist."""
     at = start
     while at < end and data[at] != _COLON:
         if not _IN_HOST[data[at]]:
@@ -88,7 +90,7 @@ def is_host(data: bytes, start: int, end: int) -> bool:
 
 
 def is_path(target: bytes) -> bool:
-    """Whether it is what it says, character by character."""
+    """Return whether the target is identical to its path, without escapes and without a query."""
     for at in range(len(target)):
         if not _IN_PATH[target[at]]:
             return False
@@ -104,13 +106,16 @@ def plain_head(
     max_head_bytes: int,
     max_headers: int,
 ) -> PlainHead | None:
-    """Return the head of the one request that `data` is, or None if it is not that plain.
+    """Return the head of the request in `data`, or None if `data` is not exactly one plain request.
 
     Args:
-        paths: Targets of POST that are taken.
-        forwarded: Targets whose headers go on to an engine.
-        below: Beginnings of other targets of POST and DELETE that are taken.
-        hosts: Values of Host that are taken; None: all.
+        data: The bytes of one read.
+        paths: Targets of POST that are accepted, and their paths.
+        forwarded: Targets of POST whose headers go on to an engine, and their paths.
+        below: Prefixes of other targets of POST and DELETE that are accepted.
+        hosts: Values of Host that are accepted; None accepts all.
+        max_head_bytes: The largest size of the head.
+        max_headers: The largest number of headers.
     """
     is_post = data.startswith(POST)
     if not (is_post or (below and data.startswith(DELETE))):
@@ -130,7 +135,7 @@ def plain_head(
             return None
         path = target.decode("ascii")
     content_type = accept = authorization = ""
-    # A DELETE usually has no body, and then no length.
+    # A DELETE usually has no body, and therefore no length.
     length = -1 if is_post else 0
     seen = 0
     left = max_headers

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An answer that comes in pieces on its client's connection: the client's side of `router.proxy`, and of `/events`.
+"""An answer that comes in pieces on its client's connection: the client's side of the proxy, and of `/events`.
 
-Bytes go from the engine's socket to the client's in one callback, without a task or an event for each piece."""
+Bytes go from the engine's socket to the client's in one callback, without a task or an event for each piece.
+"""
 
 from __future__ import annotations
 
@@ -18,35 +19,52 @@ from kvrouter.router.serve.proxy.headers import Headers
 
 LAST_CHUNK = b"0\r\n\r\n"
 
-# Checks in a row for which a started answer may stand still if the client closed its sending half: with nothing to
-# send, only time distinguishes a client that still reads from one that hung up. Tokens come several times a second; an
-# engine that pauses for 5 s is stalled.
+# The number of consecutive checks for which a started answer may stand still if the client closed its sending half.
+# With nothing to send, only time distinguishes a client that still reads from one that hung up. Tokens come several
+# times a second; an engine that pauses for 5 s is stalled.
 STILL_LOOKS = 50
 
 
 class ClientConnection(Protocol):
-    """What the answer uses of its connection."""
+    """The part of `HttpConnection` that the answer uses."""
 
     @property
-    def is_write_paused(self) -> bool: ...
+    def is_write_paused(self) -> bool:
+        """Whether the client does not read."""
+        ...
 
     @property
-    def date_headers(self) -> list[tuple[bytes, bytes]]: ...
+    def date_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers of every answer, with the Date."""
+        ...
 
     @property
-    def unread_bytes(self) -> int: ...
+    def unread_bytes(self) -> int:
+        """The number of bytes that were written but not yet accepted by the kernel."""
+        ...
 
-    def write(self, parts: list[bytes]) -> None: ...
+    def write(self, parts: list[bytes]) -> None:
+        """Write bytes, unless the connection is closing."""
+        ...
 
-    def write_answer(self, request: HttpRequest, answer: Answer) -> None: ...
+    def write_answer(self, request: HttpRequest, answer: Answer) -> None:
+        """Write a whole answer and end the request."""
+        ...
 
-    def end(self, request: HttpRequest) -> None: ...
+    def end(self, request: HttpRequest) -> None:
+        """End the request, whose answer is written."""
+        ...
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        """Close the connection at once, without sending the rest."""
+        ...
 
 
 class ProxiedAnswer:
-    """Satisfies `router.proxy.downstream.Client`; made in the task that forwards the request."""
+    """The answer to one request: the `Client` of `downstream.py`.
+
+    Create it in the task that forwards the request.
+    """
 
     def __init__(self, connection: ClientConnection, request: HttpRequest, api: HttpApi) -> None:
         self._connection = connection
@@ -60,11 +78,11 @@ class ProxiedAnswer:
         request.body = b""
         self._task = asyncio.current_task()
         self._source: Source | None = None
-        # The part of the head that was not sent yet; it goes with the first bytes of the body.
+        # The part of the head that was not sent yet; it is sent with the first bytes of the body.
         self._unsent: list[bytes] = []
         self._is_chunked = False
         self._is_probed = False
-        # Looks in a row at a client that sends no more in which its answer stood still.
+        # The consecutive checks in which the answer stood still, for a client that sends no more.
         self._still_looks = 0
         self.has_begun = False
         self.is_cancelled = False
@@ -72,23 +90,27 @@ class ProxiedAnswer:
     # The connection's side.
 
     def cancel(self) -> None:
-        """The client hung up."""
+        """Cancel the task, because the client hung up."""
         if not self._request.answer_ended and self._task is not None:
             self.is_cancelled = True
             self._task.cancel()
 
     def pause(self) -> None:
-        """The client does not read."""
+        """Pause the source, because the client does not read."""
         if self._source is not None:
             self._source.pause()
 
     def resume(self) -> None:
+        """Resume the source, because the client reads again."""
         if self._source is not None:
             self._source.resume()
 
     def probe_reader(self) -> None:
-        """To a client that sends no more, a word that every one of HTTP/1.1 skips: nobody who hung up takes it. Ends an
-        answer that has begun and stands still."""
+        """Check a client that sends no more, and end an answer that has begun and stands still.
+
+        Before the answer has begun, the check sends an interim response, which every client of HTTP/1.1 skips; one that
+        hung up does not take it.
+        """
         if self.has_begun:
             self._still_looks += 1
             if self._still_looks > STILL_LOOKS:
@@ -97,13 +119,15 @@ class ProxiedAnswer:
             self._is_probed = True
             self._connection.write([CONTINUE])
 
-    # The side of who answers.
+    # The handler's side.
 
     @property
     def unread_bytes(self) -> int:
+        """The number of bytes that were sent but not yet accepted by the kernel."""
         return self._connection.unread_bytes
 
     def begin(self, head: AnswerHead, headers: Headers, source: Source) -> None:
+        """Begin an answer with these headers. `source` is paused while the client does not read."""
         self._source = source
         self.has_begun = True
         self._api.count_answer(self.path, head.status)
@@ -112,12 +136,12 @@ class ProxiedAnswer:
         for name, value in (*headers, *self._api.cors.answer_headers(self.headers)):
             parts += (name, b": ", value, b"\r\n")
             has_date = has_date or name == b"date"
-        # The engine's own Date, where it has one.
+        # The engine's own Date is kept if there is one.
         if not has_date:
             for name, value in self._connection.date_headers:
                 parts += (name, b": ", value, b"\r\n")
         if head.status in NO_CONTENT:
-            # A length would announce a body.
+            # A length would announce a body, which answers with these statuses do not have.
             pass
         elif head.length is not None:
             parts.append(b"content-length: %d\r\n" % head.length)
@@ -134,6 +158,7 @@ class ProxiedAnswer:
             source.pause()
 
     def send(self, parts: list[bytes]) -> None:
+        """Send the next bytes of the body. Never waits."""
         self._still_looks = 0
         out, self._unsent = self._unsent, []
         if self._is_chunked:
@@ -143,6 +168,7 @@ class ProxiedAnswer:
         self._connection.write(out)
 
     def finish(self) -> None:
+        """End the body, which is complete."""
         out, self._unsent = self._unsent, []
         if self._is_chunked:
             out.append(LAST_CHUNK)
@@ -151,11 +177,14 @@ class ProxiedAnswer:
         self._end()
 
     def break_off(self) -> None:
-        # Without the last chunk, or with fewer bytes than announced; what was sent before arrives.
+        """End the answer early, so that the client sees that the body is incomplete."""
+        # The last chunk is missing, or the bytes are fewer than announced. All bytes that were sent before still
+        # arrive.
         self._request.keep_alive = False
         self._end()
 
     def refuse(self, error: RouterError, headers: Headers) -> None:
+        """Send the router's own error in place of an engine's answer."""
         status, own, content = self._api.error_answer(error, self.path)
         self.has_begun = True
         self._connection.write_answer(self._request, (status, [*own, *headers], content))
@@ -166,6 +195,7 @@ class ProxiedAnswer:
 
 
 def _phrase(status: int) -> bytes:
+    """Return the standard phrase of a status, or an empty one."""
     try:
         return HTTPStatus(status).phrase.encode()
     except ValueError:

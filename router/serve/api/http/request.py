@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP request as it came, and what of its head this server judges where the parser leaves it open (RFC 9112;
-RFC 9110)."""
+"""One HTTP request, with the checks of its head that the parser leaves open (RFC 9112; RFC 9110)."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from kvrouter.router.serve.proxy import headers as h
 from kvrouter.router.serve.proxy.headers import Headers
 
 VERSIONS = frozenset({"1.0", "1.1"})
-# Headers that may come only once. Each one decides who may do what here, what a body is, or where a request goes, so
+# Headers that may come only once. Each one decides about access, the type of a body, or the target of a request, so
 # with two of them the meaning would depend on whether a reader takes the first or the last. Host has an error of its
 # own; the parser refuses two lengths and two transfer codings.
 SINGLE = frozenset(
@@ -41,12 +40,7 @@ NO_UPGRADE = "this server speaks HTTP/1.1 only; send no Upgrade header (in Java:
 
 
 class HttpRequest:
-    """A request and how far its answer is.
-
-    url: the target in origin form, with its query, as bytes. path: the target without its query, escapes resolved.
-    host, origin, fetch_site: the headers Host, Origin and Sec-Fetch-Site, empty where absent or judged already. bounds:
-    the models and salts that its key may name; None: any. refusal: why it is answered with an error whatever its body
-    contains."""
+    """A request and the progress of its answer."""
 
     __slots__ = (
         "accept",
@@ -74,8 +68,18 @@ class HttpRequest:
     def __init__(
         self, method: bytes, version: str, target: bytes, headers: Headers, *, keep_alive: bool, upgrades: bool
     ) -> None:
-        """headers: names in lower case. upgrades: whether the parser takes what follows for another protocol. Raises
-        RouterError where a request with this head is refused whatever its path."""
+        """Check the head of a request.
+
+        Raises RouterError if a request with this head is refused whatever its path.
+
+        Args:
+            method: The method.
+            version: The version of HTTP, such as 1.1.
+            target: The target exactly as the client sent it.
+            headers: The headers, with names in lower case.
+            keep_alive: Whether the head lets the connection stay open.
+            upgrades: Whether the parser takes the following bytes for another protocol.
+        """
         if version not in VERSIONS:
             raise WrongVersion("this server speaks HTTP/1.1 and HTTP/1.0 only; send one of these")
         if method == b"CONNECT":
@@ -84,6 +88,7 @@ class HttpRequest:
             )
         self.speaks_1_1 = version == "1.1"
         self.accept = self.authorization = self.content_type = ""
+        # The headers Origin and Sec-Fetch-Site, empty if absent.
         self.origin = self.fetch_site = b""
         self.content_length: bytes | None = None
         self.expects_continue = False
@@ -113,7 +118,7 @@ class HttpRequest:
             elif name == b"sec-fetch-site":
                 self.fetch_site = value
             elif name == b"expect":
-                # Clients of HTTP/1.0 know no interim answers.
+                # Clients of HTTP/1.0 do not know interim answers.
                 self.expects_continue = self.speaks_1_1 and value.lower() == b"100-continue"
             elif name == b"transfer-encoding":
                 if value.lower() != b"chunked":
@@ -122,29 +127,34 @@ class HttpRequest:
                     )
                 chunked = True
         if host is None:
-            # HTTP/1.0 knows none.
+            # HTTP/1.0 has no Host header.
             if self.speaks_1_1:
                 raise BadQuestion("there is no Host header; send one", code="invalid_host")
         elif HOST.match(host) is None:
             raise BadQuestion("the Host header is no host with an optional port; send one", code="invalid_host")
         if upgrades and (chunked or self.content_length not in (None, b"0")):
-            # The parser takes the body for the other protocol.
+            # The parser would take the body for bytes of the other protocol.
             raise BadQuestion(NO_UPGRADE, code="upgrade_not_supported")
         self.method = method.decode("ascii")
         self.headers = headers
+        # The target in origin form, with its query.
         self.url, authority = split_target(target)
-        # RFC 9112, 3.2.2: the host that the target names counts, not the header's.
+        # RFC 9112, 3.2.2: the host in the target overrides the Host header. It is empty if both are absent, or if the
+        # fast path has already judged it.
         self.host = host or b"" if authority is None else authority
+        # The target without its query, escapes resolved.
         self.path = _path_of(self.url)
         self.keep_alive = keep_alive and self.speaks_1_1 and not upgrades
         self.body: bytes | bytearray = bytearray()
+        # The error with which the request is answered, whatever its body contains.
         self.refusal: RouterError | None = None
+        # The models and salts that the request's key may name; None means any.
         self.bounds: KeyBounds | None = None
         self.is_whole = self.answer_begun = self.answer_ended = False
 
     @classmethod
     def plain(cls, head: PlainHead) -> Self:
-        """A whole request; without its headers where they go nowhere."""
+        """Return a complete request with a plain head. It has no headers unless they go on to an engine."""
         self = cls.__new__(cls)
         self.method, self.speaks_1_1, self.keep_alive = head.method, True, True
         self.path, self.url = head.path, head.path.encode()
@@ -159,10 +169,11 @@ class HttpRequest:
 
 
 def split_target(target: bytes) -> tuple[bytes, bytes | None]:
-    """Return a request's target as path and query, and the host that it names, None where it names none.
+    """Return a request's target as path and query, and the host that it names, or None if it names none.
 
-    `http://router/v1/models?x` is `/v1/models?x` and `router`. A target without a path is returned unchanged. Raises
-    BadQuestion."""
+    `http://router/v1/models?x` becomes `/v1/models?x` and `router`. A target without a path is returned unchanged.
+    Raises BadQuestion if the target is neither a path nor an http URL.
+    """
     if target.startswith(b"/") or target == b"*":
         return target, None
     try:
@@ -179,6 +190,7 @@ def split_target(target: bytes) -> tuple[bytes, bytes | None]:
 
 
 def _path_of(url: bytes) -> str:
+    """Return the path of a target, with escapes resolved. Raises BadQuestion if it is not ASCII."""
     try:
         path = url.partition(b"?")[0].decode("ascii")
     except UnicodeDecodeError:

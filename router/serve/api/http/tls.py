@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS below a client's connection: the handshake, and the transport behind it.
+"""TLS below a client's connection: the handshake, and the transport above it.
 
-The handshake begins behind the accept and not within it, as asyncio's servers have it: so it counts as a connection and
-has a deadline of its own, a process that stops waits for it, and each connection takes the certificate of its moment."""
+The handshake begins after the accept, and not within it as in asyncio's servers. Therefore it counts as a connection
+and has its own deadline, a process that stops waits for it, and each connection takes the current certificate.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +18,38 @@ from kvrouter.router.base.common.direct_task import DirectTask
 from kvrouter.router.base.common.sockets import untaken_bytes
 from kvrouter.router.serve.api.http.deadlines import HttpLimits
 
-# As plain transports have it. TLS' own default would keep half a megabyte for a client that does not read.
+# Plain transports have the same limit. The default of TLS would keep half a megabyte for a client that does not read.
 WRITE_HIGH_BYTES = 64 * 1024
 
-# After a close: how often it is looked whether the client has taken everything. Many never say that they are done.
+# The seconds between checks, after a close, whether the client has taken everything. Many clients never send a close of
+# their own.
 CLOSE_LOOK_S = 0.25
-# asyncio's own limit for a close, within which it would also have to send all that is unsent: never the first.
+# asyncio's limit for a close, within which it would also have to send all unsent bytes. It is so large that another
+# limit always comes first.
 LONGEST_CLOSE_S = 86_400.0
 
 
 class SecuredConnection(Protocol):
-    """The connection above."""
+    """The connection above TLS."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None: ...
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Take the transport, once the handshake is done."""
+        ...
 
-    def data_received(self, data: bytes) -> None: ...
+    def data_received(self, data: bytes) -> None:
+        """Take decrypted bytes."""
+        ...
 
-    def shutdown(self) -> None: ...
+    def shutdown(self) -> None:
+        """Finish current requests and close, because the server stops."""
+        ...
 
 
 class TlsTransport(asyncio.Transport):
-    """A TLS transport and the plain one below it, as one: what either holds is unsent, and a close ends when the client
-    has taken all of it."""
+    """A TLS transport and the plain one below it, as one transport.
+
+    The bytes that either holds count as unsent, and a close ends when the client has taken all of them.
+    """
 
     def __init__(
         self,
@@ -47,7 +58,10 @@ class TlsTransport(asyncio.Transport):
         loop: asyncio.AbstractEventLoop,
         stalled_s: float,
     ) -> None:
-        """stalled_s: how long a client may take nothing once the connection is closed."""
+        """Join the two transports.
+
+        `stalled_s` says for how many seconds a client may take nothing after the connection is closed.
+        """
         super().__init__()
         secured.set_write_buffer_limits(WRITE_HIGH_BYTES)
         self._secured = secured
@@ -55,7 +69,7 @@ class TlsTransport(asyncio.Transport):
         self._loop = loop
         self._stalled_s = stalled_s
         self._closes = False
-        # Of the last look: what was left, and since when no less.
+        # The bytes that were left at the last check, and the time since which they have not decreased.
         self._left_bytes = 0
         self._left_since_s = 0.0
         self.write = secured.write  # type: ignore[method-assign]
@@ -65,16 +79,19 @@ class TlsTransport(asyncio.Transport):
         self.abort = secured.abort  # type: ignore[method-assign]
 
     def is_closing(self) -> bool:
+        """Return whether the connection is closing."""
         return self._closes or self._secured.is_closing()
 
     def can_write_eof(self) -> bool:
-        """Neither side can close a half."""
+        """Return False, because TLS has no half-closed connections here."""
         return False
 
     def get_write_buffer_size(self) -> int:
+        """Return the number of unsent bytes in both transports."""
         return self._secured.get_write_buffer_size() + self._plain.get_write_buffer_size()
 
     def close(self) -> None:
+        """Close the connection once the client has taken everything, or has stalled."""
         if self._closes:
             return
         self._closes = True
@@ -83,11 +100,13 @@ class TlsTransport(asyncio.Transport):
         self._loop.call_later(CLOSE_LOOK_S, self._look_at_close)
 
     def _untaken_bytes(self) -> int:
+        """Return the number of bytes that the client has not taken."""
         return self._secured.get_write_buffer_size() + untaken_bytes(self._plain)
 
     def _look_at_close(self) -> None:
+        """Abort the plain transport if everything is taken or the client has stalled, and check again later if not."""
         if self._plain.is_closing() and not self._plain.get_write_buffer_size():
-            # The client said that it is done, or is gone.
+            # The client closed its side, or is gone.
             return
         left_bytes, now_s = self._untaken_bytes(), self._loop.time()
         if left_bytes < self._left_bytes:
@@ -99,7 +118,7 @@ class TlsTransport(asyncio.Transport):
 
 
 class TlsHandshake(asyncio.Protocol):
-    """A connection until its handshake is done; then `made` has it."""
+    """A connection until its handshake is done; then `made` takes over."""
 
     _transport: asyncio.Transport
 
@@ -118,37 +137,41 @@ class TlsHandshake(asyncio.Protocol):
         self._count_cut = count_cut
         self._loop = asyncio.get_running_loop()
         self._stops = False
-        # What came with the end of the handshake, where the loop hands it out before it says that there is one.
+        # Bytes that came with the end of the handshake, if the loop delivers them before it reports that end.
         self._early: list[bytes] = []
 
     # The transport's side.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin the handshake, or close the connection if there are too many."""
         self._transport = transport
         self._server.connections.add(self)  # type: ignore[arg-type]
         if len(self._server.connections) > self._limits.max_connections:
-            # An answer that says so would cost a handshake.
+            # An answer with the reason would cost a handshake.
             self._count_cut("connections")
             transport.abort()
             return
-        # At once: the first bytes may be here already.
+        # The task starts at once, because the first bytes may be here already.
         task = DirectTask(self._shake(), self._loop, self._on_shaken)
         self._server.tasks.add(task)  # type: ignore[arg-type]
         task.resume()
 
     def data_received(self, data: bytes) -> None:
+        """Keep bytes that arrive before the handshake is known to be done."""
         self._early.append(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
         self._server.connections.discard(self)
 
     # uvicorn's side.
 
     def shutdown(self) -> None:
-        """The server stops: whoever is in the handshake is served, as one request is on its way."""
+        """Note that the server stops. A client in the handshake is still served, because its request is on its way."""
         self._stops = True
 
     async def _shake(self) -> None:
+        """Do the handshake, and hand the connection over."""
         plain = self._transport
         try:
             secured = await self._loop.start_tls(
@@ -160,7 +183,7 @@ class TlsHandshake(asyncio.Protocol):
                 ssl_shutdown_timeout=LONGEST_CLOSE_S,
             )
         except (OSError, EOFError):
-            # No TLS, none that both speak, no certificate of the client, or none in time.
+            # The client speaks no TLS, or no common version, or shows no valid certificate, or is too slow.
             self._count_cut("handshake")
             plain.abort()
             return
@@ -168,7 +191,7 @@ class TlsHandshake(asyncio.Protocol):
             plain.abort()
             raise
         if secured is None or secured.is_closing():
-            # It hung up meanwhile.
+            # The client hung up in the meantime.
             self._count_cut("handshake")
             plain.abort()
             return
@@ -182,5 +205,5 @@ class TlsHandshake(asyncio.Protocol):
 
     def _on_shaken(self, task: Any) -> None:
         self._server.tasks.discard(task)
-        # Where it failed.
+        # A successful handshake has already removed the connection; a failed one has not.
         self._server.connections.discard(self)
