@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as a program: its parts joined, started, stopped, diagnosed and commanded."""
+"""The router as a program: its parts are joined, started, stopped, diagnosed and commanded here."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values, metrics and connections that know nothing of routing."""
+"""Values, metrics and connections that do not depend on routing."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is predicted, decided and found, beside what came of it."""
+"""Predictions, decisions and findings, compared with their outcomes."""

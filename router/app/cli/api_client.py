@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's HTTP API as the command line uses it: one blocking call, errors as one line."""
+"""A client of the router's HTTP API for the command line: one blocking call, and errors as one line."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvrouter.router.model.config.loading import KUBERNETES_PORT
 
 # Longer than any answer takes; shorter than a user's patience.
 TIMEOUT_S = 30.0
-# Of a stream that says something every 15 s.
+# The timeout of a stream in which the router sends something every 15 s.
 EVENTS_TIMEOUT_S = 60.0
 
-# The other side went without an answer.
+# The errors of a connection that the other side ended without an answer.
 ENDS = (ConnectionResetError, http.client.RemoteDisconnected, ssl.SSLEOFError)
 
 DEFAULT_URL = "http://127.0.0.1:30000"
@@ -30,8 +30,11 @@ MAX_PORT = 65_535
 
 
 def router_url(given: str | None, environ: Mapping[str, str]) -> str:
-    """The router's address: the given one, with or without `http://`; else this machine's at the port that the
-    environment gives `kvrouter serve`. Raises SettingError."""
+    """Return the router's address. Raises SettingError if it is not valid.
+
+    `given` may lack `http://`. Without it, the address is this machine at the port that `environ` gives `kvrouter
+    serve`.
+    """
     if given:
         return _checked(given if "://" in given else f"http://{given}", given)
     port = environ.get(PORT_VARIABLE, "")
@@ -56,7 +59,10 @@ def _checked(url: str, given: str) -> str:
 
 
 def client_context(ca_file: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext:
-    """For https. ca_file: without it, the machine's own authorities. Raises SettingError."""
+    """Return the TLS settings for https. Raises SettingError.
+
+    Without `ca_file`, the machine's own authorities are trusted.
+    """
     try:
         context = ssl.create_default_context(cafile=ca_file or None)
     except (OSError, ssl.SSLError) as error:
@@ -73,7 +79,10 @@ def client_context(ca_file: str | None, certificate: str | None, key: str | None
 
 
 class ClientError(Exception):
-    """The router cannot be reached, or refuses: one line with the cause and the fix. status: of what answered."""
+    """A router that cannot be reached, or refuses: one line with the cause and the fix.
+
+    `status` is the HTTP status of the answer; None if there was none.
+    """
 
     def __init__(self, text: str, status: int | None = None) -> None:
         super().__init__(text)
@@ -81,20 +90,20 @@ class ClientError(Exception):
 
 
 class Client:
-    """A client of the router at `url`, as `router_url` gives it. tls: for https."""
+    """A client of the router at `url`, as `router_url` returns it. `tls` is for https."""
 
     def __init__(self, url: str, api_key: str | None, tls: ssl.SSLContext | None = None) -> None:
         self.url = url
         self.api_key = api_key
         self.tls = tls
-        # When the last answer was made, as the router dates it.
+        # The Date header of the last answer.
         self.date: str | None = None
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """The decoded answer. Raises ClientError."""
+        """Make one call and return the decoded answer. Raises ClientError."""
         data = None if body is None else msgspec.json.encode(body)
         try:
             request = urllib.request.Request(self.url + path, data, self._headers, method=method)
@@ -109,29 +118,28 @@ class Client:
             raise ClientError(self._unanswered(error)) from None
 
     def events(self, query: Sequence[tuple[str, str]], last_id: str) -> Iterator[tuple[str, str]]:
-        """The ids and the data of events as they come, until the router ends the stream. last_id: goes on after it.
-        Raises ClientError."""
+        """Yield id and data of each event after `last_id`, until the router ends the stream. Raises ClientError."""
         request = urllib.request.Request(f"{self.url}/events?{urlencode(query)}", headers=dict(self._headers))
         if last_id:
             request.add_header("last-event-id", last_id)
         try:
             with urllib.request.urlopen(request, timeout=EVENTS_TIMEOUT_S, context=self.tls) as answer:
-                found = {"id": last_id, "data": ""}
+                fields = {"id": last_id, "data": ""}
                 for line in answer:
                     name, _, value = line.decode().rstrip("\n").partition(": ")
-                    if name in found:
-                        found[name] = value
+                    if name in fields:
+                        fields[name] = value
                     elif not name and not value:
-                        if found["data"]:
-                            yield found["id"], found["data"]
-                        found["data"] = ""
+                        if fields["data"]:
+                            yield fields["id"], fields["data"]
+                        fields["data"] = ""
         except urllib.error.HTTPError as error:
             raise ClientError(_message_of(error), error.code) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ClientError(self._unanswered(error, is_router=True)) from None
 
     def _unanswered(self, error: Exception, *, is_router: bool = False) -> str:
-        """Why no router answered, and what to do. is_router: it did, before."""
+        """Return why no router answered, and the fix. `is_router` is True if the router had answered before."""
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(cause, ssl.SSLCertVerificationError):
             return (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `kvrouter`: each of its commands is a function of a module here. Every failure is one line on stderr: the
-cause and the fix.
+"""The command `kvrouter`; each of its commands is a function of a module of this room.
 
-Exit codes: 0 done, 1 failed, 2 a wrong flag or setting, 130 interrupted.
+Every failure is one line on stderr: the cause and the fix. Exit codes: 0 done, 1 failed, 2 a wrong flag or setting, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-# The modules of commands import what is slow (asyncio, rich, the router) where they use it: all of them are imported to
-# refuse a wrong flag.
+# The modules of commands import slow modules (asyncio, rich, the router) where they use them, because all commands are
+# imported even to refuse a wrong flag.
 from kvrouter.router.app.cli.api_client import ClientError
 from kvrouter.router.app.cli.config import config_markdown, config_schema
 from kvrouter.router.app.cli.demo import demo
@@ -54,7 +54,7 @@ for command in (serve, epp, workers, drain, undrain, explain, tail, doctor, repl
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(sim)
 app.add_typer(config_app, name="config")
 
-# typer wraps click in some versions and carries its own copy in others; this is its base of usage errors in both.
+# typer wraps click in some versions and contains its own copy in others; this is the base of usage errors in both.
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
@@ -74,15 +74,15 @@ def _common(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The entry point of the command."""
+    """Run the command and exit with its code."""
     sys.exit(run(arguments))
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
+    """Run the command and return its exit code. `arguments` are those of the process if None."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(given or ["--help"], prog_name=NAME, standalone_mode=False)
+        code = app(words or ["--help"], prog_name=NAME, standalone_mode=False)
     except UsageProblem as problem:
         message = str(problem.format_message()) if hasattr(problem, "format_message") else str(problem)
         return _fail(f"{message.rstrip('.')}; see --help", EXIT_USAGE)
@@ -93,14 +93,14 @@ def run(arguments: list[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (`head`) has enough; Python would complain once more when it flushes at exit.
+        # The reader (`head`) has enough. Without this, Python would report another error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     return code if isinstance(code, int) else 0
 
 
 def _fail(message: str, code: int) -> int:
-    # A router's message may hold the name of a worker.
+    # A router's message may contain the name of a worker, with any characters.
     line = masked(" ".join(message.split()))
     print(f"{NAME}: {line}", file=sys.stderr)
     return code

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter config`: the settings described."""
+"""The commands `kvrouter config`, which describe the settings."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of `kvrouter demo`."""
+"""The command `kvrouter demo`: its flags, and the prompts made of a trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from kvrouter.simulator.demo.trace import Prompt
 
-# Answers of a trace may be long, and nobody reads them.
+# The limit of an answer's tokens. Answers in a trace may be long, and nobody reads them.
 MAX_ANSWER_TOKENS = 24
 
 
@@ -52,23 +52,25 @@ def demo(
 
 
 def prompts_of(trace: Path, requests: int) -> list[Prompt]:
-    """The trace's first requests. Raises TraceError. Where it has no token ids, what is shared is the trace's own and
-    the ids are made up."""
+    """Return the trace's first requests as prompts. Raises TraceError.
+
+    If the trace has no token ids, they are made up, but prompts share the same parts as in the trace.
+    """
     import numpy as np
 
     from kvrouter.replay.traces.formats import AUTO, read_trace
     from kvrouter.simulator.cache.tokenizer import VOCABULARY
     from kvrouter.simulator.demo.trace import Prompt
 
-    found = read_trace(trace, AUTO, requests=requests)
+    content = read_trace(trace, AUTO, requests=requests)
     pieces: dict[int, list[int]] = {}
     prompts = []
-    for number, request in enumerate(found.requests):
+    for number, request in enumerate(content.requests):
         tokens: list[int] = []
         for piece in request.pieces.tolist():
             if piece not in pieces:
                 rng = np.random.default_rng(piece)
-                pieces[piece] = rng.integers(VOCABULARY, size=found.piece_tokens).tolist()
+                pieces[piece] = rng.integers(VOCABULARY, size=content.piece_tokens).tolist()
             tokens += pieces[piece]
         length = max(1, min(request.output_tokens, MAX_ANSWER_TOKENS))
         prompts.append(Prompt(number + 1, 1, tuple(tokens[: request.prompt_tokens]), length))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter doctor`: what is wrong with a router and its fleet."""
+"""The command `kvrouter doctor`: the problems of a router and its fleet."""
 
 from __future__ import annotations
 

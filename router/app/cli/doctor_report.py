@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter doctor`: what a router finds wrong with its fleet, with what only its client sees, as blocks for people."""
+"""The report of `kvrouter doctor`: a router's findings about its fleet and those of the client, as text for people."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.observe.findings.finding import ROUTER, DiagnosisReport, Finding, Severity, argument, found
 
 INDENT = "      "
-# Narrower, words would stand one to a line.
+# In a narrower text, lines would consist of single words.
 MIN_WIDTH = 40
 COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 LABEL = "dim"
 
 
 class DoctorReport(msgspec.Struct, frozen=True):
-    """ok: neither an error nor a warning was found. The rest as in DiagnosisReport; empty where no router answered."""
+    """A diagnosis as the client reports it. `ok` means that neither an error nor a warning was found.
+
+    The other fields are those of `DiagnosisReport`; they are empty if no router answered.
+    """
 
     ok: bool
     url: str
@@ -38,19 +41,24 @@ class DoctorReport(msgspec.Struct, frozen=True):
 
 
 def diagnose(client: Client, url: str, wall_clock: Callable[[], float]) -> DoctorReport:
-    """Ask the router; one that does not answer is a finding itself. wall_clock: seconds since 1970."""
+    """Query the router for its diagnosis; a router that does not answer is a finding itself.
+
+    `wall_clock` returns seconds since 1970.
+    """
     findings: list[Finding] = []
     report = DiagnosisReport("", 0, 0, 0, [])
     try:
-        there = _version(client.call("GET", "/version"))
-        findings += _of_client(there, client.date, wall_clock())
-        report = _report(client, of_other_version=there != VERSION)
+        router_version = _version(client.call("GET", "/version"))
+        findings += _of_client(router_version, client.date, wall_clock())
+        report = _report(client, of_other_version=router_version != VERSION)
     except ClientError as error:
         findings.append(_unanswered(error, url))
     address = argument(url.rstrip("/")) + "/"
-    findings += [msgspec.structs.replace(one, fix=one.fix.replace(ROUTER, address)) for one in report.findings]
+    findings += [
+        msgspec.structs.replace(finding, fix=finding.fix.replace(ROUTER, address)) for finding in report.findings
+    ]
     return DoctorReport(
-        all(one.severity is Severity.NOTE for one in findings),
+        all(finding.severity is Severity.NOTE for finding in findings),
         url,
         report.version,
         report.workers,
@@ -68,7 +76,7 @@ def _version(answer: Any) -> str:
 
 
 def _report(client: Client, *, of_other_version: bool) -> DiagnosisReport:
-    """What the router found; nothing where another version has another form of it, or none."""
+    """Return the router's diagnosis, or an empty one if a router of another version has another form of it, or none."""
     try:
         return msgspec.convert(client.call("GET", "/diagnosis"), DiagnosisReport)
     except msgspec.ValidationError as error:
@@ -119,13 +127,16 @@ def _unanswered(error: ClientError, url: str) -> Finding:
 
 
 def findings_text(report: DoctorReport, width: int) -> Text:
-    """One block a finding and a line at the end; that line alone where nothing was found. width: of the terminal."""
+    """Return one block for each finding and a summary line; only that line if nothing was found.
+
+    `width` is that of the terminal.
+    """
     blocks = Text()
     for finding in report.findings:
         blocks.append(f"{finding.code} {finding.severity.value} ", COLOURS[finding.severity])
         blocks.append(f"{masked(finding.subject)}: {masked(finding.problem)}\n", "bold")
         for label, value in (("why", finding.evidence), ("fix", finding.fix), ("see", finding.page)):
-            # Words stay whole, so that an address or a flag can be copied.
+            # Words are not broken, so that an address or a flag can be copied.
             lines = textwrap.wrap(
                 masked(value), max(width, MIN_WIDTH) - len(INDENT), break_long_words=False, break_on_hyphens=False
             )
@@ -140,12 +151,12 @@ def _summary(report: DoctorReport) -> Text:
     if not report.findings:
         return Text("all is well", "bold green") + Text(f": {looked}; {report.checks} checks found nothing")
     counts = [
-        _count(sum(one.severity is severity for one in report.findings), severity.value)
+        _count(sum(finding.severity is severity for finding in report.findings), severity.value)
         for severity in Severity
-        if any(one.severity is severity for one in report.findings)
+        if any(finding.severity is severity for finding in report.findings)
     ]
     return Text(f"{', '.join(counts)} ({looked})" if report.version else ", ".join(counts))
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter drain` and `kvrouter undrain`: whether a worker gets new requests."""
+"""The commands `kvrouter drain` and `kvrouter undrain`: whether a worker gets new requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrouter.router.app.cli.options import AsJson, with_router
 from kvrouter.router.app.cli.output import print_json, shaped
 
 ACTIVE, DRAINING = "active", "draining"
-# No worker's id ends so: it names rank 3 of `w0` everywhere.
+# No worker's id has this end, because `w0@3` names rank 3 of `w0` everywhere.
 RANKED = re.compile(r"(?P<id>.*)@(?P<rank>[0-9]{1,9})", re.DOTALL)
 
 Worker = Annotated[
@@ -44,7 +44,7 @@ def _set_state(client: Client, worker: str, model: str | None, state: str, as_js
         name: value for name, value in (("dp_rank", dp_rank), ("model", model)) if value is not None
     }
     path = f"/workers/{quote(worker_id, safe='')}"
-    # What it was before, and whether there is one.
+    # Query the worker's previous state, and whether it exists.
     before = client.call("GET", path + (f"?{urlencode(chosen)}" if chosen else ""))
     client.call("PATCH", path, {"state": state} | chosen)
     loads = client.call("GET", "/loads")
@@ -57,7 +57,7 @@ def _set_state(client: Client, worker: str, model: str | None, state: str, as_js
 
 
 def _row(worker: dict[str, Any], loads: list[dict[str, Any]], state: str) -> tuple[dict[str, Any], bool]:
-    """The worker now, and whether it drained before."""
+    """Return the worker's row as it is now, and whether the worker was draining before."""
     in_flight = sum(
         load["active_requests"]
         for model in loads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter explain`: which worker would get a prompt, and why."""
+"""The command `kvrouter explain`: which worker would get a prompt, and why."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def explain(
     *,
     client: Client,
 ) -> None:
-    """Show which worker would get a prompt, or got a request, and why: hits by tier, what limits them, load and cost,
-    in tokens."""
+    """Show which worker would get a prompt, or got a request, and why.
+
+    The answer shows hits by tier, what limits them, load and cost, in tokens.
+    """
     prompts = (tokens is not None) + (prompt is not None) + (messages is not None)
     if request is not None:
         if prompts or model is not None or lora_name or cache_salt:
@@ -96,8 +98,10 @@ def _show_decision(answer: Any, *, as_json: bool) -> None:
 
     out = console()
     num_tokens = shaped(lambda: answer["num_tokens"])
-    made = shaped(lambda: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(answer["time_s"])))
-    out.print(f"{made}  {text(answer['model'])}, {num_tokens} tokens, proof: {text(answer['proof'])}", highlight=False)
+    timestamp = shaped(lambda: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(answer["time_s"])))
+    out.print(
+        f"{timestamp}  {text(answer['model'])}, {num_tokens} tokens, proof: {text(answer['proof'])}", highlight=False
+    )
     out.print(shaped(lambda: candidates_table(answer, num_tokens)))
     if (more := answer["compared"] - len(answer["candidates"])) > 0:
         out.print(f"... and {more} more workers", highlight=False)
@@ -107,7 +111,7 @@ def _show_decision(answer: Any, *, as_json: bool) -> None:
 
 
 def _content(flag: str, source: str, form: str) -> str:
-    """The text of a file or, for `-`, of stdin. form: what it should have. Raises SettingError."""
+    """Return the text of a file, or of stdin for `-`. Raises SettingError, which names the expected `form`."""
     try:
         return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -117,28 +121,32 @@ def _content(flag: str, source: str, form: str) -> str:
 
 
 def read_chat(source: str) -> dict[str, Any]:
-    """The body of a chat completion from a file or stdin, or its messages alone. Raises SettingError."""
+    """Return the body of a chat completion from a file or stdin, which may contain its messages alone.
+
+    Raises SettingError.
+    """
     form = 'messages like [{"role": "user", "content": "Hi"}]'
     try:
-        found = msgspec.json.decode(_content("--messages", source, form).encode())
+        decoded = msgspec.json.decode(_content("--messages", source, form).encode())
     except (msgspec.MsgspecError, ValueError, RecursionError):
         raise SettingError(f"--messages {source} is not JSON; write {form}") from None
-    body = {"messages": found} if isinstance(found, list) else found
+    body = {"messages": decoded} if isinstance(decoded, list) else decoded
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise SettingError(f"--messages {source} has no messages; write {form}")
     return body
 
 
 def read_tokens(source: str) -> list[int]:
-    """Token ids from a file or, for `-`, from stdin: numbers separated by white space or commas, brackets allowed.
+    """Return token ids from a file, or from stdin for `-`. Raises SettingError.
 
-    Raises SettingError."""
+    The ids are separated by white space or commas, and brackets around them are allowed.
+    """
     content = _content("--tokens", source, "token ids like [1, 2, 3]")
     words = re.split(r"[\s,]+", content.strip().removeprefix("[").removesuffix("]").strip())
-    found = [word for word in words if word]
-    for word in found:
-        if not re.fullmatch(r"[0-9]{1,19}", word):
-            raise SettingError(f"--tokens {source} has {word[:40]!r}, not a token id; write ids like [1, 2, 3]")
-    if not found:
+    numbers = [number for number in words if number]
+    for number in numbers:
+        if not re.fullmatch(r"[0-9]{1,19}", number):
+            raise SettingError(f"--tokens {source} has {number[:40]!r}, not a token id; write ids like [1, 2, 3]")
+    if not numbers:
         raise SettingError(f"--tokens {source} is empty; write token ids like [1, 2, 3]")
-    return [int(word) for word in found]
+    return [int(number) for number in numbers]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options that all commands about a running router share, and the client that they name."""
+"""The options that all commands about a running router share, and the client made of them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ ClientKey = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the answer as JSON")]
 
-# By the name of their parameter, so by flag.
+# The options by the name of their parameter, which gives the flag.
 ROUTER_OPTIONS = {
     "url": Url,
     "api_key": Key,
@@ -62,12 +62,14 @@ CLIENT = "client"
 
 
 def with_router(run: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options above in place of its parameter `client`, which is a client of the router that they
-    name (or the environment)."""
+    """Return a command that has the options above in place of the parameter `client` of `run`.
 
-    def command(**given: Any) -> None:
-        url, api_key, *files = (given.pop(name) for name in ROUTER_OPTIONS)
-        run(client=router_at(url, api_key, *files), **given)
+    `client` then is a client of the router that the options or the environment name.
+    """
+
+    def command(**arguments: Any) -> None:
+        url, api_key, *files = (arguments.pop(name) for name in ROUTER_OPTIONS)
+        run(client=router_at(url, api_key, *files), **arguments)
 
     own = inspect.signature(run, eval_str=True).parameters.values()
     options = [
@@ -76,7 +78,10 @@ def with_router(run: Callable[..., None]) -> Callable[..., None]:
     ]
     command.__name__, command.__doc__, command.__annotations__ = run.__name__, run.__doc__, {}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [*(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own if one.name != CLIENT), *options]
+        [
+            *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own if parameter.name != CLIENT),
+            *options,
+        ]
     )
     return command
 
@@ -88,7 +93,7 @@ def router_at(
     client_certificate: str | None = None,
     client_key: str | None = None,
 ) -> Client:
-    """Raises SettingError."""
+    """Return a client of the router that the options or the environment name. Raises SettingError."""
     address = router_url(url, os.environ)
     if not address.startswith("https:"):
         return Client(address, api_key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of `kvrouter replay`."""
+"""The command `kvrouter replay`: its flags, and the options made of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def replay(
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="write PNG plots there (extra: plots)")] = None,
 ) -> None:
     """Replay your traffic through a virtual fleet, faster than real time, and compare policies. Sends nothing."""
-    # It brings the whole router and the simulator, which no other command of a client needs.
+    # These modules import the whole router and the simulator, which no other command of a client needs.
     from kvrouter.replay.command import ReplayOptions, run_replay
     from kvrouter.replay.fleet.fleet_shape import Restart
     from kvrouter.replay.policies.names import COMPARED
@@ -111,7 +111,7 @@ def _numbers(flag: str, text: str, kind: type[Number]) -> list[Number]:
 
 
 def _time_and_worker(text: str) -> tuple[float, int]:
-    """Read a `--restart`. Raises SettingError."""
+    """Read the value of `--restart`: the time in seconds and the replica's number. Raises SettingError."""
     time_s, _, worker = text.partition(":")
     try:
         return float(time_s), int(worker.removeprefix("w"))

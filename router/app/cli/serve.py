@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter serve`."""
+"""The commands `kvrouter serve` and `kvrouter epp`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def epp(config: Path | None, flags: dict[str, Any]) -> None:
 
 
 def _serve(config: Path | None, flags: dict[str, Any], gateway_port: int | None = None) -> None:
-    """gateway_port: where none is set."""
+    """Run the router; `gateway_port` is the port for gateways if the settings have none."""
     named = os.environ.get("KVROUTER_CONFIG")
     file = config if config is not None else Path(named) if named else None
     settings = load_config(file, os.environ, flags)
@@ -47,8 +47,8 @@ def _serve(config: Path | None, flags: dict[str, Any], gateway_port: int | None 
     origin = Origin(None if file is None else str(file), given_flags(flags))
     check_settings(settings, origin, os.environ)
     local = local_tokenizers(settings)
-    # What a router is made of takes a second to import; a refusal and the client commands need none of it. All of it
-    # stays, so there is nothing for the garbage collector to find.
+    # The modules of a router take a second to import; a refusal and the client commands need none of them. The
+    # collector is off during the import, because all imported objects stay and it would find nothing.
     gc.disable()
     from kvrouter.router.app.server.app import serve as run_router
     from kvrouter.router.app.server.supervisor import supervise
@@ -56,13 +56,13 @@ def _serve(config: Path | None, flags: dict[str, Any], gateway_port: int | None 
     gc.freeze()
     gc.enable()
     if settings.processes > 1:
-        # Each process loads its own.
+        # Each process loads its own tokenizers.
         local.clear()
     _run(lambda: run_router(settings, origin, local) if settings.processes == 1 else supervise(settings, origin))
 
 
 def _run(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    # Imported here: that takes longer than to refuse a wrong flag.
+    # Imported here, because the import takes longer than refusing a wrong flag.
     import asyncio
 
     import uvloop

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One flag a setting, made from the settings' own declaration."""
+"""The flags of the settings, one for each, made from the declaration of the settings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from kvrouter.router.model.config.settings import FIELDS, LISTS, describe, flag_
 
 
 def with_settings(run: Callable[[Path | None, dict[str, Any]], None]) -> Callable[..., None]:
-    """A command with `--config` and a flag for each setting, which calls `run(config, flags)`. Values are checked with
-    those of the file and the environment, so all are text here, and None where they were not given."""
+    """Return a command with `--config` and a flag for each setting, which calls `run(config, flags)`.
+
+    All values are text here, or None if they were not given. They are checked together with those of the file and the
+    environment.
+    """
 
     def command(config: Path | None, **flags: Any) -> None:
         run(config, flags)
@@ -35,6 +38,6 @@ def _parameter(name: str, annotation: Any) -> inspect.Parameter:
 def _option(name: str) -> Any:
     text = describe(name).replace("a list of ", "may be repeated: ")
     default = FIELDS[name].default
-    shown = "" if default in (None, ()) else f" [default: {default}]"
-    option = typer.Option(flag_of(name), metavar=metavar_of(name), help=text + shown, show_default=False)
+    default_text = "" if default in (None, ()) else f" [default: {default}]"
+    option = typer.Option(flag_of(name), metavar=metavar_of(name), help=text + default_text, show_default=False)
     return Annotated[list[str] | None if name in LISTS else str | None, option]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter shadow`: what another router reuses, beside what was there."""
+"""The command `kvrouter shadow`: how much another router reuses, compared with what could have been reused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrouter.router.app.cli.output import console
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.escaping import printable_json
 
-# The run brings asyncio and aiohttp, which refusals do not need.
+# The run imports asyncio and aiohttp, which refusals do not need.
 if TYPE_CHECKING:
     from kvrouter.shadow.tally import Report
 
@@ -29,7 +29,7 @@ MAX_AGE_S = 2.0
 # Longer than nearly all answers take.
 WAIT_S = 600.0
 INTERVAL_S = 5.0
-# On a terminal, where the line is written over.
+# The interval on a terminal, where the line is overwritten.
 TERMINAL_INTERVAL_S = 0.5
 
 
@@ -63,8 +63,10 @@ def shadow(
     *,
     client: Client,
 ) -> None:
-    """Show what another router reuses of the engines' caches, and how much was there. It asks the router at --url, and
-    touches no traffic. Ctrl-C, or the end of the log, ends it with a report."""
+    """Show what another router reuses of the engines' caches, and how much was there.
+
+    It asks the router at --url, and touches no traffic. Ctrl-C, or the end of the log, ends it with a report.
+    """
     if listen is None and log is None:
         raise SettingError("shadow needs traffic to look at: give --listen PORT, --log FILE, or both")
     if follow and log in (None, "-"):
@@ -75,7 +77,7 @@ def shadow(
     for flag, value in (("--max-age", max_age), ("--wait", wait), ("--interval", every_s)):
         if not 0 < value < float("inf"):
             raise SettingError(f"{flag} {value:g}: write seconds, more than 0")
-    # Whatever is wrong with address or key is said as by every command.
+    # A first call reports problems with the address or the key in the same words as every command.
     client.call("GET", "/workers")
 
     import asyncio
@@ -100,7 +102,7 @@ def shadow(
 
 
 def read_address(given: str) -> tuple[str, int]:
-    """Host and port of `8089`, `0.0.0.0:8089`, `[::1]:8089`; port 0 is a free one. Raises SettingError."""
+    """Return host and port of `8089`, `0.0.0.0:8089` or `[::1]:8089`; port 0 means a free one. Raises SettingError."""
     host, _, port = given.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) <= MAX_PORT):
@@ -118,7 +120,7 @@ def _print_json(report: Report) -> None:
 
 @contextmanager
 def _live_line(is_terminal: bool) -> Iterator[Callable[[Report], None]]:
-    """Shows the counters: in one line that is written over, or a line each time."""
+    """Yield a function that shows the counters, in one line that is overwritten or in a new line each time."""
     from kvrouter.shadow.report_text import counters_line
 
     if not is_terminal:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter sim`."""
+"""The command `kvrouter sim`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of the API's answers as cells, and the candidates of a choice as a table. Pure: decoded JSON in, rich tables
-out."""
+"""Tables and lines made of the API's answers: values as cells, and the candidates of a choice.
+
+Pure: decoded JSON in, rich tables out.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,27 @@ from rich.table import Table
 from kvrouter.router.base.common.escaping import masked
 
 UNKNOWN = "-"
-# Up to here all digits are shown.
+# All digits of smaller numbers are shown.
 WHOLE_MAX = 10_000
 UNITS = (("G", 1_000_000_000), ("M", 1_000_000), ("k", 1_000))
-# A value from here on says nothing more by a digit behind the point.
+# A scaled value from here on is shown without a digit behind the point.
 HUNDRED = 100
 
 
 def plain(value: Any) -> str:
-    """A value as text: `-` for what is not known, no control characters."""
+    """Return a value as text without control characters; `-` if it is unknown."""
     if value is None or value == "":
         return UNKNOWN
     return masked(str(value))
 
 
 def text(value: Any) -> str:
-    """The same for a cell that may have markup."""
+    """Return a value like `plain`, escaped for a cell that may have markup."""
     return escape(plain(value))
 
 
 def short_number(value: int) -> str:
-    """`812`, `62.5k`, `1.2M`: three digits of what is large."""
+    """Return a number like `812`, `62.5k` or `1.2M`: three digits of large ones."""
     if value < WHOLE_MAX:
         return str(value)
     unit, size = next((unit, size) for unit, size in UNITS if value >= size)
@@ -41,19 +43,19 @@ def short_number(value: int) -> str:
 
 
 def outcome_line(answer: dict[str, Any]) -> str:
-    """What came of a decision, and of the attempts before it."""
+    """Return a line about the outcome of a decision, and about the attempts before it."""
     outcome = answer["outcome"]
     if outcome is None:
         line = "no outcome: the request runs, or the choice was made without one"
     else:
-        known = (
+        values = (
             ("predicted", outcome["predicted_tokens"], "tokens"),
             ("reused", outcome["delivered_tokens"], "tokens"),
             ("generated", outcome["completion_tokens"], "tokens"),
             ("first token after", outcome["ttft_s"] and round(outcome["ttft_s"], 3), "s"),
             ("over after", round(outcome["e2e_s"], 3), "s"),
         )
-        facts = (f"{what} {value} {unit}" for what, value, unit in known if value is not None)
+        facts = (f"{label} {value} {unit}" for label, value, unit in values if value is not None)
         line = f"outcome: {text(outcome['outcome'])}; {', '.join(facts)}"
     if earlier := answer.get("earlier"):
         line += f"; attempts before it: {', '.join(map(text, earlier))}"
@@ -61,7 +63,7 @@ def outcome_line(answer: dict[str, Any]) -> str:
 
 
 def candidates_table(answer: dict[str, Any], num_tokens: int) -> Table:
-    """One row a candidate of `/select` with `explain`, the chosen one marked; counts in tokens."""
+    """Return a table of the candidates in an explained choice, with the chosen one marked; counts are in tokens."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "WORKER", "GPU", "+CPU", "+DISK", "UNCACHED", "LOAD", "COST", "STATE", "LIMITED BY"):
         left = name in ("", "WORKER", "STATE", "LIMITED BY")
@@ -85,7 +87,7 @@ def candidates_table(answer: dict[str, Any], num_tokens: int) -> Table:
 
 
 def tokens_line(tokens: dict[str, Any]) -> str:
-    """How many tokens a text has, their source, and how many are unknown."""
+    """Return a line with the number of a text's tokens, their source, and how many are known."""
     known, whole = tokens["known_tokens"], tokens["num_tokens"]
     count = f"{whole} tokens" if known == whole else f"about {whole} tokens, {known} of them known"
     problem = f": {text(tokens['problem'])}" if tokens["problem"] else ""
@@ -93,7 +95,7 @@ def tokens_line(tokens: dict[str, Any]) -> str:
 
 
 def worker_name(worker: dict[str, Any]) -> str:
-    """`w0`, or `w0@3` for another rank than 0."""
+    """Return the worker's name: `w0`, or `w0@3` for a rank other than 0."""
     rank = worker["dp_rank"]
     return f"{worker['worker_id']}@{rank}" if rank else str(worker["worker_id"])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter tail`: the fleet's events, a line each."""
+"""The command `kvrouter tail`: the fleet's events, one line each."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvrouter.router.app.cli.options import AsJson, with_router
 from kvrouter.router.app.cli.output import console, shaped
 from kvrouter.router.base.common.escaping import masked, printable_json
 
-# rich is imported where it is used: that takes longer than to refuse a wrong flag.
+# rich is imported where it is used, because the import takes longer than refusing a wrong flag.
 if TYPE_CHECKING:
     from rich.text import Text
 
-# Before the connection is made again: doubled from the first to the last.
+# The pause before a reconnect doubles from the first to the last value.
 RETRY_FIRST_S = 0.5
 RETRY_LAST_S = 5.0
 
@@ -52,7 +52,9 @@ def tail(
     client: Client,
 ) -> None:
     """Follow the events of the fleet, one line each, until Ctrl-C; goes on by itself when the router comes back."""
-    query: list[tuple[str, str]] = [("worker", one) for one in worker or ()] + [("model", one) for one in model or ()]
+    query: list[tuple[str, str]] = [("worker", name) for name in worker or ()] + [
+        ("model", name) for name in model or ()
+    ]
     query += [("type", types)] if types else []
     query += [("hashes", "true")] if hashes else []
     out = console(folds=False)

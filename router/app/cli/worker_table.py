@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workers as tables: a narrow one that fits a terminal, and a wide one with every column. Pure: decoded JSON in,
-what rich prints out."""
+"""The workers as tables: a narrow one that fits a terminal, and a wide one with every column.
+
+Pure: decoded JSON in, rich renderables out.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,18 @@ from rich.text import Text
 from kvrouter.router.app.cli.tables import UNKNOWN, plain, short_number, text, worker_name
 
 Row = dict[str, Any]
-# (model, worker_id, dp_rank) -> its entry of `/loads`.
+# (model, worker_id, dp_rank) -> the worker's entry of `/loads`.
 Loads = dict[tuple[str, str, int], Row]
 
 LIVE, DOWN = "live", "down"
 DRAINING, BREAKER_OPEN, SATURATED = "draining", "breaker open", "saturated"
-# By the first of these words that a worker's standing has; every other state is on its way to one of them.
+# The style is that of the first of these words in a worker's standing. All other states lead to one of these.
 STYLES = ((DOWN, "red"), (BREAKER_OPEN, "red"), (DRAINING, "yellow"), (SATURATED, "yellow"), (LIVE, "green"))
 ON_ITS_WAY = "yellow"
 
-# Between columns; the second where there is little room.
+# The gap between columns, and the one used if there is little room.
 GAPS = (2, 1)
-# Of a column that gives way to a narrow terminal.
+# The least width to which a column shrinks on a narrow terminal.
 MIN_WIDTH = 8
 REASON_INDENT = 4
 MS_PER_S = 1_000
@@ -41,9 +43,10 @@ RIGHT = {"SEQ", "LAG", "GAPS", "REQS", "QUEUED", "PRED/DELIV"}
 
 
 class Column(NamedTuple):
-    """name: its heading. folds: it gives way where all do not fit, and its cells go on in the next line."""
+    """A column of the narrow table."""
 
     name: str
+    # Whether it shrinks if not all columns fit; its cells then continue in the next line.
     folds: bool = False
 
 
@@ -60,7 +63,7 @@ COLUMNS = (
 
 
 def loads_by_worker(models: Iterable[Row]) -> Loads:
-    """`/loads`, by worker."""
+    """Return the entries of `/loads` by worker."""
     return {
         (model["model_name"], str(load["worker_id"]), load["dp_rank"]): load
         for model in models
@@ -69,17 +72,19 @@ def loads_by_worker(models: Iterable[Row]) -> Loads:
 
 
 def narrow_table(workers: Sequence[Row], loads: Loads, width: int) -> RenderableType:
-    """One row a worker, models one after another; what speaks against a worker now is on a line of its own. width:
-    cells of a line."""
+    """Return a table with one row for each worker, grouped by model, that fits in `width` cells of a line.
+
+    The reason against a worker, if there is one, is on a line of its own below the row.
+    """
     rows = [(worker, _cells(worker, loads.get(_key(worker)))) for worker in sorted(workers, key=_model)]
     widths, gap = _layout([[column.name for column in COLUMNS], *(cells for _, cells in rows)], width)
     parts: list[RenderableType] = []
-    for model, shown in groupby(rows, lambda row: _model(row[0])):
+    for model, group in groupby(rows, lambda row: _model(row[0])):
         if parts:
             parts.append(Text())
         parts.append(Text(f"model {plain(model)}", style="bold"))
         parts.append(_line([Text(column.name, style="bold") for column in COLUMNS], widths, gap))
-        for worker, cells in shown:
+        for worker, cells in group:
             texts = [
                 Text(cell, _style(cell) if column is STATE else "") for column, cell in zip(COLUMNS, cells, strict=True)
             ]
@@ -90,7 +95,7 @@ def narrow_table(workers: Sequence[Row], loads: Loads, width: int) -> Renderable
 
 
 def wide_table(workers: Sequence[Row]) -> Table:
-    """One row a worker with all columns, the reason as the last."""
+    """Return a table with all columns and one row for each worker; the reason is the last column."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in WIDE_COLUMNS:
         table.add_column(name, justify="right" if name in RIGHT else "left", overflow="fold")
@@ -137,14 +142,16 @@ def _cells(worker: Row, load: Row | None) -> list[str]:
 
 
 def _layout(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
-    """The width of each column, that of its longest cell or less where all together are wider than `width`; and the
-    gap between them."""
+    """Return the width of each column and the gap between them.
+
+    A column is as wide as its longest cell, or narrower if all columns together are wider than `width`.
+    """
     widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
     room = [width - gap * (len(widths) - 1) for gap in GAPS]
     gap = next((gap for gap, left in zip(GAPS, room, strict=True) if sum(widths) <= left), GAPS[-1])
     excess = sum(widths) - room[-1]
     while excess > 0:
-        # The widest first, so that a long name costs itself.
+        # The widest column shrinks first, so that a long name takes its room from itself.
         widest = max((at for at, column in enumerate(COLUMNS) if column.folds), key=lambda at: widths[at])
         if widths[widest] <= MIN_WIDTH:
             break
@@ -162,7 +169,7 @@ def _line(cells: Sequence[Text], widths: Sequence[int], gap: int) -> Table:
 
 
 def _standing(worker: Row, load: Row | None) -> str:
-    """The state of its stream, and whether it drains, its breaker is open, or it is saturated."""
+    """Return the state of the worker's stream, and whether it drains, its breaker is open, or it is saturated."""
     state = str(worker["state"])
     if worker.get("draining"):
         return f"{state}, {DRAINING}"
@@ -176,7 +183,7 @@ def _style(standing: str) -> str:
 
 
 def _breaker(worker: Row) -> str:
-    """Why its breaker admits no requests; empty if its state says that already."""
+    """Return why the worker's breaker admits no requests; "" if the state already implies that."""
     return "" if worker.get("draining") or worker["state"] == DOWN else str(worker.get("closed") or "")
 
 
@@ -184,17 +191,17 @@ def _reason(worker: Row) -> str:
     return "; ".join(filter(None, (_breaker(worker), worker["reason"]))) or str(worker.get("predictions") or "")
 
 
-def _blocks(residency: dict[str, int], shown: Callable[[int], str]) -> str:
-    """Those of all groups, by medium."""
+def _blocks(residency: dict[str, int], format_count: Callable[[int], str]) -> str:
+    """Return the blocks of all groups as text, by medium."""
     media: dict[str, int] = {}
     for place, count in residency.items():
         medium = place.split(":")[1] if ":" in place else place
         media[medium] = media.get(medium, 0) + count
-    return " ".join(f"{medium}:{shown(count)}" for medium, count in media.items())
+    return " ".join(f"{medium}:{format_count(count)}" for medium, count in media.items())
 
 
 def _reuse(worker: Row) -> str:
-    """Tokens predicted to be reused, and those that its engine reported."""
+    """Return the tokens predicted to be reused, and those that the engine reported as reused."""
     reuse = worker.get("reuse")
     if reuse is None:
         return UNKNOWN

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter workers`: the workers as a table."""
+"""The command `kvrouter workers`: the workers as a table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvrouter.router.app.cli.options import AsJson, with_router
 from kvrouter.router.app.cli.output import console, print_json, shaped
 from kvrouter.router.base.common.errors import SettingError
 
-# rich is imported where it is used: that takes longer than to refuse a wrong flag.
+# rich is imported where it is used, because the import takes longer than refusing a wrong flag.
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 NO_WORKER = "no worker is registered; POST /register, or start `kvrouter serve` with --worker"
 WATCH_S = 1.0
-# Oftener, nobody could read it.
+# A shorter interval could not be read.
 WATCH_MIN_S = 0.05
 WATCH_MAX_S = 86_400.0
 
@@ -50,7 +50,7 @@ def workers(
             time.sleep(every_s)
             print_json(client.call("GET", "/workers"))
         return
-    # A table with all columns would be slivers at 80.
+    # A table with all columns, folded at 80 characters, would consist of slivers.
     out = console(folds=watch or not wide)
     if not watch:
         out.print(_drawn(client, out.width, wide))
@@ -61,7 +61,7 @@ def workers(
 
 
 def _drawn(client: Client, width: int, wide: bool) -> RenderableType:
-    """The table. Raises ClientError."""
+    """Query the workers and return their table. Raises ClientError."""
     from rich.text import Text
 
     from kvrouter.router.app.cli.worker_table import loads_by_worker, narrow_table, wide_table

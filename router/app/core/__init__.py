@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router without its HTTP: questions answered, and how everything is."""
+"""The router without its HTTP: it answers questions and reports the state of its parts."""

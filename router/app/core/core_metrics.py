@@ -15,6 +15,8 @@ from kvrouter.router.follow.streams.stream_metrics import StreamMetrics
 
 
 class CoreMetrics:
+    """The metrics that the core sets, and those of `streams`, `fleet` and `watch`, which it passes on."""
+
     def __init__(self, registry: MetricRegistry) -> None:
         counter, gauge = registry.counter, registry.gauge
         self.before_page = registry.before_page

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every worker's hit for a question: from the mirror, and for workers without usable events from what was sent there.
+"""Every worker's hit for a question, from the mirror or from routing history.
 
-No I/O, and synchronous but for long prompts.
+The history predicts the hits of workers without usable events from the prompts that were sent to them. No I/O, and
+synchronous but for long prompts.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from kvrouter.router.index.matching.routing_history import RoutingHistory, appro
 from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule, resume_rule
 
-# How long one long prompt is hashed before others have their turn: as much as ingest takes at once (`commit_loop.py`).
+# How long a long prompt is hashed before other requests get a turn: as long as one turn of ingest (`commit_loop.py`).
 TURN_S = 0.002
 
 WHOLE_PROMPT = "log-probabilities of the prompt are wanted, for which the engine computes all of it"
 
 
 class HitFinder:
-    """What `placement` asks of the core (`HitSource`)."""
+    """The part of the core that finds hits; it implements `HitSource` of the room `placement`."""
 
     def __init__(
         self,
@@ -42,20 +43,31 @@ class HitFinder:
         adapters: Callable[[], Mapping[str, Mapping[str, str]]],
         clock: Callable[[], float],
     ) -> None:
-        """adapters: by the URL of an engine, the LoRA adapters that it lists; after a change, `forget_plans`."""
+        """Start with empty plans.
+
+        Args:
+            registry: The workers and their streams.
+            mirror: The blocks of all workers.
+            memory: Remembers the hashes of prompt segments.
+            history: Remembers the prompts that were sent to workers without usable events.
+            adapters: Returns the LoRA adapters that each engine lists, by the engine's URL. Call `forget_plans` after a
+                change.
+            clock: Returns the current time in seconds.
+        """
         self._registry = registry
         self._mirror = mirror
         self._matcher = Matcher(mirror, memory)
         self._history = history
         self._adapters = adapters
         self._clock = clock
-        # The plans of each model, with the version of the mirror that they were made from; any change of a worker
-        # empties it.
+        # The plans of each model, with the version of the mirror for which they were built. Any change of a worker
+        # empties them.
         self._plans: dict[str, tuple[int, HashPlans]] = {}
         self._rules: dict[WorkerKey, ResumeRule | None] = {}
         registry.subscribe(members=lambda worker: self.forget_plans(), view=self._on_view)
 
     def forget_plans(self) -> None:
+        """Forget the plans, so that the next question builds new ones."""
         self._plans.clear()
 
     def _on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
@@ -65,21 +77,24 @@ class HitFinder:
             self._history.forget(worker)
 
     def writes(self, model: str) -> ModelWrites:
-        """See HitSource."""
+        """Return what was stored lately in the GPU caches of the model's workers."""
         return self._mirror.writes.of(model)
 
     def state_pools(self) -> None:
-        """See HitSource."""
+        """Record the sizes of the GPU caches that engines have stated since the last call."""
         for worker, stream in self._registry.streams.items():
             if blocks := stream.cache.blocks:
                 self._mirror.writes.of(worker.model).state(worker, blocks)
 
     def hash_block_size(self, model: str) -> int:
-        """Tokens that one block hash covers, 1 while no catalog of the model is whole. Raises UnknownModel."""
+        """Return the tokens that one block hash covers; 1 while no catalog of the model is whole.
+
+        Raises UnknownModel.
+        """
         return self.plans(model).hash_block_size or 1
 
     def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
-        """Return where prompts can resume in what others leave at a worker, None while its groups are not known."""
+        """Return where prompts can resume in blocks that others leave at a worker; None if its groups are unknown."""
         if worker not in self._rules:
             stream = self._registry.streams.get(worker)
             if stream is None:
@@ -88,24 +103,29 @@ class HitFinder:
         return self._rules[worker]
 
     def plans(self, model: str) -> HashPlans:
-        """The model's workers as the matcher needs them, rebuilt when any of them changed."""
+        """Return the model's workers in the form that the matcher needs, rebuilt when any of them changed.
+
+        Raises UnknownModel.
+        """
         version = self._mirror.version
-        known = self._plans.get(model)
-        if known is None or known[0] != version:
-            known = self._plans[model] = (version, HashPlans.build(self._mirror, self._views(model)))
-        return known[1]
+        cached = self._plans.get(model)
+        if cached is None or cached[0] != version:
+            cached = self._plans[model] = (version, HashPlans.build(self._mirror, self._views(model)))
+        return cached[1]
 
     def _views(self, model: str) -> list[WorkerView]:
         views = [stream.view for worker, stream in self._registry.streams.items() if worker.model == model]
         if not views:
-            known = ", ".join(map(printable, self._registry.models())) or "none yet"
-            raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {known}")
-        listed = self._adapters()
-        return [_with_adapters(view, listed.get(view.url or "", {})) for view in views]
+            models = ", ".join(map(printable, self._registry.models())) or "none yet"
+            raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {models}")
+        adapters = self._adapters()
+        return [_with_adapters(view, adapters.get(view.url or "", {})) for view in views]
 
     async def hash_ahead(self, question: Question) -> None:
-        """Hashes a long prompt in turns, for the hits that are wanted next; others are answered between them. Raises
-        UnknownModel."""
+        """Hash a long prompt in turns before `hits` needs its hashes, so that other requests are answered in between.
+
+        Raises UnknownModel.
+        """
         if not question.is_long:
             return
         until_s = self._clock() + TURN_S
@@ -113,11 +133,11 @@ class HitFinder:
             if self._clock() >= until_s:
                 await asyncio.sleep(0)
                 until_s = self._clock() + TURN_S
-        # The match is a turn of its own.
+        # The match that follows is a separate turn.
         await asyncio.sleep(0)
 
     def hits(self, question: Question) -> list[Hit]:
-        """One hit for each worker of the model, in no particular order. Raises UnknownModel."""
+        """Return one hit for each worker of the model, in no particular order. Raises UnknownModel."""
         plans = self.plans(question.model)
         hits = self._matcher.match(question, plans)
         if plans.has_approximate and question.token_ids is not None:
@@ -127,22 +147,22 @@ class HitFinder:
         return hits
 
     def _without_cache(self, question: Question, hit: Hit) -> Hit:
-        """The hit, none where the engine computes the whole prompt for this request."""
+        """Return the hit, or an empty one if the worker's engine computes the whole prompt for this request."""
         if self._registry.streams[hit.worker].profile.engine.name not in question.without_cache:
             return hit
         return msgspec.structs.replace(hit, gpu=0, cpu=0, disk=0, full_attention=0, limiter=None, reason=WHOLE_PROMPT)
 
     def hit_table(self, question: Question) -> HitTable | None:
-        """The same without an explanation, None where it takes `hits` to answer. Raises UnknownModel."""
+        """Return all hits as numbers without explanations, or None if only `hits` can answer. Raises UnknownModel."""
         if question.without_cache:
             return None
         return self._matcher.table(question, self.plans(question.model))
 
     def _guessed(self, question: Question, hits: list[Hit]) -> list[Hit]:
-        """The hits, those of workers without usable events guessed from what was sent there."""
+        """Return the hits, with those of workers without usable events guessed from the prompts sent there."""
         pieces: dict[int | None, list[int]] = {}
         now = self._clock()
-        guessed = []
+        results = []
         for hit in hits:
             stream = self._registry.streams[hit.worker]
             if stream.view.approximate:
@@ -151,23 +171,25 @@ class HitFinder:
                     pieces[block_size] = pieces_of(question, block_size)
                 tokens = self._history.hit_tokens(stream.life, pieces[block_size], question.num_tokens, now, block_size)
                 hit = approximate_hit(hit, tokens)
-            guessed.append(hit)
-        return guessed
+            results.append(hit)
+        return results
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
-        """The prompt is on its way there: all that is known of a worker without usable events."""
+        """Remember a prompt that is on its way to a worker without usable events; its hits are guessed from those."""
         stream = self._registry.streams.get(worker)
         if stream is not None and stream.view.approximate:
             self._history.sent(stream.life, pieces_of(question, stream.block_size), self._clock())
 
     def url(self, worker: WorkerKey) -> str | None:
+        """Return the worker's URL; None if it has none or is not registered."""
         stream = self._registry.streams.get(worker)
         return None if stream is None else stream.registration.url
 
     def workers(self) -> Iterable[WorkerKey]:
+        """Return all workers that are followed here."""
         return self._registry.streams
 
 
-def _with_adapters(view: WorkerView, listed: Mapping[str, str]) -> WorkerView:
-    """The view with the paths that its engine lists; what was declared or registered wins."""
-    return msgspec.structs.replace(view, lora_paths={**listed, **view.lora_paths}) if listed else view
+def _with_adapters(view: WorkerView, adapters: Mapping[str, str]) -> WorkerView:
+    """Return the view with the adapter paths that the engine lists; declared or registered paths take precedence."""
+    return msgspec.structs.replace(view, lora_paths={**adapters, **view.lora_paths}) if adapters else view

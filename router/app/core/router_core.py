@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router without its HTTP: workers followed, the mirror kept, questions answered.
+"""The router without its HTTP: it follows workers, keeps the mirror and answers questions.
 
 Belongs to one asyncio loop. `ask` is synchronous and does no I/O; everything that waits is in tasks.
 """
@@ -65,14 +65,14 @@ from kvrouter.router.model.workers.worker_status import WorkerStatus
 
 log = logging.getLogger(__name__)
 
-# How often incidents of workers are forgotten and publishers are compared.
+# The interval at which past incidents of workers are forgotten and publishers are compared.
 TEND_INTERVAL_S = 1.0
-# Somebody may change how the store evicts while it runs.
+# The interval at which the store's eviction policy is read, since it may be changed while the store runs.
 STORE_SETTINGS_S = 30.0
 
 
 class Core:
-    """Joins all parts, so it has an attribute for each. `fleet` registers and drops workers; `registry` has them."""
+    """The joined parts of a router, one attribute each. `fleet` registers and drops workers; `registry` has them."""
 
     def __init__(
         self,
@@ -92,16 +92,23 @@ class Core:
         patch_secret: bytes | None = None,
         store_folder: Path | None = None,
     ) -> None:
-        """Open nothing yet.
+        """Join the parts without opening anything.
 
         Args:
-            http: Session that queries engines for their lists; None: nobody queries them.
+            store: The index in Redis.
+            config: The settings.
+            metrics: The metrics of the core and its parts.
+            zmq_context: Makes the sockets for engines' events.
+            clock: Returns the current time in seconds.
+            rng: Spreads pauses and retries.
+            http: Session that queries engines for their lists; None: they are not queried.
             engine_client: Polls engines for liveness and load; None: they are not polled.
             engine_key: Decides which engines get a key with the queries of `http`; None: none does.
-            token: Names this process in leases; one that outlives the process lets its successor take over at once.
-            feed: Receives the fleet's events; None: nobody watches them.
-            patch_secret: The CURVE key that engines' patches see; None: another for each connection.
-            store_folder: The folder of a private store.
+            token: Names this process in leases. A token that outlives the process lets its successor take over at once.
+            supervisor: Keeps the tasks running; None: a new one.
+            feed: Receives the fleet's events; None: a new feed without subscribers.
+            patch_secret: The CURVE key that engines' patches see; None: a different one for each connection.
+            store_folder: The folder of a private store; None: the store is shared.
         """
         self._store = store
         self._config = config
@@ -115,11 +122,11 @@ class Core:
         self._history = RoutingHistory(config.approximate_ttl_s)
         self.registry = WorkerRegistry()
         self._contact = StoreContact(metrics=metrics.fleet, clock=clock)
-        held = HeldWorkers()
+        held_workers = HeldWorkers()
         self.peers = RouterPeers(
             self.registry,
             store=store,
-            held=held,
+            held=held_workers,
             contact=self._contact,
             metrics=metrics.fleet,
             clock=clock,
@@ -163,7 +170,7 @@ class Core:
         services = StreamServices(
             store=store,
             leases=leases,
-            held=held,
+            held=held_workers,
             turns=IngestTurns(),
             token=token,
             config=config,
@@ -188,7 +195,7 @@ class Core:
                 services,
                 mine=self.peers.is_mine,
                 changed=lambda: self.registry.view_changed(worker),
-                engine_load=lambda said: self.registry.engine_said(worker, said),
+                engine_load=lambda load: self.registry.engine_said(worker, load),
             )
 
         self.fleet = Fleet(
@@ -221,13 +228,13 @@ class Core:
             self._runs["engine_kinds"] = self._name_engines
         self._tasks: list[asyncio.Task[None]] = []
         self._segments_counted = (0, 0)
-        # Workers of which a reason is shown that may be over.
+        # Workers that show a reason that may no longer apply.
         self._unsettled: set[WorkerKey] = set()
         # A sentence for each server of the store that evicts.
         self._evicting: list[str] = []
 
     async def start(self) -> None:
-        """Load what Redis holds, then follow it and the workers. Raises StoreError when Redis cannot be read."""
+        """Load the contents of Redis, then follow Redis and the workers. Raises StoreError if Redis cannot be read."""
         await self.fleet.start()
         await self.adoption.look()
         self.registration_mark.compare()
@@ -246,11 +253,17 @@ class Core:
         await self.peers.leave()
 
     async def register(self, registration: Registration) -> None:
-        """See `Fleet.register`."""
+        """Register a worker, or replace its registration; registering the same again changes nothing.
+
+        Raises HostNotAllowed, or Conflict if a source that takes precedence registers it differently.
+        """
         await self.fleet.register(registration)
 
     async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
-        """See `Fleet.unregister`."""
+        """Drop the workers that match, with their residency, and return how many matched; None matches all.
+
+        Raises Conflict if a source of a living router would register one again.
+        """
         return await self.fleet.unregister(worker_id, dp_rank, model)
 
     def _on_members(self, worker: WorkerKey | None) -> None:
@@ -259,7 +272,7 @@ class Core:
             self._unsettled.add(worker)
         stream = None if worker is None else self.registry.streams.get(worker)
         url = None if stream is None else stream.registration.url
-        # A start loads them all, and then asks them all.
+        # At the start all registrations are loaded first, and then all engines are queried.
         if self._loaded and url is not None and not self._allowed.problem(url):
             self._engines.look_soon(url)
 
@@ -275,49 +288,59 @@ class Core:
         self._kinds_shown.set()
 
     async def _name_engines(self) -> None:
-        """Registers what kind of engine a worker's HTTP showed, where nobody stated one and it is taken for another."""
+        """Register the kind of engine that a worker's HTTP shows, if none is stated and it is followed as another."""
         while True:
-            # A patch that ends leaves a worker whose engine was known by it alone.
+            # Look also without an event: when a patch ends, a worker may remain whose engine was known by the patch
+            # alone.
             with contextlib.suppress(TimeoutError):
                 # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
                 async with asyncio.timeout(LOOK_S):
                     await self._kinds_shown.wait()
             self._kinds_shown.clear()
-            for one in self.registrations():
-                kind, stream = self._engines.kinds.get(one.url or ""), self.registry.streams.get(one.worker)
-                if kind is None or stream is None or one.engine is not None or stream.profile.engine is kind:
+            for registration in self.registrations():
+                engine, stream = (
+                    self._engines.kinds.get(registration.url or ""),
+                    self.registry.streams.get(registration.worker),
+                )
+                if (
+                    engine is None
+                    or stream is None
+                    or registration.engine is not None
+                    or stream.profile.engine is engine
+                ):
                     continue
-                log.info("engine recognised", extra={"worker": one.worker, "engine": kind.name})
+                log.info("engine recognised", extra={"worker": registration.worker, "engine": engine.name})
                 try:
-                    await self.fleet.register(msgspec.structs.replace(one, engine=kind.name))
+                    await self.fleet.register(msgspec.structs.replace(registration, engine=engine.name))
                 except RouterError as error:
-                    log.warning("engine not registered", extra={"worker": one.worker, "reason": error.message})
+                    log.warning("engine not registered", extra={"worker": registration.worker, "reason": error.message})
 
     def registrations(self) -> Sequence[Registration]:
-        """The same object until one of them changes."""
+        """Return all registrations; the same object until one of them changes."""
         return self.registry.registrations()
 
     def handover(self, worker: WorkerKey) -> HandoverWay:
-        """How it is handed a prompt."""
+        """Return how the worker learns where its prompt was computed."""
         return self.registry.handover(worker)
 
     def given_id(self, worker: WorkerKey) -> str | int:
-        """Its id as registered, a number where it was one."""
+        """Return the worker's id in the type of its registration, a number or a text."""
         return self.registry.given_id(worker)
 
     def is_draining(self, worker: WorkerKey) -> bool:
-        """Whether an operator has it drained."""
+        """Return whether an operator drains the worker."""
         return self.registry.is_draining(worker)
 
     def models(self) -> list[str]:
+        """Return the models of the registered workers."""
         return self.registry.models()
 
     def resolve(self, name: str) -> ServedModel:
-        """What a request's `model` means. Raises UnknownModel."""
+        """Return the model and adapter that a request's `model` names. Raises UnknownModel."""
         return self._known_names().resolve(name)
 
     def names(self) -> list[str]:
-        """All that a request's `model` may be: models, their adapters, and aliases."""
+        """Return all valid values of a request's `model`: models, their adapters, and aliases."""
         return self._known_names().names()
 
     def _known_names(self) -> ModelNames:
@@ -327,68 +350,79 @@ class Core:
         return self._names
 
     def _urls(self) -> set[str]:
-        """Of all engines that may be queried."""
-        urls = {one.url for one in self.registrations()}
+        """Return the URLs of all engines that may be queried."""
+        urls = {registration.url for registration in self.registrations()}
         return {url for url in urls if url is not None and not self._allowed.problem(url)}
 
     def engine_urls(self, model: str) -> dict[str, tuple[str, Engine]]:
-        """The engines of a model that live, as far as is known: by URL, the epoch of a stream of theirs, and what kind
-        they are."""
-        found: dict[str, tuple[str, Engine]] = {}
+        """Return the engines of a model that are not down, by URL: the epoch of one of their streams, and the kind."""
+        engines: dict[str, tuple[str, Engine]] = {}
         for worker, stream in self.registry.streams.items():
             url = stream.registration.url
-            if worker.model != model or url is None or url in found:
+            if worker.model != model or url is None or url in engines:
                 continue
             if stream.view.state is not StreamState.DOWN and not self._allowed.problem(url):
-                found[url] = stream.visible_epoch or "", stream.profile.engine
-        return found
+                engines[url] = stream.visible_epoch or "", stream.profile.engine
+        return engines
 
     def hash_block_size(self, model: str) -> int:
-        """Tokens that one block hash covers, 1 while no catalog of the model is whole. Raises UnknownModel."""
+        """Return the tokens that one block hash covers; 1 while no catalog of the model is whole.
+
+        Raises UnknownModel.
+        """
         return self.finder.hash_block_size(model)
 
     def now(self) -> float:
-        """Return the seconds on the clock of the streams."""
+        """Return the time in seconds on the clock of the streams."""
         return self._clock()
 
     def ask(self, question: Question) -> Sequence[Hit]:
-        """One hit for each worker of the model that the question does not leave out, in no particular order."""
+        """Return one hit for each worker of the model that the question does not exclude, in no particular order.
+
+        Raises UnknownModel.
+        """
         return filter_hits(self.finder.hits(question), question)
 
     def hit_table(self, question: Question) -> HitTable | None:
-        """All hits as numbers, for a question that leaves no worker out; None where it takes `ask` to answer."""
+        """Return all hits as numbers for a question that excludes no worker; None if only `ask` can answer.
+
+        Raises UnknownModel.
+        """
         return self.finder.hit_table(question)
 
     async def hash_ahead(self, question: Question) -> None:
-        """Hashes a long prompt in turns, for the question that follows. Raises UnknownModel."""
+        """Hash a long prompt in turns, for the question that follows. Raises UnknownModel."""
         await self.finder.hash_ahead(question)
 
     def statuses(self, worker_id: str | None = None) -> Iterator[WorkerStatus]:
+        """Yield the status of each worker, or of those with this id, in order; each is read when its turn comes."""
         unread, now = self._contact.unread_problem, self._clock()
-        shown: set[tuple[str, int]] = set()
-        # Since the row before was read one may have gone, or been registered again, also with another model.
-        while missing := [worker for worker in self.registry.streams if worker[1:] not in shown]:
+        names: set[tuple[str, int]] = set()
+        # Since the previous row was read, a worker may have been dropped, or registered again, perhaps with another
+        # model.
+        while missing := [worker for worker in self.registry.streams if worker[1:] not in names]:
             for worker in sorted(missing):
-                shown.add(worker[1:])
+                names.add(worker[1:])
                 stream = self.registry.streams.get(worker)
                 if stream is not None and worker_id in (None, worker.worker_id):
                     yield worker_status(stream, self.mirror_sync, unread, now)
 
     @property
     def contact(self) -> StoreContact:
-        """Whether Redis is heard."""
+        """The judge of whether Redis answers."""
         return self._contact
 
     @property
     def engine_lists(self) -> EngineLists:
-        """What engines say of themselves."""
+        """The models, adapters, kinds and event endpoints that engines report."""
         return self._engines
 
     def task_problems(self) -> list[str]:
-        """Tasks that fail."""
+        """Return a sentence for each task that fails."""
         return self._supervisor.health()
 
     def readiness(self) -> str | None:
+        """Return why the router cannot serve yet; None if it can."""
         if not self._loaded:
             return "the index is being loaded from Redis"
         if not self.registry.streams:
@@ -396,10 +430,11 @@ class Core:
         return None
 
     def health(self) -> list[str]:
-        away = self._contact.problem
-        problems = [] if away is None else [away]
+        """Return a sentence for each problem that degrades the router."""
+        unheard = self._contact.problem
+        problems = [] if unheard is None else [unheard]
         unwritten = {stream.problem for stream in self.registry.streams.values() if stream.problem}
-        if away is None:
+        if unheard is None:
             problems += [
                 f"Redis takes no commits ({problem}): other routers do not learn what changes here"
                 for problem in sorted(unwritten)
@@ -407,16 +442,16 @@ class Core:
         for stream in self.registry.streams.values():
             view = stream.view
             name = f"worker {printable(view.worker.worker_id)} (rank {view.worker.dp_rank})"
-            known = (self.mirror_sync.lost_credit(view.worker), stream.note, stream.refused, stream.disk_problem)
-            problems += [f"{name}: {why}" for why in known if why]
+            reasons = (self.mirror_sync.lost_credit(view.worker), stream.note, stream.refused, stream.disk_problem)
+            problems += [f"{name}: {reason}" for reason in reasons if reason]
             if view.state is not StreamState.LIVE or (view.catalog.problem is not None and not _is_fresh(stream)):
-                why = view.reason or view.catalog.problem or ""
-                problems.append(f"{name} is {view.state.value}: {why}")
+                reason = view.reason or view.catalog.problem or ""
+                problems.append(f"{name} is {view.state.value}: {reason}")
         problems += filter(None, [self.registration_mark.problem])
         return problems + self.registry.problems + self.adoption.problems + self._supervisor.health()
 
     def cautions(self) -> list[str]:
-        """What works now and is a risk all the same; it degrades nothing."""
+        """Return a sentence for each risk of a router that works; a risk does not degrade it."""
         return [
             caution
             for caution in (
@@ -434,14 +469,15 @@ class Core:
             try:
                 policies = await self._store.eviction_policies()
             except StoreError as error:
-                # Its absence is shown where it is followed; without the right to ask, nothing is known.
+                # A store that does not answer is reported where it is followed. Without the right to query them, the
+                # settings stay unknown.
                 log.debug("the store's settings are not known", extra={"reason": str(error)})
             else:
-                found = [caution for policy in policies.items() if (caution := evicting(*policy)) is not None]
-                for caution in found:
+                cautions = [caution for policy in policies.items() if (caution := evicting(*policy)) is not None]
+                for caution in cautions:
                     if caution not in self._evicting:
                         log.warning(caution)
-                self._evicting = found
+                self._evicting = cautions
             await asyncio.sleep(STORE_SETTINGS_S)
 
     async def _tend(self) -> None:
@@ -450,7 +486,8 @@ class Core:
             await asyncio.sleep(TEND_INTERVAL_S)
 
     def _tend_now(self) -> None:
-        # Not in `_tend`, where the last stream would be held until it is tended again.
+        # A function of its own, because a local variable in `_tend` would keep the last stream alive until the next
+        # round.
         for worker in list(self._unsettled):
             stream = self.registry.streams.get(worker)
             if stream is not None:
@@ -481,5 +518,5 @@ class Core:
 
 
 def _is_fresh(stream: WorkerStream) -> bool:
-    """Whether its engine is heard and has stored nothing yet: there is nothing that could be credited."""
+    """Return whether the worker's engine is heard and has stored nothing yet, so that nothing could earn credit."""
     return not stream.view.catalog.groups and not any(stream.counts().values())

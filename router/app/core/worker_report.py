@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker as `/workers` and the metrics show it. Pure but for what it counts."""
+"""The state of one worker as `/workers` and the metrics show it. Pure but for the metrics that it counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from kvrouter.router.model.workers.worker_status import PatchStatus, Recovery, W
 
 
 def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, now: float) -> WorkerStatus:
-    """The row of `/workers`. unread: why some logs cannot be followed. now: on the stream's clock."""
+    """Return the row of a worker in `/workers`.
+
+    Args:
+        stream: The worker's stream.
+        mirror: Knows which blocks found no room in memory.
+        unread: Why some logs in Redis cannot be followed; None if all can.
+        now: The time on the stream's clock.
+    """
     profile, registration = stream.profile, stream.registration
     reasons = (
         unread,
@@ -62,7 +69,7 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
 
 
 def _lag_s(stream: WorkerStream) -> float | None:
-    """How far answers are behind what this process hears of the worker; None while it hears nothing."""
+    """Return by how many seconds answers lag behind the worker's events; None while this process receives none."""
     return stream.lag_s if stream.held and stream.view.state in HEARD else None
 
 
@@ -86,13 +93,14 @@ def _patch_status(profile: WorkerProfile, now: float) -> PatchStatus | None:
 
 
 def count_worker(metrics: StreamMetrics, worker: WorkerKey, stream: WorkerStream) -> None:
-    """What came in of a worker since the last time, and how its stream is, into the metrics."""
-    now, before = stream.ingest.profile.tally, stream.counted
+    """Add what a worker's stream received since the last call to the counters, and set the gauges to its state."""
+    tally, counted = stream.ingest.profile.tally, stream.counted
     resyncs = metrics.resyncs(worker)
     counters = [(field, counter(worker)) for field, counter in metrics.tallied.items()]
     for field, counter in counters + [(field, resyncs(how)) for how, field in RESYNCS.items()]:
-        # What it refused for want of room counts from zero when it begins again.
-        counter.inc(max(0, getattr(now, field) - getattr(before, field)))
+        # The count of blocks refused for lack of room starts again at zero with a new epoch, so a difference may be
+        # negative.
+        counter.inc(max(0, getattr(tally, field) - getattr(counted, field)))
     labels = metrics.worker_labels(worker)
     if (lag_s := _lag_s(stream)) is not None:
         metrics.event_lag_seconds.labels(*labels).set(lag_s)
@@ -106,6 +114,6 @@ def count_worker(metrics: StreamMetrics, worker: WorkerKey, stream: WorkerStream
     metrics.patch_withheld(worker).set(bool(stream.ingest.profile.patch.problem))
     metrics.unserved_models(worker).set(bool(stream.note))
     metrics.refusing_engines(worker).set(bool(stream.refused))
-    stream.counted = msgspec.structs.replace(now)
+    stream.counted = msgspec.structs.replace(tally)
     for state in StreamState:
         metrics.state(worker)(state).set(state is stream.view.state)

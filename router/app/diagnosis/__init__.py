@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a fleet, by what this shows, and what mends it."""
+"""The problems of a fleet, with the evidence for each and its fix."""

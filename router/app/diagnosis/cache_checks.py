@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what is known of the engines' caches: hashes, groups, tiers. Pure."""
+"""Checks of the engines' caches as the router knows them: hashes, groups, tiers. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kvrouter.router.model.kvcache.scheme_verification import SchemeState
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.findings.finding import WARNING, Finding, found
 
-# Blocks after which all groups of an engine have shown themselves: a prompt stores into each of them.
+# The number of blocks after which all groups of an engine have shown themselves, because a prompt stores into each of
+# them.
 SHOWN_BLOCKS = 8
-# Families with several kinds of layers, as their checkpoints are called. Not complete, and only a hint: a name proves
-# nothing of the layers.
+# Families of models with several kinds of layers, by the names of their checkpoints. The list is incomplete and only a
+# hint: a name proves nothing about the layers.
 HYBRID_FAMILIES = re.compile(
     r"gemma-?[23]|gpt-?oss|qwen3-?next|qwen3\.5|llama-?4|deepseek-?v4|jamba|bamba|zamba|nemotron-?h|falcon-?h1|"
     r"granite-?4|minimax-?text|kimi-?linear|lfm2|olmo-?3|cohere2|exaone-?4",
@@ -27,9 +28,10 @@ ENABLE_HYBRID = (
 
 
 def cache_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    """Yield the findings about the caches of workers and of models."""
     for worker in snapshot.workers:
         if worker.is_down or worker.state is StreamState.MISMATCHED:
-            # What came is not its own, or of no use now.
+            # The events are another engine's, or useless while the worker is down.
             continue
         yield from _of_hashes(worker)
         yield from _of_catalog(worker)
@@ -95,7 +97,10 @@ def _of_tiers(worker: WorkerFacts) -> Iterator[Finding]:
 
 
 def _of_hybrid(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
-    """vLLM gives all layers one group of full attention then, and says nowhere that it did."""
+    """Yield a finding if vLLM's hybrid KV cache manager seems to be off.
+
+    With the manager off, vLLM puts all layers into one group of full attention, and reports nowhere that it did.
+    """
     catalog = worker.catalog
     if not _is_single_full(catalog) or worker.blocks < SHOWN_BLOCKS:
         return
@@ -127,13 +132,16 @@ def _is_single_full(catalog: Catalog) -> bool:
 
 
 def _family(worker: WorkerFacts) -> str:
-    """The name that says that the model is hybrid: what the engine loaded, or what it is called here."""
+    """Return the name that suggests a hybrid model, of the loaded model or of the registered one; "" if none does."""
     names = (worker.engine_model, worker.registration.worker.model)
     return next((name for name in names if HYBRID_FAMILIES.search(name.lower().replace("_", "-"))), "")
 
 
 def _of_models(snapshot: Snapshot) -> Iterator[Finding]:
-    """Groups that both have must be equal; a group that one has not shown yet proves nothing."""
+    """Yield a finding for each model whose workers have different groups.
+
+    Groups that two workers both have must be equal; a group that a worker has not shown yet proves nothing.
+    """
     first: dict[tuple[str, int | None], tuple[WorkerFacts, tuple[object, ...]]] = {}
     named: set[str] = set()
     for worker in snapshot.workers:
@@ -142,14 +150,14 @@ def _of_models(snapshot: Snapshot) -> Iterator[Finding]:
             continue
         for group in worker.catalog.groups:
             shape = (group.kind, group.block_size, group.sliding_window, group.attention_chunk_size)
-            other, known = first.setdefault((model, group.group_idx), (worker, shape))
-            if shape != known and model not in named:
+            other, other_shape = first.setdefault((model, group.group_idx), (worker, shape))
+            if shape != other_shape and model not in named:
                 named.add(model)
                 yield found(
                     "KV305",
                     f"model {printable(model)}",
                     f"{group.name} of {worker.name} has (kind, block, window, chunk) {_text(shape)}, that of {other.name} "
-                    f"{_text(known)}",
+                    f"{_text(other_shape)}",
                     "start all engines of a model with the same version, --block-size and cache flags, or give the others another "
                     "model name",
                 )

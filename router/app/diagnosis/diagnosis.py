@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at all that this process knows, and at the endpoints of its workers, and says what is wrong. The async shell
-around the checks."""
+"""The async shell around the checks: it collects what this process knows and probes the endpoints of its workers."""
 
 from __future__ import annotations
 
@@ -49,35 +48,49 @@ from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
 from kvrouter.router.serve.access.access import Access
 from kvrouter.router.serve.proxy.admission import Admission
 
-# Facts of a worker take some 30 us; meanwhile nothing else is answered.
+# The facts of a worker take some 30 us, during which nothing else is answered.
 WORKERS_A_TURN = 64
-# Larger than a block of nearly all engines (Mamba models have some hundred tokens), for one whose blocks are not known.
+# Larger than a block of nearly all engines (Mamba models have some hundred tokens); used for workers whose blocks are
+# unknown.
 USUAL_UNIT_MAX_TOKENS = 1_024
 ORDER = list(Severity)
 
 
 class TokensSource(Protocol):
-    """`TextTokenizer`, as far as it is looked at."""
+    """The part of `TextTokenizer` that the diagnosis reads."""
 
     @property
-    def differences(self) -> Callable[[], Sequence[tuple[str, str, str]]]: ...
+    def differences(self) -> Callable[[], Sequence[tuple[str, str, str]]]:
+        """A function that returns model, URL and problem where tokens of texts are not known to be the engine's."""
+        ...
 
     @property
-    def missing(self) -> Callable[[], Iterable[MissingTokens]]: ...
+    def missing(self) -> Callable[[], Iterable[MissingTokens]]:
+        """A function that returns the models whose texts mostly have no tokens."""
+        ...
 
 
 class WorkerSources(Protocol):
-    """`Discovery`, as far as it is looked at."""
+    """The part of `Discovery` that the diagnosis reads."""
 
-    def unregistered(self) -> Sequence[UnregisteredWorker]: ...
+    def unregistered(self) -> Sequence[UnregisteredWorker]:
+        """Return the workers that a source shows and that are not registered yet."""
+        ...
 
-    def down(self) -> Sequence[tuple[str, str]]: ...
+    def down(self) -> Sequence[tuple[str, str]]:
+        """Return the names and problems of the sources that cannot be read."""
+        ...
 
-    def contested(self) -> Sequence[tuple[str, tuple[str, int], str]]: ...
+    def contested(self) -> Sequence[tuple[str, tuple[str, int], str]]:
+        """Return source, id and rank, and reason of each worker that sources describe differently."""
+        ...
 
 
 class Diagnosis:
-    """One look at a time. http: asks engines for the time; wall_clock: seconds since 1970."""
+    """A diagnosis of the router and its fleet. Only one report is collected at a time.
+
+    `http` queries engines for the time, and `wall_clock` returns seconds since 1970.
+    """
 
     def __init__(
         self,
@@ -109,6 +122,7 @@ class Diagnosis:
         self._looking = asyncio.Lock()
 
     async def report(self) -> DiagnosisReport:
+        """Collect the facts and run all checks; the most severe findings come first."""
         async with self._looking:
             snapshot = await self._look()
         findings: list[Finding] = []
@@ -122,10 +136,11 @@ class Diagnosis:
         ):
             findings += check(snapshot)
             await asyncio.sleep(0)
-        findings.sort(key=lambda one: (ORDER.index(one.severity), one.code, one.subject))
+        findings.sort(key=lambda finding: (ORDER.index(finding.severity), finding.code, finding.subject))
         return DiagnosisReport(VERSION, len(snapshot.workers), len(snapshot.routers), len(CODES), findings)
 
     async def store(self) -> StoreReply:
+        """Return the store, its routers, and which router follows which worker."""
         servers, _ = await self._servers_settings()
         core = self._core
         return store_reply(
@@ -149,8 +164,10 @@ class Diagnosis:
             time_s=time_s,
             workers=workers,
             unregistered=[
-                Unregistered(*one.registration.worker[1:], one.registration.source, one.waiting.reason, one.waiting.fix)
-                for one in self._sources.unregistered()
+                Unregistered(
+                    *entry.registration.worker[1:], entry.registration.source, entry.waiting.reason, entry.waiting.fix
+                )
+                for entry in self._sources.unregistered()
             ],
             left_out=core.registry.left_out,
             contested=[Contested(*name, source, why) for source, name, why in self._sources.contested()],
@@ -181,7 +198,7 @@ class Diagnosis:
         )
 
     def _unready(self) -> str:
-        """As /ready has it."""
+        """Return why no request would be placed, in the words of /ready; "" if one would be."""
         try:
             self._placing.takers(self._core.models())
         except NoWorker as error:
@@ -189,7 +206,10 @@ class Diagnosis:
         return ""
 
     async def _probe(self) -> tuple[dict[str, EndpointAnswer], dict[str, float]]:
-        """What listens at all endpoints that the router may connect to; and the clocks of the engines."""
+        """Probe all endpoints that the router may connect to; return the answers and the clocks of the engines.
+
+        An engine's clock is given by the seconds that it is ahead of this machine's, by URL.
+        """
         sockets, urls = set[str](), set[str]()
         for registration in self._core.registrations():
             for role, at in endpoints_of(registration).items():
@@ -201,20 +221,20 @@ class Diagnosis:
         return answers | {url: EndpointAnswer(problem) for url, problem in closed.items()}, ahead
 
     async def _servers_settings(self) -> tuple[dict[str, ServerSettings], float]:
-        """And the time at which they answered."""
+        """Return the settings of the store's servers, none if they do not answer, and the time of the answer."""
         try:
             return await server_settings(self._servers), self._wall_clock()
         except StoreError:
-            # `contact` says so; a server that just came back is seen by the next look.
+            # `contact` reports a store that does not answer. A server that just came back is seen by the next report.
             return {}, self._wall_clock()
 
     async def _workers(self) -> list[WorkerFacts]:
-        found: list[WorkerFacts] = []
+        facts: list[WorkerFacts] = []
         for worker, stream in sorted(self._core.registry.streams.items()):
-            if len(found) % WORKERS_A_TURN == WORKERS_A_TURN - 1:
+            if len(facts) % WORKERS_A_TURN == WORKERS_A_TURN - 1:
                 await asyncio.sleep(0)
-            found.append(self._facts(worker, stream))
-        return found
+            facts.append(self._facts(worker, stream))
+        return facts
 
     def _facts(self, worker: WorkerKey, stream: WorkerStream) -> WorkerFacts:
         profile, registration = stream.profile, stream.registration

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What listens at the endpoints of workers: a short look at each from this process.
+"""Probes what listens at the endpoints of workers: a short look at each from this process.
 
-A ZMQ socket names its type in the first bytes that it sends (ZMTP 3.0, rfc.zeromq.org/spec/23), so that a look shows a
+A ZMQ socket names its type in the first bytes that it sends (ZMTP 3.0, rfc.zeromq.org/spec/23), so a probe detects a
 closed port, another program, and two endpoints that were swapped. Nothing is subscribed or requested.
 """
 
@@ -20,20 +20,20 @@ import msgspec
 
 from kvrouter.router.model.workers.engine_answers import MODELS_PATH
 
-# A local network answers in some milliseconds; a port that drops what comes never does.
+# A local network answers in some milliseconds; a port that drops packets never does.
 TIMEOUT_S = 1.0
-# Descriptors of one diagnosis; a thousand dark endpoints take some 16 s.
+# How many descriptors one diagnosis uses; with this many, a thousand endpoints that do not answer take some 16 s.
 LOOKS_AT_ONCE = 64
-# Of all looks together. What is not looked at by then is not known.
+# The limit of all probes together. The answers of endpoints that were not probed by then are unknown.
 DEADLINE_S = 20.0
 
 SIGNATURE = b"\xff" + 8 * b"\0" + b"\x7f"
-# Version 3.0, no encryption, a client.
+# The greeting of a client with version 3.0 and no encryption.
 GREETING = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + 31 * b"\0"
 MECHANISM = slice(12, 32)
 COMMAND_FLAG = 0x04
 SOCKET_TYPE = b"Socket-Type"
-# What publishes, and what answers requests.
+# The types of sockets that publish, and of those that answer requests.
 PUBLISHERS = frozenset({"PUB", "XPUB"})
 REPLIERS = frozenset({"ROUTER", "REP"})
 
@@ -42,30 +42,32 @@ T = TypeVar("T")
 
 
 class EndpointAnswer(msgspec.Struct, frozen=True):
-    """problem: why there is no connection; empty: there is one. is_zmq: a ZMQ socket answered. socket: its type, empty
-    where it did not say (it is encrypted, or slow)."""
+    """The answer of an endpoint to a probe."""
 
+    # Why there is no connection; empty if there is one.
     problem: str = ""
+    # Whether a ZMQ socket answered.
     is_zmq: bool = False
+    # The type of the ZMQ socket; empty if it did not name it, because it is encrypted or slow.
     socket: str = ""
 
 
 async def probe_endpoints(endpoints: Iterable[str]) -> dict[str, EndpointAnswer]:
-    """What listens at each ZMQ endpoint, as far as is known in time."""
+    """Return the answer of each ZMQ endpoint that was probed before the deadline."""
     return await _each(endpoints, probe_endpoint)
 
 
 async def probe_endpoint(endpoint: str) -> EndpointAnswer:
-    """What listens there, as far as it says in time."""
+    """Return the answer of one ZMQ endpoint, as far as it is complete within TIMEOUT_S."""
     answer = EndpointAnswer(f"no connection within {TIMEOUT_S:g} s")
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await _connect(endpoint)
-            async for said in _greet(reader, writer):
-                answer = said
+            async for fuller in _greet(reader, writer):
+                answer = fuller
     except (TimeoutError, asyncio.IncompleteReadError):
-        # What was heard so far is known.
+        # The answer stays that of the bytes received so far.
         pass
     except (OSError, ValueError) as error:
         if writer is None:
@@ -85,9 +87,13 @@ async def _connect(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> AsyncIterator[EndpointAnswer]:
-    """Each answer says more than the one before. Raises IncompleteReadError and OSError where the other side ends."""
+    """Exchange greetings with a ZMQ socket and yield ever fuller answers.
+
+    Raises IncompleteReadError and OSError if the other side ends the connection.
+    """
     yield EndpointAnswer()
-    # In two steps: one that is encrypted cuts the connection at the second, and what it had sent may be lost with it.
+    # In two steps, because a socket that is encrypted cuts the connection at the second one, which may also lose what
+    # it had sent before.
     writer.write(SIGNATURE)
     signature = await reader.readexactly(len(SIGNATURE))
     if (signature[0], signature[-1]) != (SIGNATURE[0], SIGNATURE[-1]):
@@ -103,7 +109,10 @@ async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 def _socket_type(ready: bytes) -> str:
-    """A property is its name, the length of its value in four bytes, and the value."""
+    """Return the socket's type from a READY command.
+
+    The type is a property: its name, the length of its value in four bytes, and the value.
+    """
     _, _, rest = ready.partition(SOCKET_TYPE)
     return rest[4 : 4 + int.from_bytes(rest[:4], "big")].decode("ascii", "replace")
 
@@ -111,8 +120,12 @@ def _socket_type(ready: bytes) -> str:
 async def probe_engines(
     http: aiohttp.ClientSession, urls: Iterable[str], wall_clock: Callable[[], float]
 ) -> tuple[dict[str, str], dict[str, float]]:
-    """By URL: why an engine's HTTP port is closed from here, empty where it is not; and by how many seconds its clock
-    is ahead of ours, where it says the time."""
+    """Probe the HTTP port of each engine, and compare its clock with this machine's.
+
+    Returns:
+        Two mappings by URL. The first has the reason why a port is closed from here, or "" if it is open. The second
+        has the seconds by which an engine's clock is ahead of this machine's, if the engine's answer has a date.
+    """
     ahead: dict[str, float] = {}
 
     async def look(url: str) -> str:
@@ -126,7 +139,7 @@ async def probe_engines(
         except aiohttp.ClientConnectorError as error:
             return _said(error.os_error)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
-            # Whether it lives is judged by those who poll it.
+            # The port is not closed; the poller judges whether the engine lives.
             return ""
         return ""
 
@@ -134,18 +147,18 @@ async def probe_engines(
 
 
 async def _each(names: Iterable[str], look: Callable[[str], Awaitable[T]]) -> dict[str, T]:
-    """What each look found, of those that ended before the deadline."""
-    found: dict[str, T] = {}
+    """Return the result of each probe that ended before the deadline."""
+    results: dict[str, T] = {}
     slots = asyncio.Semaphore(LOOKS_AT_ONCE)
 
     async def one(name: str) -> None:
         async with slots:
-            found[name] = await look(name)
+            results[name] = await look(name)
 
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.gather(*map(one, set(names)))
-    return found
+    return results
 
 
 def _said(error: OSError | ValueError) -> str:

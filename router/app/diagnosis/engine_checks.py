@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of engines: are they reached, and do they serve what they are registered for. Pure."""
+"""Checks of engines: whether they can be reached, and whether they serve the model they are registered for. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvrouter.router.observe.findings.finding import ROUTER, Finding, argument, 
 
 
 def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    """Yield the findings about engines and their registrations."""
     if not snapshot.workers and not snapshot.unregistered:
         yield found(
             "KV005",
@@ -22,7 +23,7 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
             f"kvrouter serve --worker w0=http://HOST:8000, or: curl {ROUTER}register -d "
             '\'{"worker_id": "w0", "url": "http://HOST:8000"}\'',
         )
-    if snapshot.unready and snapshot.workers and not any(one.is_down or one.breaker for one in snapshot.workers):
+    if snapshot.unready and snapshot.workers and not any(facts.is_down or facts.breaker for facts in snapshot.workers):
         yield found(
             "KV009",
             "fleet",
@@ -37,10 +38,10 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
             waiting.reason,
             waiting.fix,
         )
-    for left, reason in snapshot.left_out.items():
+    for key, reason in snapshot.left_out.items():
         yield found(
             "KV108",
-            f"worker {printable(left.route_name)}",
+            f"worker {printable(key.route_name)}",
             reason,
             "kvrouter serve --max-workers N, with more than now, or register fewer; if its registration cannot be read, register "
             "it again",
@@ -93,12 +94,12 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
             f"{engine.flags.serve} --served-model-name {model}, or register model= as the engine calls it",
         )
     if worker.drains_s is not None:
-        given = worker.registration
-        who = "a client said so" if given.draining else f"its source {given.source} says so"
+        registration = worker.registration
+        origin = "a client said so" if registration.draining else f"its source {registration.source} says so"
         yield found(
             "KV111",
             worker.name,
-            f"it has taken no new requests for at least {worker.drains_s:.0f} s, because {who}",
+            f"it has taken no new requests for at least {worker.drains_s:.0f} s, because {origin}",
             f'if it should take some: curl -X PATCH {ROUTER}workers/{name} -d \'{{"state": "active"}}\'',
         )
     if worker.refused_key and not worker.is_down:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the engines' events: do they come, and from the right engine. Pure."""
+"""Checks of the engines' events: whether they arrive, and whether they come from the right engine. Pure."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from kvrouter.router.model.workers.source_precedence import REGISTER
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.findings.finding import Finding, argument, found
 
-# Prompts of whole blocks that an engine computed without an event: the last one's may be on their way.
+# How many prompts of whole blocks an engine must have computed without an event before it counts as unheard: the events
+# of the last prompt may still be under way.
 UNHEARD_PROMPTS = 3
-# In these states the events are on no way to be known, and no other check says why.
+# The states in which events are not followed and for which no other check gives the cause.
 UNFOLLOWED = frozenset({StreamState.CONNECTING, StreamState.SUSPECT, StreamState.RESYNCING})
-# The kind of a ZMQ socket that does not name it.
+# The type of a ZMQ socket that does not name its type.
 UNKNOWN_SOCKET = ""
-# The endpoints that an engine names by itself.
+# The roles of the endpoints that an engine itself names.
 STREAM_ROLES = ("events", "replay")
 
 
 def event_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    """Yield the findings about the event streams of workers that are not down."""
     for worker in snapshot.workers:
         if worker.is_down:
-            # Its ports are closed because it does not run.
+            # The ports of an engine that does not run are closed.
             continue
-        listed = list(_of_endpoints(worker, snapshot))
-        yield from listed
-        yield from _of_stream(worker, explained=bool(listed))
+        findings = list(_of_endpoints(worker, snapshot))
+        yield from findings
+        yield from _of_stream(worker, explained=bool(findings))
 
 
 def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
-    given = worker.registration
-    engine = engine_named(given.engine)
+    registration = worker.registration
+    engine = engine_named(registration.engine)
     flags = engine.flags
     if worker.is_silent:
-        known = (given.note or worker.reason or "it was registered without one", worker.cache.problem)
-        yield found("KV201", worker.name, "; ".join(filter(None, known)), _publishing(worker))
+        reasons = (registration.note or worker.reason or "it was registered without one", worker.cache.problem)
+        yield found("KV201", worker.name, "; ".join(filter(None, reasons)), _publishing(worker))
         return
     if worker.cache.problem:
-        # An engine without prefix caching stores no block, so no event can come; nothing else that is wrong with its
-        # events matters.
+        # An engine without prefix caching stores no block and so sends no event. Other problems of its events do not
+        # matter then.
         yield found("KV202", worker.name, worker.cache.problem, f"{flags.serve} {flags.prefix_cache} {flags.events}")
         return
     if worker.state is StreamState.MISMATCHED:
@@ -54,23 +56,25 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
             worker.name,
             worker.reason,
             f"register each worker with the endpoints of its own engine and rank; the engine names them (vLLM from 0.31 on): curl "
-            f"{argument(given.url or 'ENGINE')}{engine.info_path}",
+            f"{argument(registration.url or 'ENGINE')}{engine.info_path}",
         )
     elif worker.state in UNFOLLOWED and not explained:
         yield found(
             "KV208",
             worker.name,
             f"it is {worker.state.value}: {worker.reason}",
-            f"wait some seconds and run doctor again; if it stays: can this machine reach {given.events or given.patch}?",
+            "wait some seconds and run doctor again; if it stays: can this machine reach "
+            f"{registration.events or registration.patch}?",
         )
     elif _is_unheard(worker.prompts, worker):
         yield found(
             "KV202",
             worker.name,
-            f"it computed {worker.prompts.whole} prompts of whole blocks, and no event came from {given.events or given.patch}",
+            f"it computed {worker.prompts.whole} prompts of whole blocks, and no event came from "
+            f"{registration.events or registration.patch}",
             f"{flags.serve} {flags.prefix_cache} {flags.events}; and register the endpoint that this engine publishes on",
         )
-    if given.events is not None and given.replay is None and not worker.is_patched:
+    if registration.events is not None and registration.replay is None and not worker.is_patched:
         yield found(
             "KV207",
             worker.name,
@@ -81,8 +85,8 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
 
 def _publishing(worker: WorkerFacts) -> str:
     """Return the steps that give a worker without an event endpoint one."""
-    given = worker.registration
-    flags = engine_named(given.engine).flags
+    registration = worker.registration
+    flags = engine_named(registration.engine).flags
     if worker.published:
         return f"register {_endpoints_text(worker.published[0])}: its engine publishes there"
     caching = f"{flags.prefix_cache} " if worker.cache.problem else ""
@@ -90,7 +94,7 @@ def _publishing(worker: WorkerFacts) -> str:
     if not worker.names_streams:
         # The engine is a vLLM before 0.31, or cannot be reached.
         return f"{start}; and register events=tcp://HOST:5557,replay=tcp://HOST:5558"
-    return f"{start}; then register it again" if given.source == REGISTER else start
+    return f"{start}; then register it again" if registration.source == REGISTER else start
 
 
 def _endpoints_text(stream: Stream) -> str:
@@ -104,26 +108,26 @@ def _is_unheard(prompts: PromptCount, worker: WorkerFacts) -> bool:
 
 
 def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
-    given = worker.registration
+    registration = worker.registration
     if worker.refusal:
         return
     answers = {
-        role: snapshot.endpoints.get(at, EndpointAnswer(is_zmq=True)) for role, at in endpoints_of(given).items()
+        role: snapshot.endpoints.get(at, EndpointAnswer(is_zmq=True)) for role, at in endpoints_of(registration).items()
     }
     events, replay = answers.get("events"), answers.get("replay")
     if events and replay and events.socket in REPLIERS and replay.socket in PUBLISHERS:
         yield found(
             "KV204",
             worker.name,
-            f"a {events.socket} socket answers at the event endpoint {given.events}, and a {replay.socket} socket at the replay "
-            f"endpoint {given.replay}",
-            f"register events={argument(given.replay or '')},replay={argument(given.events or '')}",
+            f"a {events.socket} socket answers at the event endpoint {registration.events}, and a {replay.socket} socket at the "
+            f"replay endpoint {registration.replay}",
+            f"register events={argument(registration.replay or '')},replay={argument(registration.events or '')}",
         )
         return
     elsewhere = _published_elsewhere(worker, answers)
     yield from elsewhere
     for role, answer in answers.items():
-        at = endpoints_of(given)[role]
+        at = endpoints_of(registration)[role]
         if answer.problem and elsewhere and role in STREAM_ROLES:
             # The finding about the endpoints that the engine names has named this one already.
             continue
@@ -146,29 +150,29 @@ def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
 
 def _published_elsewhere(worker: WorkerFacts, answers: Mapping[str, EndpointAnswer]) -> list[Finding]:
     """Return the one finding for closed endpoints that the engine itself names differently; empty if it does not."""
-    given = worker.registration
+    registration = worker.registration
     closed = {role: answers[role].problem for role in STREAM_ROLES if role in answers and answers[role].problem}
     if not closed or not worker.published:
         return []
     stream = worker.published[0]
-    if same_endpoint(stream.events, given.events) and same_endpoint(stream.replay, given.replay):
+    if same_endpoint(stream.events, registration.events) and same_endpoint(stream.replay, registration.replay):
         return []
-    at = endpoints_of(given)
+    at = endpoints_of(registration)
     shut = "; ".join(f"{role} endpoint {at[role]}: {problem}" for role, problem in closed.items())
     right = _endpoints_text(stream)
-    info_path = engine_named(given.engine).info_path
+    info_path = engine_named(registration.engine).info_path
     return [found("KV205", worker.name, f"{shut}; its engine names {right} ({info_path})", f"register {right}")]
 
 
 def endpoints_of(given: Registration) -> dict[str, str]:
-    """What a worker is registered with, by its role. `url` is its HTTP address."""
+    """Return a worker's endpoints by role: `events`, `replay`, `patch`, and `url` for its HTTP address."""
     patch = None if given.patch == NO_PATCH else given.patch
-    known = {"events": given.events, "replay": given.replay, "patch": patch, "url": given.url}
-    return {role: at for role, at in known.items() if at is not None}
+    endpoints = {"events": given.events, "replay": given.replay, "patch": patch, "url": given.url}
+    return {role: at for role, at in endpoints.items() if at is not None}
 
 
 def _expected(role: str) -> frozenset[str]:
-    """The types of socket that belong there."""
+    """Return the types of ZMQ sockets that belong at an endpoint of this role."""
     return PUBLISHERS if role == "events" else REPLIERS
 
 

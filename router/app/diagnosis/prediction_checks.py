@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of predictions: do they come true, and could they. Pure; what is judged is `quality/prediction_judge.py`'s."""
+"""Checks of predictions: whether they come true, and whether they could.
+
+Pure; `quality/prediction_judge.py` judges the single predictions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from kvrouter.router.observe.findings.finding import Finding, found
 from kvrouter.router.observe.quality.prediction_judge import DoubtKind
 from kvrouter.router.route.tokens.prompt_tokens import Reason
 
-# Prompts of a model of which more than half are short: fewer say nothing of its traffic.
+# How many prompts a model must have had before the share of short ones is judged: fewer say nothing about its traffic.
 COUNTED_PROMPTS = 32
 HALF = 0.5
 
@@ -46,6 +49,7 @@ TOKEN_FIXES: dict[Reason, str] = {
 
 
 def prediction_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    """Yield the findings about predictions and about the tokens that they need."""
     for worker in snapshot.workers:
         if worker.doubt is not None:
             code, fix = DOUBTS[worker.doubt.kind]

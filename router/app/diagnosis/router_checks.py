@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of this router and of those beside it on one Redis. Pure."""
+"""Checks of this router and of the other routers on the same Redis. Pure."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from kvrouter.router.app.diagnosis.snapshot import Snapshot
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.observe.findings.finding import Finding, Severity, found
 
-# How much of values that differ is shown: enough to see how. A heartbeat in Redis may be anybody's.
+# How many characters of differing values, and how many values, are shown: enough to see the difference. Any program may
+# have written a heartbeat in Redis.
 SHOWN_CHARS = 60
 MAX_SHOWN = 8
 
 
 def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    """Yield the findings about this router, its sources of workers and the other routers."""
     if snapshot.is_open is not None:
         yield found(
             "KV006",
@@ -43,7 +45,7 @@ def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
             yield found(
                 "KV011", "router", expiry, "openssl x509 -enddate -noout -in FILE shows when one ends", severity
             )
-    # The load is shared through the store; while that is away, KV501 says so.
+    # The load is shared through the store; while the store is away, KV501 reports that.
     for problem in () if snapshot.store.problem else snapshot.load_problems:
         yield found("KV604", "router", problem, "see what KV501 says of Redis; the load is shared through it")
     for source, problem in snapshot.source_problems:
@@ -68,7 +70,7 @@ def _of_peers(snapshot: Snapshot) -> Iterator[Finding]:
             "install the same version on all, and restart them in turn",
         )
     own = snapshot.routers.get(snapshot.token)
-    # Other settings that a heartbeat in Redis names are another version's.
+    # Settings that only a heartbeat in Redis names belong to another version.
     for name in sorted(own.settings if own is not None else ()):
         values = {token: word.settings[name] for token, word in snapshot.routers.items() if name in word.settings}
         if len(set(values.values())) > 1:
@@ -81,17 +83,17 @@ def _of_peers(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _listed(values: dict[str, str], own: str) -> str:
-    """Which router has what, this one first, and one of those that have the same."""
+    """Return which router has which value: this router first, and one router for each of the other values."""
     parts = []
     for value in dict.fromkeys([values[own], *sorted(values.values())]):
-        having = sorted((token for token in values if values[token] == value), key=lambda token: (token != own, token))
-        who = "this router" if having[0] == own else f"router {printable(having[0])}"
-        more = f" (and {len(having) - 1} more)" if len(having) > 1 else ""
-        parts.append(f"{who}{more} has {_shown(value)}")
+        tokens = sorted((token for token in values if values[token] == value), key=lambda token: (token != own, token))
+        name = "this router" if tokens[0] == own else f"router {printable(tokens[0])}"
+        more = f" (and {len(tokens) - 1} more)" if len(tokens) > 1 else ""
+        parts.append(f"{name}{more} has {_shown(value)}")
     return "; ".join(parts[:MAX_SHOWN]) + ("; and others" if len(parts) > MAX_SHOWN else "")
 
 
 def _shown(value: str) -> str:
-    """A text from Redis, of any length."""
+    """Return a text from Redis, which may have any length, as it can be shown."""
     cut = value if len(value) <= SHOWN_CHARS else f"{value[:SHOWN_CHARS]}..."
     return printable(cut) or "none that it names"

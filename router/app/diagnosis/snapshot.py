@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the checks look at: all that one router process knows, at one moment. Values of other rooms, unjudged."""
+"""The input of the checks: everything that one router process knows, at one moment. Unjudged values of other rooms."""
 
 from __future__ import annotations
 
@@ -22,45 +22,53 @@ from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
 
 
 class PromptCount(msgspec.Struct, frozen=True):
-    """Prompts that a worker computed, since this process started. short: of at most one unit of reuse, so that nothing
-    of them can be reused. whole: of more than one, so that events must have followed."""
+    """The prompts that a worker computed since this process started."""
 
     total: int = 0
+    # Prompts that are certainly shorter than one unit of reuse, so that no part of them can be reused.
     short: int = 0
+    # Prompts that are certainly longer than one unit, so that events must have followed.
     whole: int = 0
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. A text is a sentence of the part that judges it; empty: nothing is wrong."""
+    """The facts about one worker.
+
+    Each text is a sentence by the part that judges it; it is empty if nothing is wrong.
+    """
 
     registration: Registration
     state: StreamState
     catalog: Catalog
     scheme: SchemeState
     hash_label: str = ""
-    # Why the state is what it is.
+    # The reason for the state.
     reason: str = ""
-    # Why the router may not connect there.
+    # Why the router may not connect to the worker.
     refusal: str = ""
     # Why requests for the model would get 404.
     unserved: str = ""
     # Why its engine refuses this router's queries.
     refused_key: str = ""
-    # Why no requests are sent there.
+    # Why no requests are sent to the worker.
     breaker: str = ""
+    # The problem of the disk that its engine offloads to.
     disk: str = ""
+    # The problem of its engine's CPU tier.
     cpu_tier: str = ""
     # Why blocks found no room in memory.
     refused: str = ""
     # Why blocks beside the GPU earn no credit.
     withheld: str = ""
-    # Whether a batch of its events ever came.
+    # Whether a batch of its events ever arrived.
     is_heard: bool = False
+    # Whether it has no event endpoint.
     is_silent: bool = False
+    # Whether a publisher of the engine patch is followed.
     is_patched: bool = False
     # How many blocks it holds.
     blocks: int = 0
-    # The path or name that the engine loaded its model from; empty: it does not say.
+    # The path or name that the engine loaded its model from; empty if the engine does not name it.
     engine_model: str = ""
     prompts: PromptCount = PromptCount()
     doubt: Doubt | None = None
@@ -68,22 +76,24 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     cache: EngineCache = EngineCache()
     # The event endpoints that its engine names.
     published: Sequence[Stream] = ()
-    # Whether its engine says where its events are, or that there are none.
+    # Whether its engine names its event endpoints, or reports that it has none.
     names_streams: bool = False
-    # For how many seconds it has taken no new requests, as far as this process knows.
+    # For how many seconds it has taken no new requests, as far as this process knows; None if it takes some.
     drains_s: float | None = None
 
     @property
     def name(self) -> str:
+        """The subject of findings about the worker."""
         return f"worker {printable(self.registration.worker.route_name)}"
 
     @property
     def is_down(self) -> bool:
+        """Whether the engine does not answer."""
         return self.state is StreamState.DOWN
 
 
 class RouterWord(msgspec.Struct, frozen=True):
-    """What the heartbeat of a router says of itself."""
+    """The version and settings that the heartbeat of a router states."""
 
     version: str
     settings: dict[str, str]
@@ -101,7 +111,7 @@ class Unregistered(msgspec.Struct, frozen=True):
 
 
 class Contested(msgspec.Struct, frozen=True):
-    """A worker of which two sources, or two routers' sources of one name, say different things."""
+    """A worker that two sources, or two routers' sources of one name, describe differently."""
 
     worker_id: str
     dp_rank: int
@@ -110,7 +120,7 @@ class Contested(msgspec.Struct, frozen=True):
 
 
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of Redis; an empty text: nothing is wrong."""
+    """The facts about Redis. Each text is empty if nothing is wrong."""
 
     # Why Redis does not answer.
     problem: str = ""
@@ -120,16 +130,16 @@ class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: tuple[str, ...] = ()
     # The other schemas in it, and the parts of the former one that are not taken over.
     schemas: tuple[str, ...] = ()
-    # The settings of each server by address; empty where they do not answer.
+    # The settings of each server by address; empty if the servers do not answer.
     servers: Mapping[str, ServerSettings] = {}
-    # Whether it is this router's own server.
+    # Whether Redis is this router's private server.
     is_private: bool = False
     # Why no worker is registered although some were.
     lost: str = ""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the checks of the doctor look at, at one moment."""
+    """The input of all checks of the doctor, at one moment."""
 
     version: str = ""
     # Names this process among `routers`.
@@ -145,16 +155,21 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: Mapping[str, EndpointAnswer] = {}
     # Seconds by which each engine's clock is ahead of this process's, by URL.
     engine_clocks: Mapping[str, float] = {}
-    # Model, URL and problem wherever tokens of texts are not known to be the engine's.
+    # Model, URL and problem for each place where the tokens of texts are not known to be the engine's.
     tokens: Sequence[tuple[str, str, str]] = ()
     # Models whose texts mostly have no tokens.
     missing_tokens: Sequence[MissingTokens] = ()
     store: StoreFacts = StoreFacts()
+    # The routers on this Redis, by token.
     routers: Mapping[str, RouterWord] = {}
+    # Why the load of other routers is unknown.
     load_problems: Sequence[str] = ()
+    # The sources that cannot be read, each with its problem.
     source_problems: Sequence[tuple[str, str]] = ()
     task_problems: Sequence[str] = ()
+    # Why the router is open to everybody; None if it is not.
     is_open: str | None = None
+    # Which modules are not compiled; None if all are.
     uncompiled: str | None = None
     # Why no request would be placed.
     unready: str = ""

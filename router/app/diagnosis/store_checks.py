@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of Redis: is it heard, and will it keep what it is given. Pure."""
+"""Checks of Redis: whether it answers, and whether it will keep its data. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from kvrouter.router.index.store.server_settings import ServerSettings
 from kvrouter.router.model.config.cautions import evicting
 from kvrouter.router.observe.findings.finding import Finding, argument, found
 
-# The share of the limit from which memory is short: a fleet's index grows with the blocks of its engines, and a server
-# at its limit refuses commits.
+# The share of the limit from which memory counts as short. A fleet's index grows with the blocks of its engines, and a
+# server at its limit refuses commits.
 NEAR_SHARE = 0.9
 MIB = 1024**2
 
 
 def store_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    """Yield the findings about the store and its servers."""
     store = snapshot.store
-    # If no look is answered, no commit is taken either.
+    # A store that answers nothing takes no commit either.
     for problem in (store.problem,) if store.problem else store.unwritten:
         yield found(
             "KV501",
@@ -88,7 +89,7 @@ def _of_server(
         )
     if server.time_s is not None and (differs := clock_difference(server.time_s - time_s)) is not None:
         yield found("KV603", subject, f"its clock is {differs} this router's", SET_CLOCKS)
-    # An append-only file is known by INFO alone.
+    # INFO is enough to know of an append-only file, so a refused CONFIG matters only without one.
     hidden = [name for name in server.refused if name != "CONFIG" or not server.appends]
     if hidden and not store.is_private:
         yield found(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wiring, start, signals and processes."""
+"""The wiring of a router process, its start, its signals, and several processes behind one port."""

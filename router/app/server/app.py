@@ -28,8 +28,16 @@ log = logging.getLogger(__name__)
 async def serve(
     config: Config, origin: Origin, local: Mapping[str, LocalMaker], part: ProcessPart | None = None
 ) -> None:
-    """Runs a router until SIGTERM or SIGINT; one that is a part also until its supervisor is gone. origin: where config
-    came from; local: the settings' tokenizers, by model. Raises SettingError and StartError before it serves."""
+    """Run a router until SIGTERM or SIGINT; a process of a supervisor also ends when its supervisor is gone.
+
+    Raises SettingError and StartError before it serves.
+
+    Args:
+        config: The settings.
+        origin: The source of `config`.
+        local: The tokenizers of the settings, by model.
+        part: This process's place under a supervisor; None: it is the only process.
+    """
     set_up_logs(config.log_level, config.log_format, sys.stderr)
     set_up_access_log(wanted=config.access_log == "on")
     allow_descriptors()
@@ -37,7 +45,7 @@ async def serve(
         if part is not None:
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.on_supervisor_gone)
         async with AsyncExitStack() as stack:
-            # First, because it fails most often, and fails fast.
+            # The port comes first, because binding it fails most often and fails fast.
             opened = bound_socket(config.host, config.port) if part is None else socket.socket(fileno=part.listener)
             listener = stack.enter_context(contextlib.closing(opened))
             assembly = Assembly(config, origin, part, stopping.shutdown, stack)
@@ -47,6 +55,6 @@ async def serve(
                 try:
                     await server.serve(sockets=[listener])
                 except OSError as error:
-                    # Two starting routers can both bind the port; the second to listen finds out here.
+                    # Two routers that start together can both bind the port; the second one to listen fails here.
                     raise port_taken(config.host, config.port, error) from None
     log.info("stopped")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One router process, put together from its settings; the stack that it was given takes it apart. Only this module names
-clocks and randomness."""
+"""One router process, put together from its settings. The exit stack that it is given ends all its parts.
+
+Only this module chooses clocks and randomness.
+"""
 
 from __future__ import annotations
 
@@ -68,26 +70,33 @@ from kvrouter.router.serve.api.http.http_connection import connection_factory
 from kvrouter.router.serve.proxy.admission import Admission
 from kvrouter.router.serve.proxy.proxy import Proxy
 
-# A worker with the patch has two connections, a snapshot under way, a look for another life, and a monitor's pair for
-# each. ZMQ's own limit of 1,023 would refuse some of a hundred workers.
+# A worker with the patch has four sockets: two connections, a snapshot under way, and a look for another life. Each of
+# them has a monitor's pair as well. ZMQ's own limit of 1,023 would refuse some of a hundred workers.
 SOCKETS_PER_WORKER = 12
 SPARE_SOCKETS = 64
 # ZMQ_ZERO_COPY_RECV, which pyzmq does not define. With that option, each small frame of an unfinished message would
 # hold the whole 8 KiB buffer that it was read into.
 ZERO_COPY_RECV = 10
 
-# How long aiohttp keeps idle connections by default.
+# How long aiohttp keeps idle connections by default, in seconds.
 AIOHTTP_KEEP_S = 15.0
 
 
 class Assembly:
-    """What the parts of one process share while they are made."""
+    """The parts of one process that are shared while the others are made."""
 
     def __init__(
         self, config: Config, origin: Origin, part: ProcessPart | None, shutdown: Shutdown, stack: AsyncExitStack
     ) -> None:
-        """Starts nothing. origin: where config came from. part: None: the only process. stack: what is started is ended
-        by it."""
+        """Create the shared parts without starting anything.
+
+        Args:
+            config: The settings.
+            origin: The source of `config`.
+            part: This process's place under a supervisor; None: it is the only process.
+            shutdown: The shutdown state of the process.
+            stack: Ends everything that `start` starts.
+        """
         self._config = config
         self._origin = origin
         self._part = part
@@ -105,10 +114,12 @@ class Assembly:
         self._engine_key = EngineKey(config.worker_api_key, self._allowed)
 
     async def start(self, local: Mapping[str, LocalMaker], listener: socket.socket) -> Server:
-        """Everything but the server, which is to serve at `listener`. local: the settings' tokenizers, by model. Raises
-        SettingError and StartError."""
+        """Start everything but the HTTP server, and return that server, which is to serve at `listener`.
+
+        `local` has the settings' tokenizers, by model. Raises SettingError and StartError.
+        """
         config, metrics, stack = self._config, self._metrics, self._stack
-        # Settings first: a wrong one ends the start before anything is started.
+        # Settings come first: a wrong one ends the start before anything is started.
         access = Access(config, metrics.http.access, clock=time.monotonic, wall_clock=time.time)
         tracing = tracing_of(config, metrics.quality)
         if tracing is not None:
@@ -119,7 +130,7 @@ class Assembly:
         sources = await self._make_sources()
         http = await self._session()
         siblings = await self._start_siblings()
-        # Each start numbers its events from one.
+        # Each start numbers its events from one, so each needs a new life.
         feed = EventFeed(life=secrets.token_hex(4), wall_clock=time.time, metrics=metrics.core.watch)
         self._shutdown.on_begin(feed.close)
         decisions = DecisionLog(config.decisions_kept, feed, time.monotonic, metrics.core.watch)
@@ -127,16 +138,16 @@ class Assembly:
             store = await self._open_store()
             core = self._make_core(store, feed, http)
             admission = Admission(core.registry.drains, time.monotonic, metrics.proxy)
-            placing = self._make_placer(core, store, admission, decisions)
+            placer = self._make_placer(core, store, admission, decisions)
             await core.start()
-            stack.push_async_callback(placing.stop)
-            placing.start()
+            stack.push_async_callback(placer.stop)
+            placer.start()
             discovery = await self._start_discovery(core, sources, http)
         except EmbeddedStoreError as error:
             raise StartError(str(error)) from None
         except StoreError as error:
             raise StartError(_redis_problem(config, error)) from None
-        tokens = await self._start_tokens(core, local)
+        tokenizer = await self._start_tokens(core, local)
         quality = Quality(metrics.quality, time.monotonic, tracing, decisions, logs_access=config.access_log == "on")
         core.registry.subscribe(view=quality.on_view, life=quality.begin_life)
         watch = Watch(feed, decisions)
@@ -145,10 +156,10 @@ class Assembly:
             watch = Watch(feed, decisions, siblings.decision)
         diagnosis = Diagnosis(
             core=core,
-            placing=placing,
+            placing=placer,
             admission=admission,
             quality=quality,
-            tokens=tokens,
+            tokens=tokenizer,
             sources=discovery,
             servers=store.servers,
             config=config,
@@ -156,14 +167,14 @@ class Assembly:
             wall_clock=time.time,
             access=access,
         )
-        proxy = self._make_proxy(core, placing, admission, tokens, quality, access)
+        proxy = self._make_proxy(core, placer, admission, tokenizer, quality, access)
         api = build_api(
             core,
-            placing,
+            placer,
             config,
             metrics.http,
             time.perf_counter,
-            tokens,
+            tokenizer,
             proxy,
             quality.tracing,
             discovery,
@@ -172,12 +183,12 @@ class Assembly:
             diagnosis,
             access,
         )
-        beside, gateway_port = await self._start_gateway(core, placing, proxy, admission, quality, access)
+        beside, gateway_port = await self._start_gateway(core, placer, proxy, admission, quality, access)
         limits = HttpLimits(max_connections=connections_possible(HttpLimits().max_connections))
         settings = uvicorn.Config(
             api.cold,
             loop="none",
-            # Any callable that returns a protocol does.
+            # uvicorn accepts any callable that returns a protocol.
             http=connection_factory(api, limits, lambda: access.context),  # type: ignore[arg-type]
             proxy_headers=False,
             ws="none",
@@ -187,7 +198,7 @@ class Assembly:
             server_header=False,
             timeout_graceful_shutdown=config.drain_s,
         )
-        # Objects alive now live long: the garbage collector need not scan them between requests.
+        # Objects that exist now live long, so the garbage collector need not scan them between requests.
         gc.collect()
         gc.freeze()
         return Server(settings, partial(self._tell_started, core, listener, gateway_port), beside)
@@ -210,7 +221,7 @@ class Assembly:
         )
 
     async def _session(self, keep_s: float = AIOHTTP_KEEP_S) -> aiohttp.ClientSession:
-        """Return a session for HTTP to engines. keep_s: how long connections are kept."""
+        """Return a session for HTTP to engines that keeps idle connections for `keep_s` seconds."""
         connector = aiohttp.TCPConnector(resolver=CheckedResolver(self._allowed), keepalive_timeout=keep_s)
         return await self._stack.enter_async_context(aiohttp.ClientSession(connector=connector))
 
@@ -234,7 +245,7 @@ class Assembly:
         return store
 
     def _own_token(self) -> str | None:
-        """What names this process in leases from start to start; None where others may follow the same workers."""
+        """Return the lasting name of this process in leases; None if others may follow the same workers."""
         if self._part is not None:
             return self._part.token
         return PRIVATE_TOKEN if self._config.redis is None else None
@@ -268,13 +279,13 @@ class Assembly:
         return core
 
     def _make_placer(self, core: Core, store: IndexStore, admission: Admission, decisions: DecisionLog) -> Placer:
-        placing = Placer(
+        placer = Placer(
             core.finder,
             config=self._config,
             metrics=self._metrics.placement,
             clock=time.monotonic,
             rng=random.Random(),
-            # Nobody can guess one, so nobody can end another's reservation.
+            # Ids that nobody can guess keep clients from ending the reservations of others.
             new_id=RandomIds(),
             unavailable=admission.problem,
             prefillers=core.registry.prefill_workers,
@@ -284,9 +295,9 @@ class Assembly:
             process=core.peers.token,
             supervisor=self._supervisor,
         )
-        decisions.send_notice = placing.send_notice
-        core.registry.subscribe(view=admission.on_view, load=placing.engine_said, life=placing.weights.prompts.forget)
-        return placing
+        decisions.send_notice = placer.send_notice
+        core.registry.subscribe(view=admission.on_view, load=placer.engine_said, life=placer.weights.prompts.forget)
+        return placer
 
     async def _start_discovery(self, core: Core, sources: Sequence[Source], http: aiohttp.ClientSession) -> Discovery:
         discovery = Discovery(
@@ -306,13 +317,13 @@ class Assembly:
         return discovery
 
     async def _start_tokens(self, core: Core, local: Mapping[str, LocalMaker]) -> TextTokenizer:
-        tokens = TextTokenizer(
+        tokenizer = TextTokenizer(
             models=core.models,
             engines=lambda model: [
                 Engine(url, f"{kind.name} {epoch}", kind.tokens)
                 for url, (epoch, kind) in core.engine_urls(model).items()
             ],
-            # An engine that closes what is idle must not look like one that died of a prompt.
+            # An engine that closes an idle connection must not look like one that crashed on a prompt.
             session=await self._session(KEEP_IDLE_S),
             engine_key=self._engine_key,
             local=local,
@@ -322,22 +333,22 @@ class Assembly:
             rng=random.Random(),
             supervisor=self._supervisor,
         )
-        self._stack.push_async_callback(tokens.stop)
-        tokens.start()
-        return tokens
+        self._stack.push_async_callback(tokenizer.stop)
+        tokenizer.start()
+        return tokenizer
 
     def _make_proxy(
         self,
         core: Core,
-        placing: Placer,
+        placer: Placer,
         admission: Admission,
-        tokens: TextTokenizer,
+        tokenizer: TextTokenizer,
         quality: Quality,
         access: Access,
     ) -> Proxy:
         proxy = Proxy(
-            placing=placing,
-            tokens=tokens,
+            placing=placer,
+            tokens=tokenizer,
             resolve=core.resolve,
             registrations=core.registry.registrations,
             admission=admission,
@@ -354,7 +365,7 @@ class Assembly:
         return proxy
 
     async def _start_gateway(
-        self, core: Core, placing: Placer, proxy: Proxy, admission: Admission, quality: Quality, access: Access
+        self, core: Core, placer: Placer, proxy: Proxy, admission: Admission, quality: Quality, access: Access
     ) -> tuple[Beside | None, int | None]:
         if self._config.gateway_port is None:
             return None, None
@@ -363,7 +374,7 @@ class Assembly:
         beside, port = await start_gateway(
             self._config,
             core,
-            placing,
+            placer,
             proxy,
             admission,
             quality,
@@ -380,12 +391,12 @@ class Assembly:
         if self._part is None:
             announce(start_line(self._config, listener, workers, gateway_port), os.environ)
         else:
-            # A supervisor reads the number, and announces itself when all its processes serve.
+            # The supervisor reads the number, and announces itself once all its processes serve.
             print(workers, flush=True)
 
 
 def count_callbacks(registry: MetricRegistry) -> None:
-    """Have errors counted that nobody awaits, of timers and of transports; the loop logs them."""
+    """Count errors of timers and transports, which no task awaits; the loop logs them."""
 
     def count(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # A broken connection is not a bug.

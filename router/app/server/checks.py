@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before anything is started. What a setting asks for is imported when it does."""
+"""Checks before anything is started. Optional packages are imported only if a setting needs them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ GATEWAY_MODULES = ("grpc", "google.protobuf")
 
 
 def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -> None:
-    """All that a start would refuse, before what a router is made of is imported. Raises SettingError."""
+    """Check everything that a start would refuse, before the modules of the router are imported.
+
+    Raises SettingError.
+    """
     if config.redis is not None:
         try:
             parse_url(config.redis)
@@ -61,12 +64,15 @@ def _check_access(config: Config) -> None:
     from kvrouter.router.serve.access.access import Access
     from kvrouter.router.serve.access.access_metrics import AccessMetrics
 
-    # It reads its files.
+    # Its constructor reads the files and raises SettingError.
     Access(config, AccessMetrics(MetricRegistry()), clock=time.monotonic, wall_clock=time.time)
 
 
 def patch_client_secret(config: Config) -> bytes | None:
-    """The key that this router shows to engines' patches; None: another for each connection. Raises SettingError."""
+    """Return the CURVE key that this router shows to engines' patches; None: a different one for each connection.
+
+    Raises SettingError.
+    """
     if config.curve_client_key is None:
         return None
     from kvrouter.events.transport.curve import read_secret
@@ -79,7 +85,7 @@ def patch_client_secret(config: Config) -> bytes | None:
 
 def _check_gateway(config: Config) -> None:
     try:
-        # An extra, and some tens of megabytes that most routers have no need of.
+        # An extra of some tens of megabytes that most routers do not need.
         for name in GATEWAY_MODULES:
             importlib.import_module(name)
     except ImportError as error:
@@ -91,14 +97,14 @@ def _check_gateway(config: Config) -> None:
 
 
 def log_cautions(config: Config) -> None:
-    """Once for all processes of this router."""
+    """Log the risks of the settings, once for all processes of this router."""
     for caution in (open_to_all(config), open_to_pages(config), compiled.caution()):
         if caution is not None:
             log.warning(caution)
 
 
 def tracing_of(config: Config, measures: QualityMetrics) -> Tracing | None:
-    """Where traces go, None where none are wanted. Raises SettingError."""
+    """Return the tracing that the settings ask for, or None if they do not. Raises SettingError."""
     if config.otlp_endpoint is None:
         return None
     return _tracing_class()(config.otlp_endpoint, measures.spans)
@@ -106,7 +112,7 @@ def tracing_of(config: Config, measures: QualityMetrics) -> Tracing | None:
 
 def _tracing_class() -> type[Tracing]:
     try:
-        # An extra, and a thread and some megabytes that most routers have no need of.
+        # An extra with a thread and some megabytes that most routers do not need.
         from kvrouter.router.observe.quality.tracing import Tracing
     except ImportError as error:
         raise SettingError(
@@ -116,20 +122,20 @@ def _tracing_class() -> type[Tracing]:
 
 
 def local_tokenizers(config: Config) -> dict[str, LocalMaker]:
-    """Those of the settings, by model. A large vocabulary takes a second to load. Raises SettingError."""
+    """Load the tokenizers of the settings, by model; a large vocabulary takes a second. Raises SettingError."""
     if not config.tokenizers:
         return {}
     try:
-        # An extra, of which most routers have no need.
+        # An extra that most routers do not need.
         from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
     except ImportError as error:
         raise SettingError(
             f"tokenizers need a package that is not installed ({error.name}): {install_command('tokenizer')}"
         ) from None
-    found: dict[str, LocalMaker] = {}
+    tokenizers: dict[str, LocalMaker] = {}
     for model, folder in parse_tokenizers(config.tokenizers).items():
         try:
-            found[model] = LocalTokenizer(Path(folder), datetime.now)
+            tokenizers[model] = LocalTokenizer(Path(folder), datetime.now)
         except SettingError as error:
             raise SettingError(f"--tokenizer {model}: {error.message}") from None
-    return found
+    return tokenizers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The system's limit on open files, raised as far as it goes, and the connections that it leaves room for."""
+"""The system's limit on open files, raised as far as allowed, and the number of connections that fits in it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import resource
 
 log = logging.getLogger(__name__)
 
-# Half of the open files are for clients, half for Redis, engines (seven a worker) and libraries.
+# Half of the open files are for clients; the other half is for Redis, engines (seven a worker) and libraries.
 FILES_PER_CONNECTION = 2
 
 
 def allow_descriptors() -> None:
-    """As many open files as the system grants: each worker takes some ten, and the usual soft limit is 1,024."""
+    """Allow as many open files as the system grants: each worker takes some ten, and the usual soft limit is 1,024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def connections_possible(wanted: int) -> int:
-    """`wanted`, or what the limit on open files leaves: without files, nothing is accepted and nothing is connected
-    to."""
+    """Return `wanted`, or fewer if the limit on open files leaves less, and raise that limit if possible.
+
+    Without a free descriptor, no connection can be accepted or made.
+    """
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < wanted * FILES_PER_CONNECTION and (most == resource.RLIM_INFINITY or most > files):
         target = wanted * FILES_PER_CONNECTION

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gRPC port for gateways of a serving process. It is imported where one is wanted: gRPC is an extra."""
+"""The start of the gRPC port for gateways. Imported only if the port is wanted, because gRPC is an extra."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrouter.router.serve.gateway.picker import Picker
 from kvrouter.router.serve.proxy.admission import Admission
 from kvrouter.router.serve.proxy.proxy import Proxy
 
-# Where internal errors are counted.
+# The label under which internal errors of the port are counted.
 WHERE = "gateway"
 
 
@@ -35,7 +35,7 @@ async def start_gateway(
     access: Access,
     clock: Callable[[], float],
 ) -> tuple[GatewayServer, int]:
-    """The server, and the port that it listens on. Raises SettingError."""
+    """Start the server; return it and the port that it listens on. Raises SettingError."""
     assert config.gateway_port is not None
 
     def ready() -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private Valkey server of a router that was given no Redis, kept running."""
+"""The private Valkey server of a router without a Redis URL, kept running."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from kvrouter.router.base.redis_client.errors import StoreError
 
 log = logging.getLogger(__name__)
 
-# Interval at which a dead private server is noticed; queries are answered from memory meanwhile.
+# The interval at which a dead private server is noticed; queries are answered from memory meanwhile.
 STORE_CHECK_S = 1.0
 
 
 @asynccontextmanager
 async def private_store(data_dir: Path, supervisor: TaskSupervisor) -> AsyncIterator[str]:
-    """The private Valkey server of `data_dir`, kept running; yields its URL."""
+    """Start the private Valkey server of `data_dir`, keep it running within the block, and yield its URL.
+
+    Raises EmbeddedStoreError.
+    """
     store = await EmbeddedStore.start(data_dir)
     keeper = supervisor.start("private_store", partial(_keep_running, store))
     try:
@@ -36,14 +39,14 @@ async def private_store(data_dir: Path, supervisor: TaskSupervisor) -> AsyncIter
 
 
 async def _keep_running(store: EmbeddedStore) -> None:
-    told = ""
+    last_error = ""
     while True:
         await asyncio.sleep(STORE_CHECK_S)
         try:
             if await store.ensure_running():
                 log.warning("private store ended and was restarted", extra={"data_dir": store.data_dir})
-            told = ""
+            last_error = ""
         except (EmbeddedStoreError, StoreError, OSError) as error:
-            if str(error) != told:
-                told = str(error)
-                log.error("private store cannot be started", extra={"error": told})
+            if str(error) != last_error:
+                last_error = str(error)
+                log.error("private store cannot be started", extra={"error": last_error})

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process's place among several behind one port. Values only."""
+"""The place of a process among several behind one port. Values only."""
 
 from __future__ import annotations
 
 import msgspec
 
-# The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at
-# once.
+# The lock of the data directory admits one router. So its leases need no unique name, and after a restart it takes over
+# its own leases at once.
 PRIVATE_TOKEN = "private"
 
 
 class ProcessPart(msgspec.Struct, frozen=True):
-    """Which of several processes behind one port this one is. listener: the descriptor of the listening socket; token:
-    names the process in leases; folder: where the processes' own sockets are."""
+    """The identity of one of several processes behind one port."""
 
     number: int
+    # The descriptor of the listening socket.
     listener: int
+    # The name of the process in leases; None: a new one for each start.
     token: str | None
+    # The folder of the processes' own sockets.
     folder: str

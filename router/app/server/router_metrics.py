@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric of a router process: those of each room, on one registry."""
+"""All metrics of a router process: those of each room, on one registry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvrouter.router.serve.proxy.proxy_metrics import ProxyMetrics
 
 
 class RouterMetrics:
-    """Those of each part as an attribute; each part gets its own only."""
+    """The metrics of all parts, one attribute each. Each part gets only its own."""
 
     def __init__(self, registry: MetricRegistry) -> None:
         self.core = CoreMetrics(registry)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readiness for the service manager that started this process (systemd's `Type=notify`), where there is one.
+"""Readiness for the service manager that started this process (systemd's `Type=notify`), if there is one.
 
-Source: sd_notify(3): a datagram to the unix socket that `NOTIFY_SOCKET` names."""
+Source: sd_notify(3): a datagram to the unix socket that `NOTIFY_SOCKET` names.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ READY = b"READY=1"
 
 
 def announce(line: str, environment: Mapping[str, str]) -> None:
-    """The router serves: `line` for who reads its output, and a notification for the service manager."""
+    """Print `line`, which reports that the router serves, and notify the service manager."""
     print(line, flush=True)
     address = environment.get(VARIABLE)
     if not address:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several processes behind one port say to each other: their metrics, on one page, and decisions that others made.
+"""The exchange between several processes behind one port: metrics for a common page, and decisions of other processes.
 
-A request reaches any one of them. Each listens on a unix socket: a connection sends one line, the name of a decision or
-nothing for the page of metrics, and gets the answer. The scraped process reads all pages and labels every sample with
-`process`, without adding anything up. A process that does not answer is left out, which `kvrouter_processes_answering`
-shows.
+A request reaches any one of the processes. Each listens on a unix socket: a connection sends one line, the name of a
+decision or nothing for the page of metrics, and gets the answer. The scraped process reads all pages and labels every
+sample with `process`; it adds nothing up. A process that does not answer is left out, which
+`kvrouter_processes_answering` shows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-# A page is some hundred kilobytes at most, and a sibling that is busy for longer than this would hold the scrape up.
+# A page is some hundred kilobytes at most. A process that is busy for longer than this would delay the scrape.
 ANSWER_TIMEOUT_S = 2.0
 LABEL = "process"
 
 
 def socket_path(folder: Path, number: int) -> Path:
+    """Return the path of the unix socket of the process with this number."""
     return folder / f"sibling-{number}.sock"
 
 
 class Siblings:
-    """This process and the others of one supervisor, by number. `own_page` is this process's; `own_decision` the reply
-    about a decision that it made."""
+    """This process and the others of one supervisor, by number.
+
+    `own_page` returns this process's metrics, and `own_decision` the reply about a decision that it made, or None.
+    """
 
     def __init__(self, folder: Path, number: int, count: int, own_page: Callable[[], Awaitable[bytes]]) -> None:
         self._folder = folder
@@ -42,9 +45,9 @@ class Siblings:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Answers every connection."""
+        """Listen on this process's socket."""
         path = socket_path(self._folder, self._number)
-        # Left there by the process that had this number before.
+        # A previous process with this number may have left its socket there.
         path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._answer, path)
 
@@ -65,12 +68,12 @@ class Siblings:
         return b"" if reply is None else msgspec.json.encode(reply)
 
     async def page(self) -> bytes:
-        """The pages of all that answer, as one."""
+        """Return one page with the metrics of all processes that answer."""
         pages = {self._number: await self._own_page(), **await self._ask_others("")}
         return merged({number: page for number, page in sorted(pages.items()) if page})
 
     async def decision(self, name: str) -> bytes | None:
-        """The reply of the process that made it, in JSON; None: none of them did."""
+        """Return, as JSON, the reply of the other process that made the decision; None if none of them did."""
         if not name:
             return None
         return next((reply for reply in (await self._ask_others(name)).values() if reply), None)
@@ -81,7 +84,7 @@ class Siblings:
         return dict(zip(others, answers, strict=True))
 
     async def _ask(self, number: int, name: str) -> bytes:
-        """The answer of one process, empty where it has none."""
+        """Return the answer of one process; empty if it has none or does not answer in time."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 reader, writer = await asyncio.open_unix_connection(socket_path(self._folder, number))
@@ -94,28 +97,32 @@ class Siblings:
             return b""
 
     async def close(self) -> None:
+        """Stop listening."""
         if self._server is not None:
             self._server.close()
 
 
 class _Merged(Collector):
+    """A collector of the metrics on several pages."""
+
     def __init__(self, pages: dict[int, bytes]) -> None:
         self._pages = pages
 
     def collect(self) -> Iterator[Metric]:
+        """Yield each metric with the samples of all pages, then the number of pages."""
         families: dict[str, Metric] = {}
         for number, page in self._pages.items():
             for family in text_string_to_metric_families(page.decode()):
-                known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                metric = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
-                    known.add_sample(sample.name, {**sample.labels, LABEL: str(number)}, sample.value)
+                    metric.add_sample(sample.name, {**sample.labels, LABEL: str(number)}, sample.value)
         yield from families.values()
         text = "Processes of this router whose metrics are on this page"
         yield GaugeMetricFamily("kvrouter_processes_answering", text, value=len(self._pages))
 
 
 def merged(pages: dict[int, bytes]) -> bytes:
-    """One page of several, every sample labelled with the number of its process."""
+    """Return one page made of several, with every sample labelled with the number of its process."""
     registry = CollectorRegistry()
     registry.register(_Merged(pages))
     return generate_latest(registry)

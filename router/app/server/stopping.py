@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a serving process: its signals, and uvicorn's part of it."""
+"""The end of a serving process: its signals, and the shutdown of uvicorn."""
 
 from __future__ import annotations
 
@@ -19,39 +19,51 @@ from kvrouter.router.base.common.shutdown import Shutdown, take_waiting
 log = logging.getLogger(__name__)
 
 
-# Notifies a part that the supervisor got a second signal. Not SIGTERM, which a service manager may send to all
-# processes at once.
+# The signal by which a supervisor that got a second signal makes its processes stop at once. It is not SIGTERM, because
+# a service manager may send that to all processes at once.
 HURRY = signal.SIGINT
 
 
-# How often a server that waits for its end looks for a second signal.
+# The interval at which a server that waits for its end checks for a second signal.
 LOOK_S = 0.05
 
 
 class Beside(Protocol):
-    """Another server of the process, which ends with HTTP."""
+    """Another server of the process, which ends together with the HTTP server."""
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more requests; those under way have this long to end, or what a later call says."""
+        """Take no more requests; those under way have `grace_s` seconds to end, or as long as a later call says."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn that reports when it serves and leaves signals alone: it would handle them itself and raise them again
-    when HTTP is down, during our own shutdown."""
+    """A uvicorn server that reports when it serves and leaves signals alone.
+
+    uvicorn itself would handle signals, and raise them again when HTTP is down, during our own shutdown.
+    """
 
     def __init__(self, config: uvicorn.Config, started: Callable[[], None], beside: Beside | None = None) -> None:
+        """Create the server.
+
+        Args:
+            config: The settings of uvicorn.
+            started: Called when the server serves.
+            beside: Another server to end with this one.
+        """
         super().__init__(config)
         self._tell = started
         self._beside = beside
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start serving, and report it."""
         await super().startup(sockets=sockets)
         self._tell()
 
     def end(self) -> None:
+        """Make the server shut down."""
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept the waiting connections, then end this server and the one beside it."""
         await take_waiting(sockets or [], lambda: self.force_exit)
         await asyncio.gather(super().shutdown(sockets=sockets), self._end_beside())
 
@@ -67,17 +79,25 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Do nothing, in place of uvicorn's handling of signals."""
         yield
 
 
 class Stopping:
-    """What a signal does: before the server serves it cancels the start, after that it ends the server; the second one
-    at once.
+    """The reaction to signals.
 
-    delay_s: for so long it goes on taking connections, of those who do not know yet. part: whether a supervisor sends
-    them."""
+    Before the server serves, a signal cancels the start. Later, the first signal ends the server after a delay, and the
+    second one at once.
+    """
 
     def __init__(self, delay_s: float, *, part: bool) -> None:
+        """Create the reaction; `stopping_on_signals` installs it.
+
+        Args:
+            delay_s: How many seconds the server continues to accept connections, from clients that do not know of its
+                end yet.
+            part: Whether a supervisor sends the signals.
+        """
         self.shutdown = Shutdown()
         self._delay_s = delay_s
         self._part = part
@@ -85,10 +105,11 @@ class Stopping:
         self._starting: asyncio.Task[Server] | None = None
 
     def on_signal(self, number: int) -> None:
+        """Begin the shutdown; once it has begun, end it at once, but under a supervisor only on HURRY."""
         server = self.server
         if self.shutdown.begun:
             if server is not None and (number == HURRY or not self._part):
-                # Without waiting for open connections.
+                # Open connections are not waited for.
                 server.should_exit = server.force_exit = True
             return
         self.shutdown.begin()
@@ -99,13 +120,13 @@ class Stopping:
             self._starting.cancel()
 
     def on_supervisor_gone(self) -> None:
-        """Nothing more comes on stdin, so it was closed."""
+        """Stop like on SIGTERM, because stdin was closed; call it when stdin is readable after the order was read."""
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         log.warning("the supervisor is gone")
         self.on_signal(signal.SIGTERM)
 
     async def unless_stopped(self, start: Coroutine[Any, Any, Server]) -> Server | None:
-        """The started server, or None when a signal came first."""
+        """Run `start` and return the started server, or None if a signal came first."""
         self._starting = asyncio.get_running_loop().create_task(start)
         try:
             server = await self._starting
@@ -118,6 +139,7 @@ class Stopping:
 
 @contextmanager
 def stopping_on_signals(delay_s: float, part: bool) -> Iterator[Stopping]:
+    """Install a `Stopping` for SIGINT and SIGTERM within the block."""
     loop = asyncio.get_running_loop()
     stopping = Stopping(delay_s, part=part)
     signals = (signal.SIGINT, signal.SIGTERM)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several router processes behind one port on one host: `kvrouter serve --processes N`.
 
-The supervisor binds the port and runs the private store; each process accepts from the same listening socket, so a
-connection that waits is lost with no process. They share the store like routers on several hosts do. One that ends is
-started again. A process ends when the supervisor does, however that comes: it sees its stdin closed.
+The supervisor binds the port and runs the private store. All processes accept from the same listening socket, so no
+process's end loses a waiting connection. They share the store like routers on several hosts, and one that ends is
+started again. A process ends when the supervisor ends, for whatever reason, because its stdin is closed then.
 """
 
 from __future__ import annotations
@@ -39,28 +39,31 @@ from kvrouter.router.model.config.settings import Config
 
 log = logging.getLogger(__name__)
 
-# Pause before a process that ended is restarted: doubled from the first to the last, so that a process that keeps
-# failing does not load the machine; reset by one that ran for STEADY_S.
+# The pause before a process that ended is restarted doubles from the first to the last value, so that a process that
+# keeps failing does not load the machine. A process that ran for STEADY_S resets it.
 RESTART_FIRST_S = 0.1
 RESTART_LAST_S = 5.0
 STEADY_S = 30.0
 
-# A process takes connections for a while yet (`shutdown_delay_s`), drains its requests (`drain_s`), then gives its
-# leases back and closes; after this it is killed.
+# A process that ends accepts connections for `shutdown_delay_s`, finishes its requests for `drain_s`, then releases its
+# leases and closes. It is killed this long after that.
 CLOSE_TIMEOUT_S = 10.0
 
 
 class ChildOrder(msgspec.Struct, frozen=True):
-    """A process's orders, as one line on its stdin."""
+    """The order that a process gets as one line on its stdin."""
 
     config: Config
     part: ProcessPart
+    # The source of `config`.
     origin: Origin
 
 
 async def supervise(config: Config, origin: Origin) -> None:
-    """Runs config.processes routers until SIGTERM or SIGINT. origin: where config came from.
-    Raises SettingError and StartError before they serve."""
+    """Run config.processes routers until SIGTERM or SIGINT. `origin` is the source of `config`.
+
+    Raises SettingError and StartError before they serve.
+    """
     set_up_logs(config.log_level, config.log_format, sys.stderr)
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
@@ -78,7 +81,8 @@ async def supervise(config: Config, origin: Origin) -> None:
                 if work.cancelling():
                     for process in running:
                         process.send_signal(HURRY)
-                # The processes have it too, and the last of them to close it has taken what waited there.
+                # The processes share the socket; the last one to close it has accepted the connections that waited
+                # there.
                 listener.close()
                 work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -87,13 +91,13 @@ async def supervise(config: Config, origin: Origin) -> None:
 
 
 async def _run(config: Config, origin: Origin, listener: socket.socket, running: set[Process]) -> None:
-    """running: has the processes that live."""
+    """Run the processes until cancelled, and keep those that live in `running`."""
     async with AsyncExitStack() as stack:
         log_cautions(config)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-"))
         url = config.redis
         if url is None:
-            # Without a page of metrics or /health of its own: what fails here stands in the log.
+            # The supervisor has no metrics and no /health, so failures of its tasks are only in the log.
             supervisor = TaskSupervisor(clock=asyncio.get_running_loop().time, rng=random.Random())
             try:
                 url = await stack.enter_async_context(private_store(Path(config.data_dir), supervisor))
@@ -103,7 +107,7 @@ async def _run(config: Config, origin: Origin, listener: socket.socket, running:
         children = [_Child(order, running) for order in orders]
         try:
             async with asyncio.TaskGroup() as group:
-                # The first alone: it registers the workers of the sources.
+                # The first process starts alone, because it registers the workers of the sources.
                 for child in children:
                     group.create_task(child.keep())
                     if child is children[0]:
@@ -118,9 +122,10 @@ async def _run(config: Config, origin: Origin, listener: socket.socket, running:
 def _order(config: Config, origin: Origin, url: str, number: int, folder: str, listener: socket.socket) -> ChildOrder:
     own = msgspec.structs.replace(config, redis=url)
     if number:
-        # The first knows the sources of workers, the others follow the registry.
+        # The first process has the sources of workers; the others follow the registry.
         own, origin = msgspec.structs.replace(own, workers=(), workers_file=None, kubernetes_selector=None), Origin()
-    # The data directory admits one supervisor, so names can outlive a process: its next life has its leases at once.
+    # The data directory admits one supervisor, so a name can outlive its process: after a restart, the new process has
+    # the leases at once.
     token = f"{PRIVATE_TOKEN}-{number}" if config.redis is None else None
     return ChildOrder(own, ProcessPart(number=number, listener=listener.fileno(), token=token, folder=folder), origin)
 
@@ -135,7 +140,7 @@ class _Child:
         self.workers = 0
 
     async def keep(self) -> None:
-        """Until cancelled. Raises StartError when its first life does not come to serve."""
+        """Run the process again and again until cancelled. Raises StartError if its first run ends before it serves."""
         loop = asyncio.get_running_loop()
         pause_s = RESTART_FIRST_S
         while True:
@@ -158,7 +163,7 @@ class _Child:
             stdin=PIPE,
             stdout=PIPE,
             pass_fds=(self._order.part.listener,),
-            # A Ctrl-C in the terminal is the supervisor's.
+            # Ctrl-C in the terminal must reach only the supervisor.
             start_new_session=True,
         )
         assert process.stdin is not None and process.stdout is not None
@@ -189,7 +194,7 @@ async def _end(process: Process, timeout_s: float) -> None:
 
 
 def main() -> int:
-    """One process; its order is on stdin."""
+    """Run one process, with the order that is on stdin; return the exit code."""
     import uvloop
 
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildOrder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The body of an engine's or a server's answer, no more of it than it may have."""
+"""Bodies of answers of engines and other servers, read only up to a limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import aiohttp
 
 
 async def read_at_most(answer: aiohttp.ClientResponse, most_bytes: int) -> tuple[bytes, bool]:
-    """The body, and whether it is all of it; else it goes on beyond `most_bytes`."""
+    """Return the body and True, or its first part and False if it has more than `most_bytes`."""
     parts: list[bytes] = []
     size_bytes = 0
     async for part in answer.content.iter_any():
@@ -19,7 +19,7 @@ async def read_at_most(answer: aiohttp.ClientResponse, most_bytes: int) -> tuple
 
 
 async def read_whole(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """All of the body. Raises ValueError for one of more than `most_bytes`."""
+    """Return the whole body. Raises ValueError if it has more than `most_bytes`."""
     body, whole = await read_at_most(answer, most_bytes)
     if not whole:
         raise ValueError(f"its answer has more than {most_bytes} bytes")

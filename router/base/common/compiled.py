@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules with a `.pxd` or `.pyx` beside them are compiled at installation where there is a C compiler, and run as they
-stand where there is none, up to 270 times slower. With KVROUTER_TEST_UNCOMPILED=1 they run as they stand all the
-same, so that they can be read, debugged and covered; tests hold both ways equal."""
+"""Compiled modules: those that have a `.pxd` or a `.pyx` beside them.
+
+They are compiled at installation if there is a C compiler. Without one, their Python source runs unchanged, up to 270
+times slower. With KVROUTER_TEST_UNCOMPILED=1, the source runs even if a compiled module exists, so that it can be read,
+debugged and covered. Tests hold both ways equal.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +25,29 @@ ROUTER = Path(__file__).parents[2]
 
 
 class SourceFinder:
-    """Finds our modules' sources, also where they are compiled. For `sys.meta_path`."""
+    """A finder for `sys.meta_path` that returns the Python source of our modules even if they are compiled."""
 
     @classmethod
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return the spec of the module's Python source; None for modules that are not ours or do not exist."""
         if not name.startswith("kvrouter."):
             return None
-        found = PathFinder.find_spec(name, path, target)
-        if found is None or not isinstance(found.loader, ExtensionFileLoader):
-            return found
-        return spec_from_file_location(name, Path(found.loader.path).with_name(name.rpartition(".")[2] + ".py"))
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or not isinstance(spec.loader, ExtensionFileLoader):
+            return spec
+        return spec_from_file_location(name, Path(spec.loader.path).with_name(name.rpartition(".")[2] + ".py"))
 
 
 @functools.cache
 def caution() -> str | None:
-    """Which modules should be compiled and are not, and what to do; None where all are."""
+    """Return a warning that names the modules that run uncompiled, with the fix; None if all are compiled."""
     typed = (path.with_suffix("") for kind in ("*.pxd", "*.pyx") for path in ROUTER.rglob(kind))
     plain = [path.name for path in typed if not (wanted() and Path(f"{path}{EXTENSION_SUFFIXES[0]}").exists())]
     return SLOW.format(", ".join(sorted(plain))) if plain else None
 
 
 def wanted() -> bool:
+    """Return whether compiled modules are to be used: KVROUTER_TEST_UNCOMPILED is not 1."""
     return os.environ.get(UNCOMPILED) != "1"

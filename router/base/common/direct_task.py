@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A task that goes on in the callback that it waits for, and not a turn of the loop later.
+"""A task that continues inside the callback that it waits for, not one turn of the event loop later.
 
 For coroutines that mostly wait for sockets: between two reads nothing is scheduled and no future is made. It begins at
-once, and may wait for whatever an asyncio task may. To asyncio it is a task of its own make (see "Extending" in its
-documentation). For one loop."""
+once, and may await whatever an asyncio task may await. asyncio treats it as a custom task (see "Extending" in its
+documentation). It belongs to one loop.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ T = TypeVar("T")
 
 
 class Signal(Generic[T]):
-    """A result, or an error, that one `DirectTask` waits for: it goes on within `set` and `fail`, of which the first
-    call counts."""
+    """A result or an error that one `DirectTask` waits for.
+
+    The task continues inside `set` or `fail`; only the first call counts.
+    """
 
     __slots__ = ("_error", "_result", "_waiter", "is_set")
 
@@ -28,12 +31,14 @@ class Signal(Generic[T]):
         self._waiter: DirectTask | None = None
 
     def set(self, result: T) -> None:
+        """Set the result and resume the waiting task, unless the signal was set before."""
         if not self.is_set:
             self.is_set, self._result = True, result
             if self._waiter is not None:
                 self._waiter.resume()
 
     def fail(self, error: BaseException) -> None:
+        """Set an error, which is raised in the waiting task, and resume that task, unless the signal was set before."""
         if not self.is_set:
             self.is_set, self._error = True, error
             if self._waiter is not None:
@@ -47,16 +52,19 @@ class Signal(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def wait(self, waiter: DirectTask) -> None:
+        """Register the task to resume."""
         self._waiter = waiter
 
     def leave(self) -> None:
-        """Nobody waits any longer."""
+        """Unregister the waiting task."""
         self._waiter = None
 
 
 class DirectTask:
-    """ended: called once, when the coroutine has ended, however it did; an error that leaves it goes to the loop's
-    handler."""
+    """A coroutine that runs inside the callbacks that resume it. An error that leaves it goes to the loop's handler.
+
+    `ended` is called once, when the coroutine has ended, for whatever reason.
+    """
 
     __slots__ = ("_awaited", "_cancels", "_coroutine", "_ended", "_is_cancelled", "_loop")
 
@@ -67,18 +75,19 @@ class DirectTask:
         self._loop = loop
         self._ended = ended
         self._awaited: Signal[Any] | asyncio.Future[Any] | None = None
-        # Whether it was cancelled and does not know it yet; and how often, as `asyncio.timeout` wants to know.
+        # Whether CancelledError is still to be raised in the coroutine, and how often it was cancelled, which
+        # `asyncio.timeout` needs.
         self._is_cancelled = False
         self._cancels = 0
 
     def resume(self, _: object = None) -> None:
-        """Goes on until it waits again. What it waited for is there."""
+        """Run the coroutine until it waits again. Call it when the awaited result exists."""
         loop, coroutine = self._loop, self._coroutine
         if coroutine is None:
             return
         self._awaited = None
         if asyncio.current_task(loop) is not None:
-            # Within another task, which is to go on first.
+            # Another task is running; it continues first.
             loop.call_soon(self.resume)
             return
         _enter_task(loop, self)  # type: ignore[arg-type]
@@ -107,17 +116,17 @@ class DirectTask:
         if type(awaited) is Signal:
             awaited.wait(self)
         elif awaited is None:
-            # `asyncio.sleep(0)`.
+            # The coroutine yielded None, as `asyncio.sleep(0)` does.
             self._loop.call_soon(self.resume)
         else:
             awaited._asyncio_future_blocking = False
             awaited.add_done_callback(self.resume)
         if self._is_cancelled:
-            # While it ran.
+            # The task was cancelled while it ran.
             self._interrupt()
 
     def cancel(self, msg: object = None) -> bool:
-        """Raises CancelledError where it waits, a turn of the loop later. False: it has ended."""
+        """Raise CancelledError in the coroutine, one turn of the loop later; return False if it has ended already."""
         if self._coroutine is None:
             return False
         self._cancels += 1
@@ -130,41 +139,46 @@ class DirectTask:
         if isinstance(awaited, Signal):
             awaited.leave()
             self._awaited = None
-            # Who cancels is not to be overtaken, as `asyncio.timeout` relies on.
+            # The caller of `cancel` must run before the cancelled task does; `asyncio.timeout` relies on this order.
             self._loop.call_soon(self.resume)
         elif awaited is not None and awaited.cancel():
-            # It raises the error itself.
+            # The awaited future raises the error itself.
             self._is_cancelled = False
 
     def cancelling(self) -> int:
+        """Return how many cancellations are pending, like `asyncio.Task.cancelling`."""
         return self._cancels
 
     def uncancel(self) -> int:
+        """Take back one cancellation and return how many remain, like `asyncio.Task.uncancel`."""
         self._cancels -= 1
         return self._cancels
 
 
 async def directly(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that only a `DirectTask` can run, for tasks of asyncio. Cancelled with its caller."""
+    """Return the result of a coroutine that only a `DirectTask` can run, for use in asyncio tasks.
+
+    The coroutine is cancelled with its caller.
+    """
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[T] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
 
     async def run() -> None:
         try:
             result = await work
         except Exception as error:
-            if not found.done():
-                found.set_exception(error)
+            if not future.done():
+                future.set_exception(error)
         else:
-            if not found.done():
-                found.set_result(result)
+            if not future.done():
+                future.set_result(result)
 
     def end(_: DirectTask) -> None:
-        found.cancel()
+        future.cancel()
 
     task = DirectTask(run(), loop, end)
     task.resume()
     try:
-        return await found
+        return await future
     finally:
         task.cancel()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to install what an optional feature needs, with a command that works wherever the package came from."""
+"""The command that installs the packages of an optional feature, wherever this package came from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REQUIREMENT = re.compile(r"""(?P<need>[^;]+?)\s*;\s*extra\s*==\s*["'](?P<extra>[
 
 
 def install_command(extra: str) -> str:
-    """`pip install` of the packages of an extra. ValueError where there is no such extra."""
+    """Return the `pip install` command for the packages of an extra. Raises ValueError if there is no such extra."""
     matches = (REQUIREMENT.fullmatch(line) for line in requires(PACKAGE) or ())
     needs = [match["need"] for match in matches if match is not None and match["extra"] == extra]
     if not needs:

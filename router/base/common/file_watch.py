@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether files are others than those that were read last.
-
-By looking, as notices of a file system do not come from all mounts."""
+"""Detection of changed files by polling `stat`, because file system notices (inotify) do not come from all mounts."""
 
 from __future__ import annotations
 
@@ -10,14 +8,17 @@ from typing import TypeAlias
 
 from kvrouter.router.base.common.regular_file import read_regular
 
-# Device, inode, size and time of change: in-place writes, renames and exchanged links (a ConfigMap's) all change one of
-# them.
+# Device, inode, size and time of modification. In-place writes, renames and exchanged links (as in a ConfigMap) each
+# change at least one of them.
 _Stamp: TypeAlias = tuple[int, int, int, int]
 
 
 class FileWatch:
-    """One file, or several that belong together. A change counts once it was the same at two looks: what is written in
-    place is not read while it is half there."""
+    """One file, or several that belong together, checked for changes since they were last read.
+
+    A change counts once two successive polls see the same state, so that a file that is being written in place is not
+    read half-written.
+    """
 
     def __init__(self, *paths: Path) -> None:
         self._paths = paths
@@ -25,7 +26,7 @@ class FileWatch:
         self._seen: list[_Stamp] | None = None
 
     def due(self) -> bool:
-        """Whether they are to be read now. Raises OSError where one is not there."""
+        """Return whether the files are to be read now. Raises OSError if one is missing."""
         try:
             stamps = self._stamps()
         except OSError:
@@ -35,18 +36,24 @@ class FileWatch:
         return rests and stamps != self._read
 
     def forget(self) -> None:
-        """What was read counts as unread."""
+        """Treat the files as never read."""
         self._read = self._seen = None
 
     def begin(self) -> None:
-        """To be called before they are read: what changes meanwhile is seen at the next look. Raises OSError."""
+        """Mark the current state as read; call it before reading. Raises OSError.
+
+        A change during the read is thus seen at the next poll.
+        """
         self._read = self._stamps()
 
     def text(self, max_bytes: int) -> str:
-        """Return what the first holds now. Raises OSError and UnicodeDecodeError."""
+        """Return the current text of the first file, and mark the files as read.
+
+        Raises OSError and UnicodeDecodeError.
+        """
         self.begin()
         return read_regular(self._paths[0], max_bytes).decode("utf-8")
 
     def _stamps(self) -> list[_Stamp]:
-        found = [path.stat() for path in self._paths]
-        return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns) for one in found]
+        results = [path.stat() for path in self._paths]
+        return [(result.st_dev, result.st_ino, result.st_size, result.st_mtime_ns) for result in results]

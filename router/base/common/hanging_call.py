@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that may hang in the kernel, such as a look at a file on a mount whose server is gone."""
+"""Calls that may hang in the kernel, such as `stat` of a file on a mount whose server is gone."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ HANG_S = 5.0
 
 
 class CallHangs(Exception):
-    """The call has not ended in time; it continues in its thread."""
+    """A call that has not ended in time; it continues in its thread."""
 
 
 class HangingCall(Generic[T]):
     """A call that is repeated and may hang. It never runs twice at once, so a call that hangs costs one thread.
 
     The thread is a daemon: unlike with an executor's thread, neither the end of the event loop nor the end of the
-    process waits for it."""
+    process waits for it.
+    """
 
     def __init__(self, name: str, call: Callable[[], T]) -> None:
-        """Run nothing yet.
+        """Store the call without running it.
 
         Args:
             name: The thread's name.
@@ -38,9 +39,10 @@ class HangingCall(Generic[T]):
         self._under_way: Future[T] | None = None
 
     async def result(self, timeout_s: float = HANG_S) -> T:
-        """Wait for the run under way, or for a new one if there is none; return its result or raise its error.
+        """Wait for the run under way, or start one if there is none; return its result or raise its error.
 
-        Raises CallHangs after `timeout_s`; the next `result` waits for the same run."""
+        Raises CallHangs after `timeout_s`; the next `result` waits for the same run.
+        """
         run = self._begin()
         waiting = asyncio.wrap_future(run)
         await asyncio.wait({waiting}, timeout=timeout_s)
@@ -51,7 +53,7 @@ class HangingCall(Generic[T]):
         return await waiting
 
     def wait(self, timeout_s: float = HANG_S) -> T:
-        """Do the same as `result` without an event loop, before the router serves."""
+        """Block the thread until the run ends, like `result` but without an event loop, before the router serves."""
         run = self._begin()
         try:
             run.exception(timeout_s)

@@ -18,7 +18,7 @@ from kvrouter.router.base.common.errors import SettingError
 HOST_FORM = "a host name, *.domain, an IP address, a network like 10.0.0.0/8"
 
 _NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?\.?")
-# The C library reads these as IPv4 addresses (127.1, 0x7f000001); in a list they are typing errors, not names.
+# The C library reads these as IPv4 addresses (127.1, 0x7f000001). In a list they are typing errors, not names.
 _NUMBER = re.compile(r"(0[xX][0-9A-Fa-f]+|[0-9.]+)\.?")
 # One to four numbers, each decimal, octal or hexadecimal (inet_aton).
 _NUMBER_PARTS = re.compile(r"(0[xX][0-9A-Fa-f]+|[0-9]+)(\.(0[xX][0-9A-Fa-f]+|[0-9]+)){0,3}\.?")
@@ -27,7 +27,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class HostList:
-    """The names, domains and networks that were added."""
+    """A list of host names, domains and networks, which `add` extends."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token ids and block hashes of a request body as numpy arrays. Pure; BadQuestion names the first bad element."""
+"""Token ids and block hashes of a request body as numpy arrays. Pure.
+
+BadQuestion names the first bad element.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from kvrouter.router.base.common.json_numbers import all_bits, integers_of
 # Engines keep token ids in 32-bit signed integers.
 MAX_TOKEN_ID = 2**31 - 1
 
-# A body of some 40,000 token ids, which takes 1 ms to read: longer ones are worth a thread's 0.1 ms, since others are
-# answered meanwhile.
+# A body of some 40,000 token ids takes 1 ms to read. Longer ones are worth the 0.1 ms that a thread costs, since other
+# requests are answered meanwhile.
 LONG_BODY_BYTES = 256 * 1024
 
 UINT64_MAX = 2**64 - 1
@@ -29,25 +32,32 @@ HEX_HASH = re.compile(r"(?:0[xX])?([0-9a-fA-F]{1,16}|[0-9a-fA-F]{32}|[0-9a-fA-F]
 
 
 class ArrayReader:
-    """Decodes one field that is an array of numbers, from the raw JSON or MessagePack that it came as."""
+    """A decoder for one field that is an array of numbers, from the raw JSON or MessagePack in which it arrived."""
 
     def __init__(self, name: str, kind: Any) -> None:
-        """kind: the field's type in Python, for what is no array of plain integers and for the errors."""
+        """Create the decoders of a field.
+
+        Args:
+            name: The field's name, for errors.
+            kind: The field's Python type, which validates everything that is not an array of plain integers.
+        """
         self._name = name
         self._json = msgspec.json.Decoder(kind)
         self._msgpack = msgspec.msgpack.Decoder(kind)
 
     def read(self, raw: NDArray[np.uint64] | msgspec.Raw, *, is_msgpack: bool) -> NDArray[np.uint64] | list[Any]:
-        """uint64 with negative numbers as two's complement, or the list as it is written. Raises BadQuestion.
+        """Return the numbers as uint64, negative ones as two's complement, or as a list of the values as written.
 
-        raw: an array if it has been read."""
+        Raises BadQuestion if the field cannot be decoded. If `raw` is an array, it was read before and is returned
+        unchanged.
+        """
         if not isinstance(raw, msgspec.Raw):
             return raw
         data = memoryview(raw)
         if not is_msgpack:
-            found = integers_of(data)
-            if found is not None:
-                return found
+            integers = integers_of(data)
+            if integers is not None:
+                return integers
         try:
             decoded: list[Any] = (self._msgpack if is_msgpack else self._json).decode(data)
         except msgspec.ValidationError as error:
@@ -62,19 +72,19 @@ _block_hashes = ArrayReader("block_hashes", list[int | str])
 
 
 def token_array(raw: NDArray[np.uint64] | msgspec.Raw, *, is_msgpack: bool) -> NDArray[np.int64]:
-    """int64, shape (num_tokens,)."""
-    found = _token_ids.read(raw, is_msgpack=is_msgpack)
-    if isinstance(found, list):
+    """Return the token ids as int64, shape (num_tokens,). Raises BadQuestion for the first id out of range."""
+    ids = _token_ids.read(raw, is_msgpack=is_msgpack)
+    if isinstance(ids, list):
         try:
             # struct.pack takes 30 us for 8,192 ids, np.array(list) 95.
-            found = np.frombuffer(struct.pack(f"={len(found)}q", *found), dtype=np.uint64)
+            ids = np.frombuffer(struct.pack(f"={len(ids)}q", *ids), dtype=np.uint64)
         except struct.error:
-            index = next(i for i, token in enumerate(found) if not 0 <= token <= MAX_TOKEN_ID)
+            index = next(i for i, token in enumerate(ids) if not 0 <= token <= MAX_TOKEN_ID)
             raise _bad_token(index) from None
     # Seen as unsigned, a negative id is over the limit too, which is all ones.
-    if all_bits(found) > MAX_TOKEN_ID:
-        raise _bad_token(int(np.argmax(found > MAX_TOKEN_ID)))
-    return found.view(np.int64)
+    if all_bits(ids) > MAX_TOKEN_ID:
+        raise _bad_token(int(np.argmax(ids > MAX_TOKEN_ID)))
+    return ids.view(np.int64)
 
 
 def _bad_token(index: int) -> BadQuestion:
@@ -82,22 +92,22 @@ def _bad_token(index: int) -> BadQuestion:
 
 
 def hash_array(raw: NDArray[np.uint64] | msgspec.Raw, *, is_msgpack: bool) -> NDArray[np.uint64]:
-    """uint64, shape (n,). Takes u64, i64 (two's complement) and hex."""
-    found = _block_hashes.read(raw, is_msgpack=is_msgpack)
-    if isinstance(found, list):
-        values = [_hash_value(value, index) for index, value in enumerate(found)]
+    """Return the block hashes as uint64, shape (n,), from u64, i64 (two's complement) and hex. Raises BadQuestion."""
+    hashes = _block_hashes.read(raw, is_msgpack=is_msgpack)
+    if isinstance(hashes, list):
+        values = [_hash_value(value, index) for index, value in enumerate(hashes)]
         return np.frombuffer(struct.pack(f"={len(values)}Q", *values), dtype=np.uint64)
-    return found
+    return hashes
 
 
 def _hash_value(value: int | str, index: int) -> int:
     if isinstance(value, str):
-        found = HEX_HASH.fullmatch(value)
-        if not found:
+        match = HEX_HASH.fullmatch(value)
+        if not match:
             raise BadQuestion(
                 f"block_hashes[{index}] is no hash: write 1 to 16, 32 or 64 hex digits, or a 64-bit number"
             )
-        return int(found[1][-16:], 16)
+        return int(match[1][-16:], 16)
     if not INT64_MIN <= value <= UINT64_MAX:
         raise BadQuestion(f"block_hashes[{index}] does not fit 64 bits: write a u64, an i64, or hex digits")
     return value & UINT64_MAX

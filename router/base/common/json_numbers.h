@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Arrays of plain integers in JSON (RFC 8259), without a Python object a number.
+ * Arrays of plain integers in JSON (RFC 8259), read without a Python object for each number.
  *
  * Digits are converted eight at a time, in one word. Source: Daniel Lemire and others, simdjson,
  * parse_eight_digits_unrolled.
@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Any number of so many digits fits 64 bits, and none with more than one digit over it. */
+/* Every number of this many digits fits 64 bits; no number with two digits more does. */
 #define SAFE_DIGITS 19
 
 #define EIGHT(byte) (0x0101010101010101u * (byte))
@@ -26,7 +26,7 @@ static inline const uint8_t *skip_spaces(const uint8_t *p, const uint8_t *end) {
     return p;
 }
 
-/* The up to eight digits at `p`, of which there are `*count`. */
+/* Return the value of the up to eight digits at `p`, and store their number in `*count`. */
 static inline uint64_t read_eight(const uint8_t *p, const uint8_t *end, int *count) {
     uint64_t word = 0, value, others;
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
@@ -38,7 +38,7 @@ static inline uint64_t read_eight(const uint8_t *p, const uint8_t *end, int *cou
         *count = others ? __builtin_ctzll(others) / 8 : 8;
         if (!*count)
             return 0;
-        /* The first digit is the lowest byte; zeros go before it. */
+        /* The first digit is the lowest byte; the shift puts zeros before it. */
         word <<= 64 - 8 * *count;
         word = word * 10 + (word >> 8);
         return ((word & 0x000000ff000000ff) * 0x000f424000000064 +
@@ -55,7 +55,8 @@ static inline uint64_t read_eight(const uint8_t *p, const uint8_t *end, int *cou
     return value;
 }
 
-/* The integer at `p`, as two's complement; NULL where there is none from -2**63 to 2**64-1. */
+/* Read the integer at `p` into `*value`, as two's complement. Return the position behind it, or NULL if there is no
+ * integer from -2**63 to 2**64-1. */
 static inline const uint8_t *read_integer(const uint8_t *p, const uint8_t *end, uint64_t *value) {
     int is_negative = p < end && *p == '-', count, digits = 0;
     uint64_t sum = 0;
@@ -78,7 +79,8 @@ static inline const uint8_t *read_integer(const uint8_t *p, const uint8_t *end, 
     return p;
 }
 
-/* The array at `p` into `out`, which has room for half of the bytes and one; NULL where it is none of integers. */
+/* Read the array at `p` into `out`, which must have room for half as many integers as there are bytes, and one more.
+ * Return the position behind the array, or NULL if it is not an array of integers. */
 static const uint8_t *read_integers(const uint8_t *p, const uint8_t *end, uint64_t *out, size_t *count) {
     uint64_t *first = out;
     if (p == end || *p++ != '[')
@@ -107,7 +109,7 @@ static const uint8_t *read_integers(const uint8_t *p, const uint8_t *end, uint64
     }
 }
 
-/* Behind the string whose first quote is at `p`; NULL where it does not end. */
+/* Return the position behind the string whose first quote is at `p`, or NULL if the string does not end. */
 static const uint8_t *skip_string(const uint8_t *p, const uint8_t *end) {
     for (p++; p < end; p++) {
         p = memchr(p, '"', (size_t)(end - p));
@@ -122,7 +124,7 @@ static const uint8_t *skip_string(const uint8_t *p, const uint8_t *end) {
     return NULL;
 }
 
-/* Behind the value at `p`, as far as its quotes and brackets tell; NULL where it does not end. */
+/* Return the position behind the value at `p`, judged by its quotes and brackets alone, or NULL if it does not end. */
 static const uint8_t *skip_value(const uint8_t *p, const uint8_t *end) {
     size_t depth = 0;
     while (p < end) {
@@ -150,9 +152,10 @@ static const uint8_t *skip_value(const uint8_t *p, const uint8_t *end) {
     return NULL;
 }
 
-/* In the object at `p`, the one field of these names: its value's start in `*from`, its end in `*to`, and the integers
- * of the array that it is. The field's number; -1 where it is not there once, or is no such array, or where a name has
- * an escape, or where the object is not whole. What the other fields are is not judged. */
+/* Find the one field of the object at `p` that has one of these names, and read its array of integers into `out`.
+ * Store the start of the array in `*from` and its end in `*to`. Return the index of the field's name in `names`.
+ * Return -1 if there is not exactly one such field, if it is not such an array, if the name of any field contains an
+ * escape, or if the object is incomplete. The values of the other fields are not validated. */
 static int find_integers(const uint8_t *p, const uint8_t *end, const char *const *names, int name_count,
                          uint64_t *out, size_t *count, const uint8_t **from, const uint8_t **to) {
     int found = -1;
@@ -168,7 +171,7 @@ static int find_integers(const uint8_t *p, const uint8_t *end, const char *const
         if (p == NULL)
             return -1;
         size_t name_bytes = (size_t)(p - 1 - name);
-        /* It may be one of the names all the same. */
+        /* A name with an escape may still equal one of the names. */
         if (memchr(name, '\\', name_bytes))
             return -1;
         p = skip_spaces(p, end);

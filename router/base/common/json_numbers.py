@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `json_numbers.pyx` does, compiled: arrays of plain integers, straight from a body's bytes to numpy.
+"""Arrays of plain integers in JSON, read from a body's bytes into numpy; the compiled version is `json_numbers.pyx`.
 
-What a question brings is nearly all numbers: 512 hashes are 10 kB of digits. This stands for it where there was no C
-compiler: it leaves all arrays to msgspec, which reads the same out of them.
+Nearly all bytes of a question are numbers: 512 hashes are 10 kB of digits. This module replaces the compiled one where
+there was no C compiler. It leaves all arrays to msgspec, which reads the same values.
 """
 
 from __future__ import annotations
@@ -12,20 +12,30 @@ from numpy.typing import NDArray
 
 
 def integers_of(raw: bytes | memoryview) -> NDArray[np.uint64] | None:
-    """The integers of a JSON array, uint64, negative ones as two's complement. None: left to msgspec, as is all that is
-    no array of integers from -2**63 to 2**64-1."""
+    """Return the integers of a JSON array as uint64, negative ones as two's complement; None if msgspec must read it.
+
+    None is returned for everything that is not an array of integers from -2**63 to 2**64-1.
+    """
     return None
 
 
 def split_integers(data: bytes, start: int, names: tuple[bytes, ...]) -> tuple[bytes, int, NDArray[np.uint64]] | None:
-    """A JSON object from `start` on, in which one field of these at most four names is an array as `integers_of` takes
-    it: the object with null in the array's place, the name's index, and the integers.
+    """Cut one array of integers out of a JSON object, so that msgspec decodes only the rest.
 
-    None: left to msgspec. Of the other fields it sees the quotes and brackets alone, so what is returned may be no JSON
-    if `data` is none."""
+    Args:
+        data: The bytes that contain the object.
+        start: Index in `data` at which the object begins.
+        names: Names of fields, at most four. Exactly one of them must be in the object, as an array that `integers_of`
+            accepts.
+
+    Returns:
+        The object with null in place of the array, the index of the field's name in `names`, and the integers; None if
+        msgspec must read all of it. Only quotes and brackets of the other fields are checked, so the returned object is
+        invalid JSON if `data` is.
+    """
     return None
 
 
 def all_bits(ids: NDArray[np.uint64]) -> int:
-    """Every bit that is set in any of them."""
+    """Return the bitwise OR of all ids."""
     return int(np.bitwise_or.reduce(ids))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of plain integers in JSON, in C; `json_numbers.py` says how to call this."""
+"""Arrays of plain integers in JSON, in C; `json_numbers.py` documents the functions."""
 
 import numpy as np
 
@@ -16,7 +16,8 @@ cdef extern from "json_numbers.h" nogil:
 
 cdef enum:
     MAX_NAMES = 4
-    # From here on, others run meanwhile: 0.3 ms of reading. Of less, who waits for the interpreter's lock would pay more.
+    # From this size (0.3 ms of reading), other threads run meanwhile. For less, reacquiring the interpreter's lock
+    # would cost more than it saves.
     LONG_BYTES = 128 * 1024
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open addressing in order: entries by 64-bit hash in one array, sorted, with free slots between.
+"""Open addressing in order: entries by 64-bit hash in one sorted array with free slots in between.
 
-An entry's home is a line of the processor's cache, in proportion to its key; where that is full it moves on, in order
-of the keys. So a search ends at the first greater key, in an array that is 85 % full mostly in its first line, and an
-array grows in one pass from front to back, in small steps. Keys are `spread` hashes, of which the hash can be
-had again. Compiled, see `setup.py`.
+The home of an entry is a line of the processor's cache, at a position in the array proportional to the entry's key. If
+the line is full, the entry moves to a later slot, and entries stay in the order of their keys. A search therefore ends
+at the first greater key; in an array that is 85 % full, that is mostly in the first line. An array grows in one pass
+from front to back, in small steps. Keys are `spread` hashes; `hashes_of` restores the hashes. Compiled, see `setup.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
 
-# A growth moves every entry, front to back: eight times an entry's life in a table that only grows.
+# Each growth moves every entry, from front to back. In a table that only grows, an entry moves eight times in its life.
 GROWTH = 1.125
-# Slots behind the last line that are free after growing: entries whose home it is move on into them.
+# Free slots behind the last line after a growth, for entries whose home is the last line but that do not fit there.
 TAIL_SLOTS = 16
 LINE_WORDS = 8
-# Lines that are touched ahead: half of the nearest cache.
+# The number of lines to touch ahead: half of the nearest cache.
 TOUCHED_LINES = 256
 
 _LINE = LINE_WORDS
@@ -32,8 +32,11 @@ _UNMIX2 = pow(_MIX2, -1, 1 << 32)
 
 
 def spread(hashes: U64, out: U64) -> None:
-    """The keys of hashes, into `out`: one to one, and evenly over all numbers also where hashes are small integers, as
-    in tests and small engines. 0 is the key of 0."""
+    """Write the keys of the hashes into `out`.
+
+    The mapping is one to one. It spreads the keys evenly over all numbers even if the hashes are small integers, as in
+    tests and small engines. The key of 0 is 0.
+    """
     for i in range(hashes.shape[0]):
         low = hashes[i] & _LOW32
         high = (hashes[i] >> 32) ^ low
@@ -44,7 +47,7 @@ def spread(hashes: U64, out: U64) -> None:
 
 
 def hashes_of(keys: U64) -> U64:
-    """The hashes of keys."""
+    """Return the hashes of keys; the inverse of `spread`."""
     low = keys & np.uint64(_LOW32)
     high = ((keys >> np.uint64(32)) * np.uint64(_UNMIX2)) & np.uint64(_LOW32)
     high ^= (high >> np.uint64(15)) ^ (high >> np.uint64(30))
@@ -57,19 +60,33 @@ def hashes_of(keys: U64) -> U64:
 
 
 def lined_zeros(count: int) -> U64:
-    """That many words; the first is at the start of a line of the processor's cache."""
+    """Return an array of `count` zero words that begins at the start of a line of the processor's cache."""
     room = np.zeros(count + LINE_WORDS, np.uint64)
     start = (-room.ctypes.data // 8) % LINE_WORDS
     return room[start : start + count]
 
 
 class OrderedSlots:
-    """words: uint64, `width` of them a slot, 1 or 2. The first is the entry's key; a slot whose last is 0 is free, so with
-    width 1 there is no entry of key 0. lines: how many are somebody's home. end: behind the last slot that was ever
-    taken in this array, and free."""
+    """An ordered table of entries in slots of one or two 64-bit words.
+
+    A slot is free if its last word is 0, so with width 1 there is no entry for key 0.
+
+    Attributes:
+        words: uint64 array, `width` words for each slot. The first word of a slot is the entry's key.
+        width: Words in a slot, 1 or 2.
+        lines: The number of lines that are the home of keys. Behind them are slots for entries that did not fit in the
+            last lines.
+        end: Index behind the last slot that was ever taken in this array; the slot at `end` is free.
+    """
 
     def __init__(self, width: int, slots: int, max_load: float) -> None:
-        """slots: at first, a multiple of what a line has."""
+        """Create an empty table.
+
+        Args:
+            width: Words in a slot, 1 or 2.
+            slots: The number of slots at first, a multiple of the slots in a line.
+            max_load: The share of the slots that may be in use before the table grows.
+        """
         self.width = width
         self.line_slots = LINE_WORDS // width
         self.max_load = max_load
@@ -80,17 +97,18 @@ class OrderedSlots:
         self.lay_out(slots // self.line_slots)
 
     def bytes(self) -> int:
+        """Return the size of the array in bytes."""
         return int(self.words.shape[0] * 8)
 
     def lines_for(self, count: int) -> int:
-        """How many lines there are to be for this many entries more."""
+        """Return the number of lines that the table needs for `count` more entries."""
         if self.used + count <= self.most:
             return int(self.lines)
         slots = int((self.used + count) / self.max_load) + 1
         return max(slots // self.line_slots + 1, int(self.lines * GROWTH))
 
     def reserve(self, count: int) -> None:
-        """Room for this many entries more."""
+        """Make room for `count` more entries."""
         lines = self.lines_for(count)
         if lines != self.lines:
             self.lay_out(lines)
@@ -99,17 +117,19 @@ class OrderedSlots:
         """Move all entries into an array with this many lines."""
         slots = lines * self.line_slots
         end = max(self.end_with(lines), slots)
-        # As many free slots at the end again as entries moved on into: who makes that many does not pay each time.
+        # Reserve as many free slots again as entries have overflowed into behind the last line. Otherwise keys that
+        # overflow this much would make the table grow each time.
         new = lined_zeros((2 * end - slots + TAIL_SLOTS) * self.width)
         self.copy_to(new, lines)
         self.words, self.lines, self.end = new, lines, end
         self.most = int(slots * self.max_load)
 
     def home(self, key: np.uint64) -> int:
+        """Return the first slot of the home line of a key."""
         return int((((key >> 32) * self.lines) >> 32) * self.line_slots)
 
     def end_with(self, lines: int) -> int:
-        """Behind the last entry, in an array with this many lines."""
+        """Return the index behind the last entry in an array with this many lines."""
         width, line_slots, end = self.width, self.line_slots, 0
         for i in range(self.end):
             if self.words[i * width + width - 1] != 0:
@@ -118,6 +138,7 @@ class OrderedSlots:
         return end
 
     def copy_to(self, new: U64, lines: int) -> None:
+        """Copy all entries, in order, to their places in `new`, an array with this many lines."""
         width, line_slots, end = self.width, self.line_slots, 0
         for i in range(self.end):
             if self.words[i * width + width - 1] != 0:
@@ -128,15 +149,18 @@ class OrderedSlots:
                 end += 1
 
     def touch(self, keys: U64, start: int, end: int) -> None:
-        """Read the homes of keys[start:end], with nothing that hangs on what is found there: so the processor waits for
-        all of them at once, and not for one after another when they are searched."""
+        """Read the home lines of keys[start:end], so that the searches that follow find them in the processor's cache.
+
+        No read depends on the result of another. The processor therefore waits for all lines at once instead of for
+        each in turn.
+        """
         seen = 0
         for h in range(start, end):
             seen ^= self.words[(((keys[h] >> 32) * self.lines) >> 32) * _LINE]
         self.touched = seen
 
     def find(self, key: np.uint64) -> int:
-        """The slot of `key`, or the one that it would take."""
+        """Return the slot of `key`, or the slot that it would take."""
         width, last = self.width, self.width - 1
         i = self.home(key)
         while self.words[i * width + last] != 0 and self.words[i * width] < key:
@@ -144,12 +168,15 @@ class OrderedSlots:
         return i
 
     def has(self, slot: int, key: np.uint64) -> bool:
-        """Whether what `find` gave is the slot of `key`."""
+        """Return whether `slot`, a result of `find`, is the slot of `key`."""
         at = slot * self.width
         return bool(self.words[at] == key and self.words[at + self.width - 1] != 0)
 
     def place(self, key: np.uint64) -> int:
-        """The slot of `key` if it is there; else -1 - the slot that is now its own, and has but its key yet."""
+        """Return the slot of `key` if it exists; otherwise insert it at a slot and return -1 - slot.
+
+        The new entry consists of its key alone; its other word is 0, so the caller must set it.
+        """
         slot = self.find(key)
         if self.has(slot, key):
             return slot
@@ -160,7 +187,7 @@ class OrderedSlots:
         return -1 - slot
 
     def insert(self, slot: int, key: np.uint64) -> None:
-        """Put an entry with nothing but its key at `slot`, and each that stands in the way a slot further."""
+        """Insert an entry that consists of its key alone at `slot`, moving the entries in the way one slot further."""
         words, rest = self.words, 0
         if self.width == 1:
             while key != 0:
@@ -180,7 +207,7 @@ class OrderedSlots:
         self.used += 1
 
     def remove(self, slot: int) -> None:
-        """Free the slot, and move back by one the entries behind it that are not at home."""
+        """Free the slot, and move back by one the entries behind it that are not in their home line."""
         width = self.width
         while True:
             at = (slot + 1) * width

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ids that nobody can guess. The random bytes of many come from one system call, which costs as much as one id."""
+"""Ids that nobody can guess.
+
+The random bytes of many ids come from one system call, because a call costs as much as making one id.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ IDS_AT_ONCE = 256
 
 
 class RandomIds:
-    """A call is a new id: 32 hexadecimal digits. Not for a process that forks. random_bytes: of the system."""
+    """A generator of ids: each call returns a new one of 32 hexadecimal digits.
+
+    Do not use one in a process that forks, because parent and child would return the same ids. `random_bytes` returns
+    the given number of random bytes, by default the system's.
+    """
 
     def __init__(self, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
         self._random_bytes = random_bytes
@@ -19,6 +26,7 @@ class RandomIds:
         self._at = 0
 
     def __call__(self) -> str:
+        """Return a new id."""
         at = self._at
         if at == len(self._text):
             self._text, at = self._random_bytes(ID_BYTES * IDS_AT_ONCE).hex(), 0

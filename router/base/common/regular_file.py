@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading of files that others may replace while the router runs: only regular files, opened without waiting."""
+"""Reads files that others may replace while the router runs: only regular files, opened without waiting."""
 
 from __future__ import annotations
 

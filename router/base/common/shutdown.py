@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a process that serves: what it says of itself, and how its listener closes without a connection lost.
+"""The end of a process that serves: its state, and closing its listener without losing a connection.
 
-A connection is made by the kernel before anybody accepts it, and one that waits when its listener closes is reset. So
-the kernel is first kept from making new ones; then those that wait are taken, and only then is the listener closed.
+The kernel completes a connection before the process accepts it, and resets connections that still wait when their
+listener closes. So the kernel is first kept from making new connections; then the waiting ones are accepted, and only
+then is the listener closed.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 
-# Linux' socket.h; Python has no name for it.
+# The option's number in Linux' socket.h; Python has no name for it.
 SO_ATTACH_FILTER = 26
-# A handshake that has begun ends a round trip later: some milliseconds within a region.
+# A handshake that has begun ends one round trip later: some milliseconds within a region.
 HANDSHAKE_S = 0.1
-# Taking what waits takes microseconds each; longer only where no file is left to accept with.
+# Accepting the waiting connections takes microseconds each. It takes longer only if no file descriptor is left.
 ACCEPT_TIMEOUT_S = 2.0
 
-# Classic BPF on the TCP header: load the byte of flags, keep SYN and ACK of it, and take no packet that is a SYN alone.
+# Classic BPF on the TCP header: load the byte of flags, keep its SYN and ACK bits, and drop packets that are a SYN
+# alone.
 FLAGS_AT, SYN, ACK = 13, 0x02, 0x10
 LOAD_BYTE, AND, JUMP_IF_EQUAL, RETURN = 0x30, 0x54, 0x15, 0x06
 WHOLE_PACKET = 0xFFFFFFFF
@@ -37,24 +39,35 @@ NO_SYN = (
 
 
 class Shutdown:
-    """Whether this process is to end. From then on it is not ready, and its answers close their connections."""
+    """The state of this process's shutdown.
+
+    Once it has begun, the process is not ready, and its answers close their connections.
+    """
 
     def __init__(self) -> None:
         self.begun = False
         self._callbacks: list[Callable[[], None]] = []
 
     def begin(self) -> None:
+        """Begin the shutdown and run the callbacks."""
         self.begun = True
         for callback in self._callbacks:
             callback()
 
     def on_begin(self, callback: Callable[[], None]) -> None:
-        """Have it called when the end begins: answers without an end must find one."""
+        """Register a function to call when the shutdown begins, for example to end answers that stream without end."""
         self._callbacks.append(callback)
 
 
 async def take_waiting(listeners: Sequence[socket.socket], given_up: Callable[[], bool]) -> None:
-    """Returns when no connection waits at these listeners and no new one is made; they are being accepted from."""
+    """Keep the kernel from making new connections, and return once all waiting ones were accepted.
+
+    The caller's server must keep accepting from the listeners meanwhile.
+
+    Args:
+        listeners: The listening sockets.
+        given_up: Returns True to stop waiting. The wait also ends after ACCEPT_TIMEOUT_S.
+    """
     waiting = select.poll()
     for listener in listeners:
         _make_no_more(listener)
@@ -67,13 +80,15 @@ async def take_waiting(listeners: Sequence[socket.socket], given_up: Callable[[]
 
 
 def _make_no_more(listener: socket.socket) -> None:
-    """Clients try again, and find nobody when the listener is closed. Where the system cannot do it, one in some ten
-    thousand that connect at that moment is reset."""
+    """Make the kernel drop the SYN of new connections at `listener`; clients retry, and are refused after it closes.
+
+    On other systems than Linux, one in some ten thousand clients that connect at that moment is reset.
+    """
     if sys.platform != "linux":
         return
     program = b"".join(struct.pack("=HBBI", *step) for step in NO_SYN)
-    kept = ctypes.create_string_buffer(program, len(program))
+    filters = ctypes.create_string_buffer(program, len(program))
     with contextlib.suppress(OSError):
         listener.setsockopt(
-            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", len(NO_SYN), ctypes.addressof(kept))
+            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", len(NO_SYN), ctypes.addressof(filters))
         )

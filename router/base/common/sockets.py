@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel knows of a socket and asyncio does not say."""
+"""Facts that the kernel knows about a socket and asyncio does not report."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import select
 import sys
 import termios
 
-# Of an ioctl's int.
+# The size of an ioctl's int.
 INT_BYTES = 4
 
 
 def untaken_bytes(transport: asyncio.WriteTransport) -> int:
-    """What was written and is not in the other side's kernel yet: what waits here, and what was not acknowledged. 0 of
-    one that is gone."""
+    """Return how many bytes were written that the other side's kernel has not yet acknowledged.
+
+    The number includes the bytes that wait in the transport's buffer. It is 0 for a transport that is gone.
+    """
     waiting = transport.get_write_buffer_size()
     socket = transport.get_extra_info("socket")
     if socket is None:
-        # uvloop's, once it is closed; asyncio's has a socket without a descriptor.
+        # A closed transport of uvloop has no socket; asyncio's has one without a descriptor.
         return waiting
     with contextlib.suppress(OSError, ValueError):
         descriptor = socket.fileno()
@@ -29,7 +31,10 @@ def untaken_bytes(transport: asyncio.WriteTransport) -> int:
 
 
 def poller(transport: asyncio.BaseTransport, events: int) -> select.poll:
-    """`poll(0)` of it says at once which of `events` hold now, and errors; only while the transport is open."""
-    found = select.poll()
-    found.register(transport.get_extra_info("socket").fileno(), events)
-    return found
+    """Return a poll object whose `poll(0)` returns at once which of `events`, or errors, hold now.
+
+    Use it only while the transport is open.
+    """
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), events)
+    return poll

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters and histograms that cost little to count: a number is added to, and turned into samples when it is read.
+"""Counters and histograms that are cheap to count: a plain number grows, and becomes samples only when it is read.
 
-prometheus_client's own take a lock and ten calls for each, so a request that counts in a dozen places pays tens of
-microseconds. A series is counted by one thread alone.
+prometheus_client's own counters take a lock and ten calls each, so a request that counts in a dozen places pays tens of
+microseconds. A series is counted by one thread only.
 """
 
 from __future__ import annotations
@@ -19,49 +19,56 @@ from prometheus_client.utils import floatToGoString
 
 TOTAL = "_total"
 
-# Suffix of the name, the upper bound of a bucket or "", value.
+# Suffix of the name, upper bound of a bucket or "", and value.
 Sample = tuple[str, str, float]
 
 
-# What label values have as an escape sequence.
+# The characters that label values escape.
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class TextCollector(Collector):
-    """A metric that writes its part of a page itself: prometheus_client's way over samples takes eight microseconds for
-    each, and a page of a thousand workers has a hundred thousand."""
+    """A metric that writes its part of the metrics page itself.
+
+    prometheus_client's way through samples takes eight microseconds for each, and the page of a thousand workers has a
+    hundred thousand samples.
+    """
 
     def text(self) -> str:
-        """As `generate_latest` has it."""
+        """Return the metric in the text format of `generate_latest`."""
         raise NotImplementedError
 
 
 def head_lines(name: str, text: str, kind: str) -> list[str]:
-    """What stands above the samples of a metric."""
+    """Return the HELP and TYPE lines that stand above the samples of a metric."""
     escaped = text.replace("\\", r"\\").replace("\n", r"\n")
     return [f"# HELP {name} {escaped}", f"# TYPE {name} {kind}"]
 
 
 def label_pairs(names: Sequence[str], values: Sequence[str]) -> str:
-    """`model="m",worker="w0"`."""
+    """Return the labels of a sample in text form, such as `model="m",worker="w0"`."""
     return ",".join(f'{name}="{value.translate(ESCAPES)}"' for name, value in zip(names, values, strict=True))
 
 
 class CounterSeries:
+    """One series of a counter."""
+
     __slots__ = ("value",)
 
     def __init__(self) -> None:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
+        """Add `amount` to the count."""
         self.value += amount
 
     def samples(self) -> Iterable[Sample]:
+        """Yield the one sample of the series."""
         yield TOTAL, "", self.value
 
 
 class HistogramSeries:
-    """bounds: the upper ones of its buckets, in order; the last one has none."""
+    """One series of a histogram. `bounds` are the upper bounds of its buckets, in order; a last bucket has none."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -71,10 +78,12 @@ class HistogramSeries:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
+        """Count `value` in its bucket and add it to the sum."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def samples(self) -> Iterable[Sample]:
+        """Yield the cumulative count of each bucket, then the total count and the sum."""
         reached = list(accumulate(self.counts))
         for bound, count in zip(_bound_texts(tuple(self.bounds)), reached, strict=True):
             yield "_bucket", bound, count
@@ -91,7 +100,7 @@ Series = TypeVar("Series", CounterSeries, HistogramSeries)
 
 
 class _Tallies(TextCollector, Generic[Series]):
-    """All series of one metric. Without labels there is one, from the beginning."""
+    """All series of one metric. A metric without labels has one series from the beginning."""
 
     kind = ""
 
@@ -108,23 +117,25 @@ class _Tallies(TextCollector, Generic[Series]):
         registry.register(self)
 
     def labels(self, *values: object) -> Series:
-        """The series with these values of the labels, from now on there. Keep it where it is counted often."""
+        """Return the series with these label values, created on first use. Keep it if you count often."""
         if len(values) != len(self.label_names):
             raise ValueError(f"{self.name} has the labels {self.label_names}, got {values}")
         key = tuple(map(str, values))
-        found = self._series.get(key)
-        if found is None:
-            found = self._series[key] = self._make()
-        return found
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = self._make()
+        return series
 
     def remove(self, *values: str) -> None:
-        """The series is shown no longer. Raises KeyError where there is none."""
+        """Remove the series with these label values from the page. Raises KeyError if there is none."""
         del self._series[values]
 
     def describe(self) -> Iterator[Metric]:
+        """Yield the metric without samples, for the registry."""
         yield Metric(self.name, self._text, self.kind)
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metric with the samples of all series."""
         metric = Metric(self.name, self._text, self.kind)
         for values, series in list(self._series.items()):
             labels = dict(zip(self.label_names, values, strict=True))
@@ -133,6 +144,7 @@ class _Tallies(TextCollector, Generic[Series]):
         yield metric
 
     def text(self) -> str:
+        """Return the metric in Prometheus' text format."""
         lines = head_lines(self.name + (TOTAL if self.kind == "counter" else ""), self._text, self.kind)
         for values, series in list(self._series.items()):
             pairs = label_pairs(self.label_names, values)
@@ -144,7 +156,7 @@ class _Tallies(TextCollector, Generic[Series]):
 
 
 class Counter(_Tallies[CounterSeries]):
-    """inc: of the one series there is without labels."""
+    """A counter metric. Without labels, `inc` counts in its one series."""
 
     kind = "counter"
     inc: Callable[..., None]
@@ -156,7 +168,7 @@ class Counter(_Tallies[CounterSeries]):
 
 
 class Histogram(_Tallies[HistogramSeries]):
-    """observe: of the one series there is without labels."""
+    """A histogram metric. Without labels, `observe` counts in its one series."""
 
     kind = "histogram"
     observe: Callable[[float], None]

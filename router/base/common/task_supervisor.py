@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long-lived tasks, kept running: one that ends by itself is logged, counted, named in /health and started again.
 
-Each task belongs to whoever started it, who ends it by cancelling it. A restart calls the coroutine function again and
-repairs nothing: what a failure left half done, the task mends at its own start. Not for tasks that their caller awaits.
+The caller that started a task ends it by cancelling it. A restart calls the coroutine function again and repairs
+nothing: the task must repair half-finished work at its own start. Not for tasks that their caller awaits.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvrouter.router.base.common.tally import Counter
 
 log = logging.getLogger(__name__)
 
-# Pause before a restart: doubled from the first to the last and spread by half, so that a task that fails at once
-# neither takes the loop nor fills the log; begun again by a run of STEADY_S.
+# The pause before a restart doubles from the first to the last value and is spread by half, so that a task that fails
+# at once neither blocks the loop nor fills the log. A run of STEADY_S resets it to the first value.
 RESTART_FIRST_S = 0.1
 RESTART_LAST_S = 5.0
 STEADY_S = 30.0
-# So long after its last failure a task is named in /health: an operator's scrape comes every 15 to 60 s.
+# How long after its last failure a task is named in /health: an operator's scrape comes every 15 to 60 s.
 RECENT_S = 120.0
-# An error's text as /health shows it; the log has all of it.
+# The length to which /health cuts an error's text; the log has all of it.
 SHOWN_CHARS = 200
 
 Run: TypeAlias = Callable[[], Coroutine[Any, Any, object]]
@@ -42,6 +42,7 @@ class _Task:
         self.error = ""
 
     def problem(self, now: float) -> str | None:
+        """Return the sentence that /health shows, or None if the task runs and has not failed recently."""
         if self.failed_s is None or (self.runs and now - self.failed_s > RECENT_S):
             return None
         times = "once" if self.failures == 1 else f"{self.failures} times"
@@ -53,7 +54,7 @@ class _Task:
 
 
 class TaskSupervisor:
-    """Starts tasks and keeps them running until they are cancelled. Belongs to one event loop."""
+    """A set of tasks that are kept running until they are cancelled. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -63,7 +64,14 @@ class TaskSupervisor:
         failures: Counter | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """failures: counted by the label `task`; None where nobody can read it."""
+        """Create a supervisor without tasks.
+
+        Args:
+            clock: Returns the current time in seconds.
+            rng: Spreads the pauses before restarts.
+            failures: Counts failures by the label `task`; None if no metrics are served.
+            sleep: Pauses before a restart.
+        """
         self._clock = clock
         self._rng = rng
         self._failures = failures
@@ -71,16 +79,20 @@ class TaskSupervisor:
         self._tasks: set[_Task] = set()
 
     def start(self, name: str, run: Run, of: str = "") -> asyncio.Task[None]:
-        """Run `run()` for ever. The caller cancels the task, and awaits it.
+        """Run `run()` forever, restarting it when it ends. The caller cancels the returned task and awaits it.
 
-        name: one of few, for the metric. of: what the task works for, for people."""
+        Args:
+            name: The label of the metric; one of a few values.
+            run: The coroutine function.
+            of: The object that the task serves, as people know it.
+        """
         if self._failures is not None:
             self._failures.labels(name)
         task = _Task(f"{name} of {printable(of)}" if of else name)
         return asyncio.get_running_loop().create_task(self._keep(name, task, run), name=task.title)
 
     def health(self) -> list[str]:
-        """A sentence for each task that does not run, or failed not long ago."""
+        """Return a sentence for each task that does not run or failed recently."""
         now = self._clock()
         return sorted(problem for task in self._tasks if (problem := task.problem(now)) is not None)
 
@@ -97,7 +109,7 @@ class TaskSupervisor:
                 except asyncio.CancelledError:
                     if _is_cancelled():
                         raise
-                    # Something that it waited for was cancelled, not the task itself.
+                    # An awaited future or task was cancelled, not this task itself.
                     task.error = "what it waited for was cancelled"
                     log.exception("task failed, and is started again", extra={"task": task.title})
                 except Exception as error:
@@ -116,7 +128,10 @@ class TaskSupervisor:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody cancels this task. In place, the frame would hold its own task, and both all that it worked
-    for."""
+    """Return whether the current task itself is being cancelled.
+
+    This is a function because a local variable in `_keep` would make the task's frame refer to the task, and the cycle
+    would keep alive everything that they work with.
+    """
     current = asyncio.current_task()
     return current is None or current.cancelling() > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times as logs write them. Pure."""
+"""Times in the forms in which logs write them. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-# Fields of a line that may have its time, the first that is there.
+# Fields of a log line that may contain its time, in the order in which they are tried.
 TIME_FIELDS = ("timestamp", "time", "created_at", "created")
-# A number above these is in the unit before: seconds reach the first in the year 5138.
+# From each limit on, a number is in the unit of the limit's name; seconds would reach the first limit in the year 5138.
 MILLISECONDS_FROM = 1e11
 MICROSECONDS_FROM = 1e14
 NANOSECONDS_FROM = 1e17
@@ -17,13 +17,16 @@ NUMBERS_MAX = 1e20
 
 
 def time_in(*places: Mapping[str, Any]) -> Any:
-    """The time of the first place that has one, as it is written; None if none has."""
-    return next((where[name] for where in places for name in TIME_FIELDS if where.get(name) is not None), None)
+    """Return the time of the first mapping that has one, as it is written; None if none has."""
+    return next((place[name] for place in places for name in TIME_FIELDS if place.get(name) is not None), None)
 
 
 def seconds_of(value: Any) -> float:
-    """Seconds since 1970 of a number (seconds, milliseconds, microseconds or nanoseconds) or of ISO 8601, without a zone
-    in UTC. Raises ValueError."""
+    """Return a time as seconds since 1970. Raises ValueError if the value is not a time.
+
+    The value is a number (of seconds, milliseconds, microseconds or nanoseconds) or an ISO 8601 text, which is in UTC
+    if it names no zone.
+    """
     if isinstance(value, str):
         moment = datetime.fromisoformat(value)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name and version of what is installed."""
+"""The name and version of the installed package."""
 
 from __future__ import annotations
 

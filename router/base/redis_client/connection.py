@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection to one Redis or Valkey server: send packed commands, get as many replies.
+"""One connection to one Redis or Valkey server: send packed commands, receive as many replies.
 
-redis-py connects and logs in, then a plain asyncio protocol over hiredis' reader has the transport: redis-py's reading,
-reply by reply, would make a commit cost a third more CPU time (`docs/adr/0005`). No retries, no pooling here: see
-`servers.py`.
+redis-py connects and logs in; then a plain asyncio protocol over hiredis' reader takes over the transport. Reading
+reply by reply, as redis-py does, would make a commit cost a third more CPU time
+(`docs/adr/0005-own-redis-connection.md`). Retries and pooling are in `servers.py`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from redis.exceptions import TimeoutError as ConnectTimeout
 from kvrouter.router.base.redis_client.errors import ReplyError, StoreUnavailable
 from kvrouter.router.base.redis_client.url import NO_LOGIN, Address, Login, address_text
 
-# A server that cannot be reached in this time is down for us; the follower and the owner go on trying.
+# A server that cannot be reached in this time counts as down; the follower and the owner keep trying.
 CONNECT_TIMEOUT_S = 5.0
 # The longest a healthy server may take for one request; a commit of 2,048 transitions takes under 1 ms.
 RESPONSE_TIMEOUT_S = 10.0
-# Of every connection of redis-py's: RESP2, and no commands that an ACL need not allow (CLIENT SETINFO).
+# Options of every redis-py connection: RESP2, and no command that an ACL might not allow (CLIENT SETINFO).
 PLAIN_LOGIN: dict[str, Any] = {"protocol": 2, "driver_info": None}
-# A login is read within one limit of ours.
+# The replies to a login have one common time limit, which `Connection.open` sets.
 _OPTIONS = PLAIN_LOGIN | {"socket_timeout": None, "socket_connect_timeout": CONNECT_TIMEOUT_S}
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time: `run` again only after the last `run` has returned."""
+    """A logged-in connection that runs one request at a time: call `run` again only after the last one has returned."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
-        # Kept, as it closes its transport with its own end.
+        # A reference is kept because the writer closes its transport when it is deleted.
         self._writer = writer
         self._reader = hiredis.Reader()
         self._replies: list[Any] = []
@@ -43,7 +43,7 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, address: Address, login: Login = NO_LOGIN) -> Connection:
-        """A connection that has logged in. Raises StoreUnavailable, or ReplyError when the login is refused."""
+        """Connect and log in. Raises StoreUnavailable, or ReplyError if the server refuses the login."""
         link = _link(address, login)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S + RESPONSE_TIMEOUT_S):
@@ -53,20 +53,23 @@ class Connection(asyncio.Protocol):
             if isinstance(error, (RedisError, TimeoutError)):
                 raise _open_error(address_text(address), error, login) from None
             raise
-        # From here on redis-py does not use it. Each reply to the login is read, so its reader holds nothing.
+        # From here on redis-py does not use the transport. Every reply to the login was read, so its reader is empty.
         writer, link._reader, link._writer = link._writer, None, None
         assert writer is not None
         return cls(writer)
 
     @property
     def closed(self) -> bool:
+        """Whether the connection is closed or closing."""
         return self._writer.is_closing()
 
     async def run(self, request: bytes, replies: int, timeout_s: float = RESPONSE_TIMEOUT_S) -> list[Any]:
-        """Sends `request` and returns its `replies` replies.
+        """Send `request` and return its `replies` replies.
 
-        Raises the first error among them as ReplyError, StoreUnavailable when the connection ends or `timeout_s`
-        passes. After any exception, a cancellation too, the connection must be closed: replies may be under way."""
+        Raises ReplyError for the first error among the replies, and StoreUnavailable if the connection ends or
+        `timeout_s` passes. After any exception, including a cancellation, the connection must be closed, because
+        replies may be under way.
+        """
         if self.closed:
             raise StoreUnavailable("the connection to the server is closed")
         self._replies, self._wanted = [], replies
@@ -79,18 +82,19 @@ class Connection(asyncio.Protocol):
             raise StoreUnavailable(f"the server did not answer in {timeout_s:g} s") from None
         finally:
             self._waiting = None
-        got, self._replies = self._replies, []
-        for reply in got:
+        received, self._replies = self._replies, []
+        for reply in received:
             if isinstance(reply, hiredis.ReplyError):
                 raise ReplyError(str(reply))
-        return got
+        return received
 
     def close(self) -> None:
-        """Ends the connection; a `run` under way raises StoreUnavailable."""
+        """End the connection; a `run` under way raises StoreUnavailable."""
         self._writer.transport.abort()
         self._fail("the connection was closed")
 
     def data_received(self, data: bytes) -> None:
+        """Collect the complete replies, and resume `run` when all of them are there."""
         try:
             self._reader.feed(data)
             # `False` is hiredis' mark for "not complete yet": no RESP2 reply is False.
@@ -104,6 +108,7 @@ class Connection(asyncio.Protocol):
             self._waiting.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Make a `run` under way raise StoreUnavailable."""
         self._fail("the server closed the connection" if exc is None else f"the connection was lost: {exc}")
 
     def _fail(self, reason: str) -> None:

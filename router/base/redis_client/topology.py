@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which server holds a key: the one there is, a cluster's primary of its slot, or the primary that Sentinel names.
+"""The topology of the store: a single server, a cluster's primary of each slot, or the primary that Sentinel names.
 
-redis-py asks clusters and Sentinels; here is what is made of their answers."""
+redis-py queries clusters and Sentinels; this module interprets their answers.
+"""
 
 from __future__ import annotations
 
@@ -19,37 +20,46 @@ from kvrouter.router.base.redis_client.errors import ReplyError, StoreError, Sto
 from kvrouter.router.base.redis_client.resp import command, info_field
 from kvrouter.router.base.redis_client.url import Address, StoreUrl, address_text
 
-# Pause while a slot is under way between two nodes (a multi-key command cannot follow an ASK half-way).
+# Pause while a slot migrates between two nodes, because a multi-key command cannot follow an ASK for a part of its
+# keys.
 MIGRATION_PAUSE_S = 0.1
-# A Sentinel holds a few names and answers at once; one that does not is passed over.
+# A Sentinel holds a few names and answers at once; one that does not is skipped.
 SENTINEL_TIMEOUT_S = 1.0
 
 
 class OneServer:
-    # Whether a key's server can change while the old one still answers.
+    """A store of one server, and the interface of all topologies. `addresses` are the servers that hold keys."""
+
+    # Whether the server of a key can change while the old one still answers.
     moves_unseen = False
 
     def __init__(self, address: Address) -> None:
         self.addresses: tuple[Address, ...] = (address,)
 
     def address_of(self, key: str) -> Address:
+        """Return the address of the server that holds `key`, as far as known."""
         return self.addresses[0]
 
     async def learn(self) -> None:
-        """Asks who holds what. Raises StoreError, and what was known stays."""
+        """Query which server holds which keys. Raises StoreError, and then the previous knowledge stays."""
 
     async def redirect(self, error: ReplyError) -> bool:
-        """Whether `error` only said that a key's server is another one, or soon will be."""
+        """Return whether `error` only means that the key has moved or is moving to another server.
+
+        A move is recorded, so that the request can be repeated.
+        """
         return False
 
     async def check(self, connection: Connection) -> None:
-        """Raises StoreUnavailable where a new connection leads to a server that must not be used."""
+        """Raise StoreUnavailable if a new connection leads to a server that must not be used."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close the connections to cluster nodes or Sentinels; a single server has none."""
+        ...  # noqa: PIE790
 
 
 class ClusterSlots(OneServer):
-    """The primary of each of 16,384 slots."""
+    """A cluster: the primary of each of 16,384 slots."""
 
     def __init__(self, url: StoreUrl) -> None:
         super().__init__(url.address)
@@ -60,20 +70,24 @@ class ClusterSlots(OneServer):
         self._client = RedisCluster(host=host, port=port, **options)
 
     def address_of(self, key: str) -> Address:
+        """Return the address of the primary of the key's slot, as far as known."""
         return _address(self._client.nodes_manager.get_node_from_slot(self._client.keyslot(key)))
 
     async def learn(self) -> None:
+        """Query the primaries and their slots from the nodes. Raises StoreUnavailable."""
         try:
-            # Not `client.initialize()`, which also asks for all COMMANDs that the server knows: no ACL need allow it.
+            # Not `client.initialize()`, which also queries all COMMANDs of the server; an ACL might not allow that.
             await self._client.nodes_manager.initialize()
         except (RedisError, RedisClusterException) as error:
             raise StoreUnavailable(str(error)) from None
         self.addresses = tuple(map(_address, self._client.get_primaries()))
 
     async def redirect(self, error: ReplyError) -> bool:
+        """Record a MOVED slot, or pause for a slot that is migrating; return False for other errors."""
         if error.code == "MOVED":
             moved = MovedError(str(error).partition(" ")[2])
-            # A cluster may be set not to name hosts (cluster-preferred-endpoint-type): then all have the same.
+            # A cluster may be configured not to name hosts (cluster-preferred-endpoint-type); then all nodes have the
+            # same host.
             moved.host = moved.host or self._client.nodes_manager.slots_cache[moved.slot_id][0].host
             await self._client.nodes_manager.move_slot(moved)
         elif error.code in ("ASK", "TRYAGAIN"):
@@ -83,6 +97,7 @@ class ClusterSlots(OneServer):
         return True
 
     async def close(self) -> None:
+        """Close redis-py's connections to all nodes."""
         await self._client.nodes_manager.aclose()
         await self._client.nodes_manager.aclose("startup_nodes")
 
@@ -92,7 +107,7 @@ def _address(node: ClusterNode) -> Address:
 
 
 class SentinelPrimary(OneServer):
-    """The primary of one service, which changes when it fails."""
+    """A service whose primary Sentinel names. The primary changes when it fails."""
 
     moves_unseen = True
 
@@ -104,6 +119,7 @@ class SentinelPrimary(OneServer):
         self._client = Sentinel(url.sentinels, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
 
     async def learn(self) -> None:
+        """Query the service's primary from the Sentinels. Raises StoreUnavailable if none of them names one."""
         try:
             self.addresses = (await self._client.discover_master(self._service),)
         except RedisError:
@@ -113,19 +129,23 @@ class SentinelPrimary(OneServer):
             ) from None
 
     async def check(self, connection: Connection) -> None:
-        """A Sentinel that was cut off still names the server that was the primary, which may follow another now: what
-        it holds is old, and says so to nobody who only reads."""
+        """Raise StoreUnavailable if the server is no primary now.
+
+        A Sentinel that was cut off still names the previous primary, which may be a replica of another server now. Its
+        data is old, and a client that only reads would not notice.
+        """
         (info,) = await connection.run(command("INFO", "replication"), 1)
         if info_field(info, "role") != "master":
             raise StoreUnavailable(f"{address_text(self.addresses[0])} is no primary now")
 
     async def close(self) -> None:
+        """Close redis-py's connections to all Sentinels."""
         for sentinel in self._client.sentinels:
             await sentinel.aclose()
 
 
 def _asking(timeout_s: float) -> dict[str, Any]:
-    """Options of redis-py's clients, which ask once."""
+    """Return options for redis-py's clients that make them try once, without retries."""
     return PLAIN_LOGIN | {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,

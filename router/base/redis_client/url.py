@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Redis URL says. redis-py reads it; the modes `+cluster` and `+sentinel` are ours. Pure but for TLS files."""
+"""The parts of a Redis URL. redis-py parses it; the modes `+cluster` and `+sentinel` are ours.
+
+Pure but for TLS files.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import msgspec
 
 from kvrouter.router.base.redis_client.errors import StoreError
 
-# redis-py is imported where it is used: it takes longer than to refuse a wrong URL.
+# redis-py is imported where it is used, because the import takes longer than refusing a wrong URL.
 if TYPE_CHECKING:
     from redis.asyncio.connection import RedisSSLContext
 
@@ -30,7 +33,7 @@ _SENTINEL_OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
 
 
 class Login(msgspec.Struct, frozen=True):
-    """How to log in, at any server that the URL leads to. `options` are arguments of redis-py's connections."""
+    """The login for every server that the URL leads to. `options` are arguments of redis-py's connections."""
 
     options: dict[str, Any] = {}
     tls: RedisSSLContext | None = None
@@ -44,14 +47,16 @@ NO_LOGIN = Login()
 
 
 class StoreUrl(msgspec.Struct, frozen=True):
-    """address: of the server, or of one node of the cluster. sentinels: who names the primary of `service`, in which
-    case `address` says nothing; sentinel_options are arguments of redis-py's connections to them."""
+    """The parsed form of a Redis URL."""
 
+    # The server, or one node of the cluster. With Sentinel it means nothing.
     address: Address
     login: Login
     must_be_cluster: bool = False
+    # The Sentinels that name the primary of `service`.
     sentinels: tuple[tuple[str, int], ...] = ()
     service: str = ""
+    # Arguments of redis-py's connections to the Sentinels.
     sentinel_options: dict[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -59,13 +64,16 @@ class StoreUrl(msgspec.Struct, frozen=True):
 
 
 def address_text(address: Address) -> str:
+    """Return the address as text: the socket's path, or host:port."""
     return address if isinstance(address, str) else f"{address[0]}:{address[1]}"
 
 
 def parse_url(url: str) -> StoreUrl:
-    """Raises StoreError that names the right form and shows nothing of a wrong one.
+    """Return the parts of a Redis URL. Raises StoreError, which names the right form and nothing of the wrong one.
 
-    Not even the cause is kept: urllib quotes pieces of the URL, and an unquoted '/' in a password makes it one."""
+    The exception has no cause either: urllib's errors quote pieces of the URL, and an unquoted '/' in a password makes
+    the password such a piece.
+    """
     try:
         return _parsed(url)
     except ValueError:
@@ -81,9 +89,9 @@ def _parsed(url: str) -> StoreUrl:
     if scheme is None or scheme not in _MODES.get(mode, ()):
         raise StoreError(f"the Redis URL has an unknown scheme: write {_URL_FORM}")
     query = dict(parse_qsl(parts.query))
-    known = _OPTIONS | (_SENTINEL_OPTIONS if mode == "sentinel" else frozenset())
-    if unknown := sorted(set(query) - known):
-        raise StoreError(f"the Redis URL has unknown options {unknown}: known are {sorted(known)}")
+    allowed = _OPTIONS | (_SENTINEL_OPTIONS if mode == "sentinel" else frozenset())
+    if unknown := sorted(set(query) - allowed):
+        raise StoreError(f"the Redis URL has unknown options {unknown}: known are {sorted(allowed)}")
     user, at, hosts = parts.netloc.rpartition("@")
     path, service = parts.path, ""
     if mode == "sentinel":
@@ -94,7 +102,7 @@ def _parsed(url: str) -> StoreUrl:
         raise StoreError("the Redis URL names no socket: write unix:///path/to/socket")
     if scheme != "unix" and path.strip("/"):
         int(path.strip("/"))
-    sentinel_login = {name.removeprefix("sentinel_"): query.pop(name) for name in known - _OPTIONS if name in query}
+    sentinel_login = {name.removeprefix("sentinel_"): query.pop(name) for name in allowed - _OPTIONS if name in query}
     host = "" if mode == "sentinel" else hosts
     # Reading a port raises for one that is no number.
     parts._replace(netloc=host).port  # noqa: B018
@@ -123,7 +131,7 @@ def _sentinel(text: str) -> tuple[str, int]:
 
 
 def _tls(options: dict[str, Any]) -> RedisSSLContext:
-    """Made once, so that no connection reads the files again."""
+    """Return the TLS context of the options, made once so that no connection reads the files again."""
     from redis.asyncio.connection import SSLConnection
     from redis.exceptions import RedisError
 

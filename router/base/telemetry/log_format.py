@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs as text or JSON lines on stderr: state changes, never secrets, and single requests only where the access log is
-on.
+"""Logs as text or JSON lines on stderr: state changes, never secrets; single requests only if the access log is on.
 
-Fields are given as `extra={...}`; they follow the message as `key=value`, or stand beside it in JSON.
+Fields are passed as `extra={...}`. They follow the message as `key=value`, or become JSON fields beside it.
 """
 
 from __future__ import annotations
@@ -16,18 +15,19 @@ import msgspec
 from kvrouter.router.base.common.escaping import printable, printable_json
 from kvrouter.router.base.common.ids import WorkerKey
 
-# What a record has without our fields.
+# The attributes of every log record; all others are our fields.
 STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 class Formatter(logging.Formatter):
-    """One line a record in JSON; in text too, but for the traceback of a bug, whose lines are indented."""
+    """A formatter that writes one line for each record; as text, the traceback of a bug follows in indented lines."""
 
     def __init__(self, *, as_json: bool) -> None:
         super().__init__()
         self._as_json = as_json
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the record as a JSON line or as text."""
         fields = {key: _shown(value) for key, value in record.__dict__.items() if key not in STANDARD}
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         message = record.getMessage()
@@ -45,7 +45,7 @@ class Formatter(logging.Formatter):
             return printable_json(msgspec.json.encode(line, enc_hook=str).decode())
         pairs = "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
         text = f"{time} {record.levelname:<7} {printable(message)}{pairs}"
-        # Indented, so that no text of an exception passes for a line of the log.
+        # Indented, so that an exception's text cannot pass for a line of the log.
         return "\n    ".join([text, *trace.splitlines()]) if trace else text
 
 
@@ -63,7 +63,7 @@ def _quoted(value: Any) -> str:
 
 
 def set_up_logs(level: str, form: str, stream: TextIO) -> None:
-    """Sends the logs of `kvrouter`, of uvicorn and of asyncio to `stream`, replacing what was set up before."""
+    """Send the logs of `kvrouter`, of uvicorn and of asyncio to `stream`, replacing their previous handlers."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(Formatter(as_json=form == "json"))
     for name in ("kvrouter", "uvicorn", "asyncio"):
@@ -72,7 +72,8 @@ def set_up_logs(level: str, form: str, stream: TextIO) -> None:
         logger.propagate = False
         logger.setLevel(level.upper())
     logging.getLogger("asyncio").setLevel("WARNING")
-    # It repeats itself while a collector is away, which router/observe/quality/tracing.py says once.
+    # OpenTelemetry repeats its error while a collector is unreachable; router/observe/quality/tracing.py logs it once.
     logging.getLogger("opentelemetry").setLevel("CRITICAL")
-    # Its start and stop lines repeat ours, and its warnings are single requests that are no HTTP: those are counted.
+    # uvicorn's start and stop lines repeat ours, and its warnings are about requests that are not HTTP, which are
+    # counted.
     logging.getLogger("uvicorn").setLevel("ERROR")

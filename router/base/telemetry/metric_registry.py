@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of a process's metrics: makes them, names workers in them, drops a worker's series.
+"""The registry of a process's metrics: makes them, labels workers in them, and drops a worker's series.
 
-Each room declares its own beside what it counts (`*_metrics.py`); `router/app/server/router_metrics.py` assembles them.
-Labels come from small closed sets: never a request id, a hash or a model text of a client. A series of a worker has
-its model and its name as labels, both as registered, printable and short; there are at most MAX_WORKER_LABELS such
-pairs, and all further workers share `other`.
+Each room declares its metrics beside the code that counts (`*_metrics.py`); `router/app/server/router_metrics.py`
+assembles them. Labels come from small closed sets: never a request id, a hash or a text of a client. The series of a
+worker have its model and its name as labels, both as registered, printable and short. At most MAX_WORKER_LABELS such
+pairs exist; all further workers share `other`.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from prometheus_client.registry import Collector
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.tally import Counter, CounterSeries, Histogram, TextCollector
 
-# A fleet has tens to hundreds of workers. Each costs about 15 series here; unbounded, a client that registers in a loop
-# would fill Prometheus.
+# A fleet has tens to hundreds of workers, and each costs about 15 series here. Without a limit, a client that registers
+# workers in a loop would fill Prometheus.
 MAX_WORKER_LABELS = 1_024
 MAX_WORKER_LABEL_CHARS = 80
 OTHER_WORKER = "other"
 
-# As a label of a metric, WORKER stands for both.
+# In the declaration of a metric, the label WORKER stands for both.
 MODEL, WORKER = "model", "worker"
 
 AnyMetric = TypeVar("AnyMetric", Counter, Gauge, Histogram)
 Child = TypeVar("Child")
 Labels = tuple[str, ...]
 Values = dict[str, Iterable[str]]
-# Those of a worker: its model and its name.
+# The label values of a worker: its model and its name.
 WorkerLabels = tuple[str, str]
 OTHER: WorkerLabels = (OTHER_WORKER, OTHER_WORKER)
-# Models that have series of their own; a fleet has some.
+# The limit of models with their own series; a fleet has a few.
 MAX_MODEL_LABELS = 256
 Children = Callable[[str], Child]
 PerWorker = Callable[[WorkerKey], Child]
@@ -47,17 +47,20 @@ PerModel = Callable[[str], Child]
 
 
 class MetricRegistry(CollectorRegistry):
-    """Two of them live side by side in one process. internal_errors, task_failures: of all rooms."""
+    """The registry of one process or test; several can exist side by side.
+
+    `internal_errors` and `task_failures` are counted by all rooms.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._collectors: list[Collector] = []
         self._measures: list[Callable[[], None]] = []
         self._worker_labels: dict[WorkerKey, WorkerLabels] = {}
-        # Each metric of workers, with the values of its further label: the series that end with a worker.
+        # Each metric of workers, with the values of its further labels: the series that end with a worker.
         self._of_workers: list[tuple[Counter | Gauge | Histogram, list[tuple[str, ...]]]] = []
         self._kept: list[dict[WorkerKey, Any]] = []
-        # The same of metrics that have a model's label alone; the models that have series.
+        # Each metric that has a model's label but no worker's, with the values of its further labels.
         self._of_models: list[tuple[Counter | Gauge | Histogram, list[tuple[str, ...]]]] = []
         self._kept_of_models: list[dict[str, Any]] = []
         self._models: dict[str, str] = {}
@@ -67,74 +70,82 @@ class MetricRegistry(CollectorRegistry):
         )
 
     def counter(self, name: str, text: str, *labels: str, **values: Iterable[str]) -> Counter:
-        """values: of each further label; a worker's series of them end with it."""
+        """Make a counter. `values` lists the values of each further label; a worker's series of them end with it."""
         return self._make(Counter, name, text, labels, values)
 
     def gauge(self, name: str, text: str, *labels: str, **values: Iterable[str]) -> Gauge:
-        """values: as of `counter`."""
+        """Make a gauge. `values` lists the values of each further label; a worker's series of them end with it."""
         return self._make(Gauge, name, text, labels, values)
 
     def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        """Make a histogram. `buckets` are the upper bounds, without the last one, which is infinite."""
         return self._make(Histogram, name, text, labels, {}, buckets=buckets)
 
     def counters(self, name: str, text: str, **label: Iterable[str]) -> dict[str, CounterSeries]:
-        """One for each value that the label can have; all show from the beginning."""
-        made = self.counter(name, text, **label)
-        return {value: made.labels(value) for values in label.values() for value in values}
+        """Make one counter series for each value of the label; all show from the beginning."""
+        counter = self.counter(name, text, **label)
+        return {value: counter.labels(value) for values in label.values() for value in values}
 
     def worker_counter(self, name: str, text: str) -> PerWorker[CounterSeries]:
+        """Make a counter of workers, and return a function from a worker to its series."""
         return self.per_worker(self.counter(name, text, WORKER).labels)
 
     def worker_gauge(self, name: str, text: str) -> PerWorker[Gauge]:
+        """Make a gauge of workers, and return a function from a worker to its series."""
         return self.per_worker(self.gauge(name, text, WORKER).labels)
 
     def worker_counters(self, name: str, text: str, **label: Iterable[str]) -> PerWorker[Children[CounterSeries]]:
-        """One for each value that the label can have; each shows from its first use."""
-        made = self.counter(name, text, WORKER, **label)
-        return self.per_worker(lambda model, worker: cache(partial(made.labels, model, worker)))
+        """Make a counter of workers with one series for each value of a label; each shows from its first use."""
+        counter = self.counter(name, text, WORKER, **label)
+        return self.per_worker(lambda model, worker: cache(partial(counter.labels, model, worker)))
 
     def worker_gauges(self, name: str, text: str, **label: Iterable[str]) -> PerWorker[Children[Gauge]]:
-        """As `worker_counters`."""
-        made = self.gauge(name, text, WORKER, **label)
-        return self.per_worker(lambda model, worker: cache(partial(made.labels, model, worker)))
+        """Make a gauge of workers with one series for each value of a label; each shows from its first use."""
+        gauge = self.gauge(name, text, WORKER, **label)
+        return self.per_worker(lambda model, worker: cache(partial(gauge.labels, model, worker)))
 
     def per_worker(self, make: Callable[[str, str], Child]) -> PerWorker[Child]:
-        """What `make` gives for a worker's labels, kept as long as its series: to find a child costs more than to
-        count."""
-        kept: dict[WorkerKey, Child] = {}
-        self._kept.append(kept)
+        """Return a function from a worker to its child, made with `make` from the worker's labels.
+
+        A child is kept as long as the worker's series, because finding one costs more than counting.
+        """
+        children: dict[WorkerKey, Child] = {}
+        self._kept.append(children)
 
         def child(worker: WorkerKey) -> Child:
-            found = kept.get(worker)
-            if found is None:
-                found = make(*(labels := self.worker_labels(worker)))
-                # A worker without labels of its own gets some when another goes.
+            series = children.get(worker)
+            if series is None:
+                series = make(*(labels := self.worker_labels(worker)))
+                # A worker that shares `other` gets its own labels when another worker leaves.
                 if labels != OTHER:
-                    kept[worker] = found
-            return found
+                    children[worker] = series
+            return series
 
         return child
 
     def per_model(self, make: Callable[[str], Child]) -> PerModel[Child]:
-        """The same for a model's label; its series end with its last worker."""
-        kept: dict[str, Child] = {}
-        self._kept_of_models.append(kept)
+        """Return a function from a model to its child, made with `make` from the model's label.
+
+        A child is kept until the model's last worker leaves.
+        """
+        children: dict[str, Child] = {}
+        self._kept_of_models.append(children)
 
         def child(model: str) -> Child:
-            found = kept.get(model)
-            if found is None:
-                found = make(label := self._model_label(model))
+            series = children.get(model)
+            if series is None:
+                series = make(label := self._model_label(model))
                 if label != OTHER_WORKER:
-                    kept[model] = found
-            return found
+                    children[model] = series
+            return series
 
         return child
 
     def model_counters(self, name: str, text: str, **label: Iterable[str]) -> PerModel[dict[str, CounterSeries]]:
-        """One for each value that the label can have; all show from a model's first use."""
-        made = self.counter(name, text, MODEL, **label)
+        """Make a counter of models with one series for each value of a label; all show from a model's first use."""
+        counter = self.counter(name, text, MODEL, **label)
         every = [value for values in label.values() for value in values]
-        return self.per_model(lambda model: {value: made.labels(model, value) for value in every})
+        return self.per_model(lambda model: {value: counter.labels(model, value) for value in every})
 
     def _make(
         self, kind: type[AnyMetric], name: str, text: str, labels: Labels, values: Values, **more: Any
@@ -148,12 +159,15 @@ class MetricRegistry(CollectorRegistry):
         return metric
 
     def before_page(self, measure: Callable[[], None]) -> None:
-        """Has `measure` set its gauges whenever the numbers are read."""
+        """Call `measure`, which sets gauges, whenever the numbers are read."""
         self._measures.append(measure)
 
     async def own_page(self) -> bytes:
-        """The numbers of this process, in Prometheus' text format. Metric by metric, as those of a thousand workers
-        take half a second; what is counted meanwhile may be on it."""
+        """Return the numbers of this process in Prometheus' text format.
+
+        The event loop gets a turn after each metric, because those of a thousand workers take half a second. Counts
+        made meanwhile may be on the page.
+        """
         for measure in self._measures:
             measure()
         parts = []
@@ -166,13 +180,16 @@ class MetricRegistry(CollectorRegistry):
         return b"".join(parts)
 
     def register(self, collector: Collector) -> None:
+        """Add a collector to the registry and to the page."""
         super().register(collector)
         self._collectors.append(collector)
 
     def worker_labels(self, worker: WorkerKey) -> WorkerLabels:
-        """Its model, and `w0`, or `w0@3` for another rank than 0; twice `other` once MAX_WORKER_LABELS are in use.
+        """Return the worker's labels: its model, and `w0`, or `w0@3` for a rank other than 0.
 
-        Workers whose names differ in the end of long ones, or in what is not printable, share labels."""
+        Both are `other` once MAX_WORKER_LABELS are in use. Workers share labels if their names differ only after the
+        length limit or in unprintable characters.
+        """
         labels = self._worker_labels.get(worker)
         if labels is None:
             if len(self._worker_labels) >= MAX_WORKER_LABELS:
@@ -191,9 +208,9 @@ class MetricRegistry(CollectorRegistry):
         return label
 
     def forget_worker(self, worker: WorkerKey) -> None:
-        """Drops the series of an unregistered worker, unless another worker shares its labels."""
-        for kept in self._kept:
-            kept.pop(worker, None)
+        """Drop the series of an unregistered worker, unless another worker shares its labels."""
+        for children in self._kept:
+            children.pop(worker, None)
         labels = self._worker_labels.pop(worker, None)
         if labels is None:
             return
@@ -203,27 +220,28 @@ class MetricRegistry(CollectorRegistry):
             self._forget_model(worker.model)
 
     def _forget_model(self, model: str) -> None:
-        for kept in self._kept_of_models:
-            kept.pop(model, None)
+        for children in self._kept_of_models:
+            children.pop(model, None)
         label = self._models.pop(model, None)
         if label is not None and label not in self._models.values():
             _remove(self._of_models, label)
 
 
 class _Alone(CollectorRegistry):
-    """A registry of one collector, for the library's page."""
+    """A registry of one collector, for prometheus_client's page."""
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
 
     def collect(self) -> Iterable[Metric]:
+        """Return the metrics of the collector."""
         return self._collector.collect()
 
 
 def _remove(metrics: list[tuple[Counter | Gauge | Histogram, list[tuple[str, ...]]]], *labels: str) -> None:
     for metric, series in metrics:
         for values in series:
-            # Old versions of prometheus-client raise for a series that never was.
+            # Old versions of prometheus-client raise KeyError for a series that never existed.
             with contextlib.suppress(KeyError):
                 metric.remove(*labels, *values)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why each request went where it went: the decisions that are kept."""
+"""The decisions that are kept: which worker got each request, and why."""

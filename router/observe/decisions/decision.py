@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why one request went where it went, as it is kept: small, and whole without anything that may have changed since.
-Pure."""
+"""A decision about one request, as it is kept: small, and complete without values that may have changed since. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +10,12 @@ from kvrouter.router.route.placement.choose import Choice
 from kvrouter.router.route.placement.cost import Candidate, Costs, Terms
 from kvrouter.router.route.placement.placement_request import PlacementRequest
 
-# Workers of a decision that are kept, the chosen one and the cheapest others: a kilobyte for sixteen.
+# How many workers of a decision are kept, the chosen one and the cheapest others: a kilobyte for sixteen.
 KEPT_CANDIDATES = 64
 
 
 class KeptChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A choice with the workers that were compared. hits, costs, loads, terms, pending: of each, the chosen one first
-    and the others by their cost; saturated: places in them. compared: how many workers there were."""
+    """A choice with the compared workers that are kept: the chosen one first, then the others by their cost."""
 
     url: str | None
     reason: str
@@ -25,58 +23,67 @@ class KeptChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     best_hit_tokens: int
     prefill_tokens: int
     queued_tokens: int
+    # One element for each kept worker.
     hits: list[Hit]
     costs: list[int]
     loads: list[int]
     terms: list[Terms]
+    # Indices of the saturated workers in the lists above.
     saturated: list[int]
+    # Tokens of the prompt that each kept worker is computing now.
     pending: list[int]
+    # How many workers were compared.
     compared: int
     expected_tokens: int = 0
 
     @property
     def hit(self) -> Hit:
-        """Of the chosen worker."""
+        """The hit of the chosen worker."""
         return self.hits[0]
 
     def candidates(self) -> list[Candidate]:
-        """The workers that are kept, the chosen one first."""
-        found = Costs(self.costs, self.loads, self.terms, set(self.saturated))
-        return [found.candidate(i, hit, self.pending[i]) for i, hit in enumerate(self.hits)]
+        """Return the kept workers, the chosen one first."""
+        costs = Costs(self.costs, self.loads, self.terms, set(self.saturated))
+        return [costs.candidate(i, hit, self.pending[i]) for i, hit in enumerate(self.hits)]
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """time_s: seconds since 1970. known_tokens: of the prompt's, how many are known; None where only its hashes are."""
+    """One decision with the request that it was made for."""
 
     selection_id: str
+    # Seconds since 1970.
     time_s: float
     model: str
     num_tokens: int
+    # How many tokens of the prompt are known; None if only its hashes are.
     known_tokens: int | None
     session_id: str | None
     max_tokens: int | None
     pinned: str | None
     choice: KeptChoice
-    # Where another worker computes the prompt.
+    # The choice of another worker that computes the prompt; None if the chosen one does.
     prefill: KeptChoice | None
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """What came of a request. outcome: as the metric of proxied requests names it. predicted_tokens, expected_tokens: None
-    where nothing can be predicted; delivered_tokens: None where the engine does not say. Times: seconds from the whole request."""
+    """The outcome of a request. Times are seconds since the arrival of the whole request."""
 
+    # As the metric of proxied requests names it.
     outcome: str
+    # None if reuse cannot be predicted.
     predicted_tokens: int | None
+    # None if the engine does not report it.
     delivered_tokens: int | None
     prompt_tokens: int | None
     completion_tokens: int | None
     ttft_s: float | None
     e2e_s: float
+    # None if reuse cannot be predicted.
     expected_tokens: int | None = None
 
 
 def decision_of(selection_id: str, time_s: float, ask: PlacementRequest, choice: Choice) -> Decision:
-    """choice: with its comparison."""
+    """Return a decision as it is kept. `choice` must have its comparison."""
     question = ask.question
     known_tokens = 0 if question.is_blind else None if question.token_ids is None else len(question.token_ids)
     return Decision(
@@ -94,11 +101,11 @@ def decision_of(selection_id: str, time_s: float, ask: PlacementRequest, choice:
 
 
 def _kept(choice: Choice) -> KeptChoice:
-    compared = choice.comparison
-    assert compared is not None
-    hits, costs, pending = compared.hits, compared.costs, compared.pending
-    order = compared.best(KEPT_CANDIDATES)
-    kept = [hits[i] for i in order]
+    comparison = choice.comparison
+    assert comparison is not None
+    hits, costs, pending = comparison.hits, comparison.costs, comparison.pending
+    order = comparison.best(KEPT_CANDIDATES)
+    kept_hits = [hits[i] for i in order]
     saturated = costs.saturated
     return KeptChoice(
         choice.url,
@@ -107,12 +114,12 @@ def _kept(choice: Choice) -> KeptChoice:
         choice.best_hit_tokens,
         choice.prefill_tokens,
         choice.queued_tokens,
-        kept,
+        kept_hits,
         [costs.totals[i] for i in order],
         [costs.loads[i] for i in order],
         [costs.terms[i] for i in order],
         [place for place, i in enumerate(order) if i in saturated] if saturated else [],
-        [pending.get(hit.worker, 0) for hit in kept] if pending else [0] * len(kept),
+        [pending.get(hit.worker, 0) for hit in kept_hits] if pending else [0] * len(kept_hits),
         len(hits),
         choice.expected_tokens,
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last decisions of this process, by the id of the selection and of the request, with what came of them.
+"""The last decisions of this process with their outcomes, by the id of the selection and of the request.
 
-Bounded by number and by bytes; the oldest go first. A decision is kept as bytes, so that ten thousand of them are
-nothing that the garbage collector looks at. Belongs to one loop.
+Bounded by number and by bytes; the oldest are dropped first. A decision is kept as bytes, so that ten thousand of them
+give the garbage collector nothing to scan. Belongs to one loop.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kvrouter.router.route.placement.placement_request import PlacementRequest
 
 # Ten thousand decisions among sixteen workers take 15 MB, among 64 or more 50 MB.
 MAX_BYTES = 32 * 1024**2
-# Decisions a second that `GET /events` shows of one process: more than anybody reads.
+# How many decisions of one process `GET /events` shows in a second: more than a person can read.
 SHOWN_PER_S = 20.0
-# Attempts of one request that are kept by its id.
+# How many attempts of one request are kept by its id.
 MAX_ATTEMPTS = 8
-# Of a request's id; longer ones are a client's mistake, and are not found.
+# The limit of a request's id; a longer one is a client's mistake, and its decisions cannot be found by it.
 MAX_ID_CHARS = 256
-# Of the entry in the tables and its ids.
+# The size of a decision's entry in the tables, with its ids.
 ENTRY_BYTES = 600
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -37,18 +37,19 @@ _decode_event = msgspec.msgpack.Decoder(FleetEvent).decode
 
 
 class KeptDecision(msgspec.Struct, gc=False):
-    """One decision as it stands in the log. data: a `Decision` as MessagePack."""
+    """One decision as it stands in the log. `data` is a `Decision` as MessagePack."""
 
     data: bytes
     request_id: str = ""
     outcome: Outcome | None = None
 
     def decision(self) -> Decision:
+        """Return the decoded decision."""
         return _decode(self.data)
 
 
 class DecisionLog:
-    """max_kept: decisions; 0: none is kept. clock: seconds, monotonic."""
+    """A log of decisions and their outcomes."""
 
     def __init__(
         self,
@@ -58,6 +59,15 @@ class DecisionLog:
         metrics: WatchMetrics,
         max_bytes: int = MAX_BYTES,
     ) -> None:
+        """Create an empty log.
+
+        Args:
+            max_kept: How many decisions are kept; 0: none.
+            feed: Receives a sample of the decisions as events.
+            clock: Returns monotonic seconds.
+            metrics: Shows how many decisions are kept.
+            max_bytes: The limit of all kept decisions together.
+        """
         self._max_kept = max_kept
         self._max_bytes = max_bytes
         self._feed = feed
@@ -66,7 +76,7 @@ class DecisionLog:
         # The selections of each request, the last attempt last.
         self._of_request: dict[str, list[str]] = {}
         self._bytes = 0
-        # Shows the others' watchers what this process decides.
+        # Sends an event of this process to the watchers of the other processes.
         self.send_notice: Callable[[bytes], None] = lambda notice: None
         self._show_at_s = clock()
         self._skipped = 0
@@ -74,9 +84,9 @@ class DecisionLog:
         metrics.decisions_bytes.set_function(lambda: self._bytes)
 
     def record(self, selection_id: str, ask: PlacementRequest, choice: Choice) -> None:
-        """A request was placed, or a worker chosen for one. choice: with its comparison."""
+        """Record the decision to send a request to a worker. `choice` must have its comparison."""
         if self._max_kept:
-            # Text that is no UTF-8 cannot be shown either.
+            # Text that is not valid UTF-8 could not be shown either.
             with contextlib.suppress(UnicodeEncodeError):
                 self._keep(selection_id, _encode(decision_of(selection_id, self._feed.now(), ask, choice)))
         now = self._clock()
@@ -91,7 +101,10 @@ class DecisionLog:
         self._skipped = 0
 
     def take_notice(self, notice: bytes) -> None:
-        """A decision of another process; what cannot be read is left out, as Redis is anybody's."""
+        """Publish a decision of another process.
+
+        Bytes that cannot be decoded are ignored, because any program may write to Redis.
+        """
         try:
             event = _decode_event(notice)
         except (msgspec.MsgspecError, ValueError):
@@ -122,43 +135,45 @@ class DecisionLog:
             self._drop(next(iter(self._kept)))
 
     def _drop(self, selection_id: str) -> None:
-        kept = self._kept.pop(selection_id, None)
-        if kept is None:
+        kept_decision = self._kept.pop(selection_id, None)
+        if kept_decision is None:
             return
-        self._bytes -= len(kept.data) + ENTRY_BYTES
-        attempts = self._of_request.get(kept.request_id, [])
+        self._bytes -= len(kept_decision.data) + ENTRY_BYTES
+        attempts = self._of_request.get(kept_decision.request_id, [])
         if selection_id in attempts:
             attempts.remove(selection_id)
             if not attempts:
-                del self._of_request[kept.request_id]
+                del self._of_request[kept_decision.request_id]
 
     def name(self, selection_id: str, request_id: str) -> None:
-        """The request that it was made for."""
-        kept = self._kept.get(selection_id)
-        if kept is None or kept.request_id or not 0 < len(request_id) <= MAX_ID_CHARS:
+        """Record the id of the request for which the decision was made."""
+        kept_decision = self._kept.get(selection_id)
+        if kept_decision is None or kept_decision.request_id or not 0 < len(request_id) <= MAX_ID_CHARS:
             return
-        kept.request_id = request_id
+        kept_decision.request_id = request_id
         attempts = self._of_request.setdefault(request_id, [])
         attempts.append(selection_id)
-        # A client that sends one id with all its requests.
+        # Only the last attempts stay, because a client may send one id with all its requests.
         del attempts[:-MAX_ATTEMPTS]
 
     def end(self, selection_id: str, outcome: Outcome) -> None:
-        """What came of it."""
-        kept = self._kept.get(selection_id)
-        if kept is not None:
-            kept.outcome = outcome
+        """Record the outcome of the decision's request."""
+        kept_decision = self._kept.get(selection_id)
+        if kept_decision is not None:
+            kept_decision.outcome = outcome
 
     def find(self, name: str) -> tuple[KeptDecision, list[str]] | None:
-        """By the id of its selection, or of its request: then the last attempt, and the selections of those before
-        it."""
-        kept = self._kept.get(name)
-        if kept is not None:
-            return kept, []
+        """Return the decision with this id of a selection or a request, and the earlier selections of that request.
+
+        For a request's id, the decision is that of the last attempt. Returns None if there is none.
+        """
+        kept_decision = self._kept.get(name)
+        if kept_decision is not None:
+            return kept_decision, []
         attempts = self._of_request.get(name)
         return None if attempts is None else (self._kept[attempts[-1]], attempts[:-1])
 
     def last(self, most: int) -> Iterator[KeptDecision]:
-        """The newest first."""
-        for _, kept in zip(range(most), reversed(self._kept.values()), strict=False):
-            yield kept
+        """Yield up to `most` decisions, the newest first."""
+        for _, kept_decision in zip(range(most), reversed(self._kept.values()), strict=False):
+            yield kept_decision

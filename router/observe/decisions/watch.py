@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the API shows of this room."""
+"""The parts of the room that the API shows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from kvrouter.router.observe.decisions.decision_log import DecisionLog
 
 
 class Watch(NamedTuple):
+    """The events and decisions that the API shows."""
+
     feed: EventFeed
     decisions: DecisionLog
-    # The reply of another process behind this port, None where none has the decision.
+    # Returns the reply of another process behind this port about a decision; None if no process has it.
     elsewhere: Callable[[str], Awaitable[bytes | None]] | None = None

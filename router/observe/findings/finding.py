@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One thing that is wrong: its code, the evidence, and the command or flag that mends it. Pure.
+"""One problem of a fleet: its code, the evidence, and the command or flag that fixes it. Pure.
 
-Each code has a section of its own on the page (docs/how-to/doctor.md), whose anchor is the code.
+Each code has its own section on the page (docs/how-to/doctor.md), whose anchor is the code.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import msgspec
 from kvrouter.router.base.common.escaping import printable
 
 PAGE = "docs/how-to/doctor.md"
-# Stands for the router's address in commands: who shows them knows by which it was reached.
+# Stands for the router's address in commands. The program that shows a command knows the address by which it reached
+# the router.
 ROUTER = "ROUTER/"
 
 
 class Severity(StrEnum):
-    """error: requests fail, or reuse is lost or mispredicted. warning: it works, and should be mended. note: nothing has
-    to be done; what is not known."""
+    """The severity of a finding."""
 
+    # Requests fail, or reuse is lost or mispredicted.
     ERROR = "error"
+    # The fleet works, but this should be fixed.
     WARNING = "warning"
+    # Nothing has to be done; something is not known.
     NOTE = "note"
 
 
@@ -94,34 +97,40 @@ CODES: dict[str, tuple[Severity, str]] = {
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """subject: what it concerns, like a worker. problem: what is wrong, as CODES has it. evidence: what shows it, as a
-    sentence. fix: the command or the flag, with ROUTER for the router's address. page: the section that describes it."""
+    """One problem that a diagnosis found."""
 
     code: str
     severity: Severity
+    # The concerned part of the fleet, such as a worker.
     subject: str
+    # The problem, as CODES names it.
     problem: str
+    # The facts that show the problem, as a sentence.
     evidence: str
+    # The command or the flag that fixes it, with ROUTER for the router's address.
     fix: str
+    # The section of the page that describes it.
     page: str
 
 
 class DiagnosisReport(msgspec.Struct, frozen=True):
-    """What one process found. workers, routers: how many were looked at; checks: how many codes there are."""
+    """The findings of one router process."""
 
     version: str
+    # How many workers and routers were examined.
     workers: int
     routers: int
+    # How many codes a diagnosis can report.
     checks: int
     findings: list[Finding]
 
 
 def argument(text: str) -> str:
-    """A name from elsewhere as it may stand in a command that somebody copies into a shell."""
+    """Return a name from elsewhere in the form in which it is safe in a command that a person copies into a shell."""
     return shlex.quote(printable(text))
 
 
 def found(code: str, subject: str, evidence: str, fix: str, severity: Severity | None = None) -> Finding:
-    """severity: in place of the usual one of the code."""
+    """Return the finding with this code. `severity` replaces the code's usual one."""
     usual, problem = CODES[code]
     return Finding(code, severity or usual, subject, problem, evidence, fix, f"{PAGE}#{code.lower()}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store, the routers on it, and who follows whom, as this process sees them."""
+"""The store, the routers on it, and which router follows which worker, as this process sees them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrouter.router.index.store.server_settings import ServerSettings
 
 
 class StoreServer(msgspec.Struct, frozen=True):
-    """A server of the store. Empty and null: it does not say."""
+    """A server of the store. A field is empty or null if the server does not report it."""
 
     address: str
     policy: str
@@ -26,32 +26,37 @@ class StoreServer(msgspec.Struct, frozen=True):
 
 
 class FollowedWorker(msgspec.Struct, frozen=True):
-    """is_late: the store lacks what its follower learned more than a second ago."""
+    """A worker and whether the store is late with its changes."""
 
     worker_id: str
     dp_rank: int
     model: str
+    # Whether the store lacks changes that its follower learned more than a second ago.
     is_late: bool
 
 
 class RouterView(msgspec.Struct, frozen=True):
-    """A router process. is_this: it is the one that answers; refuses: workers that it will not follow."""
+    """A router process and the workers that it follows."""
 
     token: str
+    # Whether it is the process that answers.
     is_this: bool
     version: str
     follows: list[FollowedWorker]
+    # How many workers it refuses to follow.
     refuses: int
 
 
 class StoreReply(msgspec.Struct, frozen=True):
-    """problem: why Redis is not heard; is_private: it is this router's own server; unfollowed: workers that no router
-    follows."""
+    """The store and the router processes on it."""
 
+    # Whether it is this router's private server.
     is_private: bool
+    # Why Redis does not answer; empty if it does.
     problem: str
     servers: list[StoreServer]
     routers: list[RouterView]
+    # The workers that no router follows.
     unfollowed: list[FollowedWorker]
 
 
@@ -64,7 +69,7 @@ def store_reply(
     problem: str,
     is_private: bool,
 ) -> StoreReply:
-    """token: of this process among heartbeats."""
+    """Return the reply about the store. `token` is that of this process among `heartbeats`."""
     by_tag = {worker_tag(worker): worker for worker in workers}
     routers, followed = [], set[str]()
     for name, beat in sorted(heartbeats.items()):
@@ -76,8 +81,16 @@ def store_reply(
         is_private,
         problem,
         [
-            StoreServer(address, one.policy, one.used_bytes, one.limit_bytes, one.appends, one.save, one.failing)
-            for address, one in sorted(servers.items())
+            StoreServer(
+                address,
+                settings.policy,
+                settings.used_bytes,
+                settings.limit_bytes,
+                settings.appends,
+                settings.save,
+                settings.failing,
+            )
+            for address, settings in sorted(servers.items())
         ],
         routers,
         [_followed(worker, False) for tag, worker in sorted(by_tag.items()) if tag not in followed],

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted and delivered reuse."""
+"""Predicted reuse compared with delivered reuse, and the latency of requests."""

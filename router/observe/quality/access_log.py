@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The access log: one line for each proxied request, once it is over. Off by default.
 
-A line has no text of a prompt, only the hashes of its pieces: who knows a prompt can see that it was sent, and
-`kvrouter replay` can see what prompts share.
+A line contains no text of a prompt, only the hashes of its pieces. A reader who knows a prompt can see that it was
+sent, and `kvrouter replay` can see which parts prompts share.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from kvrouter.router.observe.quality.reuse_report import ReuseReport
 LOGGER = "kvrouter.access"
 MESSAGE = "request"
 
-# As large as those of published traces: a prompt of 12,000 tokens has 24.
+# The same size as in published traces: a prompt of 12,000 tokens has 24 pieces.
 PIECE_TOKENS = 512
-# `kvrouter replay` multiplies ids, and JSON's numbers are exact up to here.
+# `kvrouter replay` multiplies ids, and JSON's numbers are exact up to this size.
 ID_BITS = 52
 
 log = logging.getLogger(LOGGER)
 
 
 def set_up_access_log(*, wanted: bool) -> None:
-    """Lines go where the other lines go, whatever their level."""
+    """Turn the access log on or off. Its lines go where all lines go, whatever level is set for those."""
     log.setLevel(logging.INFO if wanted else logging.CRITICAL)
 
 
 def pieces_of(question: Question) -> list[int]:
-    """Ids of the prompt's pieces, each chained over those before it, the last one of what is left; empty where not all
-    tokens are known. Below 2**52."""
+    """Return the ids of the prompt's pieces, all below 2**52; empty if not all tokens are known.
+
+    Each id is chained over the pieces before it. The last piece is the rest of the prompt.
+    """
     if question.token_ids is None or len(question.token_ids) != question.num_tokens:
         return []
     return [name >> (64 - ID_BITS) for name in piece_names(question, PIECE_TOKENS, with_rest=True)]
@@ -53,8 +55,21 @@ def write_line(
     report: ReuseReport | None,
     e2e_s: float,
 ) -> None:
-    """status: of the engine's answer, 0 where there was none. num_tokens: of the prompt as counted here. e2e_s: where
-    there is no report."""
+    """Write the line of one request.
+
+    Args:
+        request_id: The id of the request.
+        path: Its path.
+        model: The model that it names; None if unknown.
+        status: The status of the engine's answer; 0 if there was none.
+        outcome: The outcome, as in `ProxyMetrics`.
+        worker: The chosen worker; None if none was chosen.
+        selection_id: The id of the decision; None if there was none.
+        num_tokens: The length of the prompt as counted here.
+        pieces: The ids of the prompt's pieces.
+        report: The facts about reuse and latency; None if there was no answer.
+        e2e_s: The duration of the request, used if there is no report.
+    """
     fields: dict[str, Any] = {
         "request_id": request_id,
         "path": path,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between an engine's answer and its client: passes every byte on first, and then looks at it.
+"""A tap between an engine's answer and its client: it passes all bytes on first, and then examines them.
 
-One call for each read of the engine's socket, some microseconds (benchmarks/answer_tap.py)."""
+It is called once for each read of the engine's socket and takes some microseconds (benchmarks/answer_tap.py).
+"""
 
 from __future__ import annotations
 
@@ -17,28 +18,39 @@ Send = Callable[[list[bytes]], None]
 
 
 class AnswerTap:
-    """One answer's. Times are the clock's, None until there are any. alone: of the flight, when its first bytes
-    came."""
+    """The tap of one answer. Times are those of the clock.
+
+    `first_s` is the time of the first bytes, or of a stream's first event; None until then. `uncontested` is whether
+    the request was alone at its worker at that time.
+    """
 
     __slots__ = ("_clock", "_flight", "_reader", "_send", "_streams", "first_s", "last_s", "pause_s", "uncontested")
 
     def __init__(
         self, send: Send, clock: Callable[[], float], flight: Flight, *, streams: bool, readable: bool
     ) -> None:
-        """streams: it has events, and their times say something. readable: what passes is what was said, and not
-        compressed."""
+        """Create the tap.
+
+        Args:
+            send: Passes the bytes on.
+            clock: Returns the current time in seconds.
+            flight: The request at its worker.
+            streams: Whether the answer consists of events, whose times are measured.
+            readable: Whether the bytes are not compressed, so that they can be read here.
+        """
         self._send = send
         self._clock = clock
         self._flight = flight
         self._streams = streams
         self._reader = UsageReader(streams=streams) if readable else None
         self.first_s: float | None = None
-        # Of the last event, and the longest time between two.
+        # The time of the last event, and the longest time between two.
         self.last_s = 0.0
         self.pause_s = 0.0
         self.uncontested = False
 
     def __call__(self, parts: list[bytes]) -> None:
+        """Pass bytes on, and then examine them."""
         self._send(parts)
         now = self._clock()
         reader, first_s = self._reader, self.first_s
@@ -46,7 +58,7 @@ class AnswerTap:
             try:
                 events = reader.feed(parts)
             except Exception:
-                # A defect of ours must not break an answer.
+                # A bug of the reader must not break an answer.
                 log.exception("an answer's usage cannot be read")
                 self._reader, events = None, 1
             if self._streams and not events:
@@ -60,21 +72,24 @@ class AnswerTap:
 
     @property
     def readable(self) -> bool:
+        """Whether the answer's usage can be read."""
         return self._reader is not None
 
     @property
     def events(self) -> int:
+        """The number of events with data so far."""
         return 0 if self._reader is None else self._reader.events
 
     @property
     def done(self) -> bool:
-        """Whether a stream has said that it is over, which it does before its bytes end."""
+        """Whether a stream has announced its end, which it does before its bytes end."""
         return self._reader is not None and self._reader.done
 
     @property
     def failed(self) -> bool:
-        """Return whether a stream has reported that the engine failed."""
+        """Whether a stream has reported that the engine failed."""
         return self._reader is not None and self._reader.failed
 
     def usage(self) -> Usage | None:
+        """Return the usage that the answer reports; None if there is none."""
         return None if self._reader is None else self._reader.usage()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests were alone at their worker until their first token, as far as this process sends them. Pure."""
+"""Detection of requests that were alone at their worker until their first token, among those of this process. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 
 
 class Flight:
-    """One request on its way to a worker. `ended` once."""
+    """One request on its way to a worker. Call `ended` exactly once."""
 
     __slots__ = ("_alone", "_at", "_turn")
 
@@ -20,15 +20,16 @@ class Flight:
 
     @property
     def uncontested(self) -> bool:
-        """None was there when it came, and none has come since."""
+        """Whether no request was there when this one came, and none has come since."""
         return self._alone and self._at.turns == self._turn
 
     def ended(self) -> None:
+        """Record the end of the request."""
         self._at.under_way -= 1
 
 
 class _Traffic:
-    """One worker's."""
+    """The requests of this process to one worker."""
 
     __slots__ = ("turns", "under_way")
 
@@ -38,15 +39,18 @@ class _Traffic:
 
 
 class Concurrency:
+    """The requests under way at each worker."""
+
     def __init__(self) -> None:
         self._traffic: dict[WorkerKey, _Traffic] = {}
 
     def begun(self, worker: WorkerKey) -> Flight:
+        """Record a request to the worker, and return its flight."""
         traffic = self._traffic.get(worker)
         if traffic is None:
             traffic = self._traffic[worker] = _Traffic()
         return Flight(traffic)
 
     def forget(self, worker: WorkerKey) -> None:
-        """It was dropped; requests in progress there end on their own."""
+        """Forget a worker that was dropped; requests in progress there end on their own."""
         self._traffic.pop(worker, None)

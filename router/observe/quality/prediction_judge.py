@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges whether predictions for one worker come true, by its engine's reports. Pure.
+"""Judges by an engine's reports whether the predictions for its worker come true. Pure.
 
 One request proves nothing: between the choice and the engine's lookup, siblings make a prompt reuse more, and evictions
-make it reuse less. A request that was alone at its worker meets neither, so few of these are conclusive; among other
-requests only a majority that loses a good part is.
+make it reuse less. A request that was alone at its worker meets neither, so a few of these are conclusive; among other
+requests only a majority that loses a large part is.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from kvrouter.router.model.workers.worker_status import ReuseStatus
 
-# Requests that were alone: of the last 16, at least 8, more than half of them less. One or two in a row may have met
-# the evictions of an answer that had just ended, or the request of another router; a wrong hash seed, tokenizer or rule
-# is wrong each time.
+# Requests that were alone: of the last 16, at least 8, and more than half of them reused less than predicted. One or
+# two in a row may have met the evictions of an answer that had just ended, or the request of another router; a wrong
+# hash seed, tokenizer or rule is wrong each time.
 ALONE_WINDOW = 16
 ALONE_MIN = 8
-# Requests among others: of the last 64, at least 32, more than half of them less, and over a quarter of the predicted
-# tokens lost. Of 240 requests of 16 clients to two engines with small caches none got less
-# (tests/engine/test_proxy_engine.py), a third more.
+# Requests among others: of the last 64, at least 32, more than half of them with less reuse than predicted, and over a
+# quarter of the predicted tokens lost. With 240 requests of 16 clients to two engines with small caches, none reused
+# less (tests/engine/test_proxy_engine.py), a third more.
 BUSY_WINDOW = 64
 BUSY_MIN = 32
 BUSY_LOST_SHARE = 0.25
@@ -35,49 +35,55 @@ HALF = 0.5
 
 
 class PredictionOutcome(StrEnum):
-    """The result of one prediction; untold: the engine did not report what it reused."""
+    """The result of one prediction."""
 
     EXACT = "exact"
+    # Less, or more, was reused than predicted.
     LESS = "less"
     MORE = "more"
+    # The engine did not report what it reused.
     UNTOLD = "untold"
 
 
 class DoubtKind(StrEnum):
-    """What speaks against the predictions for a worker."""
+    """The kind of evidence against the predictions for a worker."""
 
+    # The engine counts other tokens than the router.
     TOKENIZER = "tokenizer"
+    # The engine does not report cached tokens.
     SILENT = "silent"
+    # The predictions do not come true.
     UNTRUE = "untrue"
 
 
 class Doubt(NamedTuple):
-    """Why predictions are not to be trusted. text: a sentence with its fix."""
+    """A reason not to trust predictions. `text` is a sentence with its fix."""
 
     kind: DoubtKind
     text: str
 
 
 def outcome_of(predicted: int, delivered: int) -> PredictionOutcome:
+    """Return whether exactly, less or more was reused than predicted."""
     if delivered == predicted:
         return PredictionOutcome.EXACT
     return PredictionOutcome.LESS if delivered < predicted else PredictionOutcome.MORE
 
 
 class PredictionJudge:
-    """One engine process's last predictions above zero, and their results."""
+    """The last predictions above zero for one engine process, and their results."""
 
     def __init__(self) -> None:
-        # (predicted, delivered)
+        # Pairs of predicted and delivered tokens.
         self._alone: deque[tuple[int, int]] = deque(maxlen=ALONE_WINDOW)
         self._all: deque[tuple[int, int]] = deque(maxlen=BUSY_WINDOW)
-        # (counted here, counted by the engine)
+        # Pairs of a prompt's length as counted here and by the engine.
         self._lengths: deque[tuple[int, int]] = deque(maxlen=COUNTED_WINDOW)
         self._tells = False
         self._silent = 0
         # The number of the engine's process. An answer is judged only in the life in which its worker was chosen.
         self.life = 0
-        # Of all answers with both numbers: how many, and their tokens.
+        # The number of answers with both numbers, and the sums of their tokens.
         self._answers = self._predicted_tokens = self._delivered_tokens = 0
 
     def begin_life(self) -> None:
@@ -89,10 +95,11 @@ class PredictionJudge:
         self._tells, self._silent = False, 0
 
     def delivered_of(self, cached_tokens: int | None, predicted: int | None) -> int | None:
-        """The reuse that an answer with usage reports, None if unknown. predicted: as in `judge`, None: no prediction.
+        """Return the reuse that an answer with usage reports; None if it is unknown.
 
-        If an engine reported it before and now omits it, that means zero (vLLM before 0.25), unless it continues to
-        omit it."""
+        `predicted` is the predicted reuse, None without a prediction. If an engine reported its reuse before and now
+        omits it, that means zero (vLLM before 0.25), unless it continues to omit it.
+        """
         if cached_tokens is not None:
             self._tells, self._silent = True, 0
             return cached_tokens
@@ -101,18 +108,21 @@ class PredictionJudge:
         return 0 if self._tells and self._silent < SILENT_MIN else None
 
     def sum_up(self, predicted: int, delivered: int) -> None:
-        """An answer with both numbers, whatever the prediction."""
+        """Add an answer with both numbers to the sums, whatever the prediction was."""
         self._answers += 1
         self._predicted_tokens += predicted
         self._delivered_tokens += delivered
 
     def reuse(self) -> ReuseStatus | None:
-        """The sums; None without an answer."""
+        """Return the sums; None without an answer."""
         return ReuseStatus(self._predicted_tokens, self._delivered_tokens, self._answers) if self._answers else None
 
     def judge(self, predicted: int, delivered: int, *, alone: bool) -> None:
-        """alone: no other request was on its way to this worker or being answered there, from the choice to the first
-        token."""
+        """Record the result of one prediction as evidence.
+
+        `alone` means that no other request was on its way to this worker, or being answered there, from the choice to
+        the first token.
+        """
         if not predicted:
             return
         self._all.append((predicted, delivered))
@@ -120,16 +130,16 @@ class PredictionJudge:
             self._alone.append((predicted, delivered))
 
     def counted(self, here: int, there: int) -> None:
-        """The length of a prompt whose tokens are all known, by the router and by the engine."""
+        """Record the length of a prompt whose tokens are all known, as counted by the router and by the engine."""
         self._lengths.append((here, there))
 
     def problem(self) -> str | None:
-        """What is wrong, with its fix; None where nothing is."""
+        """Return a sentence about what is wrong, with its fix; None if nothing is."""
         doubt = self.doubt()
         return None if doubt is None else doubt.text
 
     def doubt(self) -> Doubt | None:
-        """The same with its kind."""
+        """Return the problem with its kind; None if there is none."""
         wrong = [(here, there) for here, there in self._lengths if here != there]
         if len(self._lengths) >= COUNTED_MIN and len(wrong) > HALF * len(self._lengths):
             here, there = wrong[-1]

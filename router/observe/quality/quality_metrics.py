@@ -8,13 +8,13 @@ from kvrouter.router.observe.quality.prediction_judge import PredictionOutcome
 
 # From a cached prompt on a small model to a queue of minutes.
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-# A decode step takes some ms (a small model on a fast GPU) to some hundred (a large batch); a pause may be as long as a
-# prefill.
+# A decode step takes some milliseconds (a small model on a fast GPU) to some hundred (a large batch); a pause may be as
+# long as a prefill.
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 # From an embedding to a long answer with reasoning.
 E2E_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-# Delivered less predicted: a block is 16 tokens at least, an offloaded chunk some hundred, a whole prompt up to a
-# million. 0 has a bucket of its own: what is up to -1 is over-credit, what is over 0 under-credit.
+# Delivered minus predicted tokens: a block is at least 16, an offloaded chunk some hundred, a whole prompt up to a
+# million. 0 has its own bucket: values up to -1 are over-credit, values over 0 under-credit.
 ERROR_BUCKETS_TOKENS = (-16_384, -4_096, -1_024, -256, -64, -16, -1, 0, 16, 64, 256, 1_024, 4_096, 16_384)
 
 # Why a prediction cannot be judged.
@@ -22,12 +22,12 @@ UNTOLD_REASONS = (
     "unpredicted",  # the prompt's tokens were not known, or its worker's hits are handed over
     "no_usage",  # a stream without stream_options.include_usage, or an answer that has none
     "no_cached_tokens",  # usage without cached_tokens: the engine runs without --enable-prompt-tokens-details
-    "encoded",  # a content-encoding: the bytes are not looked into
+    "encoded",  # a content-encoding: the bytes are not examined
 )
 
 
 class WorkerQualityMetrics:
-    """One worker's children: to find them costs more than to count."""
+    """The metric children of one worker, kept because finding them costs more than counting."""
 
     __slots__ = (
         "completion", "delivered", "e2e", "expected", "itl", "outcomes", "over", "pause", "predicted", "ttft", "under",
@@ -48,7 +48,7 @@ class WorkerQualityMetrics:
 
 
 class ModelQualityMetrics:
-    """One model's distributions of what was reused beyond, or short of, two predictions."""
+    """One model's distributions of reused tokens minus predicted and minus expected ones."""
 
     __slots__ = ("expectation", "prediction")
 
@@ -58,6 +58,8 @@ class ModelQualityMetrics:
 
 
 class QualityMetrics:
+    """The metrics of predictions, latencies and traces."""
+
     def __init__(self, registry: MetricRegistry) -> None:
         counter, histogram = registry.counter, registry.histogram
         self.of_worker = registry.per_worker(lambda model, worker: WorkerQualityMetrics(self, model, worker))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observes requests: what was predicted for each, what was delivered, and how long each step took.
+"""Observes requests: the prediction for each, the delivered reuse, and the duration of each step.
 
-The proxy reports each step to a `RequestWatch`; nothing here decides anything, waits or fails a request. Belongs to one
+The proxy reports each step to a `RequestWatch`. Nothing here decides anything, waits or fails a request. Belongs to one
 loop.
 """
 
@@ -27,21 +27,19 @@ from kvrouter.router.route.placement.placement_request import Placement, Placeme
 from kvrouter.router.route.tokens.proxied_paths import INFERENCE_PATHS
 
 if TYPE_CHECKING:
-    # An extra: it is imported where traces are wanted.
+    # An extra, which is imported only if traces are wanted.
     from kvrouter.router.observe.quality.tracing import RequestTrace, Tracing
 
 Headers = list[tuple[bytes, bytes]]
 
 OK = "ok"
 CLIENT_GONE = "client_gone"
-# The shortest answer that has a time between its tokens.
+# The tokens of the shortest answer that has a time between its tokens.
 TOKENS_MIN = 2
 
 
 class Quality:
-    """Tracks accuracy and latency of proxied requests. tracing: None where no traces are wanted.
-
-    clock: seconds, that of `Placer`."""
+    """The accuracy of predictions and the latency of proxied requests, by worker."""
 
     def __init__(
         self,
@@ -52,7 +50,15 @@ class Quality:
         *,
         logs_access: bool = False,
     ) -> None:
-        """decisions: keeps what came of each; None: nobody asks. logs_access: whether each has its line in the log."""
+        """Begin without any observations.
+
+        Args:
+            measures: The metrics.
+            clock: Returns the time of the clock that `Placer` uses, in seconds.
+            tracing: Makes the traces; None: no traces are wanted.
+            decisions: Keeps the outcome of each request; None: outcomes are not kept.
+            logs_access: Whether each request has its line in the access log.
+        """
         self.measures = measures
         self.clock = clock
         self.tracing = tracing
@@ -62,53 +68,56 @@ class Quality:
         self._predictions: dict[WorkerKey, PredictionJudge] = {}
 
     def begin(self, path: str, headers: Headers, request_id: str = "") -> RequestWatch:
-        """A request whose body is whole."""
+        """Begin to observe a request whose body has arrived completely."""
         now = self.clock()
         trace = None if self.tracing is None else self.tracing.request(path, headers, now, request_id)
         return RequestWatch(self, now, trace, request_id, path)
 
     def of(self, worker: WorkerKey) -> PredictionJudge:
-        found = self._predictions.get(worker)
-        if found is None:
-            found = self._predictions[worker] = PredictionJudge()
-        return found
+        """Return the judge of the predictions for a worker."""
+        judge = self._predictions.get(worker)
+        if judge is None:
+            judge = self._predictions[worker] = PredictionJudge()
+        return judge
 
     def problem(self, worker: WorkerKey) -> str | None:
-        """Why the predictions for a worker are not to be trusted; None where nothing speaks against them."""
-        found = self._predictions.get(worker)
-        return None if found is None else found.problem()
+        """Return why the predictions for a worker are not to be trusted; None if nothing speaks against them."""
+        judge = self._predictions.get(worker)
+        return None if judge is None else judge.problem()
 
     def doubt(self, worker: WorkerKey) -> Doubt | None:
-        """The same with its kind."""
-        found = self._predictions.get(worker)
-        return None if found is None else found.doubt()
+        """Return the problem of a worker's predictions with its kind; None if there is none."""
+        judge = self._predictions.get(worker)
+        return None if judge is None else judge.doubt()
 
     def reuse(self, worker: WorkerKey) -> ReuseStatus | None:
-        """What was predicted and delivered for a worker; None where no answer of it was judged."""
-        found = self._predictions.get(worker)
-        return None if found is None else found.reuse()
+        """Return the predicted and delivered tokens of a worker; None if no answer of it was judged."""
+        judge = self._predictions.get(worker)
+        return None if judge is None else judge.reuse()
 
     def health(self) -> list[str]:
-        """The problems of all workers."""
-        problems = ((worker, predictions.problem()) for worker, predictions in self._predictions.items())
+        """Return a sentence for each worker whose predictions are not to be trusted."""
+        problems = ((worker, judge.problem()) for worker, judge in self._predictions.items())
         return [f"worker {printable(worker.route_name)}: {problem}" for worker, problem in problems if problem]
 
     def begin_life(self, worker: WorkerKey) -> None:
-        """Forget the evidence against a worker's predictions, because another process of its engine may have begun (ADR
-        22)."""
-        predictions = self._predictions.get(worker)
-        if predictions is not None:
-            predictions.begin_life()
+        """Forget the evidence against a worker's predictions.
+
+        Another process of its engine may have begun (ADR 22).
+        """
+        judge = self._predictions.get(worker)
+        if judge is not None:
+            judge.begin_life()
 
     def on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
-        """The core knows something new of `worker`; None: it was dropped."""
+        """Forget a worker that was dropped; `view` is None then."""
         if view is None:
             self._predictions.pop(worker, None)
             self.flights.forget(worker)
 
 
 class RequestWatch:
-    """One request, from its whole body to the end of its answer. `ended` in any case."""
+    """One request, from its complete body to the end of its answer. Call `ended` in any case."""
 
     __slots__ = (
         "_began_s",
@@ -137,9 +146,9 @@ class RequestWatch:
         self._trace = trace
         self._path = path
         self._measured = path in INFERENCE_PATHS
-        # The prompt as the access log names it.
+        # The prompt for the access log; None if the log is off.
         self._question: Question | None = None
-        # Whether the hit of a choice is a prediction of what is reused.
+        # Whether the hit of the choice predicts the reuse.
         self._predicted = False
         self._placement: Placement | None = None
         # The engine's life in which the worker was chosen, as the judge counts them.
@@ -151,9 +160,9 @@ class RequestWatch:
         self._told: ReuseReport | None = None
 
     def asked(self, ask: PlacementRequest) -> None:
-        """The lookup of its tokens ended, with or without tokens."""
+        """Report that the lookup of the prompt's tokens has ended, with or without tokens."""
         question = ask.question
-        # Where only the beginning of a prompt is known, more may be reused than can be predicted.
+        # If only the beginning of a prompt is known, more may be reused than can be predicted.
         self._predicted = question.token_ids is not None and len(question.token_ids) == question.num_tokens
         if self._quality.logs_access:
             self._question = question
@@ -161,7 +170,7 @@ class RequestWatch:
             self._trace.asked(ask, self._quality.clock())
 
     def placed(self, placement: Placement) -> None:
-        """A worker was chosen."""
+        """Report that a worker was chosen."""
         self._placement = placement
         self._life = self._quality.of(placement.worker).life
         if self._quality.decisions is not None:
@@ -170,8 +179,10 @@ class RequestWatch:
             self._trace.placed(placement, self._quality.clock())
 
     def sending(self, worker: WorkerKey, host: str, port: int, headers: Headers) -> Headers:
-        """A request to a worker begins, of which there may be several: one that computes the prompt for another,
-        attempts that fail. The client's headers, as the engine is to get them."""
+        """Report that a request to a worker begins, and return the headers that the engine is to get.
+
+        There may be several such requests: one that computes the prompt for another worker, and attempts that fail.
+        """
         self._land()
         self._flight = self._quality.flights.begun(worker)
         if self._trace is None:
@@ -179,21 +190,27 @@ class RequestWatch:
         return self._trace.sending(worker, host, port, headers, self._quality.clock())
 
     def failed(self, kind: str, text: str) -> None:
-        """It failed; another attempt or the end follows. Repeating it changes nothing."""
+        """Report that the request to the worker failed; another attempt or the end follows.
+
+        A repeated call changes nothing.
+        """
         self._land()
         self._end_decision(kind)
         if self._trace is not None:
             self._trace.failed(kind, text, self._quality.clock())
 
     def handed_over(self) -> None:
-        """Another worker computes the prompt: what the engine reuses proves nothing about its own cache."""
+        """Report that another worker computes the prompt, so that reuse proves nothing about the engine's own cache."""
         self._predicted = False
 
     def tap(self, send: Send, status: int, headers: Headers, *, streams: bool) -> AnswerTap:
-        """The answer of the last attempt begins. streams: it is a stream of events. What it is passed on through."""
+        """Report that the answer of the last attempt begins, and return the tap through which it must pass.
+
+        `streams` means that it is a stream of events.
+        """
         assert self._placement is not None
         if self._flight is None:
-            # It had failed, and is the answer since nobody has a better one.
+            # The attempt had failed, but its answer is passed on because no other worker has a better one.
             self._flight = self._quality.flights.begun(self._placement.worker)
         self._status, self._streams = status, streams
         encoded = False
@@ -204,19 +221,19 @@ class RequestWatch:
         return self._tap
 
     def told(self) -> ReuseReport:
-        """What is known once the answer has passed."""
+        """Return the facts about reuse and latency. Call it once the answer has passed."""
         if self._told is None:
             self._told = self._tell()
         return self._told
 
     def output_tokens(self) -> int | None:
-        """Tokens that were generated, where the answer says how many."""
+        """Return the number of generated tokens; None if the answer does not report it."""
         if self._tap is None or (usage := self.told().usage) is None:
             return None
         return usage.completion_tokens
 
     def ended(self, outcome: str) -> None:
-        """outcome: as in `ProxyMetrics`."""
+        """Report the end of the request. `outcome` is one of those in `ProxyMetrics`."""
         self._land()
         self._end_decision(outcome)
         if self._quality.logs_access:
@@ -225,8 +242,8 @@ class RequestWatch:
             self._count(outcome, self._tap, self._placement)
         if self._trace is not None:
             first_s = None if self._tap is None else self._tap.first_s
-            told = None if self._tap is None else self.told()
-            self._trace.ended(outcome, self._status, first_s, told, self._quality.clock())
+            report = None if self._tap is None else self.told()
+            self._trace.ended(outcome, self._status, first_s, report, self._quality.clock())
 
     def _write_line(self, outcome: str) -> None:
         placement, question = self._placement, self._question
@@ -250,21 +267,21 @@ class RequestWatch:
             return
         if self._tap is None:
             e2e_s = self._quality.clock() - self._began_s
-            ended = Outcome(outcome, None, None, None, None, None, e2e_s)
+            result = Outcome(outcome, None, None, None, None, None, e2e_s)
         else:
-            told = self.told()
-            usage = told.usage
-            ended = Outcome(
+            report = self.told()
+            usage = report.usage
+            result = Outcome(
                 outcome,
-                told.predicted,
-                told.delivered,
+                report.predicted,
+                report.delivered,
                 None if usage is None else usage.prompt_tokens,
                 None if usage is None else usage.completion_tokens,
-                told.ttft_s,
-                told.e2e_s,
-                told.expected,
+                report.ttft_s,
+                report.e2e_s,
+                report.expected,
             )
-        decisions.end(placement.selection_id, ended)
+        decisions.end(placement.selection_id, result)
 
     def _land(self) -> None:
         if self._flight is not None:
@@ -279,65 +296,65 @@ class RequestWatch:
         expected = placement.expected_tokens if self._predicted else None
         delivered = None
         if usage is not None:
-            predictions = self._quality.of(placement.worker)
-            same = predictions.life == self._life
-            delivered = predictions.delivered_of(usage.cached_tokens, predicted) if same else usage.cached_tokens
+            judge = self._quality.of(placement.worker)
+            same_life = judge.life == self._life
+            delivered = judge.delivered_of(usage.cached_tokens, predicted) if same_life else usage.cached_tokens
         ttft_s = tap.first_s - self._began_s if self._streams and tap.first_s is not None else None
         return ReuseReport(predicted, delivered, usage, ttft_s, self._quality.clock() - self._began_s, expected)
 
     def _count(self, outcome: str, tap: AnswerTap, placement: Placement) -> None:
-        told, children = self.told(), self._quality.measures.of_worker(placement.worker)
-        if told.ttft_s is not None and outcome != "server_error":
-            children.ttft.observe(told.ttft_s)
-        # Clients that have read `[DONE]` hang up, some before the end of the body has come to them.
+        report, metrics = self.told(), self._quality.measures.of_worker(placement.worker)
+        if report.ttft_s is not None and outcome != "server_error":
+            metrics.ttft.observe(report.ttft_s)
+        # Clients that have read `[DONE]` hang up, some before they have received the end of the body.
         if outcome != OK and not (outcome == CLIENT_GONE and tap.done):
             # The part of an answer that was cut off may have contained its usage.
             return
-        children.e2e.observe(told.e2e_s)
-        completion_tokens = told.usage.completion_tokens if told.usage is not None else None
+        metrics.e2e.observe(report.e2e_s)
+        completion_tokens = report.usage.completion_tokens if report.usage is not None else None
         if completion_tokens:
-            children.completion.inc(completion_tokens)
+            metrics.completion.inc(completion_tokens)
         if self._streams and tap.first_s is not None:
             # If the engine does not report it, each event counts as one token.
             tokens = completion_tokens or tap.events
             if tokens >= TOKENS_MIN:
-                children.itl.observe((tap.last_s - tap.first_s) / (tokens - 1))
-                children.pause.observe(tap.pause_s)
-        self._judge(told, tap, placement, children)
+                metrics.itl.observe((tap.last_s - tap.first_s) / (tokens - 1))
+                metrics.pause.observe(tap.pause_s)
+        self._judge(report, tap, placement, metrics)
 
-    def _judge(self, told: ReuseReport, tap: AnswerTap, placement: Placement, children: WorkerQualityMetrics) -> None:
+    def _judge(self, report: ReuseReport, tap: AnswerTap, placement: Placement, metrics: WorkerQualityMetrics) -> None:
         quality, measures = self._quality, self._quality.measures
-        predictions = quality.of(placement.worker)
-        # Evidence from another life is about a process that has ended, or about none alone.
-        same = predictions.life == self._life
-        if self._predicted and told.usage is not None:
-            if same:
-                predictions.counted(placement.num_tokens, told.usage.prompt_tokens)
-            if told.usage.prompt_tokens != placement.num_tokens:
+        judge = quality.of(placement.worker)
+        # Evidence from another life is about a process that has ended, or about more than one process.
+        same_life = judge.life == self._life
+        if self._predicted and report.usage is not None:
+            if same_life:
+                judge.counted(placement.num_tokens, report.usage.prompt_tokens)
+            if report.usage.prompt_tokens != placement.num_tokens:
                 measures.length_mismatches(placement.worker).inc()
-        if told.predicted is None or told.expected is None or told.delivered is None:
-            children.outcomes[PredictionOutcome.UNTOLD].inc()
-            measures.untold[_untold(told, tap)].inc()
+        if report.predicted is None or report.expected is None or report.delivered is None:
+            metrics.outcomes[PredictionOutcome.UNTOLD].inc()
+            measures.untold[_untold(report, tap)].inc()
             return
-        predictions.sum_up(told.predicted, told.delivered)
-        error = told.delivered - told.predicted
-        children.outcomes[outcome_of(told.predicted, told.delivered)].inc()
-        children.predicted.inc(told.predicted)
-        children.expected.inc(told.expected)
-        children.delivered.inc(told.delivered)
+        judge.sum_up(report.predicted, report.delivered)
+        error = report.delivered - report.predicted
+        metrics.outcomes[outcome_of(report.predicted, report.delivered)].inc()
+        metrics.predicted.inc(report.predicted)
+        metrics.expected.inc(report.expected)
+        metrics.delivered.inc(report.delivered)
         errors = measures.errors_of(placement.worker.model)
         errors.prediction.observe(error)
-        errors.expectation.observe(told.delivered - told.expected)
-        (children.under if error > 0 else children.over).inc(abs(error))
-        if same:
-            placement.reused(told.delivered)
-        if same and not placement.choice.hit.approximate:
-            predictions.judge(told.predicted, told.delivered, alone=tap.uncontested)
+        errors.expectation.observe(report.delivered - report.expected)
+        (metrics.under if error > 0 else metrics.over).inc(abs(error))
+        if same_life:
+            placement.reused(report.delivered)
+        if same_life and not placement.choice.hit.approximate:
+            judge.judge(report.predicted, report.delivered, alone=tap.uncontested)
 
 
-def _untold(told: ReuseReport, tap: AnswerTap) -> str:
-    if told.predicted is None:
+def _untold(report: ReuseReport, tap: AnswerTap) -> str:
+    if report.predicted is None:
         return "unpredicted"
     if not tap.readable:
         return "encoded"
-    return "no_usage" if told.usage is None else "no_cached_tokens"
+    return "no_usage" if report.usage is None else "no_cached_tokens"

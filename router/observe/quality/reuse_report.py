@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a request once its answer has passed."""
+"""The facts about a request that are known once its answer has passed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from kvrouter.router.observe.quality.usage_reader import Usage
 
 
 class ReuseReport(msgspec.Struct, frozen=True, gc=False):
-    """In tokens and seconds; None: not known. expected: the prediction, with what the prompts ahead were expected to add.
-    delivered: what was reused of the prompt."""
+    """The reuse and latency of one request. Fields are in tokens or seconds, and None if unknown."""
 
     predicted: int | None
+    # Tokens of the prompt that were reused.
     delivered: int | None
     usage: Usage | None
+    # Seconds from the whole request to the first event, for streams.
     ttft_s: float | None
     e2e_s: float
+    # The prediction, with what the prompts ahead were expected to add.
     expected: int | None = None
 
     def fields(self) -> dict[str, Any]:
-        """For the line of a request's end."""
+        """Return the fields of a request's line in the access log."""
         usage = self.usage
         return {
             "predicted_tokens": self.predicted,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry traces of requests: one span each for the request, its tokens, its wait, its choice and each attempt at
-an engine.
+"""OpenTelemetry traces of requests.
 
-The only module that imports the SDK (extra `otel`); imported where `otlp_endpoint` is set. Spans are made with the
-times that the proxy has anyway, and handed to a thread of the SDK that exports them: when it does not get rid of them,
-they are dropped and counted, and no request waits. W3C context (`traceparent`, `tracestate`) is taken from the client
-and given on to the engine.
+A request has one span for itself, its tokens, its wait, its choice and each attempt at an engine. Only this module
+imports the SDK (extra `otel`); it is imported if `otlp_endpoint` is set. Spans are made with the times that the proxy
+measures anyway, and passed to a thread of the SDK that exports them. If it cannot keep up, spans are dropped and
+counted, and no request waits. W3C context (`traceparent`, `tracestate`) is taken from the client and passed on to the
+engine.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ from kvrouter.router.route.placement.placement_request import Placement, Placeme
 
 log = logging.getLogger("kvrouter.quality")
 
-# Where collectors take traces over HTTP, under the address that is usually given. Source: OTLP 1.x specification.
+# The path at which collectors accept traces over HTTP, below the address that is usually given. Source: OTLP 1.x
+# specification.
 TRACES_PATH = "/v1/traces"
 # Some seconds of a busy router (1,000 requests/s with six spans), some ten MB; a longer outage of the collector loses
 # spans.
 QUEUE_SPANS = 16_384
-# At the end: what a collector that answers needs, and one that does not must not hold up.
+# The time limit of the last export: as long as a collector that answers needs. One that does not answer must not delay
+# the end.
 CLOSE_S = 3.0
 CLOSE_LOOK_S = 0.02
 SERVICE = "kvrouter"
 NS = 1_000_000_000
-# Text of others (an engine's error, a reason) in an attribute.
+# The limit of text from elsewhere (an engine's error, a reason) in an attribute.
 MAX_TEXT_CHARS = 1_024
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
@@ -62,12 +64,15 @@ Headers = list[tuple[bytes, bytes]]
 
 
 def traces_url(endpoint: str) -> str:
-    """The address of the setting, with the path of traces where it has not got it."""
+    """Return the address of the setting, with the path of traces appended if it lacks it."""
     return endpoint if endpoint.rstrip("/").endswith(TRACES_PATH) else endpoint.rstrip("/") + TRACES_PATH
 
 
 class _Exporter(SpanExporter):
-    """Counts what the exporter gets rid of; its failure is one line, and so is its end. In the SDK's thread."""
+    """An exporter that counts exported and failed spans. It logs one line when failures begin and one when they end.
+
+    It runs in the SDK's thread.
+    """
 
     def __init__(self, inner: Any, spans: Counter, endpoint: str) -> None:
         self._inner = inner
@@ -78,6 +83,7 @@ class _Exporter(SpanExporter):
         self.taken = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export the spans and count the result."""
         self.taken += len(spans)
         result: SpanExportResult
         try:
@@ -97,20 +103,22 @@ class _Exporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
+        """Shut down the SDK's exporter."""
         self._inner.shutdown()
 
 
 class _Processor(SpanProcessor):
-    """Hands spans to the SDK's own processor as long as it has room."""
+    """A processor that passes spans to the SDK's own one as long as that has room, and counts the others as dropped."""
 
     def __init__(self, exporter: _Exporter, spans: Counter) -> None:
         self._exporter = exporter
-        # The SDK has no types for its end.
+        # The SDK's methods of shutdown have no types.
         self._inner: Any = BatchSpanProcessor(exporter, max_queue_size=QUEUE_SPANS)
         self._dropped = spans.labels("dropped")
         self._given = 0
 
     def on_end(self, span: ReadableSpan) -> None:
+        """Pass on a span that is sampled, unless the queue is full."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         if self._given - self._exporter.taken >= QUEUE_SPANS:
@@ -120,19 +128,23 @@ class _Processor(SpanProcessor):
         self._inner.on_end(span)
 
     def shutdown(self) -> None:
+        """Shut down the SDK's processor."""
         self._inner.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Export the queued spans; return whether that succeeded in time."""
         return bool(self._inner.force_flush(timeout_millis))
 
 
 class Tracing:
-    """Of one process. `close` at the end.
+    """The tracing of one process. Call `close` at the end.
 
-    spans: counts them by outcome. The SDK's own variables (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
-    OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS ...) hold as they do for everybody."""
+    The SDK's own variables (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER,
+    OTEL_EXPORTER_OTLP_HEADERS ...) apply as usual.
+    """
 
     def __init__(self, endpoint: str, spans: Counter) -> None:
+        """Set up the export to `endpoint`. `spans` counts the spans by outcome."""
         url = traces_url(endpoint)
         for outcome in ("exported", "failed", "dropped"):
             spans.labels(outcome)
@@ -141,35 +153,35 @@ class Tracing:
         resource = Resource.create({"service.version": VERSION})
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": SERVICE}))
-        # Ended by `close`, in its time, and not by the interpreter's end.
+        # `close` ends the provider within its time limit, rather than the interpreter at its end.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(_Processor(exporter, spans))
         self.tracer = self._provider.get_tracer("kvrouter.router", VERSION)
         self.propagator = TraceContextTextMapPropagator()
 
     def request(self, path: str, headers: Headers, now: float, request_id: str = "") -> RequestTrace:
-        """A request that came at `now`, under the client's span where it names one."""
+        """Begin the trace of a request that arrived at `now`, under the client's span if the headers name one."""
         return RequestTrace(self, path, headers, now, request_id)
 
     async def close(self) -> None:
-        """Exports what is left, in the time that there is."""
+        """Export the remaining spans within CLOSE_S."""
         thread = threading.Thread(target=self._provider.shutdown, daemon=True, name="traces-end")
         thread.start()
         deadline_s = time.monotonic() + CLOSE_S
         while thread.is_alive() and time.monotonic() < deadline_s:
             await asyncio.sleep(CLOSE_LOOK_S)
         if thread.is_alive():
-            # Ends its attempts at a collector that is away.
+            # End the attempts to reach a collector that does not answer.
             self._sender.shutdown()
 
 
 class RequestTrace:
-    """The spans of one request. Times are the proxy's clock's, in seconds."""
+    """The spans of one request. Times are seconds of the proxy's clock."""
 
     def __init__(self, tracing: Tracing, path: str, headers: Headers, now: float, request_id: str = "") -> None:
         self._tracing = tracing
         self._path = path
-        # Spans have wall-clock times.
+        # Spans have wall-clock times, unlike the proxy's clock.
         self._offset_ns = time.time_ns() - int(now * NS)
         self._began_s = self._step_s = now
         attributes: Attributes = {"http.request.method": "POST", "http.route": path, "url.path": path}
@@ -198,18 +210,21 @@ class RequestTrace:
         span.end(self._ns(ended_s))
 
     def asked(self, ask: PlacementRequest, now: float) -> None:
-        """The model is resolved and the prompt's tokens are found, or not."""
+        """Record that the model is resolved and the lookup of the prompt's tokens has ended, with or without tokens."""
         question = ask.question
         self._span.set_attribute("gen_ai.request.model", question.model)
         if ask.max_tokens is not None:
             self._span.set_attribute("gen_ai.request.max_tokens", ask.max_tokens)
-        known = 0 if question.token_ids is None else len(question.token_ids)
-        attributes = {"kvrouter.prompt_tokens": question.num_tokens, "kvrouter.known_tokens": known}
+        known_tokens = 0 if question.token_ids is None else len(question.token_ids)
+        attributes = {"kvrouter.prompt_tokens": question.num_tokens, "kvrouter.known_tokens": known_tokens}
         self._child("tokens", self._step_s, now, attributes)
         self._step_s = now
 
     def placed(self, placement: Placement, now: float) -> None:
-        """`placed_s` is when the choice began; what is before it was the wait for a worker."""
+        """Record the choice, and the wait for a worker before it.
+
+        The choice began at `placement.placed_s`; the time before that was the wait.
+        """
         chosen_s = min(max(placement.placed_s, self._step_s), now)
         if placement.queued_s > 0:
             self._child("queue", self._step_s, chosen_s, {"kvrouter.queued_s": placement.queued_s})
@@ -230,10 +245,12 @@ class RequestTrace:
         self._step_s = now
 
     def sending(self, worker: WorkerKey, host: str, port: int, headers: Headers, now: float) -> Headers:
-        """A request to an engine begins, and the one before it is over; the headers with its span in the place of the
-        client's."""
+        """Begin the span of a request to an engine, and end the one before it.
+
+        Returns the headers with the new span in place of the client's.
+        """
         if self._attempt is not None:
-            # It computed the prompt and handed it over.
+            # The previous request computed the prompt and handed it over.
             self._attempt.end(self._ns(now))
         self._attempts += 1
         span = self._attempt = self._tracing.tracer.start_span(
@@ -252,11 +269,11 @@ class RequestTrace:
         )
         carrier: dict[str, str] = {}
         self._tracing.propagator.inject(carrier, set_span_in_context(span, Context()))
-        kept = [header for header in headers if header[0] not in TRACE_HEADERS]
-        return kept + [(name.encode(), value.encode("latin-1", "replace")) for name, value in carrier.items()]
+        other_headers = [header for header in headers if header[0] not in TRACE_HEADERS]
+        return other_headers + [(name.encode(), value.encode("latin-1", "replace")) for name, value in carrier.items()]
 
     def failed(self, kind: str, text: str, now: float) -> None:
-        """It ended without an answer that is of use."""
+        """End the span of the current attempt, which got no usable answer."""
         span, self._attempt = self._attempt, None
         if span is not None:
             span.set_attribute("error.type", kind)
@@ -265,8 +282,12 @@ class RequestTrace:
         self._step_s = now
 
     def ended(self, outcome: str, status: int, first_s: float | None, told: ReuseReport | None, now: float) -> None:
-        """outcome: as in `ProxyMetrics`; status: of the engine's answer, 0: none; first_s: of its first bytes
-        or event."""
+        """End all spans of the request at `now`.
+
+        `outcome` is one of those in `ProxyMetrics`. `status` is that of the engine's answer, 0 if there was none.
+        `first_s` is the time of its first bytes or event, and `told` has the facts about reuse; both are None if there
+        was no answer.
+        """
         attributes: Attributes = {"kvrouter.outcome": outcome}
         if status:
             attributes["http.response.status_code"] = status
@@ -285,7 +306,7 @@ class RequestTrace:
         self._attempt = None
 
     def answered(self, reply: Any, status: int, now: float) -> None:
-        """An answer of the router's own; of a choice, who was chosen and why."""
+        """End the span of a request that the router itself answers; for a choice, record the worker and the reason."""
         attributes: Attributes = {"http.response.status_code": status}
         if (overlap := getattr(reply, "overlap", None)) is not None:
             attributes |= {
@@ -304,27 +325,27 @@ class RequestTrace:
         self._span.end(self._ns(now))
 
 
-def _usage(told: ReuseReport) -> Attributes:
-    found: Attributes = {}
-    if told.predicted is not None:
-        found["kvrouter.predicted_tokens"] = told.predicted
-    if told.delivered is not None:
-        found["gen_ai.usage.cache_read.input_tokens"] = told.delivered
-    if told.usage is not None:
-        found["gen_ai.usage.input_tokens"] = told.usage.prompt_tokens
-        if told.usage.completion_tokens is not None:
-            found["gen_ai.usage.output_tokens"] = told.usage.completion_tokens
-    return found
+def _usage(report: ReuseReport) -> Attributes:
+    attributes: Attributes = {}
+    if report.predicted is not None:
+        attributes["kvrouter.predicted_tokens"] = report.predicted
+    if report.delivered is not None:
+        attributes["gen_ai.usage.cache_read.input_tokens"] = report.delivered
+    if report.usage is not None:
+        attributes["gen_ai.usage.input_tokens"] = report.usage.prompt_tokens
+        if report.usage.completion_tokens is not None:
+            attributes["gen_ai.usage.output_tokens"] = report.usage.completion_tokens
+    return attributes
 
 
 def _carrier(headers: Headers) -> dict[str, str]:
-    """The client's trace context; several tracestate headers are one list (W3C Trace Context, 3.3)."""
-    found: dict[str, list[str]] = {}
+    """Return the client's trace context; several tracestate headers form one list (W3C Trace Context, 3.3)."""
+    trace_headers: dict[str, list[str]] = {}
     for name, value in headers:
         if name in TRACE_HEADERS:
-            found.setdefault(name.decode(), []).append(value.decode("latin-1"))
-    parents = found.get("traceparent", [])
-    # Two parents are none.
+            trace_headers.setdefault(name.decode(), []).append(value.decode("latin-1"))
+    parents = trace_headers.get("traceparent", [])
+    # Two parents count as none.
     if len(parents) != 1:
         return {}
-    return {name: ",".join(values) for name, values in found.items()}
+    return {name: ",".join(values) for name, values in trace_headers.items()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds an engine's usage report in its answer as it passes. Pure: bytes in, numbers out.
 
-No event is decoded: what follows the key `usage` is kept, a few candidates at most, and the last one that is a usage
-counts (an answer may have others: a tool's schema, one in every event). Where the bytes are cut makes no difference.
-Text within the answer cannot be taken for the key, as its quotes are escaped there.
+No event is decoded. The bytes after each key `usage` are kept, a few candidates at most, and the last one that is a
+usage counts, since an answer may have others: a tool's schema, one in every event. It does not matter where the bytes
+are cut. Text within the answer cannot be taken for the key, because its quotes are escaped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 
 KEY = b'"usage"'
-# A line of a stream that has data; those of comments and pings have none.
+# The start of a line with data in a stream; lines of comments and pings have none.
 EVENT = b"\ndata:"
-# vLLM's has some hundred bytes; with one number for each turn of a tool's conversation, some thousand.
+# vLLM's usage has some hundred bytes; with one number for each turn of a tool's conversation, some thousand.
 MAX_USAGE_BYTES = 4_096
-# Of the last objects under such a key. The tools of a Responses answer come before its usage, and nothing after it.
+# How many of the last objects under such a key are kept. The tools of a Responses answer come before its usage, and
+# nothing after it.
 MAX_CANDIDATES = 4
-# Enough to know a cut key, a cut line and the end of the last event with its line ends: `data: [DONE]` of OpenAI's
+# Enough to recognise a cut key, a cut line and the end of the last event with its line ends: `data: [DONE]` of OpenAI's
 # streams, `data: {"type":"message_stop"}` of Anthropic's.
 TAIL_BYTES = 16
 DONE = (b"[DONE]", b'message_stop"}')
@@ -42,10 +43,11 @@ _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """In tokens; None: not reported. cached_tokens: of the prompt, not computed again."""
+    """The usage that an engine reports, in tokens; None: not reported."""
 
     prompt_tokens: int
     completion_tokens: int | None = None
+    # Tokens of the prompt that were not computed again.
     cached_tokens: int | None = None
 
 
@@ -55,7 +57,7 @@ class UsageReader:
     __slots__ = ("_begun", "_candidates", "_error", "_streams", "_tail", "_value")
 
     def __init__(self, *, streams: bool) -> None:
-        """streams: it has events to count."""
+        """Create a reader. `streams` means that the answer has events to count."""
         self._streams = streams
         # A stream's first line has no line end before it.
         self._tail = b"\n"
@@ -67,7 +69,7 @@ class UsageReader:
         self._error: bytearray | None = None
 
     def feed(self, parts: list[bytes]) -> int:
-        """The next bytes; how many events of a stream begin in them."""
+        """Take the next bytes, and return how many events of a stream begin in them."""
         tail = self._tail
         fresh = len(tail)
         window = b"".join((tail, *parts))
@@ -98,49 +100,51 @@ class UsageReader:
 
     def _settle(self) -> None:
         value = self._value
-        # Engines that write `"usage": null` into every event are no reason to forget an object.
+        # Some engines write `"usage": null` into every event, which must not replace an object.
         if value is not None and value[:TAIL_BYTES].lstrip(b" \t\r\n:").startswith(b"{"):
             self._candidates.append(value)
         self._value = None
 
     @property
     def events(self) -> int:
-        """Events with data so far, without the one that only says that the stream is over."""
+        """The number of events with data so far, without the one that only ends the stream."""
         return max(0, self._begun - self.done)
 
     @property
     def done(self) -> bool:
-        """Whether a stream has said that it is over."""
+        """Whether a stream has announced its end."""
         return self._streams and self._tail.rstrip().endswith(DONE)
 
     @property
     def failed(self) -> bool:
-        """Return whether the last error in a stream is the engine's, by its code."""
+        """Whether the last error in a stream is the engine's, judged by its code."""
         return self._error is not None and _SERVER_ERROR.search(self._error) is not None
 
     def usage(self) -> Usage | None:
-        """The last usage in the answer, None if there is none."""
+        """Return the last usage in the answer; None if there is none."""
         self._settle()
         for value in reversed(self._candidates):
-            if (found := _usage(bytes(value))) is not None:
-                return found
+            if (usage := _usage(bytes(value))) is not None:
+                return usage
         return None
 
 
 def _usage(value: bytes) -> Usage | None:
-    if (told := _plain_object(value)) is not None:
-        return usage_of(told)
+    if (decoded := _plain_object(value)) is not None:
+        return usage_of(decoded)
     text = value.decode("utf-8", "replace")
     try:
-        told, _ = _decoder.raw_decode(text, text.index("{"))
+        decoded, _ = _decoder.raw_decode(text, text.index("{"))
     except (ValueError, RecursionError):
         return None
-    return usage_of(told)
+    return usage_of(decoded)
 
 
 def _plain_object(value: bytes) -> Mapping[str, Any] | None:
-    """The object that begins here, where it ends with the brace that closes as many as were opened: nearly always, as
-    only text could have another."""
+    """Return the object at the start of `value` if it ends with the brace that balances its braces; None otherwise.
+
+    That is nearly always the case, since only a text within the object could contain an unbalanced brace.
+    """
     start = value.find(b"{")
     end = value.find(b"}", start) + 1
     while end and value.count(b"{", start, end) > value.count(b"}", start, end):
@@ -154,15 +158,15 @@ def _plain_object(value: bytes) -> Mapping[str, Any] | None:
 
 
 def usage_of(told: Mapping[str, Any]) -> Usage | None:
-    """A decoded usage, None where it has no prompt tokens."""
-    # Of the Responses API and Anthropic's, input and output.
+    """Return a decoded usage object as `Usage`; None if it has no prompt tokens."""
+    # The Responses API and Anthropic's name them input and output.
     prompt_tokens = _tokens(told.get("prompt_tokens", told.get("input_tokens")))
     if prompt_tokens is None:
         return None
     completion_tokens = _tokens(told.get("completion_tokens", told.get("output_tokens")))
     read_tokens = _tokens(told.get("cache_read_input_tokens"))
     if read_tokens is not None:
-        # Anthropic's input is what was neither read from the cache nor counted as written to it.
+        # Anthropic's input tokens are those that were neither read from the cache nor counted as written to it.
         created_tokens = _tokens(told.get("cache_creation_input_tokens")) or 0
         return Usage(prompt_tokens + read_tokens + created_tokens, completion_tokens, read_tokens)
     details = told.get("prompt_tokens_details", told.get("input_tokens_details"))
