@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one worker's events to net changes of its residency. Pure."""
+"""The rules that turn one worker's events into net changes of its residency. Pure."""

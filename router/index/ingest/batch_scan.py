@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `batch_scan.pyx` does, compiled: a whole payload of plain events in one pass, without an object an event.
+"""The fallback for `batch_scan.pyx`, which reads a whole payload of plain events in one compiled pass.
 
-This stands for it where there was no C compiler: it leaves every batch to the general decoder, which reads the same out
-of it.
+The compiled module creates no object per event. Where there was no C compiler, this fallback leaves every batch to the
+general decoder, which reads the same from it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from kvrouter.events.vllm.messages import BlockRemoved, BlockStored, Event
 U64 = NDArray[np.uint64]
 
 Shape: TypeAlias = BlockStored | BlockRemoved
-# (what the events have in common, hashes of all, how many events, first hash of each that stores without a parent)
+# (the fields that all events share, the hashes of all events, the number of events, the first hash of each event that
+# stores blocks without a parent)
 ScannedRun: TypeAlias = tuple[Shape, U64, int, U64]
 
 
 def scan(
     payload: bytes, shapes: dict[bytes, Shape], read: Callable[[bytes], Event | None]
 ) -> tuple[int | None, list[ScannedRun | Event]] | None:
-    """(rank, runs and single events in order) of a batch; None: left to the general decoder.
+    """Return the rank of a batch and its runs and single events, in order, or None to leave it to the general decoder.
 
-    A run has events of one kind that differ in hashes, parent, tokens and names of requests alone. Runs between two
-    single events, or between stores and removals, stand in the order of their first events.
+    A run holds events of one kind that differ only in hashes, parent, tokens and fields of the request (LoRA, session,
+    salt, extra keys). Between two single events, and between stores and removals, the runs are in the order of their
+    first events.
 
-    shapes: what was read before, by the bytes of what makes a shape. read: decodes one event; None: it is no plain one.
+    Args:
+        payload: The batch in its wire form.
+        shapes: The shapes that were read before, by the bytes that identify a shape. The scan adds new ones.
+        read: Decodes one event; returns None for an event that is not plain.
     """
     return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over a batch of events as they lie on the wire; `batch_scan.py` says how to call this.
+"""One pass over a batch of events in their wire form; `batch_scan.py` describes the call.
 
-It knows where values begin and end, and reads hashes and parents; what all else of an event means, the general decoder
-says, once for each shape. Whatever is not exactly as expected leaves the whole batch to that decoder. No byte outside
-the payload is read: every length is compared with what is left before it is used.
+The scan knows where values begin and end, and reads hashes and parents. The general decoder interprets the other fields
+of an event, once for each shape. A batch that is not exactly as expected is left to that decoder as a whole. No byte
+outside the payload is read: every length is compared with the bytes that are left before it is used.
 """
 
 import numpy as np
@@ -39,20 +39,20 @@ cdef enum Role:
     TAG, HASHES, PARENT, SKIPPED, SHAPE, NAME
 
 cdef enum:
-    # Fields by name; of a stored event as an array they stand in this order too.
+    # The fields of `NAMES`. A stored event that is an array has its fields in this order.
     FIELDS = 16
-    # Of vLLM's longest array, a stored event.
+    # The positions of vLLM's longest array, a stored event.
     STORED_POSITIONS = 15
     REMOVED_POSITIONS = 6
     # Extra keys are a list of lists.
     MAX_DEPTH = 6
-    # Runs that are looked through for the one of an event: an engine has some ten groups.
+    # Runs that are searched for the run of an event: an engine has some ten groups.
     MAX_OPEN_RUNS = 32
-    # Of a batch; beyond, single events are as well.
+    # Runs of a batch. Beyond that many, runs are no better than single events.
     MAX_RUNS = 1_024
-    # What is remembered is bounded; an engine's have some 100.
+    # Bounds the memory of one remembered shape; an engine's shapes have some 100 bytes.
     MAX_SHAPE_BYTES = 2_048
-    # An array of a tag and no hashes.
+    # The size of an array of a tag and no hashes.
     MIN_EVENT_BYTES = 14
 
 cdef const char **NAMES = [
@@ -71,7 +71,8 @@ cdef enum:
     HASHES_AT = 1
 
 cdef struct Found:
-    # One event. fields: a bit for each that is there.
+    # One event, as it was read.
+    # A bit for each field that is there.
     uint32_t fields
     bint is_array
     bint stores
@@ -81,7 +82,7 @@ cdef struct Found:
     Span shape[FIELDS]
 
 cdef struct Room:
-    # Hashes of all events so far.
+    # The hashes of all events so far.
     uint64_t *hashes
     size_t used
     size_t size
@@ -132,7 +133,7 @@ cdef bint read_field(Reader *reader, int field, Found *found, Room *room) noexce
 
 
 cdef int field_of(Span name, int expected) noexcept nogil:
-    """The field of this name, FIELDS when it is none; begins at the one expected."""
+    """Return the field of this name, FIELDS if there is none. The search begins at the expected field."""
     cdef int i, field
     for i in range(FIELDS):
         field = expected + i
@@ -144,7 +145,7 @@ cdef int field_of(Span name, int expected) noexcept nogil:
 
 
 cdef int read_tag(Reader *reader, Found *found) noexcept nogil:
-    """1: stored or removed. 0: another. -1: no text."""
+    """Return 1 for a stored or removed event, 0 for another one, -1 if the tag is not text."""
     cdef Span tag
     cdef const uint8_t *start = reader.at
     if not read_text(reader, &tag):
@@ -158,7 +159,7 @@ cdef int read_tag(Reader *reader, Found *found) noexcept nogil:
 
 
 cdef int read_event(Reader *reader, Found *found, Room *room) noexcept nogil:
-    """1: a stored or removed event. 0: an event of another type, passed over. -1: left to the general decoder."""
+    """Return 1 for a stored or removed event, 0 for a skipped event of another type, -1 for the general decoder."""
     cdef size_t count, i
     cdef const uint8_t *start = reader.at
     cdef Span name
@@ -238,7 +239,7 @@ cdef struct Run:
     size_t events
     size_t hashes
     size_t roots
-    # Where the next is written.
+    # Where the next hash and the next root are written.
     uint64_t *hashes_at
     uint64_t *roots_at
 
@@ -247,14 +248,14 @@ NO_HASHES = np.empty(0, np.uint64)
 
 
 cdef object without_blocks(object event):
-    """What an event has in common with others of its shape; small, as it is remembered."""
+    """Return the fields that an event shares with others of its shape; small, because the result is remembered."""
     if type(event) is BlockRemoved:
         return replace(event, block_hashes=NO_HASHES)
     return replace(event, block_hashes=NO_HASHES, parent_block_hash=None, lora_name=None, session_id=None)
 
 
 cdef class Scan:
-    """One payload's. `bytes` must outlive it."""
+    """The scan of one payload, which must outlive it."""
 
     cdef Reader reader
     cdef Room room
@@ -267,7 +268,7 @@ cdef class Scan:
     cdef int last_run
     cdef bint stores
     cdef size_t runs_size
-    # Of each run the event that is its shape; single events with the number of the run before them.
+    # The event that stands for the shape of each run, and the single events with the number of runs before each.
     cdef list heads
     cdef list singles
 
@@ -287,7 +288,7 @@ cdef class Scan:
         free(self.runs)
 
     cdef int run_of(self, Found *found) except -2:
-        """The open run of this shape, or a new one."""
+        """Return the open run of this shape, or a new one."""
         cdef int i, run
         cdef int open_runs
         cdef void *moved
@@ -296,7 +297,7 @@ cdef class Scan:
             self.first_open = self.run_count
         open_runs = self.run_count - self.first_open
         for i in range(min(open_runs, MAX_OPEN_RUNS)):
-            # Most often the one before, or the one after that: groups take turns.
+            # Most often it is the run of the event before, or the run after that, because groups take turns.
             run = self.first_open + (self.last_run - self.first_open + i) % open_runs
             if same_shape(&self.runs[run].shape, found):
                 return run
@@ -312,7 +313,7 @@ cdef class Scan:
         return run
 
     cdef list read(self, bytes payload, size_t count, dict shapes, object read):
-        """All events; None: left to the general decoder."""
+        """Return all runs and single events, or None to leave the batch to the general decoder."""
         cdef Found found
         cdef size_t i
         cdef int kind, run
@@ -344,7 +345,7 @@ cdef class Scan:
                         if type(head) is BlockRemoved or (type(head) is BlockStored and head.medium == "GPU"):
                             head = shapes[key] = without_blocks(head)
                         else:
-                            # What it says depends on more than its shape.
+                            # The meaning of this event depends on more than its shape.
                             self.run_count -= 1
                             kind = 0
                             self.add_single(head)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker's stream brought and the store does not have yet, merged into one commit. Pure.
+"""The changes of one worker that the store does not have yet, merged into one commit. Pure.
 
-Invariant: committing what `take` returns has the same effect as committing every flush since the last `take`, one by
-one. A backlog that overflowed holds nothing; only a flush that opens an epoch can fill it again, as that one needs
-nothing before it.
+Invariant: committing the result of `take` has the same effect as committing every flush since the last `take`, one by
+one. A backlog that overflowed holds nothing; only a flush that opens an epoch can fill it again, because such a flush
+needs nothing before it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from kvrouter.router.index.ingest.pending_commit import PendingCommit
 
 
 class CommitBacklog:
-    """The flushes of one worker that wait for the store, in order."""
+    """The flushes of one worker that wait for the store, merged in order."""
 
     def __init__(self, max_blocks: int) -> None:
-        """max_blocks: transitions that may wait before `is_full`."""
+        """Create an empty backlog, which is full above `max_blocks` waiting transitions."""
         self._max_blocks = max_blocks
         self._epoch: str | None = None
         self._opens_epoch = False
@@ -29,24 +29,26 @@ class CommitBacklog:
 
     @property
     def is_empty(self) -> bool:
-        """Whether `take` would return nothing. An overflowed backlog is not empty: its epoch is to be rewritten."""
+        """Whether no flush waits. An overflowed backlog is not empty, because its epoch must be written again."""
         return self._epoch is None and not self._overflowed
 
     @property
     def overflowed(self) -> bool:
+        """Whether the waiting flushes were dropped and no flush has opened an epoch since."""
         return self._overflowed
 
     @property
     def blocks(self) -> int:
-        """Transitions that wait."""
+        """Number of waiting transitions and copy counts."""
         return sum(transitions.count for transitions in self._places.values()) + len(self._copies)
 
     @property
     def is_full(self) -> bool:
+        """Whether more transitions wait than `max_blocks` allows."""
         return self.blocks > self._max_blocks
 
     def add(self, flush: PendingCommit) -> None:
-        """The next flush of the worker."""
+        """Merge the worker's next flush; an overflowed backlog ignores it unless it opens an epoch."""
         if flush.opens_epoch:
             self._clear()
             self._overflowed = False
@@ -67,18 +69,18 @@ class CommitBacklog:
         self._meta |= flush.meta
 
     def overflow(self) -> None:
-        """Give up what waits: the store can only go on with a new epoch."""
+        """Drop the waiting flushes, so that the store can only continue with a new epoch."""
         self._clear()
         self._overflowed = True
 
     def continues(self, epoch: str | None, seq: int | None) -> bool:
-        """Whether what waits can be committed after (epoch, seq). Must not be empty."""
+        """Return whether the waiting flushes can be committed after (epoch, seq). The backlog must not be empty."""
         if self._opens_epoch:
             return True
         return self._seqs is not None and (self._epoch, self._seqs[0] - 1) == (epoch, seq)
 
     def take(self) -> PendingCommit | None:
-        """All that waits as one flush, None when nothing does; it waits no longer."""
+        """Remove all waiting flushes and return them as one, or return None if none waits."""
         if self._epoch is None:
             return None
         changes = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted of one worker's events."""
+"""Counters of one worker's events."""
 
 from __future__ import annotations
 
@@ -12,35 +12,39 @@ class IngestCounters(msgspec.Struct):
     batches: int = 0
     events: int = 0
     blocks: int = 0
+    # Batches and events that could not be decoded.
     broken: int = 0
+    # Events of an unknown type.
     unknown: int = 0
+    # Messages that were not of the form of a batch.
     malformed: int = 0
-    # Connections that were closed because of what they brought.
+    # Connections that were closed because they brought more than they may.
     floods: int = 0
     gaps: int = 0
     missed_batches: int = 0
     restarts: int = 0
-    # Times that the engine's HTTP was lost.
+    # Times that the engine no longer answered over HTTP.
     losses: int = 0
+    # Heartbeats of the engine's patch, and those that contradicted the blocks held.
     heartbeats: int = 0
     mismatches: int = 0
-    # Ways back to what the engine holds: batches replayed, a snapshot, or everything learned again.
+    # Resyncs with the engine, by method: missing batches replayed, a snapshot loaded, or everything learned again.
     replays: int = 0
     snapshots: int = 0
     relearned: int = 0
-    # The same in the worker's life before.
+    # Resyncs of the worker before this process followed it.
     resyncs_before: int = 0
     # Times that the engine dropped a whole cache.
     clears: int = 0
-    # Blocks that were held when a snapshot of the same life showed that they are not there, and the other way round.
+    # Blocks held that a snapshot of the same life did not have, and blocks of the snapshot that were not held.
     ghost_blocks: int = 0
     lost_blocks: int = 0
-    # Blocks that the worker's own bounds left no room for: they earn no credit.
+    # Blocks beyond the bounds of one worker (`residency.py`), which earn no credit.
     refused: int = 0
     # Batches that name another data-parallel rank.
     foreign: int = 0
 
     @property
     def resyncs(self) -> int:
-        """In the worker's whole life."""
+        """Resyncs in the worker's whole life."""
         return self.resyncs_before + self.replays + self.snapshots + self.relearned

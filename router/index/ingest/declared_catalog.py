@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine declares of itself (`events/patch/messages.py`), in the router's terms, and what of it the hit rule
-cannot follow."""
+"""An engine's declared catalog (`events/patch/messages.py`), translated into the router's terms.
+
+The translation also names the parts of the declaration that the hit rule cannot follow.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec
 
 
 def declared_spec(declared: DeclaredCatalog, stated: CatalogSpec) -> CatalogSpec:
-    """The engine's own word; where it says nothing, what the user stated."""
+    """Return the catalog as the engine declares it, completed by the user's statements where the engine is silent."""
     groups = tuple(
         GroupSpec(
             group_idx=group.group_idx,
@@ -43,12 +45,12 @@ def declared_spec(declared: DeclaredCatalog, stated: CatalogSpec) -> CatalogSpec
 
 
 def _connectors(declared: DeclaredCatalog) -> list[str]:
-    # A patch that names only the outermost one leaves those inside a MultiConnector unknown.
+    # A patch that names only the outermost connector leaves the ones inside a MultiConnector unknown.
     return declared.connectors or ([] if declared.connector is None else [declared.connector])
 
 
 def declared_problem(declared: DeclaredCatalog) -> str | None:
-    """Why no hit of this engine can be predicted, although its groups are known; None when it can."""
+    """Return why no hit of this engine can be predicted although its groups are known, or None if one can be."""
     if declared.engine not in ENGINES:
         return (
             f"its patch declares an engine that this router does not know ({declared.engine[:40]!r}): update the router"
@@ -62,10 +64,10 @@ def declared_problem(declared: DeclaredCatalog) -> str | None:
 
 
 def contradictions(declared: CatalogSpec, stated: CatalogSpec) -> list[str]:
-    """Names of what the user stated differently from the engine; the engine's declaration is used."""
-    found = []
+    """Return the names of the fields that the user stated differently from the engine, whose declaration is used."""
+    names = []
     if stated.groups and set(stated.groups) != {_comparable(group) for group in declared.groups}:
-        found.append("groups")
+        names.append("groups")
     for name in (
         "hash_block_size",
         "scheduler_block_size",
@@ -75,13 +77,14 @@ def contradictions(declared: CatalogSpec, stated: CatalogSpec) -> list[str]:
         "offload_blocks_per_chunk",
         "offload_connector",
     ):
-        said = getattr(stated, name)
-        if said is not None and said != getattr(declared, name):
-            found.append(name)
-    return found
+        value = getattr(stated, name)
+        if value is not None and value != getattr(declared, name):
+            names.append(name)
+    return names
 
 
 def _comparable(group: GroupSpec) -> GroupSpec:
+    """Return the group with only the fields that a user's statement is compared by."""
     return GroupSpec(
         group.group_idx,
         group.kind,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine lives, and whether it is still the same process, judged by what its HTTP answers. Pure.
+"""Whether an engine lives, and whether it is still the same process, judged by its answers over HTTP. Pure.
 
-Its event stream shows less: ZMQ reconnects to whoever listens there next, whose seq may happen to continue the old one.
+The event stream shows less: ZMQ reconnects to any publisher that listens at the endpoint next, and the seq of that
+publisher may happen to continue the old one.
 """
 
 from __future__ import annotations
@@ -10,55 +11,58 @@ from typing import TypeAlias
 
 import msgspec
 
-# A slow answer is a busy engine; three in a row with nothing between, at one a second, are one that hangs.
+# One missing answer means a busy engine; three in a row, at one request a second, mean an engine that hangs.
 LOST_AFTER = 3
 
 
 class Pulse(msgspec.Struct, frozen=True):
-    """It answered. start_s: when its process started, seconds since 1970, or another number that no other process of
-    it has (`Engine.gauges.life`); None: it did not say, or /metrics was not requested."""
+    """An answer of the engine."""
 
+    # When the engine's process started, in seconds since 1970, or another number that no other process of it has
+    # (`EngineGauges.life`). None: the answer did not say, or /metrics was not requested.
     start_s: float | None = None
 
 
 class NoPulse(msgspec.Struct, frozen=True):
-    """It did not. gone: nobody listens there, so there is nothing to wait for."""
+    """A request that the engine did not answer."""
 
     reason: str
+    # Whether nobody listens at the address, so that there is nothing to wait for.
     gone: bool = False
 
 
 class EngineLost(msgspec.Struct, frozen=True):
-    """It lived, and no longer answers."""
+    """An engine that answered before and no longer does."""
 
     reason: str
 
 
 class EngineAbsent(msgspec.Struct, frozen=True):
-    """Nobody listens there, and it has not answered yet: it is not up, or its URL is another."""
+    """An engine that has not answered yet and at whose address nobody listens: it is not up, or its URL is wrong."""
 
     reason: str
 
 
 class EnginePresent(msgspec.Struct, frozen=True):
-    """The absent engine answers for the first time."""
+    """The first answer of an engine that was absent."""
 
 
 class EngineBack(msgspec.Struct, frozen=True):
-    """It answers again; whether it is the same life is not known."""
+    """The first answer of an engine that was lost; whether it is the same life is not known."""
 
 
 class EngineRestarted(msgspec.Struct, frozen=True):
-    """It is another process than before."""
+    """An answer from another process than before."""
 
     reason: str
 
 
 class EngineSame(msgspec.Struct, frozen=True):
-    """It is the same process as before. asked_s: when the request was sent, on the clock of the stream. start_s: when
-    its process started, on its own clock."""
+    """An answer from the same process as before."""
 
+    # When the request was sent, on the clock of the stream.
     asked_s: float
+    # When the engine's process started, on the engine's own clock.
     start_s: float
 
 
@@ -66,12 +70,20 @@ VitalSign: TypeAlias = EngineAbsent | EnginePresent | EngineLost | EngineBack | 
 
 
 class EngineLiveness:
-    """One engine's. Silence before the first answer says nothing: where there never was one, there may be none to be
-    had. A refused connection does: nobody is there."""
+    """The liveness of one engine.
+
+    Silence before the first answer proves nothing, because an engine that never answered may have no HTTP to answer
+    with. A refused connection proves that nobody listens there.
+    """
 
     def __init__(self, start_s: float | None = None, *, absent: bool = False, lost: bool = False) -> None:
-        """start_s: when its process started, as an earlier poller learned. absent, lost: it was so when that one ended:
-        its return is to be said."""
+        """Continue from the state in which an earlier poller ended.
+
+        Args:
+            start_s: When the engine's process started, None if not known.
+            absent: Whether the engine was absent, so that its first answer is reported.
+            lost: Whether the engine was lost, so that its return is reported.
+        """
         self.start_s = start_s
         self._answered = lost
         self._absent = absent
@@ -79,27 +91,32 @@ class EngineLiveness:
         self._misses = 0
 
     def observe(self, sign: Pulse | NoPulse, asked_s: float) -> list[VitalSign]:
-        """What the next answer, or its absence, says."""
+        """Return the signs of life or death that the next answer, or its absence, gives.
+
+        Args:
+            sign: The answer, or its absence.
+            asked_s: When the request was sent, on the clock of the stream.
+        """
         if isinstance(sign, NoPulse):
             return self._missed(sign)
         self._answered = True
         self._misses = 0
-        found: list[VitalSign] = []
+        signs: list[VitalSign] = []
         if self._absent:
             self._absent = False
-            found.append(EnginePresent())
+            signs.append(EnginePresent())
         if self._lost:
             self._lost = False
-            found.append(EngineBack())
+            signs.append(EngineBack())
         if sign.start_s is not None:
             before, self.start_s = self.start_s, sign.start_s
             if before == sign.start_s:
-                found.append(EngineSame(asked_s, sign.start_s))
+                signs.append(EngineSame(asked_s, sign.start_s))
             elif before is not None:
-                found.append(
+                signs.append(
                     EngineRestarted(f"its start is {sign.start_s:.2f}, that of the process before {before:.2f}")
                 )
-        return found
+        return signs
 
     def _missed(self, sign: NoPulse) -> list[VitalSign]:
         self._misses += 1

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of plain events as runs: one object for all events that say the same of other blocks. Pure.
+"""Batches of plain events read as runs: one object for all events that differ only in their blocks. Pure.
 
-An engine's events have a handful of shapes, and at one block an event an object each costs more than all else that is
-done with them."""
+An engine's events have a handful of shapes. With one block per event, creating an object for each event costs more than
+everything else that is done with it.
+"""
 
 from __future__ import annotations
 
@@ -12,41 +13,43 @@ from kvrouter.events.vllm.codec import read_event
 from kvrouter.events.vllm.messages import BlockRemoved, BlockStored, Event, HashArray
 from kvrouter.router.index.ingest.batch_scan import scan
 
-# Shapes that are remembered; an engine has some ten. Only spares decoding an event of each batch.
+# Remembered shapes; an engine has some ten. Remembering a shape only saves decoding one of its events in each batch.
 MAX_SHAPES = 1_024
 
 
 class EventRun(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Stored or removed events of one place.
+    """Stored or removed events of one place."""
 
-    event: what they have in common, without hashes, parent and names. hashes: of all, in order. count: of events.
-    roots: the first hash of each that stores blocks without a parent."""
-
+    # The fields that all events share, without hashes, parent and names.
     event: BlockStored | BlockRemoved
+    # The hashes of all events, in order.
     hashes: HashArray
+    # The number of events.
     count: int
+    # The first hash of each event that stores blocks without a parent.
     roots: HashArray
 
 
 class RunBatch(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """An `EventBatch` of which every event could be read. Events of other kinds stand alone, in their place."""
+    """An `EventBatch` of which every event could be read."""
 
     dp_rank: int | None
+    # Events of other kinds stand alone, in their place.
     runs: list[EventRun | Event]
 
 
 class RunReader:
-    """Reads batches as runs. Remembers shapes, and nothing else; use one for each stream."""
+    """A reader of batches as runs, one for each stream. It remembers shapes and nothing else."""
 
     def __init__(self) -> None:
         self._shapes: dict[bytes, BlockStored | BlockRemoved] = {}
 
     def read(self, payload: bytes) -> RunBatch | None:
-        """None: it is left to `BatchDecoder`."""
+        """Return the batch as runs, or None to leave it to `BatchDecoder`."""
         if len(self._shapes) > MAX_SHAPES:
             self._shapes.clear()
-        found = scan(payload, self._shapes, read_event)
-        if found is None:
+        scanned = scan(payload, self._shapes, read_event)
+        if scanned is None:
             return None
-        rank, runs = found
+        rank, runs = scanned
         return RunBatch(rank, [EventRun(*run) if isinstance(run, tuple) else run for run in runs])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's stream, from typed items to net changes of its residency: whichever of its two feeds is followed. Pure:
-no sockets, no Redis, no clock of its own."""
+"""One worker's stream, from typed items to net changes of its residency, whichever of its two feeds is followed.
+
+Pure: no sockets, no Redis, no clock of its own.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,18 @@ from kvrouter.router.index.ingest.worker_profile import SILENT, WorkerProfile
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
 
-# Items that only the patch's reports have; the items about connections come from both streams.
+# The items that only the patch's reports have; items about connections come from both streams.
 _REPORT_ITEMS = tuple(set(get_args(ReportItem)) - set(get_args(StreamItem)))
 
+# The number of copies by place and block hash.
 Copies: TypeAlias = dict[tuple[Place, int], int]
 
 
 class Ingest:
-    """The state machine of one worker. Single-threaded; call `apply` with items in order, and `held.take` to flush."""
+    """The state machine of one worker.
+
+    It is single-threaded: call `apply` with items in order, and `held.take` to flush.
+    """
 
     def __init__(
         self, registration: Registration, *, seed: str | None, decoder: BatchDecoder, new_epoch: Callable[[], str]
@@ -52,26 +58,31 @@ class Ingest:
 
     @property
     def state(self) -> StreamState:
+        """State of the worker, derived from its profile."""
         return self.profile.state
 
     @property
     def reason(self) -> str:
-        """Why the state is what it is, and what happened last; empty when there is nothing to say."""
+        """Why the state is what it is, and what happened last; empty if there is nothing to say."""
         return self.profile.reason(self.held.blocks)
 
     def follow_reports(self, epoch: str | None = None) -> None:
-        """From now on the items come from the patch's topic. epoch: of the life that answers there."""
+        """Switch to the items of the patch's topic.
+
+        Args:
+            epoch: The life of the engine that answers there, None if not known.
+        """
         self._follows_reports = True
         self.reports.begin(epoch)
 
     def follow_stock(self) -> None:
-        """From now on the items come from the engine's own topic."""
+        """Switch to the items of the engine's own topic."""
         self._follows_reports = False
         self.reports.end()
 
     @property
     def resume_point(self) -> ResumePoint | None:
-        """The last batch of the engine's own topic that was applied, None when there is none."""
+        """The last batch of the engine's own topic that was applied, None if there is none."""
         contact, seq = self.profile.contact, self.held.seq
         if seq is None or self.profile.patch.epoch is not None:
             return None
@@ -80,20 +91,21 @@ class Ingest:
     def restore(
         self, epoch: str, seq: int, places: dict[Place, NDArray[np.uint64]], copies: Copies, meta: dict[str, bytes]
     ) -> None:
-        """Go on from what Redis holds. Credited as it stands, but suspect until the stream proves that nothing was
-        missed.
+        """Continue from the state that Redis holds.
 
-        Raises ValueError or msgspec's errors on what no router writes; begin with a new object then."""
+        The blocks are credited as they are, but stay suspect until the stream proves that nothing was missed. Raises
+        ValueError or an error of msgspec for values that no router writes; begin with a new object then.
+        """
         copied: dict[Place, dict[int, int]] = {}
         for (place, block_hash), count in copies.items():
             if count < 2:
                 raise ValueError(f"{count} copies of a block of {place.text}")
             copied.setdefault(place, {})[block_hash] = count
         for place, hashes in places.items():
-            several = copied.get(place, {})
-            # Copies are read after the blocks: one that has come in between is not here yet.
-            there = np.isin(np.fromiter(several, np.uint64), hashes).tolist()
-            self.held.blocks.load(place, hashes, dict(itertools.compress(several.items(), there)))
+            counts = copied.get(place, {})
+            # Copies are read after the blocks, so they may name a block that was stored in between and is missing here.
+            present = np.isin(np.fromiter(counts, np.uint64), hashes).tolist()
+            self.held.blocks.load(place, hashes, dict(itertools.compress(counts.items(), present)))
         self.held.continue_from(epoch, seq)
         self.profile.load(meta)
         self.profile.contact.unproven = True
@@ -102,11 +114,14 @@ class Ingest:
         )
 
     def begin_unreadable(self, problem: str) -> None:
-        """Redis holds something of this worker that cannot be read; nothing of it is used."""
+        """Report that the worker's state in Redis cannot be read, so that nothing of it is used."""
         self.profile.report(f"what Redis holds of it cannot be read ({problem}): it is learned again")
 
     def pause(self, incident: str) -> None:
-        """Nobody reads the stream for now: what is held stays, until the stream shows whether something was missed."""
+        """Note that nobody reads the stream for now.
+
+        The blocks stay until the stream shows whether something was missed.
+        """
         contact = self.profile.contact
         contact.unproven = self.held.seq is not None
         contact.gap_open = contact.expired = contact.linked = contact.behind = contact.same_life = False
@@ -115,7 +130,7 @@ class Ingest:
             self.profile.wait_for(incident)
 
     def apply(self, item: StreamItem | ReportItem, now: float) -> None:
-        """Take the next item of either stream. now: seconds, monotonic."""
+        """Apply the next item of either stream at `now`, in seconds of a monotonic clock."""
         contact = self.profile.contact
         if isinstance(item, FellBehind):
             contact.behind = True
@@ -130,8 +145,10 @@ class Ingest:
             self.stock.apply(item, now)
 
     def on_liveness(self, sign: VitalSign) -> None:
-        """What the engine's HTTP says of its life. The caller reads the stream again where another life may have
-        begun."""
+        """Apply a sign of the engine's life or death over HTTP.
+
+        The caller must read the stream again where another life may have begun.
+        """
         contact = self.profile.contact
         if isinstance(sign, EngineAbsent):
             contact.absent = sign.reason
@@ -158,7 +175,12 @@ class Ingest:
             self.reports.suspect_life("answers again" if isinstance(sign, EngineBack) else sign.reason)
 
     def allow_ranks(self, allowed: frozenset[int] | None) -> bool:
-        """Limits the ranks that its events may name. True: batches of its own were left out, so the caller must read
-        the stream again."""
+        """Limit the ranks that the worker's events may name, and return whether the stream must be read again.
+
+        It must be read again if batches that are the worker's own were left out.
+
+        Args:
+            allowed: The ranks, None for any.
+        """
         self.profile.ranks.allowed = allowed
         return self.profile.is_own(None) and self.profile.ranks.skips

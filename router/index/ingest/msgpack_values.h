@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where MessagePack values begin and end, and the few that are read. Every function takes what is left of the payload,
-// moves its beginning past the value, and returns 0, with the beginning anywhere in what was left, when the value is
-// not the one expected, is cut short, or is of a type that plain events do not have.
+// Bounds of MessagePack values, and readers for the few values that are needed. Every function takes the rest of the
+// payload and moves its beginning past one value. A function returns 0, with the beginning anywhere in the rest, if the
+// value is not the expected one, is cut short, or is of a type that plain events do not have.
 
 #ifndef KVROUTER_MSGPACK_VALUES_H
 #define KVROUTER_MSGPACK_VALUES_H
@@ -24,7 +24,7 @@ typedef struct {
 
 static inline size_t left(const Reader *reader) { return (size_t)(reader->end - reader->at); }
 
-// Bytes of a number, nil or boolean by its first byte; 0 for all else.
+// The size of a number, nil or boolean in bytes, by its first byte; 0 for every other type.
 static const uint8_t VALUE_BYTES[256] = {
     [0x00 ... 0x7F] = 1, [0xC0] = 1, [0xC2] = 1, [0xC3] = 1, [0xCA] = 5, [0xCB] = 9, [0xCC] = 2, [0xCD] = 3,
     [0xCE] = 5, [0xCF] = 9, [0xD0] = 2, [0xD1] = 3, [0xD2] = 5, [0xD3] = 9, [0xE0 ... 0xFF] = 1,
@@ -36,7 +36,8 @@ static inline uint64_t big_endian(const uint8_t *at, int size) {
     return value;
 }
 
-// The number after one of three markers of one type: in the bits of `fix` that `mask` leaves, in 16, or in 32 bits.
+// Reads the length after one of the three markers of a type: in the bits that `mask` leaves of a marker `fix`, in the
+// 16 bits after `two`, or in the 32 bits after `four`.
 static inline int read_count(Reader *reader, uint8_t fix, uint8_t mask, uint8_t two, uint8_t four, size_t *count) {
     if (left(reader) < 1) return 0;
     uint8_t first = reader->at[0];
@@ -44,7 +45,7 @@ static inline int read_count(Reader *reader, uint8_t fix, uint8_t mask, uint8_t 
     if (size < 0 || left(reader) < (size_t)(1 + size)) return 0;
     *count = size ? big_endian(reader->at + 1, size) : (size_t)(first & (uint8_t)~mask);
     reader->at += 1 + size;
-    // Each item takes a byte at least.
+    // Each item takes at least one byte.
     return *count <= left(reader);
 }
 
@@ -82,7 +83,7 @@ static inline int read_bytes(Reader *reader, Span *found) {
     return take(reader, size, found);
 }
 
-// An integer as two's complement.
+// Reads an integer as two's complement.
 static inline int read_integer(Reader *reader, uint64_t *value) {
     if (left(reader) < 1) return 0;
     uint8_t first = reader->at[0];
@@ -100,7 +101,7 @@ static inline int read_integer(Reader *reader, uint64_t *value) {
     return 1;
 }
 
-// An integer as two's complement, or the last eight bytes of a digest.
+// Reads an integer as two's complement, or the last eight bytes of a digest.
 static inline int read_hash(Reader *reader, uint64_t *value) {
     Span digest;
     if (read_integer(reader, value)) return 1;
@@ -116,7 +117,7 @@ static inline int read_hashes(Reader *reader, uint64_t *out, size_t count) {
     return 1;
 }
 
-// Passes over one value of at most `depth` levels.
+// Skips one value of at most `depth` levels.
 static int skip(Reader *reader, int depth) {
     Span text;
     size_t count;
@@ -134,7 +135,7 @@ static int skip(Reader *reader, int depth) {
         count *= 2;
     }
     for (size_t i = 0; i < count; i++) {
-        // Token ids are most of all bytes.
+        // Most bytes of an event are token ids, so numbers are skipped without a call.
         const uint8_t *at = reader->at;
         for (; i < count && at < reader->end; i++) {
             size = VALUE_BYTES[*at];
@@ -147,7 +148,7 @@ static int skip(Reader *reader, int depth) {
     return 1;
 }
 
-// Whether it is ASCII, which is text whoever reads it.
+// Returns whether the text is ASCII, which every decoder accepts as text.
 static inline int is_ascii(const Span *text) {
     uint8_t bits = 0;
     for (size_t i = 0; i < text->size; i++) bits |= text->at[i];

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The net of many changes: which blocks became resident since the last flush, and which stopped being so.
+"""The net effect of many changes: which blocks became resident since the last flush, and which stopped being resident.
 
 A block that came and went within one flush interval changes nothing. Pure; no clock.
 """
@@ -18,7 +18,7 @@ NO_HASHES = np.empty(0, np.uint64)
 
 
 class ResidencyDelta(msgspec.Struct, frozen=True):
-    """Net transitions at one place: added and removed are disjoint uint64 arrays of block hashes, shape (n,)."""
+    """The net transitions at one place: disjoint arrays of block hashes, uint64, shape (n,)."""
 
     place: Place
     added: Hashes
@@ -26,19 +26,22 @@ class ResidencyDelta(msgspec.Struct, frozen=True):
 
 
 class NetChanges:
-    """Collects, for one place, residency transitions in order. Each hash alternates between coming and going."""
+    """The residency transitions of one place, in order. Each hash alternates between arriving and leaving."""
 
     __slots__ = ("_arrivals", "_parts", "count")
 
     def __init__(self) -> None:
         self._parts: list[Hashes] = []
         self._arrivals: list[bool] = []
+        # Number of transitions so far.
         self.count = 0
 
     def arrived(self, hashes: Hashes) -> None:
+        """Append blocks that became resident."""
         self._append(hashes, True)
 
     def left(self, hashes: Hashes) -> None:
+        """Append blocks that stopped being resident."""
         self._append(hashes, False)
 
     def _append(self, hashes: Hashes, arrival: bool) -> None:
@@ -48,7 +51,7 @@ class NetChanges:
             self.count += len(hashes)
 
     def net(self) -> tuple[Hashes, Hashes]:
-        """(added, removed): disjoint, without repeats."""
+        """Return (added, removed), disjoint and without repeats."""
         if not self._parts:
             return NO_HASHES, NO_HASHES
         hashes = np.concatenate(self._parts)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine patch's reports: what they change of a worker's profile and epoch: the declared catalog, snapshots, and
-heartbeats that prove the index. Pure.
+"""The reports of the engine patch, applied to a worker's profile and epoch. Pure.
 
-Invariant: after a heartbeat that agrees, what is held is what the engine holds, block for block. One that does not
-agree ends all credit until a snapshot is loaded.
+The reports bring the declared catalog, snapshots, and heartbeats that prove the index.
+
+Invariant: after a heartbeat that agrees, the blocks held are those of the engine, block for block. A heartbeat that
+does not agree ends all credit until a snapshot is loaded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PROVING = "waiting for a heartbeat to prove that nothing was missed"
 
 
 class PatchFeed:
-    """Of one worker."""
+    """The reports of one worker's patch, and their effect on its epoch and profile."""
 
     def __init__(self, epoch: WorkerEpoch) -> None:
         self._epoch = epoch
@@ -49,11 +50,15 @@ class PatchFeed:
         self.wants_snapshot: str | None = None
 
     def begin(self, epoch: str | None) -> None:
-        """Its items come from now on. epoch: of the life that answers there."""
+        """Start to take the items of the patch's topic.
+
+        Args:
+            epoch: The life of the engine that answers there, None if not known.
+        """
         self._contact.expired = self._patch.silent = False
         self._patch.withheld = self._patch.tiers_withheld = ""
         if self._profile.declared is not None and self._patch.epoch is None:
-            # Which life declared it is not known.
+            # It is not known which life of the engine declared the catalog.
             self._profile.forget_learned()
         if epoch is not None and self._patch.epoch not in (None, epoch):
             self._distrust("another life of the engine answers; loading what it holds, no credit meanwhile")
@@ -61,7 +66,7 @@ class PatchFeed:
             self._load_first("a patched engine answers; loading what it holds")
 
     def end(self) -> None:
-        """The items come from the engine's own topic from now on."""
+        """Stop taking items, because they come from the engine's own topic from now on."""
         if self._patch.epoch is not None:
             self._patch.epoch = None
             self._epoch.void_life(
@@ -70,14 +75,14 @@ class PatchFeed:
         elif self._profile.declared is not None:
             self._profile.forget_learned()
         if self._epoch.seq is None:
-            # Nothing of it was loaded, so nothing is missing from what is held.
+            # No batch and no snapshot was applied in this epoch, so nothing can be missing from it.
             self._contact.unproven = self._contact.missing = False
         self._contact.expired = False
         self._patch.greeting = None
         self._patch.tiers_withheld = ""
 
     def _load_first(self, incident: str) -> None:
-        """No snapshot was loaded yet: what is held, if anything, is from the engine's own topic."""
+        """Note that no snapshot was loaded yet, so any blocks held are from the engine's own topic."""
         self._contact.behind = True
         if self._epoch.seq is None:
             self._profile.wait_for(incident)
@@ -86,12 +91,12 @@ class PatchFeed:
 
     @property
     def resume(self) -> ReportResume | None:
-        """Where to go on in the reports, None when a snapshot is needed first."""
+        """Where to continue in the reports, None if a snapshot is needed first."""
         seq = self._epoch.seq
         return None if self._patch.epoch is None else ReportResume(self._patch.epoch, 0 if seq is None else seq + 1)
 
     def apply(self, item: StreamItem | ReportItem, now: float) -> None:
-        """Take the next item. now: seconds, monotonic."""
+        """Apply the next item at `now`, in seconds of a monotonic clock."""
         profile = self._profile
         if self._contact.expired and isinstance(item, ReportBatch | HeartbeatSeen | Loaded):
             return
@@ -140,7 +145,7 @@ class PatchFeed:
             profile.flooded(item)
 
     def suspect_life(self, reason: str) -> None:
-        """The engine's HTTP says that another life may have begun."""
+        """Request a snapshot, because the engine's HTTP shows that another life may have begun."""
         self.wants_snapshot = f"the engine may have restarted ({reason})"
         self._distrust(f"{self.wants_snapshot}; loading a snapshot, no credit meanwhile")
 
@@ -158,8 +163,7 @@ class PatchFeed:
             self._doubt(f"connected; {PROVING}")
 
     def _doubt(self, incident: str) -> None:
-        """Mark the blocks held as unproven: nothing shows that they are wrong, and nothing proves that they are
-        right."""
+        """Mark the blocks held as unproven: nothing shows that they are wrong, or proves that they are right."""
         self._contact.unproven = True
         self._profile.wait_for(incident)
 
@@ -191,7 +195,7 @@ class PatchFeed:
         self._epoch.advance(seq)
 
     def _learn(self, event: ReportStored, hashes: NDArray[np.uint64]) -> None:
-        # A chunk of the offload tier is one hash here, so its size says nothing: like a placeholder.
+        # In a report, a chunk of the offload tier is one hash, so its size says nothing, as with a placeholder.
         self._profile.learner.stored(
             BlockStored(
                 block_hashes=hashes,
@@ -212,23 +216,25 @@ class PatchFeed:
                 self._epoch.blocks.clear(place)
 
     def _load(self, snapshot: Snapshot) -> None:
-        """Make the residency what the snapshot says: in the same epoch where its seqs and places allow, else in a new
-        one."""
-        profile, epoch, known = self._profile, self._epoch, self._patch.epoch == snapshot.epoch
+        """Make the residency equal to the snapshot.
+
+        The epoch continues if the snapshot's seqs and places allow it; otherwise a new one begins.
+        """
+        profile, epoch, is_same_life = self._profile, self._epoch, self._patch.epoch == snapshot.epoch
         profile.tally.snapshots += 1
         last = snapshot.next_seq - 1
         places = _places_of(snapshot)
-        # Places that are empty by now take room too; a new epoch has it all.
-        goes_on = known and epoch.can_jump(last) and len(places.keys() | epoch.blocks.places) <= MAX_PLACES
-        if known:
+        # Places that are empty now count too; a new epoch begins without any.
+        continues = is_same_life and epoch.can_jump(last) and len(places.keys() | epoch.blocks.places) <= MAX_PLACES
+        if is_same_life:
             self._count_differences({place: hashes for place, (hashes, _) in places.items()})
-        if not goes_on:
+        if not continues:
             epoch.void("")
-        if not known:
+        if not is_same_life:
             declared = profile.declared
             profile.forget_learned()
             if declared is not None:
-                # Said of this life, before its snapshot.
+                # This life declared its catalog before its snapshot.
                 profile.declare(declared)
         epoch.blocks.replace(places)
         self._patch.epoch = snapshot.epoch
@@ -241,6 +247,7 @@ class PatchFeed:
         profile.wait_for("the snapshot is loaded; applying what came meanwhile")
 
     def _count_differences(self, truth: dict[Place, NDArray[np.uint64]]) -> None:
+        """Count the blocks in which the index differs from a snapshot of the same life."""
         blocks, tally = self._epoch.blocks, self._profile.tally
         for place in {*truth, *blocks.places}:
             held, wanted = blocks.hashes(place), truth.get(place, np.empty(0, np.uint64))
@@ -249,26 +256,27 @@ class PatchFeed:
             tally.lost_blocks += len(np.unique(wanted)) - common
 
     def _compare(self, beat: Heartbeat) -> None:
-        """A heartbeat for exactly the state that we are in."""
-        said: dict[Place, PlaceSum] = {}
-        # Blocks of one place here and of two localities there: their sums do not tell the sum of both.
+        """Compare the blocks held with a heartbeat, which describes exactly this state of the stream."""
+        reported: dict[Place, PlaceSum] = {}
+        # Places that the engine reports as several localities. A block may be in more than one of them, so their sums
+        # do not give the sum of the place.
         mixed: set[Place] = set()
         for summary in beat.places:
             place = Place(summary.group_idx, summary.medium, summary.ownership)
-            if place in said:
+            if place in reported:
                 mixed.add(place)
-            said[place] = PlaceSum(summary.blocks, summary.copies, summary.digest)
+            reported[place] = PlaceSum(summary.blocks, summary.copies, summary.digest)
         held = self._epoch.blocks.sums()
         wrong = [
             place
-            for place in sorted(said.keys() | held.keys(), key=lambda place: place.text)
-            if place not in mixed and said.get(place, EMPTY_SUM) != held.get(place, EMPTY_SUM)
+            for place in sorted(reported.keys() | held.keys(), key=lambda place: place.text)
+            if place not in mixed and reported.get(place, EMPTY_SUM) != held.get(place, EMPTY_SUM)
         ]
         if wrong:
             place = wrong[0]
             self._profile.tally.mismatches += 1
             self.wants_snapshot = (
-                f"the engine holds {said.get(place, EMPTY_SUM).blocks} blocks in {place.text}, the index "
+                f"the engine holds {reported.get(place, EMPTY_SUM).blocks} blocks in {place.text}, the index "
                 f"{held.get(place, EMPTY_SUM).blocks}, or others"
             )
             self._distrust(f"{self.wants_snapshot}; loading a snapshot, no credit meanwhile")
@@ -278,15 +286,15 @@ class PatchFeed:
 
 
 def _places_of(snapshot: Snapshot) -> dict[Place, tuple[NDArray[np.uint64], dict[int, int]]]:
-    """Hashes and copies by place; the localities of one place are counted together."""
-    found: dict[Place, tuple[NDArray[np.uint64], dict[int, int]]] = {}
+    """Return hashes and copies by place; the localities of one place are counted together."""
+    places: dict[Place, tuple[NDArray[np.uint64], dict[int, int]]] = {}
     for part in snapshot.places:
         place = Place(part.group_idx, part.medium, part.ownership)
         hashes, copied = part.hashes, dict(part.copied)
-        if place in found:
-            others, other_copies = found[place]
+        if place in places:
+            others, other_copies = places[place]
             for block_hash in np.intersect1d(hashes, others).tolist():
                 copied[block_hash] = copied.get(block_hash, 1) + other_copies.get(block_hash, 1)
             hashes, copied = np.union1d(hashes, others), {**other_copies, **copied}
-        found[place] = (hashes, copied)
-    return found
+        places[place] = (hashes, copied)
+    return places

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker's stream changed, on its way to the mirror and to the store."""
+"""The changes of one worker's stream on their way to the mirror and to the store."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from kvrouter.router.index.ingest.net_changes import ResidencyDelta
 
 
 class PendingCommit(msgspec.Struct, frozen=True):
-    """One commit's worth of changes.
-
-    opens_epoch: everything earlier of this worker is void. seqs: first and last batch, None when there was none."""
+    """The changes of one commit."""
 
     epoch: str
+    # Whether everything earlier of this worker is void.
     opens_epoch: bool
+    # The first and the last batch, None if there was none.
     seqs: tuple[int, int] | None
     changes: list[ResidencyDelta]
+    # (place, block hash, number of copies): 2 or more is stored, fewer deletes the number.
     copies: list[tuple[Place, int, int]]
+    # The fields of the worker's `meta` to set.
     meta: dict[str, bytes]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker holds, place by place, counted in copies; and the net changes since the last flush.
+"""The blocks that one worker holds, by place and number of copies, and the net changes since the last flush.
 
-Invariant: what `take_changes` returned so far, applied in order to nothing, is the set of blocks with at least one
-copy. No I/O, no clock; knows no stream and no epoch.
+Invariant: the changes that `take_changes` returned so far, applied in order to nothing, give the set of blocks with at
+least one copy. No I/O, no clock; does not depend on streams or epochs.
 """
 
 from __future__ import annotations
@@ -21,20 +21,23 @@ Hashes = NDArray[np.uint64]
 
 MASK_64 = (1 << 64) - 1
 
-# An engine has some ten groups and a handful of media and owners; each place costs a table, a Redis key and a bit. As
-# many as a snapshot may have (events/patch/snapshot_assembly.py), so that one that was taken in always fits.
+# An engine has some ten groups and a handful of media and owners; each place costs a table, a Redis key and a bit. The
+# bound is that of a snapshot (events/patch/snapshot_assembly.py), so that an accepted snapshot always fits.
 MAX_PLACES = 1_024
 
-# As many as a snapshot may have. 0.2 GB here and 0.8 GB in Redis; an offload tier of 2 TB with blocks of 128 KB has 16
-# million.
+# The bound is that of a snapshot. That many blocks take 0.2 GB here and 0.8 GB in Redis; an offload tier of 2 TB with
+# blocks of 128 KB has 16 million.
 MAX_BLOCKS = 20_000_000
 
 
 class PlaceSum(msgspec.Struct, frozen=True):
-    """One place in three numbers: distinct blocks, physical copies, sum of the distinct hashes modulo 2**64."""
+    """One place in three numbers, by which two views of it are compared."""
 
+    # Distinct blocks.
     blocks: int
+    # Physical copies.
     copies: int
+    # The sum of the distinct hashes modulo 2**64.
     digest: int
 
 
@@ -52,8 +55,12 @@ class _Held:
         self.digest = 0
 
     def take(self, hashes: Hashes, copied: Mapping[int, int]) -> None:
-        """Fill what is empty: distinct hashes, and the copies (at most MAX_COPIES) of those of them with two or
-        more."""
+        """Fill an empty place.
+
+        Args:
+            hashes: Distinct hashes.
+            copied: The number of copies (at most MAX_COPIES) of each of these hashes that has two or more.
+        """
         self.table.set(hashes, np.ones(len(hashes), np.uint16))
         self.copies, self.digest = len(hashes), _sum(hashes)
         if copied:
@@ -62,49 +69,53 @@ class _Held:
 
 
 class Residency:
-    """The blocks of one worker. `add_copies` and `remove_copies` follow its events; `take_changes` and `take_copies`
-    empty what is pending."""
+    """The blocks of one worker.
+
+    `add_copies` and `remove_copies` follow the worker's events; `take_changes` and `take_copies` return and empty the
+    pending changes.
+    """
 
     def __init__(self, *, max_places: int = MAX_PLACES, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_places = max_places
         self._max_blocks = max_blocks
-        # Copies that found no room: a place or a block too many. They earn no credit, and their removal later changes
-        # nothing.
+        # Copies that were refused because their place or their blocks exceeded a bound. They earn no credit, and their
+        # later removal changes nothing.
         self.refused_blocks = 0
         self._held: dict[Place, _Held] = {}
         self._pending: dict[Place, NetChanges] = {}
-        # New counts of blocks that have, or had, two copies or more.
+        # The new counts since the last flush of blocks that have, or had, two copies or more.
         self._multiple: dict[tuple[Place, int], int] = {}
-        # The next flush is to bring all that is held, for nothing of it is known to be anywhere else.
+        # Whether the next flush brings all blocks held, because none of them is known to be stored elsewhere.
         self._pending_all = False
 
     @property
     def places(self) -> Collection[Place]:
-        """Every place that was seen, also one that holds nothing now."""
+        """Every place that was seen, including places that hold nothing now."""
         return self._held.keys()
 
     @property
     def pending_blocks(self) -> int:
-        """Transitions that wait for a flush."""
+        """Number of transitions and copy counts that wait for a flush."""
         return sum(transitions.count for transitions in self._pending.values()) + len(self._multiple)
 
     @property
     def bytes(self) -> int:
+        """Memory of the tables of all places."""
         return sum(held.table.bytes for held in self._held.values())
 
     def counts(self) -> dict[str, int]:
-        """Distinct blocks by the text of their place."""
+        """Return the number of distinct blocks by the text of their place."""
         return {
             place.text: len(held.table) for place, held in sorted(self._held.items(), key=lambda item: item[0].text)
         }
 
     def hashes(self, place: Place) -> Hashes:
-        """The distinct blocks of one place, in no order."""
+        """Return the distinct blocks of one place, in no order."""
         held = self._held.get(place)
         return np.empty(0, np.uint64) if held is None else held.table.hashes()
 
     def sums(self) -> dict[Place, PlaceSum]:
-        """Every place that holds something."""
+        """Return the sums of every place that holds something."""
         return {
             place: PlaceSum(len(held.table), held.copies, held.digest)
             for place, held in self._held.items()
@@ -112,57 +123,61 @@ class Residency:
         }
 
     def add_copies(self, place: Place, hashes: Hashes) -> None:
-        """One copy more of each hash, in order; refused as a whole where it could outgrow a bound."""
-        at = self._at(place)
-        if at is None or self.blocks + len(hashes) > self._max_blocks:
+        """Add one copy of each hash, in order, or refuse all of them if they could exceed a bound."""
+        entry = self._at(place)
+        if entry is None or self.blocks + len(hashes) > self._max_blocks:
             self.refused_blocks += len(hashes)
             return
-        held, pending = at
-        now = held.table.add_copies(hashes)
+        held, pending = entry
+        counts = held.table.add_copies(hashes)
         held.copies += len(hashes)
         arrived = hashes
         if held.table.several:
-            self._note(place, hashes, now, now >= 2, 0)
-            arrived = hashes[now == 1]
+            self._note(place, hashes, counts, counts >= 2, 0)
+            arrived = hashes[counts == 1]
         held.digest = (held.digest + _sum(arrived)) & MASK_64
         pending.arrived(arrived)
 
     def remove_copies(self, place: Place, hashes: Hashes) -> None:
-        """One copy less of each hash, in order; of a block that is not here there is nothing to take."""
-        at = self._at(place)
-        if at is None:
+        """Remove one copy of each hash, in order; blocks that are not held are ignored."""
+        entry = self._at(place)
+        if entry is None:
             return
-        held, pending = at
-        was = held.table.remove_copies(hashes)
+        held, pending = entry
+        counts = held.table.remove_copies(hashes)
         held.copies -= len(hashes) - held.table.absent
         left = hashes
         if held.table.several or held.table.absent:
-            self._note(place, hashes, was, was >= 2, 1)
-            left = hashes[was == 1]
+            self._note(place, hashes, counts, counts >= 2, 1)
+            left = hashes[counts == 1]
         held.digest = (held.digest - _sum(left)) & MASK_64
         pending.left(left)
 
     def clear(self, place: Place) -> None:
-        """Nothing is left in this place."""
-        at = self._at(place)
-        if at is None:
+        """Remove all blocks of a place."""
+        entry = self._at(place)
+        if entry is None:
             return
-        held, pending = at
+        held, pending = entry
         pending.left(held.table.hashes())
         for block_hash in held.table.multiples().tolist():
             self._multiple[place, block_hash] = 0
         self._held[place] = _Held()
 
     def replace(self, wanted: Mapping[Place, tuple[Hashes, Mapping[int, int]]]) -> None:
-        """Make what is held equal to `wanted`: by place the hashes, and the copies of those that have two or more."""
+        """Make the blocks held equal to `wanted`.
+
+        Args:
+            wanted: By place, the hashes, and the number of copies of each hash that has two or more.
+        """
         for place in [place for place in self._held if place not in wanted]:
             self.clear(place)
         for place, (hashes, copied) in wanted.items():
-            at = self._at(place)
-            if at is None:
+            entry = self._at(place)
+            if entry is None:
                 self.refused_blocks += len(hashes)
                 continue
-            held, pending = at
+            held, pending = entry
             before, after = held.table.hashes(), np.unique(hashes)
             pending.left(np.setdiff1d(before, after, assume_unique=True))
             pending.arrived(np.setdiff1d(after, before, assume_unique=True))
@@ -175,27 +190,28 @@ class Residency:
                 self._multiple[place, block_hash] = count
 
     def load(self, place: Place, hashes: Hashes, copied: Mapping[int, int]) -> None:
-        """Take over a place as it is known elsewhere already: nothing of it is pending."""
+        """Take over the blocks of a place that are stored elsewhere already, so that none of them is pending."""
         held = self._held[place] = _Held()
         held.take(hashes, {block_hash: min(count, MAX_COPIES) for block_hash, count in copied.items()})
 
     def forget(self) -> None:
-        """Everything, and what is pending with it: the epoch is void."""
+        """Drop all blocks and all pending changes, because the epoch is void."""
         self._held.clear()
         self.drop_pending()
 
     def drop_pending(self) -> None:
+        """Drop the pending changes and keep the blocks."""
         self._pending.clear()
         self._multiple.clear()
         self._pending_all = False
 
     def mark_all_pending(self) -> None:
-        """Let the next flush bring all that is held, as into an empty epoch; takes no memory until then."""
+        """Let the next flush bring all blocks held, as into an empty epoch. This takes no memory until then."""
         self.drop_pending()
         self._pending_all = True
 
     def take_changes(self) -> list[ResidencyDelta]:
-        """The net transitions since the last flush, place by place."""
+        """Return the net transitions since the last flush, place by place."""
         if self._pending_all:
             self._take_all()
         changes = []
@@ -216,18 +232,21 @@ class Residency:
                     self._multiple[place, block_hash] = count
 
     def take_copies(self) -> list[tuple[Place, int, int]]:
-        """(place, hash, copies) of all whose count of two or more changed; 1 or 0: it no longer is one. After
-        `take_changes`."""
+        """Return (place, hash, copies) of each block whose count changed from or to two or more since the last flush.
+
+        A count of 1 or 0 means that the block no longer has several copies. Call it after `take_changes`.
+        """
         copies = [(place, block_hash, count) for (place, block_hash), count in self._multiple.items()]
         self._multiple.clear()
         return copies
 
     @property
     def blocks(self) -> int:
-        """Distinct blocks of all places."""
+        """Number of distinct blocks of each place, added over all places."""
         return sum(len(held.table) for held in self._held.values())
 
     def _at(self, place: Place) -> tuple[_Held, NetChanges] | None:
+        """Return the table and the pending changes of a place, or None if no further place is allowed."""
         held = self._held.get(place)
         if held is None:
             if len(self._held) >= self._max_places:
@@ -241,12 +260,13 @@ class Residency:
     def _note(
         self, place: Place, hashes: Hashes, counts: NDArray[np.uint16], chosen: NDArray[np.bool_], less: int
     ) -> None:
+        """Note for the next flush the counts of the chosen hashes, each lowered by `less`."""
         for block_hash, count in zip(hashes[chosen].tolist(), counts[chosen].tolist(), strict=True):
             self._multiple[place, block_hash] = count - less
 
 
 class Runs:
-    """Counts events into a Residency, those of one place and one direction in a row together: one call a run."""
+    """A buffer that counts events into a Residency, with one call for each run of events of one place and direction."""
 
     def __init__(self, blocks: Residency) -> None:
         self._blocks = blocks
@@ -255,13 +275,14 @@ class Runs:
         self._parts: list[Hashes] = []
 
     def add(self, place: Place, stores: bool, hashes: Hashes) -> None:
+        """Append the blocks of one event. Another place or direction than before ends the run first."""
         if place != self._place or stores is not self._stores:
             self.end()
             self._place, self._stores = place, stores
         self._parts.append(hashes)
 
     def end(self) -> None:
-        """Count what was added so far; call before anything else touches the Residency."""
+        """Count the blocks appended so far; call it before anything else touches the Residency."""
         if self._place is not None and self._parts:
             hashes = self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
             if self._stores:
@@ -272,6 +293,7 @@ class Runs:
 
 
 def _has(ordered: Hashes, block_hash: int) -> bool:
+    """Return whether an ascending array contains this hash."""
     at = int(np.searchsorted(ordered, np.uint64(block_hash)))
     return at < len(ordered) and int(ordered[at]) == block_hash
 

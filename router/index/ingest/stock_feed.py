@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's own topic: what its items change of a worker's profile and epoch. Pure: no sockets, no clock of its own.
+"""The items of the engine's own topic, applied to a worker's profile and epoch.
 
-Invariant: nothing is credited that a removal might have been lost for: a gap, a restart or an unreadable removal begins
-a new epoch, empty. The catalog and the hash scheme are learned from the events."""
+Pure: no sockets, no clock of its own. The catalog and the hash scheme are learned from the events.
+
+Invariant: no block is credited that a lost removal might have taken away: a gap, a restart or an unreadable removal
+begins a new, empty epoch.
+"""
 
 from __future__ import annotations
 
@@ -39,19 +42,21 @@ from kvrouter.router.model.workers.stream_state import StreamState
 
 AnEvent = TypeVar("AnEvent", bound=Event)
 
-# Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
+# Tags of events that can take blocks away; None stands for an unreadable tag. Such an event that cannot be read may
+# leave ghost blocks behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
 
-# Combinations of group, medium, size, kind and window that the learner need not see again; an engine has some ten.
+# Remembered combinations of group, medium, size, kind and window, which the learner need not see again; an engine has
+# some ten.
 MAX_SHAPES = 1_024
 
-# How long the engine's HTTP may take to say that its process is the same, where the next seq is the only other proof:
+# How long the engine's HTTP may take to show that its process is the same, where the next seq is the only other proof:
 # several times the interval of its polls.
 SAME_PROCESS_WAIT_S = 10.0
 
 
 class StockFeed:
-    """Of one worker."""
+    """The items of one worker's own topic, and their effect on its epoch and profile."""
 
     def __init__(self, epoch: WorkerEpoch, decoder: BatchDecoder) -> None:
         self._epoch = epoch
@@ -59,12 +64,12 @@ class StockFeed:
         self._contact = epoch.profile.contact
         self._decoder = decoder
         self._reader = RunReader()
-        # Shapes that `_learner` was shown.
+        # Shapes that `_learner` has seen.
         self.known_shapes: set[tuple[object, ...]] = set()
         self._learner = epoch.profile.learner
 
     def apply(self, item: StreamItem | ReportItem, now: float) -> None:
-        """Take the next item. now: seconds, monotonic."""
+        """Apply the next item at `now`, in seconds of a monotonic clock."""
         profile, contact = self._profile, self._contact
         events = profile.registration.events
         if isinstance(item, Batch):
@@ -74,7 +79,7 @@ class StockFeed:
             self._connected()
         elif isinstance(item, Disconnected):
             contact.linked = contact.same_life = False
-            # With no batch there is nothing to prove.
+            # Without a batch there is nothing to prove.
             contact.unproven = self._epoch.seq is not None
             contact.next_seq_s = contact.told_start_s = None
             if not contact.missing:
@@ -127,7 +132,11 @@ class StockFeed:
             profile.flooded(item)
 
     def compare_process(self, sign: EngineSame) -> None:
-        """The engine's HTTP says that its process is the one that it named before."""
+        """Take the sign that the engine's HTTP names the same process as before.
+
+        Where a proof is awaited since a new connection, the blocks held are proven if this process sent them, and void
+        otherwise.
+        """
         contact = self._contact
         if not contact.unproven:
             contact.told_start_s = sign.start_s if contact.linked else None
@@ -139,8 +148,11 @@ class StockFeed:
                 self._void_unproven(self._epoch.seq or 0, "the engine's process is another, or was not known before")
 
     def _follow_next_seq(self, seq: int, now: float) -> None:
-        """Batch `seq` follows after a new connection, and there is no replay to ask: another life may happen to have
-        reached it."""
+        """Wait for proof that batch `seq`, the first after a new connection, is of the same life.
+
+        There is no replay endpoint to ask, and another life may happen to have reached the same seq. Without a URL of
+        the engine nothing can prove it, so the blocks are void at once.
+        """
         if self._profile.registration.url is None:
             self._void_unproven(seq, "there is neither a replay endpoint nor a url to ask")
         else:
@@ -150,6 +162,7 @@ class StockFeed:
             )
 
     def _void_unproven(self, seq: int, reason: str) -> None:
+        """Void the blocks, because nothing proves that no batch before `seq` was missed."""
         self._profile.tally.relearned += 1
         self._epoch.void_life(
             f"it cannot be proven that nothing was missed before seq {seq} ({reason}); residency before it was dropped and is "
@@ -157,8 +170,11 @@ class StockFeed:
         )
 
     def _void_blocks(self, incident: str) -> None:
-        """Void the blocks after something that could not be read. Where nothing proves yet that the engine is the one
-        that was known, also void what was learned of it: the void ends the wait for a proof."""
+        """Void the blocks after something that could not be read.
+
+        While nothing proves that the engine is the same as before, also void everything learned of it, because the void
+        ends the wait for a proof.
+        """
         contact = self._contact
         if contact.unproven and not contact.same_life:
             self._epoch.void_life(incident)
@@ -179,7 +195,7 @@ class StockFeed:
         elif contact.behind:
             profile.wait_for("replaying what the engine still remembers")
         elif registration.replay:
-            # Batches came before this news, and the replay that they began is over.
+            # Batches arrived before this item, and the replay that they started is over.
             profile.settle()
         else:
             profile.report("no replay endpoint: what was cached before is learned as it is used")
@@ -198,7 +214,8 @@ class StockFeed:
         if contact.expired:
             return
         if contact.told_start_s is not None:
-            # It still says batches over the same connection, so it is the process that answered over HTTP.
+            # The engine still sends batches over the same connection, so its process is the one that answered over
+            # HTTP.
             contact.process_start_s, contact.told_start_s = contact.told_start_s, None
         if contact.next_seq_s is not None and now - contact.next_seq_s > SAME_PROCESS_WAIT_S:
             self._void_unproven(item.seq, "the engine's HTTP did not say that its process is the same")
@@ -227,7 +244,7 @@ class StockFeed:
         epoch.advance(item.seq)
 
     def _read_runs(self, item: Batch) -> RunBatch | None:
-        """The batch without an object an event; None where an event may teach something, or is not plain."""
+        """Return the batch as runs, or None if an event may teach something or is not plain."""
         profile, learner = self._profile, self._profile.learner
         if learner is not self._learner:
             self._learner = learner
@@ -247,7 +264,7 @@ class StockFeed:
         return isinstance(event, AllBlocksCleared) or self._learner.knows(event.group_idx)
 
     def _skip(self) -> None:
-        """Leave out a batch of another rank; what came before it cannot be trusted either."""
+        """Leave out a batch of another rank; the blocks held from before it cannot be trusted either."""
         self._profile.tally.foreign += 1
         self._profile.learner.miss_event()
         if not self._profile.ranks.skips:
@@ -274,7 +291,7 @@ class StockFeed:
             self._miss(batch)
 
     def _miss(self, batch: EventBatch) -> None:
-        """What of the batch could not be read."""
+        """Count the events that could not be read, and void the blocks if one of them may have removed some."""
         tally = self._profile.tally
         tally.unknown += batch.unknown
         tally.broken += len(batch.broken)
@@ -297,7 +314,7 @@ class StockFeed:
         self._count(event, event.block_hashes, runs)
 
     def _count(self, event: BlockStored | BlockRemoved, hashes: HashArray, runs: Runs) -> None:
-        """Count what one event, or all events of a run, bring or take."""
+        """Count the blocks that one event, or all events of a run, bring or take."""
         if isinstance(event, BlockRemoved):
             if event.group_idx is None and (places := self._places_of_stray(event.medium, runs)):
                 for place in places:
@@ -309,8 +326,11 @@ class StockFeed:
             runs.add(Place(event.group_idx, event.medium, event.ownership), isinstance(event, BlockStored), hashes)
 
     def _places_of_stray(self, medium: str, runs: Runs) -> list[Place]:
-        """Where a removal without a group may take blocks from, on a medium that has named groups alone: anywhere
-        there."""
+        """Return the places from which a removal without a group may take blocks.
+
+        These are all places of its medium if events named a group for each of them; else none, and the removal counts
+        for the unnamed group.
+        """
         runs.end()
         places = [place for place in self._epoch.blocks.places if place.medium == medium]
         return [] if any(place.group_idx is None for place in places) else places
@@ -319,7 +339,7 @@ class StockFeed:
         learner = self._learner
         shape = _shape(event)
         if len(self.known_shapes) >= MAX_SHAPES:
-            # Only spares looking at events that say nothing new.
+            # The set only saves looking at events that show nothing new.
             self.known_shapes.clear()
         if shape not in self.known_shapes or event.medium != "GPU" or learner.in_doubt:
             learner.stored(event, shows_tier=self._profile.engine.tiers_shown)
@@ -332,9 +352,9 @@ class StockFeed:
             self._profile.identity.judge(event)
 
     def _clear(self, event: AllBlocksCleared) -> None:
-        """Everything, or what the event names, is gone.
+        """Remove all blocks, or the blocks of the medium and group that the event names.
 
-        Stock vLLM names nothing, so every medium is dropped: less credit, not more.
+        Stock vLLM names nothing, so every medium is cleared: less credit, not more.
         """
         self._profile.tally.clears += 1
         for place in list(self._epoch.blocks.places):
@@ -347,6 +367,6 @@ def _shape(event: BlockStored) -> tuple[object, ...]:
 
 
 def _with_medium(event: AnEvent, media: Mapping[str, str]) -> AnEvent:
-    """The event, with the index's name of its medium in place of the engine's."""
+    """Return the event with the index's name of its medium in place of the engine's."""
     name = media.get(event.medium or "") if media else None
     return event if name is None else msgspec.structs.replace(event, medium=name)

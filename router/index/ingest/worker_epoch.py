@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker holds since nothing was missed, its numbering, and what of it waits for a flush. Pure.
+"""The blocks that one worker holds since nothing was missed, their seqs, and the changes that wait for a flush. Pure.
 
-Invariant: what `take` returned so far, applied in order, is what the worker's feed said. A doubt that cannot be settled
-voids: it begins a new epoch, empty."""
+Invariant: the flushes that `take` returned so far, applied in order, are what the worker's feed reported. A doubt that
+cannot be settled begins a new, empty epoch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kvrouter.router.index.ingest.worker_profile import WorkerProfile
 
 
 class WorkerEpoch:
-    """The epoch of `profile` that is open. Everything up to `seq` is in `blocks`."""
+    """The open epoch of one worker, `profile`. Everything up to `seq` is in `blocks`."""
 
     def __init__(self, profile: WorkerProfile, new_epoch: Callable[[], str]) -> None:
         self.profile = profile
@@ -22,33 +23,33 @@ class WorkerEpoch:
         self.epoch = new_epoch()
         self._opens_epoch = True
         self.seq: int | None = None
-        # The first seq of the batches that no flush has taken yet, None when there are none.
+        # The first seq of the batches that no flush has taken yet, None if there are none.
         self._first_seq: int | None = None
         self.blocks = Residency()
 
     def advance(self, seq: int) -> None:
-        """Everything up to `seq` is in."""
+        """Note that everything up to `seq` was applied."""
         self.profile.tally.refused = self.blocks.refused_blocks
         if self._first_seq is None:
             self._first_seq = seq
         self.seq = seq
 
     def can_jump(self, seq: int) -> bool:
-        """Whether `jump` to `seq` goes on in this epoch."""
+        """Return whether `jump` to `seq` continues this epoch."""
         return self.seq is not None and (seq > self.seq or (seq == self.seq and self._first_seq is not None))
 
     def jump(self, seq: int) -> None:
-        """Everything up to `seq` is in, without having come as batches."""
+        """Note that everything up to `seq` was applied without having come as batches."""
         if self._first_seq is None:
             self._first_seq = seq if self.seq is None else self.seq + 1
         self.seq = seq
 
     def continue_from(self, epoch: str, seq: int) -> None:
-        """Redis has everything up to `seq` of `epoch`, and `blocks` what it holds."""
+        """Continue `epoch`, of which Redis has everything up to `seq` and `blocks` has the same blocks."""
         self.epoch, self.seq, self._opens_epoch = epoch, seq, False
 
     def void(self, incident: str) -> None:
-        """Begin a new epoch: what was held no longer counts."""
+        """Begin a new epoch, in which the blocks held so far no longer count."""
         contact = self.profile.contact
         self.epoch, self._opens_epoch = self._new_epoch(), True
         self.blocks.forget()
@@ -59,22 +60,23 @@ class WorkerEpoch:
         self.profile.report(incident)
 
     def void_life(self, incident: str) -> None:
-        """The same, where another life of the engine may have begun: what was learned of the old one is void with
-        it."""
+        """Begin a new epoch because another life of the engine may have begun, and forget all that was learned."""
         self.void(incident)
         self.profile.contact.process_start_s = self.profile.contact.told_start_s = None
         self.profile.forget_learned()
 
     def rewrite_epoch(self) -> None:
-        """Let the next flush bring all that is held, as a new epoch: what Redis has of it is lost, or too old to go on
-        from."""
+        """Let the next flush bring all blocks held as a new epoch.
+
+        Use it where Redis has lost the worker's epoch, or has too old a state of it to continue from.
+        """
         self.epoch, self._opens_epoch = self._new_epoch(), True
         self._first_seq = self.seq
         self.profile.rewrite()
         self.blocks.mark_all_pending()
 
     def continues(self, epoch: str | None, seq: int | None) -> bool:
-        """Whether the next flush, if there is one, follows what (epoch, seq) in Redis stands for."""
+        """Return whether the next flush, if there is one, continues what Redis has, up to `seq` of `epoch`."""
         flushed = self.seq if self._first_seq is None else self._first_seq - 1
         return not self._opens_epoch and (self.epoch, flushed) == (epoch, seq)
 
@@ -84,7 +86,7 @@ class WorkerEpoch:
         return self._first_seq is not None or self._opens_epoch
 
     def take(self) -> PendingCommit | None:
-        """The net changes since the last call, None when the stream brought nothing."""
+        """Return the net changes since the last call, or None if the stream brought nothing."""
         if not self.has_news:
             return None
         flush = PendingCommit(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of one worker beside its blocks: catalog, hash scheme, state and reason. Pure; a feed
-(`stock_feed.py`, `patch_feed.py`) changes it, or what Redis keeps of it is loaded.
+"""Everything known of one worker besides its blocks: catalog, hash scheme, state and reason. Pure.
 
-Where another life of the engine may have begun, what was learned is void, and what is stated stays."""
+A feed (`stock_feed.py`, `patch_feed.py`) changes the profile, or it is loaded from Redis. Where another life of the
+engine may have begun, all that was learned is void, and the user's statements stay.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SILENT = "it was registered without an event endpoint, so what it holds is not k
 
 UINT64_MAX = (1 << 64) - 1
 
-# Meta fields of ours in Redis, beside those of the store.
+# The fields of `meta` in Redis that the profile writes, besides those of the store.
 META_LEARNED = "learned"
 META_SCHEME = "scheme"
 META_DECLARED = "declared"
@@ -52,15 +53,19 @@ class StoredScheme(msgspec.Struct, frozen=True):
     """A verified hash scheme as kept in Redis."""
 
     algo: str
+    # In hexadecimal.
     none_hash: str
+    # The value of a `SchemeState`.
     standing: str
     hash_block_size: int | None
     lookahead: int = 0
 
 
 class Contact(msgspec.Struct):
-    """The connection to an engine, and the proof that nothing of its stream was missed. Times are seconds,
-    monotonic."""
+    """The connection to an engine, and the proof that nothing of its stream was missed.
+
+    Times are seconds of a monotonic clock, except the starts of processes, which are as in `engine_liveness.Pulse`.
+    """
 
     # Whether the stream's socket has a peer.
     linked: bool = False
@@ -69,13 +74,13 @@ class Contact(msgspec.Struct):
     # Whether nothing proves that the blocks held are still the engine's: they were restored, or the connection was
     # lost.
     unproven: bool = False
-    # Whether the replay under way has shown that the engine is the one that was known; the batches that it sent since
-    # are still to come.
+    # Whether the replay under way has shown that the engine is the same as before; the batches that it sent since are
+    # still to come.
     same_life: bool = False
     # Whether batches are known to be missing from the blocks held; it stays until the stream has caught up.
     missing: bool = False
-    # Whether the engine's process has been replaced and the stream has not started again yet: its batches may be the
-    # old process's.
+    # Whether the engine's process has been replaced and the stream has not started again yet, so that batches may still
+    # be from the old process.
     expired: bool = False
     # Why the engine is down, as its HTTP shows; empty: it is not.
     down: str = ""
@@ -87,34 +92,37 @@ class Contact(msgspec.Struct):
     incomplete: bool = False
     # The fingerprint of the last batch.
     fingerprint: int = 0
-    # When the process that sent the blocks held started, as its HTTP said.
+    # The start of the process that sent the blocks held, as reported over its HTTP.
     process_start_s: float | None = None
-    # When the engine's process started, as its HTTP has said since the last batch.
+    # The start of the engine's process, as reported over its HTTP since the last batch.
     told_start_s: float | None = None
     # When the next seq came after a new connection, while only the engine's HTTP can prove that it is the same life.
     next_seq_s: float | None = None
-    # Why the connection was closed because of what it brought; empty once there is another.
+    # Why a connection was closed that brought more than it may; empty once there is another connection.
     flood: str = ""
+    # When the last batch of this life came, None if none came yet.
     last_event_s: float | None = None
 
 
 class Ranks(msgspec.Struct):
-    """Which rank its events name. published: by the last batch to name one; allowed: those that it may name (None:
-    any); problem: why it may not have; skips: batches of another rank were left out, so that what was in them is
-    missing."""
+    """The data-parallel ranks that a worker's events name and may name."""
 
+    # The ranks that the events may name, None for any.
     allowed: frozenset[int] | None
+    # The rank that events named last, None if none was named yet.
     published: int | None = None
+    # Why that rank is not the worker's; empty if it may be.
     problem: str = ""
+    # Whether batches of another rank were left out, so that their changes are missing.
     skips: bool = False
 
 
 class PatchContact(msgspec.Struct):
     """The engine's patch, as its reports and heartbeats show it."""
 
-    # The engine's life whose reports the residency is from; None: it is from the engine's own topic.
+    # The life of the engine whose reports gave the blocks held; None: they are from the engine's own topic.
     epoch: str | None = None
-    # Its reports do not come, whatever it answers to requests.
+    # Whether its reports do not come, even if it answers requests.
     silent: bool = False
     greeting: Greeted | None = None
     last_heartbeat_s: float | None = None
@@ -137,10 +145,16 @@ class PatchContact(msgspec.Struct):
 class WorkerProfile:
     """Everything known of one worker except its blocks. Its state is derived from `contact` and never assigned.
 
-    Invariant: while the stream is behind, unproven, incomplete or not connected, the state is not `live`."""
+    Invariant: while the stream is behind, unproven, not connected, or known to lack batches, the state is not `live`.
+    """
 
     def __init__(self, registration: Registration, seed: str | None) -> None:
-        """seed: the engines' PYTHONHASHSEED as configured for the whole router."""
+        """Create the profile of a worker of which nothing is known but its registration.
+
+        Args:
+            registration: The worker's registration.
+            seed: The engines' PYTHONHASHSEED as configured for the whole router.
+        """
         self.registration = registration
         self.engine = engine_named(registration.engine)
         self._seed = seed
@@ -163,15 +177,17 @@ class WorkerProfile:
         self._catalog: tuple[tuple[int, int | None], Catalog] | None = None
         # The versions of catalog and scheme that are in Redis.
         self._written: tuple[int, SchemeState] | None = None
+        # The counts of gaps, clears and resyncs that are in Redis.
         self._counts_written: tuple[int, int, int] | None = None
 
     @property
     def _stated(self) -> CatalogSpec:
-        """What the user stated of the catalog."""
+        """The user's statements about the catalog, completed by those that hold for all engines of this kind."""
         return self.engine.completed(self.registration.catalog or CatalogSpec())
 
     def _learner(self) -> CatalogLearner:
-        # What is stated of itself makes no problem worse; the engine's declaration ends it.
+        # Only the stated catalog can show that the engine's own events suffice; the engine's declaration ends the
+        # problem.
         return CatalogLearner(self.spec, self.engine.stock_problem(self.spec) or None)
 
     def _identity(self) -> HashIdentity:
@@ -179,11 +195,12 @@ class WorkerProfile:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has no stream."""
+        """Whether the worker has no event stream."""
         return self.registration.events is None and self.registration.patch in (None, NO_PATCH)
 
     @property
     def catalog(self) -> Catalog:
+        """The catalog as it is known now."""
         version = (self.learner.version, self.identity.hash_block_size)
         if self._catalog is None or version != self._catalog[0]:
             self._catalog = version, self.learner.catalog(self.identity.hash_block_size)
@@ -191,10 +208,10 @@ class WorkerProfile:
 
     @property
     def stage(self) -> StreamState:
-        """Return the state of the stream, whatever the engine's HTTP and its ranks show.
+        """The state of the stream alone, without what the engine's HTTP and its ranks show.
 
-        The order of the tests decides about credit: batches known to be missing end it before anything else is looked
-        at."""
+        The order of the tests decides about credit: batches known to be missing end it before any other test.
+        """
         contact = self.contact
         if contact.missing:
             return StreamState.RESYNCING
@@ -208,6 +225,7 @@ class WorkerProfile:
 
     @property
     def state(self) -> StreamState:
+        """The state of the worker: that of its stream, unless its HTTP, its ranks or its hashes show a worse one."""
         if self.contact.down or self._is_absent:
             return StreamState.DOWN
         if self.ranks.problem:
@@ -221,8 +239,11 @@ class WorkerProfile:
         return bool(self.contact.absent) and self.stage is StreamState.CONNECTING
 
     def reason(self, blocks: Residency) -> str:
-        """Return why the state is what it is, the last incident, and the failure of the patch; empty if there is
-        nothing to say. blocks: the worker's own."""
+        """Return why the state is what it is, the last incident, and the patch's failure; empty if there is none.
+
+        Args:
+            blocks: The worker's own.
+        """
         return "; ".join(filter(None, (self._reason(blocks), self.patch.problem)))
 
     def _reason(self, blocks: Residency) -> str:
@@ -247,7 +268,11 @@ class WorkerProfile:
         return self.incident or self._note
 
     def withheld(self, places: Collection[Place]) -> str:
-        """Why what is held beside the GPU earns less than its blocks could; empty where it does not. places: its own."""
+        """Return why the blocks beside the GPU earn less than they could; empty if they do not.
+
+        Args:
+            places: The worker's own.
+        """
         offload = self.catalog.offload
         if withheld := offload.withheld(places):
             return withheld
@@ -288,7 +313,7 @@ class WorkerProfile:
             self.forget_incident()
 
     def flooded(self, item: Flooded) -> None:
-        """Count and show a connection that was closed because of what it brought."""
+        """Count and show a connection that was closed because it brought more than it may."""
         self.tally.floods += 1
         self.report(item.reason)
         if item.is_live:
@@ -300,7 +325,11 @@ class WorkerProfile:
             self.incident = ""
 
     def is_own(self, published: int | None) -> bool:
-        """Whether events of this rank are the worker's; a batch without a rank is of the one before."""
+        """Note the rank that a batch names, and return whether its events are the worker's.
+
+        Args:
+            published: The rank, None for a batch without one, which counts as of the rank named last.
+        """
         ranks = self.ranks
         if published is not None:
             ranks.published = published
@@ -308,8 +337,7 @@ class WorkerProfile:
         return not ranks.problem
 
     def forget_learned(self) -> None:
-        """Begin another life of the engine with nothing heard or learned yet. Statements of the user and the engine
-        stay."""
+        """Begin another life of the engine, with nothing heard or learned yet. The user's statements stay."""
         self.lives_ended += 1
         self.contact.last_event_s = None
         self.engine = engine_named(self.registration.engine)
@@ -319,7 +347,7 @@ class WorkerProfile:
         self._written = self._catalog = None
 
     def declare(self, catalog: DeclaredCatalog) -> None:
-        """The engine itself says what its catalog and its hash scheme are."""
+        """Take the catalog and the hash scheme that the engine itself declares."""
         self.is_own(catalog.dp_rank)
         if catalog == self.declared:
             return
@@ -342,11 +370,11 @@ class WorkerProfile:
         )
 
     def rewrite(self) -> None:
-        """Nothing of it is in Redis."""
+        """Note that nothing of the profile is in Redis."""
         self._written = self._counts_written = None
 
     def dump(self) -> dict[str, bytes]:
-        """What Redis is to keep of it, without what it has."""
+        """Return the fields of `meta` to write to Redis; facts learned and counts only if they changed since."""
         contact = self.contact
         meta = {META_FINGERPRINT: str(contact.fingerprint).encode()}
         counts = (self.tally.gaps, self.tally.clears, self.tally.resyncs)
@@ -374,8 +402,10 @@ class WorkerProfile:
         return meta
 
     def load(self, meta: dict[str, bytes]) -> None:
-        """What Redis keeps of it. Raises ValueError or msgspec's errors on what no router writes; begin with a new
-        object then."""
+        """Load the fields of `meta` that Redis keeps.
+
+        Raises ValueError or an error of msgspec for values that no router writes; begin with a new object then.
+        """
         contact = self.contact
         contact.fingerprint = _stored_number(META_FINGERPRINT, meta)
         self.tally.gaps = _stored_number(META_GAPS, meta)

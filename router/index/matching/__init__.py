@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a question to every worker's hit, in memory."""
+"""The path from a question to every worker's hit, in memory."""

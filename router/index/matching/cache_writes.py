@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much was written lately into each worker's GPU cache, by the blocks that its events say were stored. Pure.
+"""How much was written lately into each worker's GPU cache, by the blocks that its events report as stored. Pure.
 
-Each block that is stored anywhere ages all that was written before: what is remembered shrinks by the share of the
-fleet's memory that the new blocks take. So a worker's recent blocks say how often its pool was written while the pools
-of the whole fleet were written once: less than its size while it fills or stores less than others, its size where all
-are written alike, more where one thrashes. An LRU cache evicts the older blocks the less it is written, so where that
-number is small compared with the pool, a new block pushes out what nobody has used for a long time.
+Each block that is stored anywhere ages all blocks written before: the count of recent blocks shrinks by the share of
+the fleet's memory that the new blocks take. So the recent blocks of a worker show how often its pool was written while
+the pools of the whole fleet were written once. They are fewer than the size of its pool while the pool fills or stores
+less than others, as many if all pools are written alike, and more if the worker thrashes. The less an LRU cache is
+written, the older are the blocks that it evicts. So where the recent blocks are few compared with the pool, a new block
+pushes out a block that was not used for a long time.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from math import exp
 
 from kvrouter.router.base.common.ids import WorkerKey
 
-# How full a pool must be to push anything out: what is stored there counts by this power of the share that is in use, a
-# third at three quarters and a sixteenth at a half. A pool with room to spare evicts nothing, and one that is nearly
-# full will. With 0, hits were given up for memory that was never needed (ADR 47).
+# How full a pool must be to push anything out: the blocks stored there count by this power of the share in use, which
+# is a third at three quarters and a sixteenth at a half. A pool with room to spare evicts nothing, and one that is
+# nearly full will. With 0, hits were given up for memory that was never needed (ADR 47).
 FILL_POWER = 4
 # Weights grow by e for each writing of all pools; they are scaled back long before a float's precision suffers.
 RESCALE_EXPONENT = 30.0
@@ -31,12 +32,13 @@ class WorkerWrites:
     __slots__ = ("held_blocks", "most_blocks", "pool_blocks", "stated_blocks", "written")
 
     def __init__(self) -> None:
-        # Blocks stored since the epoch began, each weighted by when: see `ModelWrites`.
+        # Blocks stored since the epoch began, each with the weight of its time (see `ModelWrites`).
         self.written = 0.0
         # Blocks that the worker holds on its GPU, and the most that it ever held.
         self.held_blocks = 0
         self.most_blocks = 0
-        # The size of its pool, 0 until its engine states it or it has evicted something; and the size that its engine states.
+        # The size of its pool, 0 until its engine states it or it has evicted something, and the size that its engine
+        # states.
         self.pool_blocks = 0
         self.stated_blocks = 0
 
@@ -44,7 +46,8 @@ class WorkerWrites:
 class ModelWrites:
     """The writes of all workers of one model.
 
-    Invariant: every store lets the recent blocks of all workers shrink, and only a store makes a worker's own grow."""
+    Invariant: every store lets the recent blocks of all workers shrink, and only a store makes a worker's own grow.
+    """
 
     __slots__ = (
         "_exponent",
@@ -60,26 +63,26 @@ class ModelWrites:
 
     def __init__(self) -> None:
         self.workers: dict[WorkerKey, WorkerWrites] = {}
-        # The most blocks that any worker of unknown size ever held: the size of all of them until it is known. One that
-        # may be full already must not get every prompt until it has evicted the first of them.
+        # The most blocks that any worker with a pool of unknown size ever held, which stands for the sizes of all these
+        # pools. A worker that may be full already must not get every prompt until it has evicted the first block.
         self.learned_blocks = 0
         # The blocks of all pools whose size is known, and the number of the other workers.
         self._sized_blocks = 0
         self._learning = 0
-        # The writings of all pools so far, up to the last rescaling and since: a block that is stored now has the weight
-        # exp(exponent).
+        # How often all pools were written so far, up to the last rescaling and since. A block that is stored now has
+        # the weight exp(exponent).
         self._rescaled = 0.0
         self._exponent = 0.0
-        # The pressure of each worker and their mean, and the exponent for which they were computed; None: never, or for
-        # other pools.
+        # The pressure of each worker and their mean, and the exponent for which they were computed, None if never or
+        # for other pools.
         self._pressures: dict[WorkerKey, float] = {}
         self._mean = 0.0
         self._pressed: float | None = None
 
     def recent_blocks(self, worker: WorkerKey) -> float:
         """Return the blocks that were stored lately at a worker."""
-        found = self.workers.get(worker)
-        return 0.0 if found is None else found.written * exp(-self._exponent)
+        writes = self.workers.get(worker)
+        return 0.0 if writes is None else writes.written * exp(-self._exponent)
 
     @property
     def writings(self) -> float:
@@ -88,14 +91,16 @@ class ModelWrites:
 
     def pool_blocks(self, worker: WorkerKey) -> int:
         """Return the size of a worker's pool: as stated, else as learned; 0 if nothing is known of any."""
-        found = self.workers.get(worker)
-        return 0 if found is None else found.pool_blocks or self.learned_blocks
+        writes = self.workers.get(worker)
+        return 0 if writes is None else writes.pool_blocks or self.learned_blocks
 
     def pressures(self) -> tuple[Mapping[WorkerKey, float], float]:
-        """Return what a new block pushes out at each worker by its worth, and the mean of all workers: from 0 for a pool
-        with room to spare, a half where all pools are full and written alike, to 1 where one is written far more often.
+        """Return the pressure at each worker, and the mean of all workers.
 
-        They are as old as PRESSURE_STEP allows, because a choice reads hundreds of them."""
+        The pressure is the worth of the block that a new block pushes out: 0 for a pool with room to spare, a half if
+        all pools are full and written alike, and up to 1 if one pool is written far more often. The values are as old
+        as PRESSURE_STEP allows, because a choice reads hundreds of them.
+        """
         if self._pressed is None or self._exponent - self._pressed > PRESSURE_STEP:
             self._pressures = {worker: self._pressure(worker) for worker in self.workers}
             self._mean = sum(self._pressures.values()) / max(1, len(self._pressures))
@@ -108,76 +113,78 @@ class ModelWrites:
 
     def stored(self, worker: WorkerKey, blocks: int) -> None:
         """Count blocks that a worker stored."""
-        one = self._worker(worker)
-        self._hold(one, one.held_blocks + blocks)
+        writes = self._worker(worker)
+        self._hold(writes, writes.held_blocks + blocks)
         self._exponent += blocks / max(1, self._sized_blocks + self._learning * self.learned_blocks)
         if self._exponent > RESCALE_EXPONENT:
             self._rescale()
-        one.written += blocks * exp(self._exponent)
+        writes.written += blocks * exp(self._exponent)
 
     def known(self, worker: WorkerKey, blocks: int) -> None:
-        """Count blocks that a worker held before this router looked: they age no others."""
-        one = self._worker(worker)
-        self._hold(one, one.held_blocks + blocks)
-        one.written += blocks * exp(self._exponent)
+        """Count blocks that a worker held before this router looked, which age no other blocks."""
+        writes = self._worker(worker)
+        self._hold(writes, writes.held_blocks + blocks)
+        writes.written += blocks * exp(self._exponent)
         self._pressed = None
 
-    def _hold(self, one: WorkerWrites, blocks: int) -> None:
-        one.held_blocks = blocks
-        one.most_blocks = max(one.most_blocks, blocks)
-        if not one.pool_blocks:
-            self.learned_blocks = max(self.learned_blocks, one.most_blocks)
-        elif blocks > one.pool_blocks:
-            # An engine with a pool for each kind of block states one of them.
-            self._size(one, blocks)
+    def _hold(self, writes: WorkerWrites, blocks: int) -> None:
+        writes.held_blocks = blocks
+        writes.most_blocks = max(writes.most_blocks, blocks)
+        if not writes.pool_blocks:
+            self.learned_blocks = max(self.learned_blocks, writes.most_blocks)
+        elif blocks > writes.pool_blocks:
+            # An engine with a pool for each kind of block states the size of only one of them.
+            self._size(writes, blocks)
 
     def removed(self, worker: WorkerKey, blocks: int) -> None:
-        """Count blocks that a worker evicted: the most that it held is the size of its pool."""
-        one = self._worker(worker)
-        one.held_blocks = max(0, one.held_blocks - blocks)
-        if not one.pool_blocks:
-            self._size(one, one.most_blocks)
+        """Count blocks that a worker evicted. The most that it held is then the size of its pool."""
+        writes = self._worker(worker)
+        writes.held_blocks = max(0, writes.held_blocks - blocks)
+        if not writes.pool_blocks:
+            self._size(writes, writes.most_blocks)
 
     def voided(self, worker: WorkerKey) -> None:
-        """Note that what is known of a worker's blocks is void. Its engine may hold them still, but no prompt finds them,
-        so to push them out costs nothing."""
-        one = self._worker(worker)
-        one.written, one.held_blocks = 0.0, 0
+        """Note that the known blocks of a worker are void.
+
+        Its engine may hold them still, but no prompt finds them, so to push them out costs nothing.
+        """
+        writes = self._worker(worker)
+        writes.written, writes.held_blocks = 0.0, 0
         self._pressed = None
 
     def state(self, worker: WorkerKey, blocks: int) -> None:
         """Take the size of a pool from its engine."""
-        one = self._worker(worker)
-        if one.stated_blocks != blocks:
-            one.stated_blocks = blocks
-            self._size(one, blocks)
+        writes = self._worker(worker)
+        if writes.stated_blocks != blocks:
+            writes.stated_blocks = blocks
+            self._size(writes, blocks)
 
-    def _size(self, one: WorkerWrites, blocks: int) -> None:
-        if blocks and not one.pool_blocks:
+    def _size(self, writes: WorkerWrites, blocks: int) -> None:
+        if blocks and not writes.pool_blocks:
             self._learning -= 1
-        self._sized_blocks += blocks - one.pool_blocks
-        one.pool_blocks = blocks
+        self._sized_blocks += blocks - writes.pool_blocks
+        writes.pool_blocks = blocks
         self._pressed = None
 
     def _worker(self, worker: WorkerKey) -> WorkerWrites:
-        found = self.workers.get(worker)
-        if found is None:
-            found = self.workers[worker] = WorkerWrites()
+        writes = self.workers.get(worker)
+        if writes is None:
+            writes = self.workers[worker] = WorkerWrites()
             self._learning += 1
-        return found
+        return writes
 
     def forget(self, worker: WorkerKey) -> None:
         """Drop a worker that is gone."""
-        one = self.workers.pop(worker, None)
-        if one is not None:
-            self._sized_blocks -= one.pool_blocks
-            self._learning -= not one.pool_blocks
+        writes = self.workers.pop(worker, None)
+        if writes is not None:
+            self._sized_blocks -= writes.pool_blocks
+            self._learning -= not writes.pool_blocks
             self._pressed = None
 
     def _rescale(self) -> None:
         factor = exp(-self._exponent)
-        for one in self.workers.values():
-            one.written *= factor
+        for writes in self.workers.values():
+            writes.written *= factor
         self._rescaled += self._exponent
         self._exponent = 0.0
         self._pressed = None
@@ -191,10 +198,10 @@ class CacheWrites:
 
     def of(self, model: str) -> ModelWrites:
         """Return the writes of one model's workers."""
-        found = self._models.get(model)
-        if found is None:
-            found = self._models[model] = ModelWrites()
-        return found
+        writes = self._models.get(model)
+        if writes is None:
+            writes = self._models[model] = ModelWrites()
+        return writes
 
     def forget(self, worker: WorkerKey) -> None:
         """Drop a worker that is gone, and its model with the last one."""

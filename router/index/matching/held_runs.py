@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the blocks of a prompt lie, place by place: what a hit is made of, for people who want to see it. Pure."""
+"""Where the blocks of a prompt lie, place by place, for people who want to see the parts of a hit. Pure."""
 
 from __future__ import annotations
 
@@ -18,20 +18,28 @@ CHUNK_MEDIA = (CPU, STORAGE)
 
 
 class HeldRuns(msgspec.Struct, frozen=True):
-    """Blocks of the prompt that one place holds. runs: of tokens, (first, end), ascending and apart; block_size: tokens
-    in a block of this place."""
+    """The blocks of a prompt that one place holds."""
 
     group_idx: int | None
     medium: str
     owner: str | None
+    # Tokens in a block of this place.
     block_size: int
+    # Runs of tokens as (first, end), ascending, with gaps between them.
     runs: tuple[tuple[int, int], ...]
 
 
 def held_runs(
     catalog: Catalog, places: dict[Place, int], rows: NDArray[np.uint16], num_tokens: int
 ) -> Iterable[HeldRuns]:
-    """places: of one worker, with the index of its bit; rows: its place bits of each hash, shape (banks, hashes)."""
+    """Yield the blocks of a prompt that each place of one worker holds.
+
+    Args:
+        catalog: The worker's catalog.
+        places: The worker's places, with the index of the bit of each.
+        rows: The worker's place bits of each hash, shape (banks, hashes).
+        num_tokens: The prompt's length.
+    """
     groups = {group.group_idx: group for group in catalog.groups}
     for place in sorted(places, key=lambda place: place.text):
         bit = bank_mask(places, place)
@@ -52,7 +60,14 @@ def held_runs(
 def _runs(
     hashes: NDArray[np.int64], hash_block_size: int, block_size: int, num_tokens: int
 ) -> Iterable[tuple[int, int]]:
-    """hashes: ascending numbers of the hashes at which a block ends; the last block of a prompt may end inside."""
+    """Yield the runs of tokens that are in blocks held, as (first, end).
+
+    Args:
+        hashes: The ascending numbers of the hashes at which a block ends. The last block of a prompt may be incomplete.
+        hash_block_size: Tokens of one hash.
+        block_size: Tokens of one block.
+        num_tokens: The prompt's length.
+    """
     first = end = 0
     for number in hashes.tolist():
         block_end = (number + 1) * hash_block_size

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The holders of blocks that many workers have, as rows: the place bits of every worker slot side by side. Part of the
-mirror's table, whose entries say which row is whose. Compiled, see `setup.py`."""
+"""The holders of blocks that many workers have, as rows: the place bits of every worker slot side by side.
+
+Rows are part of the mirror's table, whose entries name the row of a block. Compiled, see `setup.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +11,47 @@ import numpy as np
 NO_ROW = -1
 BYTES_PER_CELL = 2
 
-# A block gets a row when it has more holders than this, and than the part of all slots from which on a row takes no
-# more memory than a list: walking so few records costs about as much as fetching a row.
+# A block gets a row when it has more holders than MIN_ROW_HOLDERS and than one in ROW_SHARE of all slots. Walking the
+# records of fewer holders costs about as much as fetching a row, and a row with holders in more than that share of its
+# slots takes no more memory than a list.
 MIN_ROW_HOLDERS = 32
 ROW_SHARE = 4
-# It loses it again with fewer holders than this part of those: between the two it keeps what it has.
+# A block loses its row with fewer holders than one in ROW_SLACK of that threshold. Between the two it keeps what it
+# has.
 ROW_SLACK = 2
-# Cells at the end of a row: rows whose width is a power of two would all want the same few places of the processor's
-# cache.
+# Unused cells at the end of a row: rows whose width is a power of two would all compete for the same few places of the
+# processor's cache.
 ROW_PADDING = 32
 
 
 class HolderRows:
-    """cells: uint16, shape (rows, slots and padding), zero where a slot does not hold the row's block. holders: of each
-    row, how many slots hold it; of a free one, the next free one."""
+    """The rows of the blocks that many workers hold."""
 
     def __init__(self) -> None:
+        # uint16, shape (rows, slots and padding): the place bits of each slot, zero if it does not hold the row's
+        # block.
         self.cells = np.zeros((0, ROW_PADDING), np.uint16)
+        # For each row, how many slots hold its block; for a free row, the next free one.
         self.holders = np.zeros(0, np.int64)
         self.slots = 0
+        # How many rows were ever used, and the first free one of them.
         self.used = 0
         self.first_free = NO_ROW
-        # Cells that are not zero; and rows that could not be had since the last `resize`.
+        # How many cells are not zero.
         self.cells_live = 0
+        # How many rows were wanted and missing since the last `resize`.
         self.missed = 0
 
     def capacity(self) -> int:
+        """Return the number of rows for which there is room."""
         return self.cells.shape[0]
 
     def room_bytes(self, rows: int, slots: int) -> int:
-        """What this many rows and slots take."""
+        """Return the memory that this many rows and slots take."""
         return rows * (slots + ROW_PADDING) * BYTES_PER_CELL
 
     def resize(self, rows: int, slots: int) -> None:
-        """Room for this many rows and slots, no fewer than there are."""
+        """Make room for this many rows and slots, no fewer than there are."""
         grown = np.zeros((rows, slots + ROW_PADDING), np.uint16)
         holders = np.zeros(rows, np.int64)
         if self.cells.shape[0]:
@@ -52,15 +61,15 @@ class HolderRows:
         self.missed = 0
 
     def threshold(self) -> int:
-        """A block with more holders gets a row."""
+        """Return the number of holders above which a block gets a row."""
         return max(MIN_ROW_HOLDERS, self.slots // ROW_SHARE)
 
     def too_few(self, row: int) -> bool:
-        """Whether the row's block should have a list again."""
+        """Return whether the row's block should have a list again."""
         return bool(self.holders[row] * ROW_SLACK < self.threshold())
 
     def take(self) -> int:
-        """A row without holders, or NO_ROW."""
+        """Return a row without holders, or NO_ROW if there is none."""
         row = self.first_free
         if row != NO_ROW:
             self.first_free = self.holders[row]
@@ -74,12 +83,12 @@ class HolderRows:
         return int(row)
 
     def give_back(self, row: int) -> None:
-        """It has no holders left."""
+        """Free a row that has no holders left."""
         self.holders[row] = self.first_free
         self.first_free = row
 
     def add(self, row: int, slot: int, bits: int) -> bool:
-        """Set place bits of a slot; True when it held the block nowhere before."""
+        """Set place bits of a slot, and return whether the slot held the block nowhere before."""
         fresh: bool = self.cells[row, slot] == 0
         self.cells[row, slot] |= bits
         if fresh:
@@ -88,7 +97,7 @@ class HolderRows:
         return bool(fresh)
 
     def discard(self, row: int, slot: int, bits: int) -> bool:
-        """Clear place bits of a slot; True when with that it no longer holds the block."""
+        """Clear place bits of a slot, and return whether the slot thereby stopped holding the block."""
         if self.cells[row, slot] & bits == 0:
             return False
         self.cells[row, slot] &= ~bits & 0xFFFF

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One question against all workers of a hash space: look its hashes up, then apply the hit rule to each worker.
-Compiled, see `setup.py`."""
+"""One question judged for all workers of a hash space. Compiled, see `setup.py`.
+
+The judge looks the question's hashes up, then applies the hit rule to each worker.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +30,34 @@ U64 = NDArray[np.uint64]
 
 
 class Judge:
-    """tables: one geometry a worker. bases: the first row of each worker, int64. row_of_slot: the row of each slot of
-    the mirror, int32, -1 for those of other workers. row_count: rows of all workers."""
+    """The hit rule of all workers of one hash space, with the rows that it reads."""
 
     def __init__(
         self, tables: RuleTables, bases: NDArray[np.int64], row_of_slot: NDArray[np.int32], row_count: int
     ) -> None:
+        # One geometry for each worker.
         self.tables = tables
+        # The first row of each worker, int64.
         self.bases = bases
+        # The row of each slot of the mirror, int32, -1 for slots of other workers.
         self.row_of_slot = row_of_slot
+        # The number of rows of all workers.
         self.row_count = row_count
 
     def any_resident(self, mirror: MirrorTable, hashes: U64) -> bool:
-        """Whether any of the workers holds any of these blocks anywhere."""
+        """Return whether any of the workers holds any of these blocks anywhere."""
         return mirror.any_resident(hashes, self.row_of_slot)
 
     def judge(self, mirror: MirrorTable, hashes: U64, num_tokens: int) -> NDArray[np.int64]:
-        """int64, shape (workers, FOUND_COLUMNS), in tokens: what the GPU gives, with the CPU tier, with the disk tier;
-        the spec group that limits the first (-1: none); and what full attention alone would give."""
+        """Return the hits of all workers, int64, shape (workers, FOUND_COLUMNS).
+
+        All columns except FOUND_LIMITER are in tokens:
+        - FOUND_GPU: the hit on the GPU alone.
+        - FOUND_CPU: the hit with the CPU tier.
+        - FOUND_DISK: the hit with the disk tier too.
+        - FOUND_LIMITER: the number of the spec group that limits the GPU hit, -1 if none does.
+        - FOUND_FULL: the hit that full attention alone would give.
+        """
         self.tables.rows = np.zeros((self.row_count, len(hashes)), np.uint16)
         mirror.gather(hashes, self.row_of_slot, self.tables.rows)
         hits = np.empty((self.bases.shape[0], FOUND_COLUMNS), np.int64)
@@ -69,14 +81,14 @@ class Judge:
         return hits
 
     def place_bits(self, worker: int, banks: int) -> NDArray[np.uint16]:
-        """Of the question judged last: the place bits of each hash at one worker, shape (banks, hashes)."""
+        """Return the place bits of the last question's hashes at one worker, shape (banks, hashes)."""
         rows = np.asarray(self.tables.rows)
         return rows[self.bases[worker] : self.bases[worker] + banks].copy()
 
     def spec_start(self, worker: int) -> int:
-        """Index of the worker's first spec group among all."""
+        """Return the index of the worker's first spec group among all spec groups."""
         return int(self.tables.geos[worker, GEO_SPEC_START])
 
     def cover(self, worker: int, spec: int, num_tokens: int) -> int:
-        """Tokens of the question judged last that one spec group alone would allow."""
+        """Return how many tokens of the last question one spec group alone would allow."""
         return int(single_group_hit(self.tables, self.bases[worker], worker, num_tokens, spec))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a question to the hit of every worker: hashes, one call of a judge for each hash space, and the reasons.
+"""The path from a question to every worker's hit: hashes, one call of a judge for each hash space, and the reasons.
 
-Reads the mirror and the workers' views; writes nothing. Hits are in tokens, cumulative by tier.
+The matcher reads the mirror and the workers' views, and writes nothing. Hits are in tokens, cumulative by tier.
 """
 
 from __future__ import annotations
@@ -25,75 +25,85 @@ from kvrouter.router.model.workers.stream_state import StreamState
 
 
 class WorkerView(msgspec.Struct, frozen=True, eq=False):
-    """What the matcher must know of a worker besides its residency.
-
-    credited: whether what is known of it counts (`stream_state.py`). scheme None: no known scheme explains its hashes,
-    so only questions that bring hashes can be answered."""
+    """The facts about a worker, besides its residency, that the matcher must know."""
 
     worker: WorkerKey
     url: str | None
     state: StreamState
+    # Whether its known blocks count (`stream_state.py`).
     credited: bool
     reason: str
     epoch: str
     catalog: Catalog
+    # None: no known scheme explains its hashes, so it can only answer questions that bring hashes.
     scheme: HashScheme | None
     lora_paths: dict[str, str]
-    # It has no usable events: only what was sent there is known.
+    # Whether it has no usable events, so that only the prompts sent there are known.
     approximate: bool = False
     # The number of its engine's life, as far as `EngineLives` distinguishes them.
     life: int = 0
 
 
 class HashPlan(msgspec.Struct, frozen=True, eq=False):
-    """Workers of one hash space, and the judge of their hits. Valid for one version of the mirror's places."""
+    """The workers of one hash space, and the judge of their hits.
+
+    A plan is valid for one version of the mirror's places.
+    """
 
     views: tuple[WorkerView, ...]
-    # The text of each worker's state, as an Enum takes its time to say it.
+    # The text of each worker's state, because an Enum is slow to return it.
     states: tuple[str, ...]
-    # Of each worker: its spec groups, and by the judge's number of each, what it is as the one that limits a hit.
+    # The spec groups of each worker.
     spec_groups: tuple[tuple[SpecGroup, ...], ...]
+    # For each worker, the limiter that each spec group would be, by the judge's number of the group.
     limiters: tuple[dict[int, Limiter], ...]
     judge: Judge
+    # Whether no worker can reach beyond a segment of the prompt of which none holds a block.
     stops_early: bool
+    # The number of blocks in such a segment.
     segment_blocks: int
 
     @classmethod
     def build(cls, mirror: Mirror, views: Sequence[WorkerView]) -> HashPlan:
-        """views: creditable workers of the mirror's current epoch, catalogs without a problem."""
+        """Build the plan of these workers.
+
+        They must be creditable, in the mirror's current epoch, and have catalogs without a problem. Raises ValueError
+        for a worker that is not in the mirror.
+        """
         row_of_slot = np.full(mirror.slot_count, -1, np.int32)
         bases = np.zeros(len(views), np.int64)
         builder = GeometryBuilder()
         spec_groups: list[tuple[SpecGroup, ...]] = []
         withheld: list[str] = []
-        # The replicas of a model differ in few things: the first worker of each catalog and places.
+        # The first worker with each combination of catalog and places, because the replicas of a model differ in few
+        # things.
         alike: dict[tuple[Catalog, tuple[tuple[Place, int], ...]], int] = {}
         firsts: list[int] = []
         row = 0
         for i, view in enumerate(views):
-            known = mirror.worker(view.worker)
-            if known is None:
+            worker_slots = mirror.worker(view.worker)
+            if worker_slots is None:
                 raise ValueError(f"{view.worker} is not in the mirror")
-            first = alike.setdefault((view.catalog, tuple(known.places.items())), i)
+            first = alike.setdefault((view.catalog, tuple(worker_slots.places.items())), i)
             firsts.append(first)
             if first == i:
-                builder.add(view.catalog, known.places)
+                builder.add(view.catalog, worker_slots.places)
                 spec_groups.append(view.catalog.spec_groups())
-                withheld.append(view.catalog.offload.withheld(known.places))
+                withheld.append(view.catalog.offload.withheld(worker_slots.places))
             else:
                 builder.repeat(first)
                 spec_groups.append(spec_groups[first])
                 withheld.append(withheld[first])
             bases[i] = row
-            for slot in known.slots:
+            for slot in worker_slots.slots:
                 row_of_slot[slot] = row
                 row += 1
-            if not known.slots:
-                # It holds nothing, but the rule looks into its first row.
+            if not worker_slots.slots:
+                # The worker holds nothing, but the rule looks into its first row.
                 row += 1
         catalogs = {catalog for catalog, _ in alike}
         # Without full attention a prefix may be worth something although its beginning is gone.
-        stops_early = all(any(group.rule is GroupRule.FULL for group in one.spec_groups()) for one in catalogs)
+        stops_early = all(any(group.rule is GroupRule.FULL for group in catalog.spec_groups()) for catalog in catalogs)
         segment = max([SEGMENT_BLOCKS, *map(_chunk_hashes, catalogs)])
         judge = Judge(builder.build(), bases, row_of_slot, row)
         limiters: list[dict[int, Limiter]] = []
@@ -105,7 +115,7 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 def _chunk_hashes(catalog: Catalog) -> int:
-    """Hashes of the largest block or chunk."""
+    """Return the number of hashes in the largest block or chunk of a catalog."""
     chunk = max(group.block_size for group in catalog.cacheable) * (catalog.blocks_per_chunk or 1)
     return chunk // catalog.hash_block_size
 
@@ -113,16 +123,21 @@ def _chunk_hashes(catalog: Catalog) -> int:
 class HashPlans(msgspec.Struct, frozen=True, eq=False):
     """All workers of a model: those that can be judged, by hash space, and the others with the reason."""
 
+    # The workers with a known scheme, by scheme and hash block size.
     by_scheme: dict[tuple[HashScheme, int], HashPlan]
+    # All workers that can be judged, for questions that bring hashes; None if there is none.
     by_hash: HashPlan | None
-    # The largest of all workers, in tokens; 0 while no catalog is whole.
+    # The largest hash block size of these workers, in tokens; 0 if there is none.
     hash_block_size: int
+    # The workers that get no credit at all, with the reason.
     withheld: tuple[tuple[WorkerView, str], ...]
+    # The workers without a known scheme, with the reason.
     unhashable: tuple[tuple[WorkerView, str], ...]
     has_approximate: bool
 
     @classmethod
     def build(cls, mirror: Mirror, views: Iterable[WorkerView]) -> HashPlans:
+        """Build the plans of all workers of a model."""
         spaces: dict[tuple[HashScheme, int], list[WorkerView]] = {}
         judged: list[WorkerView] = []
         withheld: list[tuple[WorkerView, str]] = []
@@ -140,7 +155,7 @@ class HashPlans(msgspec.Struct, frozen=True, eq=False):
             else:
                 spaces.setdefault((view.scheme, view.catalog.hash_block_size), []).append(view)
         by_scheme = {space: HashPlan.build(mirror, members) for space, members in spaces.items()}
-        # All workers of the usual model have one hash space.
+        # All workers of the usual model have one hash space, whose plan then serves for both.
         common = [plan for plan in by_scheme.values() if len(plan.views) == len(judged)]
         return cls(
             by_scheme,
@@ -153,40 +168,40 @@ class HashPlans(msgspec.Struct, frozen=True, eq=False):
 
 
 class HitTable(msgspec.Struct, frozen=True, eq=False):
-    """The hits of all workers of a model where one plan has all that can be judged.
-
-    found: of each worker of `plan`, as `Judge.judge` returns it. none: the workers without a hit, with the reason."""
+    """The hits of all workers of a model where one plan has all workers that can be judged."""
 
     plan: HashPlan
+    # The hits of the workers of `plan`, as `Judge.judge` returns them.
     found: NDArray[np.int64]
+    # The workers without a hit, with the reason.
     none: tuple[tuple[WorkerView, str], ...]
 
     def hits(self) -> list[Hit]:
-        """One for each worker, in no particular order."""
+        """Return one hit for each worker, in no particular order."""
         return [*(_no_hit(view, reason) for view, reason in self.none), *_hits(self.plan, self.found)]
 
 
 def _withheld(mirror: Mirror, view: WorkerView) -> str | None:
-    """Why this worker gets no credit at all, None when it does."""
+    """Return why a worker gets no credit at all, or None if it gets some."""
     if not view.credited and view.state is not StreamState.UNHASHABLE:
         return view.reason or f"no credit while {view.state.value}"
     if view.catalog.problem is not None:
         return view.catalog.problem
-    known = mirror.worker(view.worker)
-    if known is None or known.epoch != view.epoch:
+    worker_slots = mirror.worker(view.worker)
+    if worker_slots is None or worker_slots.epoch != view.epoch:
         return "its new epoch is not in the index yet"
     return None
 
 
 class Matcher:
-    """Answers questions from a mirror. Not thread-safe: the segment memory is shared."""
+    """The answers to questions from one mirror. It is not thread-safe, because the segment memory is shared."""
 
     def __init__(self, mirror: Mirror, memory: SegmentMemory) -> None:
         self._mirror = mirror
         self._memory = memory
 
     def match(self, question: Question, plans: HashPlans) -> list[Hit]:
-        """The hit of every worker of `plans`, in no particular order."""
+        """Return the hit of every worker of `plans`, in no particular order."""
         hits = [_no_hit(view, reason) for view, reason in plans.withheld]
         if question.block_hashes is not None:
             if plans.by_hash is not None:
@@ -198,8 +213,11 @@ class Matcher:
         return hits
 
     def hash_steps(self, question: Question, plans: HashPlans) -> Iterator[None]:
-        """Hashes the prompt, a segment a step, for a `match` of the same question. What changes in the mirror meanwhile
-        is no matter: a match hashes on from here, until no worker can reach further."""
+        """Hash the prompt, one segment at each step, before a `match` of the same question.
+
+        Changes of the mirror meanwhile do no harm: a match continues to hash from here, until no worker can reach
+        further.
+        """
         for (scheme, block_size), plan in plans.by_scheme.items():
             for lora in _adapters_of(question, plan):
                 space = HashSpace(scheme, block_size, lora, question.cache_salt)
@@ -210,7 +228,10 @@ class Matcher:
                     yield
 
     def table(self, question: Question, plans: HashPlans) -> HitTable | None:
-        """The same hits, without an explanation. None where they take more than one plan or hang on more than hashes."""
+        """Return the hits that `match` would return, without explanations, as a table.
+
+        Return None if the hits take more than one plan or depend on more than hashes.
+        """
         if question.block_hashes is not None:
             plan = plans.by_hash
             if plan is None:
@@ -259,15 +280,15 @@ class Matcher:
         return PromptHasher(space, question.token_ids, self._memory, plan.segment_blocks, question.items)
 
     def _reaches(self, question: Question, plan: HashPlan, segment: NDArray[np.uint64]) -> bool:
-        """Whether a worker can reach beyond this segment of the prompt; an empty one is behind its end."""
+        """Return whether a worker can reach beyond this segment of the prompt; an empty one is behind the end."""
         if not len(segment):
             return False
-        # A question for every block also wants blocks that no worker can reach.
+        # A question where every block lies also wants blocks that no worker can reach.
         return not plan.stops_early or question.held or plan.judge.any_resident(self._mirror.table, segment)
 
     def _judge(self, plan: HashPlan, hashes: NDArray[np.uint64], question: Question) -> list[Hit]:
-        found = self._find(plan, hashes, question)
-        hits = _hits(plan, found)
+        numbers = self._find(plan, hashes, question)
+        hits = _hits(plan, numbers)
         if question.explain:
             hits = [
                 msgspec.structs.replace(hit, groups=tuple(_covers(plan, w, question.num_tokens)))
@@ -278,29 +299,29 @@ class Matcher:
         return hits
 
     def _held(self, plan: HashPlan, w: int, question: Question) -> tuple[HeldRuns, ...]:
-        """Where the blocks of the question judged last lie at worker `w`."""
+        """Return where the blocks of the last question lie at worker `w`."""
         view = plan.views[w]
-        known = self._mirror.worker(view.worker)
-        if known is None:
+        worker_slots = self._mirror.worker(view.worker)
+        if worker_slots is None:
             return ()
-        bits = plan.judge.place_bits(w, len(known.slots))
-        return tuple(held_runs(view.catalog, known.places, bits, question.num_tokens))
+        bits = plan.judge.place_bits(w, len(worker_slots.slots))
+        return tuple(held_runs(view.catalog, worker_slots.places, bits, question.num_tokens))
 
 
 def _adapters_of(question: Question, plan: HashPlan) -> Iterable[tuple[str, str] | None]:
-    """Name and path of the question's adapter, as they are part of its hashes at the plan's workers."""
+    """Return name and path of the question's adapter, as they are part of its hashes at the plan's workers."""
     name = question.lora_name
     if name is None:
         return (None,)
     return {(name, path) for view in plan.views if (path := view.lora_paths.get(name)) is not None}
 
 
-def _hits(plan: HashPlan, found: NDArray[np.int64]) -> list[Hit]:
-    """found: of each worker of the plan, as `Judge.judge` returns it."""
+def _hits(plan: HashPlan, numbers: NDArray[np.int64]) -> list[Hit]:
+    """Return the hits of the plan's workers from `numbers`, which are as `Judge.judge` returns them."""
     return [
         Hit(view.worker, gpu, cpu, disk, state, view.reason, (), limiters.get(limiter), False, covered)
         for view, state, limiters, (gpu, cpu, disk, limiter, covered) in zip(
-            plan.views, plan.states, plan.limiters, found.tolist(), strict=True
+            plan.views, plan.states, plan.limiters, numbers.tolist(), strict=True
         )
     ]
 
@@ -310,7 +331,7 @@ def _no_hit(view: WorkerView, reason: str) -> Hit:
 
 
 def _covers(plan: HashPlan, w: int, num_tokens: int) -> Iterable[GroupCover]:
-    """How far each group alone would let worker `w` reach, in the question judged last."""
+    """Yield how far each group alone would let worker `w` reach in the last question."""
     for s, spec_group in enumerate(plan.spec_groups[w], plan.judge.spec_start(w)):
         covered = plan.judge.cover(w, s, num_tokens)
         for group in spec_group.members:
@@ -318,12 +339,12 @@ def _covers(plan: HashPlan, w: int, num_tokens: int) -> Iterable[GroupCover]:
 
 
 def _limiters(spec_groups: Sequence[SpecGroup], start: int, withheld: str) -> dict[int, Limiter]:
-    """By the judge's numbers of a worker's spec groups, of which `start` is the first."""
-    found = {}
+    """Return the limiters of a worker by the judge's numbers of its spec groups, of which `start` is the first."""
+    limiters = {}
     for number, spec_group in enumerate(spec_groups, start):
-        one = spec_group.first
+        group = spec_group.first
         span_tokens = (
-            one.attention_chunk_size if spec_group.rule is GroupRule.CHUNKED_LOCAL else one.sliding_window
+            group.attention_chunk_size if spec_group.rule is GroupRule.CHUNKED_LOCAL else group.sliding_window
         ) or 0
-        found[number] = Limiter(one.group_idx, one.kind, spec_group.rule, span_tokens, withheld)
-    return found
+        limiters[number] = Limiter(group.group_idx, group.kind, spec_group.rule, span_tokens, withheld)
+    return limiters

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index in memory: which worker holds which block in which place.
 
-`mirror_sync.py` alone writes it: a worker that this process follows from its stream, any other from its log in Redis.
-It judges no hits and knows no catalog.
+`mirror_sync.py` alone writes it: a worker that this process follows from its stream, any other worker from its log in
+Redis. The mirror judges no hits and does not depend on catalogs.
+
 Invariant: a block that a worker holds in several groups or media is one record with several place bits.
 """
 
@@ -25,47 +26,53 @@ FIRST_SLOTS = 16
 
 
 class MirrorFull(Exception):
-    """The byte budget does not allow the growth that was needed; the blocks were not added, so they earn no credit."""
+    """A growth that the mirror's bounds do not allow. The blocks were not added, so they earn no credit."""
 
 
 class WorkerSlots(msgspec.Struct):
-    """The mirror's view of one worker in one epoch: its slots (banks) and the bit index of each of its places."""
+    """The mirror's view of one worker in one epoch."""
 
     epoch: str
+    # The worker's slots, one for each bank.
     slots: list[int]
+    # The bit index of each of the worker's places.
     places: dict[Place, int]
     # Blocks of this epoch that found no room, so that they earn no credit.
     refused_blocks: int = 0
 
 
 class Mirror:
-    """All workers' residency. Single-threaded; every method is synchronous and bounded by its arguments."""
+    """The residency of all workers.
+
+    It is single-threaded; every method is synchronous and bounded by its arguments.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self.table = MirrorTable()
-        # By slot, shared with the table: how many records, and whether they are to be dropped.
+        # For each slot, shared with the table: its number of records, and whether they are to be dropped.
         self._slot_records = np.zeros(FIRST_SLOTS, np.int64)
         self._dead = np.zeros(FIRST_SLOTS, np.uint8)
         self._share_slots()
         self._free_slots: list[int] = []
         self._next_slot = 0
         self._workers: dict[WorkerKey, WorkerSlots] = {}
-        # Slots to be dropped, and the entry at which sweeping goes on.
+        # The slots to be dropped, and the entry at which sweeping continues.
         self._dead_slots = np.zeros(0, np.int64)
         self._sweep_at = 0
-        # How often each worker's GPU cache was written lately, for the price of what a prompt pushes out.
+        # How often each worker's GPU cache was written lately, for the price of the blocks that a prompt pushes out.
         self.writes = CacheWrites()
-        # Changes whenever a slot or a place does, so that arrays made from them can be kept until then.
+        # A number that changes whenever a slot or a place does, so that arrays made from them can be kept until then.
         self.version = 0
 
     @property
     def entries(self) -> int:
-        """(worker, bank, block) in the table, those of dead epochs not yet swept included."""
+        """Number of (worker, bank, block) in the table, including those of dead epochs that are not swept yet."""
         return int(self.table.entries)
 
     @property
     def bytes(self) -> int:
+        """Memory of the table, as compared with the budget."""
         table = self.table
         return self._bytes(table.slots.lines, table.record_capacity(), table.rows.capacity(), self.slot_count)
 
@@ -74,90 +81,98 @@ class Mirror:
 
     @property
     def slot_count(self) -> int:
-        """One more than the largest slot in use: the length that a row_of_slot array needs."""
+        """Length that a row_of_slot array needs, which exceeds the largest slot in use."""
         return len(self._slot_records)
 
     def worker(self, worker: WorkerKey) -> WorkerSlots | None:
+        """Return the mirror's view of a worker, or None if the mirror does not have the worker."""
         return self._workers.get(worker)
 
     def begin_epoch(self, worker: WorkerKey, epoch: str) -> None:
-        """Void what is known of `worker` at once and start an empty epoch; the old records are swept later."""
+        """Void the blocks of `worker` at once and start an empty epoch. The old records are swept later."""
         self._void(worker)
         self.writes.of(worker.model).voided(worker)
         self.version += 1
-        # Slots come with the first blocks, so that a table without a free one still knows the worker.
+        # Slots come with the first blocks, so that a table without a free slot still knows the worker.
         self._workers[worker] = WorkerSlots(epoch, [], {})
 
     def rename_epoch(self, worker: WorkerKey, epoch: str) -> None:
-        """What is known of `worker` is all that its epoch `epoch` begins with."""
+        """Take the known blocks of `worker` as the ones with which its epoch `epoch` begins."""
         self._workers[worker].epoch = epoch
         self.version += 1
 
     def forget(self, worker: WorkerKey) -> None:
-        """Void what is known of `worker`, which is gone, at once."""
+        """Void the blocks of `worker`, which is gone, at once."""
         self._void(worker)
         self.writes.forget(worker)
 
     def _void(self, worker: WorkerKey) -> None:
-        known = self._workers.pop(worker, None)
-        if known is None:
+        worker_slots = self._workers.pop(worker, None)
+        if worker_slots is None:
             return
         self.version += 1
-        self._dead[known.slots] = 1
+        self._dead[worker_slots.slots] = 1
         self._dead_slots = np.flatnonzero(self._dead)
 
     def add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64], *, is_news: bool = True) -> None:
-        """Add blocks that became resident, or with is_news=False were so before. Media that earn no credit are not
-        kept. Raises MirrorFull, having added nothing but the count of what the engine wrote."""
+        """Add blocks that became resident, or with is_news=False that were resident before.
+
+        Media that earn no credit are not kept. Raises MirrorFull, in which case nothing is added except the count of
+        blocks that the engine wrote.
+        """
         if place.medium not in TIERS or not len(hashes):
             return
         if place.medium == GPU:
             writes = self.writes.of(worker.model)
             (writes.stored if is_news else writes.known)(worker, len(hashes))
-        known = self._workers[worker]
+        worker_slots = self._workers[worker]
         try:
-            index = self._index(known, place)
+            index = self._index(worker_slots, place)
             self._make_room(len(hashes))
         except MirrorFull:
-            known.refused_blocks += len(hashes)
+            worker_slots.refused_blocks += len(hashes)
             raise
-        slot = known.slots[index // BANK_BITS]
+        slot = worker_slots.slots[index // BANK_BITS]
         self.table.add(slot, index % BANK_BITS, hashes)
 
-    def _index(self, known: WorkerSlots, place: Place) -> int:
-        index = known.places.get(place)
+    def _index(self, worker_slots: WorkerSlots, place: Place) -> int:
+        """Return the bit index of a place, which is new if the place is."""
+        index = worker_slots.places.get(place)
         if index is None:
-            index = len(known.places)
-            if index // BANK_BITS == len(known.slots):
-                known.slots.append(self._take_slot())
-            known.places[place] = index
+            index = len(worker_slots.places)
+            if index // BANK_BITS == len(worker_slots.slots):
+                worker_slots.slots.append(self._take_slot())
+            worker_slots.places[place] = index
             self.version += 1
         return index
 
     def discard(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
-        """Blocks stopped being resident; unknown ones are left alone."""
+        """Remove blocks that stopped being resident; unknown ones are left alone."""
         if place.medium == GPU and len(hashes):
             self.writes.of(worker.model).removed(worker, len(hashes))
-        known = self._workers[worker]
-        index = known.places.get(place)
+        worker_slots = self._workers[worker]
+        index = worker_slots.places.get(place)
         if index is None or not len(hashes):
             return
-        slot = known.slots[index // BANK_BITS]
+        slot = worker_slots.slots[index // BANK_BITS]
         self.table.discard(slot, index % BANK_BITS, hashes)
 
     def held(self, worker: WorkerKey, place: Place) -> NDArray[np.uint64]:
-        """The hashes that `worker` holds at `place`, in no order. Walks the table: for inspection, not for answers."""
-        known = self._workers.get(worker)
-        index = None if known is None else known.places.get(place)
-        if known is None or index is None:
+        """Return the hashes that `worker` holds at `place`, in no order.
+
+        This walks the table, so use it for inspection, not for answers.
+        """
+        worker_slots = self._workers.get(worker)
+        index = None if worker_slots is None else worker_slots.places.get(place)
+        if worker_slots is None or index is None:
             return np.empty(0, np.uint64)
-        slot = known.slots[index // BANK_BITS]
+        slot = worker_slots.slots[index // BANK_BITS]
         out = np.empty(int(self._slot_records[slot]), np.uint64)
         count = self.table.members(slot, index % BANK_BITS, out)
         return hashes_of(out[:count])
 
     def sweep(self) -> bool:
-        """Drop a bounded number of dead records and free slots that have none left; True while more is to do."""
+        """Drop a bounded number of dead records and free slots that have none left; return whether more is to do."""
         if not len(self._dead_slots):
             return False
         start = self._sweep_at if self._sweep_at < self.table.slots.end else 0
@@ -192,25 +207,25 @@ class Mirror:
     def _make_room(self, count: int) -> None:
         table = self.table
         lines = table.slots.lines_for(count)
-        records = had_records = table.record_capacity()
+        records = capacity = table.record_capacity()
         room = records - table.records_live
         if room < count:
             records = max(records + count - room, int(records * GROWTH))
-        if (lines, records) != (table.slots.lines, had_records):
+        if (lines, records) != (table.slots.lines, capacity):
             self._check_budget(lines, records, table.rows.capacity(), self.slot_count)
             table.resize(lines, records)
         if table.rows.missed:
             self._make_rows()
 
     def _make_rows(self) -> None:
-        """Room for the rows that were missed, unless the budget is spent: without one a block has a list."""
+        """Make room for the rows that were missing, unless the budget is spent; a block without a row has a list."""
         table = self.table
-        had = table.rows.capacity()
-        rows = max(had + table.rows.missed, int(had * GROWTH))
+        capacity = table.rows.capacity()
+        rows = max(capacity + table.rows.missed, int(capacity * GROWTH))
         if self._bytes(table.slots.lines, table.record_capacity(), rows, self.slot_count) <= self._budget_bytes:
             table.rows.resize(rows, self.slot_count)
 
     def _check_budget(self, lines: int, records: int, rows: int, slots: int) -> None:
-        """Raises MirrorFull."""
+        """Raise MirrorFull if a table of this size exceeds the budget."""
         if self._bytes(lines, records, rows, slots) > self._budget_bytes:
             raise MirrorFull(f"the mirror's budget of {self._budget_bytes} bytes is spent: raise mirror_budget_bytes")

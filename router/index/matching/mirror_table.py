@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mirror's table: of each block hash the workers that hold it, in order (`open_addressing.py`).
+"""The mirror's table: the workers that hold each block, by block hash and in order (`open_addressing.py`).
 
 An entry is 16 bytes, its key and its first record, so that a block with one holder is one memory access. A record is
 one uint64: next record (upper 32 bits), worker slot (16), place bits (16). A block that many workers hold has a row of
@@ -22,7 +22,8 @@ MIN_CAPACITY = 1024
 # At this load three searches in four end in the first line.
 MAX_LOAD = 0.85
 
-# Hashes with a row that are gathered together: what they need of rows and answer stays in the nearest cache.
+# Hashes with a row that are gathered together, so that their parts of the rows and the answer stay in the nearest
+# cache.
 TILE_HASHES = 64
 
 BYTES_PER_LINE = 64
@@ -33,47 +34,54 @@ _LOW32 = 0xFFFFFFFF
 # A link to no record.
 _END = 0xFFFFFFFF
 _LINE = LINE_WORDS
-# The lower half of an entry's word where it has a row, whose number is the upper half. No worker has the last slot.
+# The lower half of an entry's word if the entry has a row, whose number is the upper half. No worker has the last slot,
+# so no record looks like that.
 _ROW = 0xFFFFFFFF
 MAX_SLOTS = 0xFFFF
 
 
 def slot_of(record: np.uint64 | int) -> int:
+    """Return the worker slot of a record."""
     return int((record >> 16) & _LOW16)
 
 
 def with_link(record: np.uint64 | int, link: np.uint64 | int) -> np.uint64 | int:
-    """The record with another successor."""
+    """Return the record with another successor."""
     rest = record & _LOW32
     return rest | (link << 32)
 
 
 class MirrorTable:
-    """Entries, records and rows. Room for entries and records must be made before blocks are added; a list that finds
-    no row stays a list."""
+    """The entries, records and rows of the table.
+
+    Room for entries and records must be made before blocks are added; a list that finds no row stays a list.
+    """
 
     def __init__(self) -> None:
         self.slots = OrderedSlots(2, MIN_CAPACITY, MAX_LOAD)
         self.records = np.zeros(MIN_CAPACITY, np.uint64)
         self.rows = HolderRows()
-        # By worker slot: of how many blocks, and whether they are to be dropped. The mirror's, which lets them grow.
+        # For each worker slot, its number of blocks, and whether they are to be dropped. The arrays are the mirror's,
+        # which replaces them by longer ones.
         self.slot_records = np.zeros(0, np.int64)
         self.dead = np.zeros(0, np.uint8)
-        # Pairs of worker slot and block.
+        # The number of pairs of worker slot and block.
         self.entries = 0
-        # Records behind the first of their list; and the first of those that nobody uses.
+        # `records` has those behind the first of a list: how many were ever used, how many are in use, and the first
+        # free one.
         self.records_used = 0
         self.records_live = 0
         self.free_record = _END
-        # Room for `gather`: of each hash its key, and its entry's word, 0 where there is no entry.
+        # Room for `gather`: for each hash its key, and the word of its entry, 0 if there is no entry.
         self.keys = np.zeros(0, np.uint64)
         self.firsts = np.zeros(0, np.uint64)
 
     def record_capacity(self) -> int:
+        """Return the number of records for which there is room."""
         return self.records.shape[0]
 
     def resize(self, lines: int, records: int) -> None:
-        """An array of entries with this many lines, and room for this many records; no fewer than there are."""
+        """Make room for this many lines of entries and this many records, no fewer than there are."""
         if lines != self.slots.lines:
             self.slots.lay_out(lines)
         if records != self.records.shape[0]:
@@ -82,7 +90,7 @@ class MirrorTable:
             self.records = grown
 
     def find(self, key: np.uint64) -> int:
-        """The word of the entry of `key`, or 0."""
+        """Return the word of the entry of `key`, or 0 if there is none."""
         i = self.slots.find(key)
         return int(self.slots.words[2 * i + 1]) if self.slots.has(i, key) else 0
 
@@ -126,15 +134,17 @@ class MirrorTable:
                     self.count(slot)
 
     def count(self, slot: int) -> None:
+        """Count a block more of a worker slot."""
         self.slot_records[slot] += 1
         self.entries += 1
 
     def uncount(self, slot: int) -> None:
+        """Count a block less of a worker slot."""
         self.slot_records[slot] -= 1
         self.entries -= 1
 
     def take_record(self) -> int:
-        """A record that nobody uses; there must be one."""
+        """Return a free record; there must be one."""
         at = self.free_record
         if at != _END:
             self.free_record = self.records[at] >> 32
@@ -145,13 +155,13 @@ class MirrorTable:
         return at
 
     def give_back(self, at: int) -> None:
-        """Nobody uses the record from now on."""
+        """Free a record."""
         self.records[at] = with_link(0, self.free_record)
         self.free_record = at
         self.records_live -= 1
 
     def list_to_row(self, index: int) -> bool:
-        """Move the holders of entry `index` into a row; False: there is none."""
+        """Move the holders of entry `index` into a row, and return whether there was a free one."""
         row = self.rows.take()
         if row < 0:
             return False
@@ -167,8 +177,7 @@ class MirrorTable:
         return True
 
     def row_to_list(self, index: int) -> None:
-        """Move the holders of entry `index`, of which there are some, into a list, if there is room for their
-        records."""
+        """Move the holders of entry `index`, at least one, into a list, if there is room for their records."""
         row = self.slots.words[2 * index + 1] >> 32
         if self.records.shape[0] - self.records_live < self.rows.holders[row] - 1:
             return
@@ -187,7 +196,7 @@ class MirrorTable:
         self.rows.give_back(row)
 
     def drop_cell(self, index: int, slot: int, bits: int) -> bool:
-        """Clear place bits of a slot of entry `index`, which has a row; True when that emptied the entry."""
+        """Clear place bits of a slot of entry `index`, which has a row, and return whether that emptied the entry."""
         row = self.slots.words[2 * index + 1] >> 32
         if not self.rows.discard(row, slot, bits):
             return False
@@ -201,7 +210,10 @@ class MirrorTable:
         return False
 
     def drop_first(self, index: int) -> bool:
-        """Drop the first record of entry `index`; True when that emptied the entry (another may now stand there)."""
+        """Drop the first record of entry `index`, and return whether that emptied the entry.
+
+        Another entry may stand at `index` after the entry was emptied.
+        """
         record = self.slots.words[2 * index + 1]
         self.uncount(slot_of(record))
         link = record >> 32
@@ -213,7 +225,13 @@ class MirrorTable:
         return False
 
     def drop_record(self, index: int, before: int, at: int) -> None:
-        """Drop record `at` of entry `index`, whose first it is not. before: the one before, _END: that is the first."""
+        """Drop record `at` of entry `index`, which is not its first record.
+
+        Args:
+            index: The entry.
+            before: The record before, _END if that is the first one.
+            at: The record.
+        """
         following = self.records[at] >> 32
         self.uncount(slot_of(self.records[at]))
         self.give_back(at)
@@ -243,7 +261,7 @@ class MirrorTable:
                     if record & _LOW16 == mask:
                         self.drop_first(i)
                     else:
-                        # Not `& ~mask`, which uncompiled is a negative int, and no uint64.
+                        # Not `& ~mask`, because uncompiled `~mask` is a negative int and no uint64.
                         self.slots.words[2 * i + 1] = record ^ (record & mask)
                     continue
                 before = _END
@@ -259,8 +277,11 @@ class MirrorTable:
                     records[at] ^= records[at] & mask
 
     def sweep(self, start: int, dead_slots: NDArray[np.int64], budget: int) -> int:
-        """Drop what dead slots hold in the entries from `start` on, until `budget` entries, records and cells were
-        looked at; returns where to go on. An entry shifted to before `start` is met in a later pass."""
+        """Drop the blocks of dead slots in the entries from `start` on, and return the entry at which to continue.
+
+        The sweep ends when `budget` entries, records and cells were looked at. An entry that shifts to before `start`
+        is met in a later pass.
+        """
         i = start
         while i < self.slots.end and budget > 0:
             budget -= 1
@@ -270,7 +291,7 @@ class MirrorTable:
                 for d in range(dead_slots.shape[0]):
                     budget -= 1
                     emptied = self.drop_cell(i, dead_slots[d], _LOW16)
-                    # Emptied, or a list now.
+                    # The entry was emptied, or it has a list now.
                     if self.slots.words[2 * i + 1] != word:
                         break
                 word = 0 if emptied else self.slots.words[2 * i + 1]
@@ -285,7 +306,7 @@ class MirrorTable:
         return i
 
     def sweep_list(self, index: int) -> int:
-        """Drop the dead records of entry `index` but the first; returns how many were looked at."""
+        """Drop the dead records of entry `index` except the first, and return how many records were looked at."""
         looked = 0
         before = _END
         at = self.slots.words[2 * index + 1] >> 32
@@ -304,11 +325,11 @@ class MirrorTable:
         if hashes.shape[0] > self.firsts.shape[0]:
             self.keys = np.empty(2 * hashes.shape[0], np.uint64)
             self.firsts = np.empty(2 * hashes.shape[0], np.uint64)
-        # The hottest loops of all.
+        # These are the hottest loops of all, so they use locals.
         words, records, keys, firsts = self.slots.words, self.records, self.keys, self.firsts
         lines = self.slots.lines
         spread(hashes, keys)
-        # As `touch`, without a call, and into what is written next.
+        # This loop does the same as `touch`, without a call, and into the array that is written next.
         for h in range(hashes.shape[0]):
             firsts[h] = words[(((keys[h] >> 32) * lines) >> 32) * _LINE]
         for h in range(hashes.shape[0]):
@@ -333,7 +354,7 @@ class MirrorTable:
             self.gather_rows(hashes.shape[0], row_of_slot, rows)
 
     def gather_rows(self, count: int, row_of_slot: I32, rows: U16) -> None:
-        """The part of `gather` that stands in rows, after its first loops."""
+        """Write the place bits of the hashes that have a row, after the first loops of `gather`."""
         firsts, cells = self.firsts, self.rows.cells
         slots = min(row_of_slot.shape[0], self.rows.slots)
         for start in range(0, count, TILE_HASHES):
@@ -347,7 +368,7 @@ class MirrorTable:
                         rows[row, h] = cells[firsts[h] >> 32, slot]
 
     def any_resident(self, hashes: U64, row_of_slot: I32) -> bool:
-        """Whether any worker that has a row holds any of these blocks anywhere."""
+        """Return whether any worker that has a row in `row_of_slot` holds any of these blocks anywhere."""
         keys = np.empty(hashes.shape[0], np.uint64)
         spread(hashes, keys)
         for h in range(keys.shape[0]):
@@ -365,8 +386,10 @@ class MirrorTable:
         return False
 
     def members(self, slot: int, bit: int, out: U64) -> int:
-        """Write the keys of what worker `slot` holds at place `bit` into `out`, as many as fit; returns how many there
-        are."""
+        """Write the keys of the blocks of worker `slot` at place `bit` into `out`, as many as fit.
+
+        Return how many there are.
+        """
         mask = 1 << bit
         count = 0
         for i in range(self.slots.end):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces of a prompt by name: each is chained over all before it, so equal names mean equal beginnings. Pure."""
+"""Names of a prompt's pieces, each chained over all pieces before it, so equal names mean equal beginnings. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from kvrouter.router.model.kvcache.multimodal import named
 
 
 def piece_names(question: Question, piece_tokens: int, *, with_rest: bool = False) -> list[int]:
-    """Of the whole pieces; none where only the prompt's hashes are known. with_rest: and of what is left."""
+    """Return the names of a prompt's whole pieces; none if only the prompt's hashes are known.
+
+    Args:
+        question: The question about the prompt.
+        piece_tokens: Tokens of one piece.
+        with_rest: Whether the tokens left at the end have a name too.
+    """
     if question.token_ids is None:
         return []
     tokens: NDArray[np.int64] = np.ascontiguousarray(question.token_ids)

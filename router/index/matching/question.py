@@ -18,37 +18,42 @@ from kvrouter.router.model.kvcache.catalog import GroupRule
 from kvrouter.router.model.kvcache.multimodal import Items
 from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher
 
-# Hashing takes 20 ns a token: half as long as what else one question may hold the loop for.
+# Hashing takes 20 ns a token, so a prompt of this length takes half as long to hash as the other work for which one
+# question may hold the event loop.
 LONG_PROMPT_TOKENS = 65_536
 
 
 class Question(msgspec.Struct, frozen=True, gc=False):
-    """How many tokens of this prompt would each worker of `model` reuse?
+    """The question how many tokens of a prompt each worker of `model` would reuse.
 
-    Exactly one of `token_ids` (int64, from the first on) and `block_hashes` (uint64, at the hash block size, from block
-    0) is given. num_tokens is the prompt's length, also when only its hashes or its first tokens are known. items: the
-    images and the like among the token_ids.
+    Invariant: exactly one of `token_ids` and `block_hashes` is given.
     """
 
     model: str
+    # The prompt's length, also if only its hashes or its first tokens are known.
     num_tokens: int
+    # From the first token on, int64.
     token_ids: NDArray[np.int64] | None = None
+    # From block 0 on, at the hash block size, uint64.
     block_hashes: NDArray[np.uint64] | None = None
+    # The images, sounds and videos among the token_ids.
     items: Items = ()
     lora_name: str | None = None
     cache_salt: str | None = None
+    # The only workers to answer for, None for all.
     worker_ids: frozenset[str] | None = None
     exclude_worker_ids: frozenset[str] = frozenset()
-    # Exactly these ranks: the request failed there.
+    # Workers that are excluded with exactly this rank, because the request failed there.
     exclude_workers: frozenset[WorkerKey] = frozenset()
-    # Only this data-parallel rank of each worker.
+    # The only data-parallel rank of each worker to answer for, None for all.
     dp_rank: int | None = None
+    # Whether the answer says how far each group alone would let a worker reach.
     explain: bool = False
     # Whether the answer says where each block of the prompt lies.
     held: bool = False
-    # Kinds of engines that reuse nothing for it: the request wants what needs the whole prompt computed.
+    # Kinds of engines that reuse nothing, because the request wants a result that needs the whole prompt computed.
     without_cache: frozenset[str] = frozenset()
-    # As far as the prompt was hashed before it is matched (`Matcher.hash_steps`).
+    # The hashes that were made before the match (`Matcher.hash_steps`), by hash space.
     hashers: dict[HashSpace, PromptHasher] = {}
 
     @property
@@ -63,7 +68,7 @@ class Question(msgspec.Struct, frozen=True, gc=False):
 
 
 class GroupCover(msgspec.Struct, frozen=True):
-    """How far one KV cache group alone would let the GPU hit reach, in tokens."""
+    """The GPU hit that one KV cache group alone would allow, in tokens."""
 
     group_idx: int | None
     kind: str
@@ -79,17 +84,18 @@ class HitLimit(msgspec.Struct, frozen=True):
 
 
 class Limiter(msgspec.Struct, frozen=True, array_like=True):
-    """The group that keeps a GPU hit from being longer. span_tokens: its window or chunk, 0 where it has none.
-    withheld: why blocks beside the GPU, which might reach further, earn nothing; empty if none are withheld."""
+    """The group that keeps a GPU hit from being longer."""
 
     group_idx: int | None
     kind: str
     rule: GroupRule
+    # The tokens of its window or chunk, 0 if it has none.
     span_tokens: int
+    # Why blocks beside the GPU, which might reach further, earn nothing; empty if none are withheld.
     withheld: str
 
     def limit(self, hit_tokens: int) -> HitLimit:
-        """What it does to a hit of this length."""
+        """Return the limit that this group sets to a hit of `hit_tokens`."""
         if self.rule is GroupRule.FULL:
             why = f"its unbroken run of blocks on the GPU ends at {hit_tokens} tokens"
         elif self.rule is GroupRule.SLIDING_WINDOW:
@@ -102,10 +108,9 @@ class Limiter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hit(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens of the prompt that one worker would not compute again; cumulative, so gpu <= cpu <= disk.
+    """The tokens of a prompt that one worker would not compute again.
 
-    `reason` says why credit is withheld or reduced, and is empty when nothing is. groups: of a question that wants
-    an explanation. approximate: a guess from what was sent there.
+    Invariant: the tiers are cumulative, so gpu <= cpu <= disk.
     """
 
     worker: WorkerKey
@@ -113,25 +118,30 @@ class Hit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cpu: int
     disk: int
     state: str
+    # Why credit is withheld or reduced; empty if it is not.
     reason: str = ""
+    # How far each group alone would let the worker reach, if the question wants an explanation.
     groups: tuple[GroupCover, ...] = ()
     limiter: Limiter | None = None
+    # Whether the hit is a guess from the prompts that were sent there.
     approximate: bool = False
-    # How far full attention's blocks on the GPU alone would reach: breaks ties, and is the hit of policy
+    # How far full attention's blocks on the GPU alone would reach. This breaks ties, and is the hit of policy
     # full_attention_only.
     full_attention: int = 0
-    # Of a question that wants to know: where the prompt's blocks lie.
+    # Where the prompt's blocks lie, if the question wants to know.
     held: tuple[HeldRuns, ...] = ()
 
     @property
     def limited_by(self) -> HitLimit | None:
-        """What keeps it from being longer, None where nothing does or nothing is known of the worker."""
+        """The limit that keeps the hit from being longer, None if there is none or nothing is known of the worker."""
         return None if self.limiter is None else self.limiter.limit(self.gpu)
 
 
 def filter_hits(hits: Sequence[Hit], question: Question) -> Sequence[Hit]:
-    """The hits of workers that the question does not exclude. Raises UnknownWorker for one that it names and that does
-    not exist."""
+    """Return the hits of the workers that the question does not exclude.
+
+    Raises UnknownWorker if the question names a worker that does not exist.
+    """
     only, without, rank = question.worker_ids, question.exclude_worker_ids, question.dp_rank
     if only is not None:
         missing = only - {hit.worker.worker_id for hit in hits}

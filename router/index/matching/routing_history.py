@@ -20,7 +20,7 @@ from kvrouter.router.index.matching.question import Hit, Question
 # The length of a piece: a few blocks of most engines, so that there are fewer pieces to remember; a guess is not worth
 # more precision. It also stands for the block of an engine that does not say how large its blocks are.
 PIECE_TOKENS = 64
-# Some 150 bytes each.
+# The bound of remembered pieces, some 150 bytes each.
 MAX_PIECES = 500_000
 
 # A worker and the number of its process.
@@ -28,8 +28,7 @@ Life: TypeAlias = tuple[WorkerKey, int]
 
 
 class RoutingHistory:
-    """Pieces by the life of a worker (`WorkerStream.life`), the least lately sent first. ttl_s: how long a piece
-    counts."""
+    """Pieces by the life of a worker (`WorkerStream.life`), the least lately sent first. A piece counts for `ttl_s`."""
 
     def __init__(self, ttl_s: float, max_pieces: int = MAX_PIECES) -> None:
         self._ttl_s = ttl_s
@@ -40,8 +39,8 @@ class RoutingHistory:
         return len(self._expiry_s)
 
     def sent(self, life: Life, pieces: list[int], now_s: float) -> None:
-        """A prompt of these pieces went there."""
-        # The last first: where room is lacking, a prompt's end must go before its start.
+        """Record that a prompt of these pieces was sent to a worker's present process."""
+        # The last piece comes first, because a prompt's end must be dropped before its start if room is lacking.
         for piece in reversed(pieces):
             self._expiry_s[life, piece] = now_s + self._ttl_s
             self._expiry_s.move_to_end((life, piece))
@@ -67,11 +66,12 @@ class RoutingHistory:
         return max(0, min(count * piece_tokens(block_size), (num_tokens - 1) // block * block))
 
     def forget(self, worker: WorkerKey) -> None:
+        """Drop the pieces of all lives of a worker."""
         for name in [name for name in self._expiry_s if name[0][0] == worker]:
             del self._expiry_s[name]
 
     def expire(self, now_s: float) -> None:
-        """Drops what has expired."""
+        """Drop the pieces that have expired."""
         while self._expiry_s:
             name, expiry_s = next(iter(self._expiry_s.items()))
             if expiry_s > now_s:
@@ -91,6 +91,6 @@ def pieces_of(question: Question, block_size: int | None) -> list[int]:
 
 
 def approximate_hit(hit: Hit, tokens: int) -> Hit:
-    """The hit of a worker of which nothing better is known."""
+    """Return the hit of a worker of which only the prompts sent there are known."""
     reason = f"approximate: from what this router sent there ({hit.reason})" if hit.reason else "approximate"
     return msgspec.structs.replace(hit, gpu=tokens, cpu=tokens, disk=tokens, reason=reason, approximate=True)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Redis holds of each worker, and how it is written and followed."""
+"""The workers' state in Redis: how it is written, read and followed."""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that one worker held at one moment, as Redis keeps it beside the log: one STRING a place. Pure.
+"""A worker's checkpoint: the blocks that it held at one moment, in Redis beside its log, one STRING a place. Pure.
 
-Invariant: the checkpoint with the log's entries after it, in order, is what the worker holds. So a commit is one log
-entry, and what it changes is written once more when many commits have gathered: as a whole array, which costs Redis a
-copy, where a member of a SET costs a hash table's entry."""
+Invariant: the checkpoint and the log's entries after it, applied in order, give the blocks that the worker holds. So a
+commit writes one log entry, and its changes are written a second time only when many commits have gathered. The second
+time they are part of a whole array, which costs Redis a copy, where a member of a SET costs an entry of a hash table.
+"""
 
 from __future__ import annotations
 
@@ -20,29 +21,31 @@ from kvrouter.router.base.redis_client.resp import Hashes, command, hashes_from_
 from kvrouter.router.index.ingest.net_changes import ResidencyDelta
 from kvrouter.router.index.store import keys
 
-# Bytes of a hash in the STRING.
+# Bytes of one hash in the STRING.
 HASH_BYTES = 8
 
-# The cost of a log entry, for the log and for a router that loads it, in hashes: some 130 bytes.
+# The cost of one log entry in hashes, for the log and for a router that loads it: some 130 bytes.
 ENTRY_BLOCKS = 16
 # A tail up to this size, 128 KiB, is never too long.
 TAIL_BLOCKS = 16_384
-# Beyond that a tail may be this part of what is held: each change is then written into some four checkpoints' bytes,
-# and a log takes a quarter of what the checkpoint takes.
+# A longer tail may have up to this part of the blocks held. Each change is then written some four times as part of a
+# checkpoint, and a log takes a quarter of the memory of its checkpoint.
 TAIL_SHARE = 4
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """places: the distinct hashes that `worker` held at each place once `seq` of `epoch` was committed."""
+    """The blocks that a worker held at one moment."""
 
     worker: WorkerKey
     epoch: str
+    # The last seq of `epoch` that was committed by then.
     seq: int
+    # The distinct hashes at each place.
     places: Mapping[Place, Hashes]
 
 
 class LogTail:
-    """How much of a worker's log lies behind its checkpoint."""
+    """The size of a worker's log behind its checkpoint, in entries and transitions."""
 
     __slots__ = ("blocks", "entries")
 
@@ -51,24 +54,26 @@ class LogTail:
         self.blocks = blocks
 
     def add(self, changes: Iterable[ResidencyDelta]) -> None:
-        """One entry more."""
+        """Count one more entry with these changes."""
         self.entries += 1
         self.blocks += sum(len(change.added) + len(change.removed) for change in changes)
 
     def clear(self) -> None:
+        """Reset the size to nothing, as after a new checkpoint."""
         self.entries = self.blocks = 0
 
     @property
     def weight_blocks(self) -> int:
+        """Cost of the tail, in hashes."""
         return self.blocks + ENTRY_BLOCKS * self.entries
 
     def is_long(self, held_blocks: int) -> bool:
-        """Whether the next checkpoint is due, of a worker that holds `held_blocks`."""
+        """Return whether a worker that holds `held_blocks` is due for its next checkpoint."""
         return self.weight_blocks >= max(TAIL_BLOCKS, held_blocks // TAIL_SHARE)
 
 
 def pack_places(places: Mapping[Place, Hashes]) -> dict[Place, bytes]:
-    """Return the hashes of each place as they are stored."""
+    """Return the hashes of each place in their stored form."""
     return {place: hashes_to_bytes(hashes) for place, hashes in places.items()}
 
 
@@ -78,6 +83,7 @@ def checkpoint_commands(
     """Yield the commands that write a checkpoint.
 
     Args:
+        checkpoint: The checkpoint.
         packed: Its places, as `pack_places` returned them.
         stored: The texts of the places of the checkpoint that it replaces.
     """
@@ -91,9 +97,11 @@ def checkpoint_commands(
 
 
 class StoredPlace(msgspec.Struct, frozen=True):
-    """One place of a checkpoint: its number of blocks, and the checksum of its hashes as they are stored."""
+    """One place of a checkpoint, as `meta` describes it."""
 
+    # The number of its blocks.
     blocks: int
+    # The checksum of its hashes in their stored form.
     checksum: bytes
 
 
@@ -109,14 +117,14 @@ def parse_places(text: bytes) -> dict[str, StoredPlace]:
     """Return the stored places by their texts. Raises ValueError for a value that `places_text` never writes."""
     places = {}
     for part in text.decode("ascii").split(" ") if text else ():
-        place, blocks, found = part.rsplit("=", 2)
+        place, blocks, digest = part.rsplit("=", 2)
         keys.parse_place(place)
-        places[place] = StoredPlace(keys.parse_number(blocks.encode()), found.encode())
+        places[place] = StoredPlace(keys.parse_number(blocks.encode()), digest.encode())
     return places
 
 
 def parse_residents(key: str, value: Any, place: StoredPlace) -> Hashes:
-    """Return the hashes stored at `key`. place: their expected number and checksum. Raises StoredValueError."""
+    """Return the hashes stored at `key`. Raises StoredValueError if number or checksum differ from those of `place`."""
     blocks = place.blocks
     if value is None and not blocks:
         return np.empty(0, np.uint64)
@@ -129,17 +137,18 @@ def parse_residents(key: str, value: Any, place: StoredPlace) -> Hashes:
 
 
 def apply_changes(base: Mapping[Place, Hashes], changes: Iterable[ResidencyDelta]) -> dict[Place, Hashes]:
-    """What is held at each place after the changes, which are in order."""
+    """Return the hashes at each place after the changes, which are in order."""
     by_place: dict[Place, list[ResidencyDelta]] = {}
     for change in changes:
         by_place.setdefault(change.place, []).append(change)
-    found = dict(base)
+    held = dict(base)
     for place, parts in by_place.items():
-        found[place] = _changed(base.get(place, np.empty(0, np.uint64)), parts)
-    return found
+        held[place] = _changed(base.get(place, np.empty(0, np.uint64)), parts)
+    return held
 
 
 def _changed(base: Hashes, changes: Sequence[ResidencyDelta]) -> Hashes:
+    """Return the hashes of one place after its changes, which are in order."""
     parts = [part for change in changes for part in (change.removed, change.added)]
     arrivals = np.repeat(np.tile([False, True], len(changes)), [len(part) for part in parts])
     hashes = np.concatenate(parts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a commit is, when it applies, and the Redis commands it becomes. Pure."""
+"""The form of a commit, the conditions under which it applies, and the Redis commands that it becomes. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvrouter.router.index.store.log_entry import decode_text, encode_text
 
 T = TypeVar("T")
 
-# The fields of `meta` that a transaction reads, as `Head.of` takes them.
+# The fields of `meta` that a transaction reads, in the order in which `Head.of` takes them.
 HEAD_FIELDS = (
     keys.META_EPOCH,
     keys.META_SEQ,
@@ -32,42 +32,46 @@ HEAD_FIELDS = (
     keys.META_UNREADABLE,
 )
 
-# No log has more entries after a checkpoint: some thousand are usual, and the largest log has millions.
+# More entries after a checkpoint than any log has: some thousand are usual, and the largest log has millions.
 MAX_TAIL_ENTRIES = 2**32
 
-# Before the first entry of every log.
+# The position before the first entry of every log.
 NO_LOG_ID = "0-0"
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """The effect of batches first_seq..last_seq of one worker's epoch.
-
-    copies: (place, block hash, number of copies): 2 or more is stored, less deletes. meta: further fields of `meta` to
-    set, none of keys.META_FIELDS."""
+    """The effect of the batches first_seq..last_seq of one worker's epoch."""
 
     worker: WorkerKey
     epoch: str
     first_seq: int
     last_seq: int
     changes: list[ResidencyDelta] = []
+    # (place, block hash, number of copies): 2 or more is stored, fewer deletes the number.
     copies: list[tuple[Place, int, int]] = []
+    # Further fields of `meta` to set, none of `keys.META_FIELDS`.
     meta: dict[str, bytes] = {}
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """One taking of a worker's lease. `number` is a fencing token: no two takings of one process have the same, also
-    when the store lost its data in between, and no later one has a lower."""
+    """One acquisition of a worker's lease.
 
+    `number` is a fencing token: no two acquisitions by one process have the same number, even if the store lost its
+    data in between, and no later acquisition has a lower number.
+    """
+
+    # The router process that acquired the lease.
     token: str
     number: int
 
     @property
     def value(self) -> bytes:
+        """The lease in its stored form."""
         return f"{self.token}:{self.number}".encode()
 
     @staticmethod
     def token_of(value: bytes) -> str | None:
-        """Who has the lease; None for what no router writes: such a lease has no owner."""
+        """Return the token of the lease's holder. A value that no router writes has no holder: return None."""
         token, _, number = value.rpartition(b":")
         try:
             keys.parse_number(number)
@@ -77,41 +81,42 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class CommitOutcome(Enum):
-    """APPLIED changed the store; the others changed nothing.
-
-    FENCED: the lease ended, or was taken again. STALE: another epoch is current, or the seqs do not continue the
-    committed ones: replayed, or the store lost its last second in a crash. `load` shows where the store is. A commit
-    that is sent again because its connection was lost is STALE when the first one had been applied."""
+    """The result of a write: APPLIED changed the store, every other outcome left it unchanged."""
 
     APPLIED = "applied"
+    # The lease ended, or was taken again.
     FENCED = "fenced"
+    # Another epoch is current, or the seqs do not continue the committed ones: they were replayed, or the store lost
+    # its last second in a crash. `IndexStore.load` shows where the store is. A commit that is sent again because its
+    # connection was lost is STALE if the first one had been applied.
     STALE = "stale"
 
 
 class WorkerImage(msgspec.Struct, frozen=True):
-    """What the store holds of one worker. epoch None: no epoch was ever opened; seq None: none committed in this epoch.
-
-    Following the log from (log_id, commits) continues this image. tail_entries, tail_blocks: what of it was read from
-    the log, behind the checkpoint."""
+    """The state of one worker in the store. Following the log from (log_id, commits) continues this image."""
 
     worker: WorkerKey
+    # The current epoch, None if no epoch was ever opened.
     epoch: str | None
+    # The last seq that was committed in this epoch, None if none was.
     seq: int | None
     meta: dict[str, bytes]
+    # The id and the number of the last log entry that is part of the image.
     log_id: str
     commits: int
     places: dict[Place, Hashes]
+    # The entries and transitions that were read from the log, behind the checkpoint.
     tail_entries: int = 0
     tail_blocks: int = 0
 
     @classmethod
     def empty(cls, worker: WorkerKey) -> WorkerImage:
-        """Of a worker of which nothing is known."""
+        """Return the image of a worker of which nothing is known."""
         return cls(worker, None, None, {}, NO_LOG_ID, 0, {})
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What a transaction must know before it writes."""
+    """The fields of a worker's `meta` that a transaction must know before it writes."""
 
     epoch: str | None
     seq: int | None
@@ -121,10 +126,10 @@ class Head(msgspec.Struct, frozen=True):
     lease: int
     # The number of the last log entry that the checkpoint contains.
     checkpoint: int
-    # `places` as it is stored.
+    # `places` in its stored form.
     places_text: bytes
-    # The first field that cannot be read and counts as absent; None: all can be read. Nothing but a new epoch may be
-    # written over it.
+    # The first field that cannot be read and counts as absent, None if all can be read. Only a new epoch may be written
+    # over such a field.
     problem: StoredValueError | None = None
 
     @classmethod
@@ -140,7 +145,10 @@ class Head(msgspec.Struct, frozen=True):
         sum_: bytes | None,
         unreadable: bytes | None = None,
     ) -> Head:
-        """Read the fields of `meta` at `key`. unreadable: why a router cannot read the worker's values."""
+        """Parse the fields of `meta` at `key`.
+
+        The field `unreadable` is the reason why a router cannot read the worker's values.
+        """
         problem: StoredValueError | None = None
 
         def read(field: str, value: bytes | None, parse: Callable[[bytes], T], absent: T) -> T:
@@ -170,12 +178,12 @@ class Head(msgspec.Struct, frozen=True):
 
     @property
     def written(self) -> tuple[str | None, int | None]:
-        """(epoch, seq) that was committed last. What cannot be read is nothing to go on from."""
+        """The (epoch, seq) committed last; (None, None) if the head cannot be read, so that nothing continues it."""
         return (self.epoch, self.seq) if self.problem is None else (None, None)
 
     @property
     def hides_keys(self) -> bool:
-        """Whether it cannot be said which keys the epoch has."""
+        """Whether the head does not show which keys the epoch has."""
         return self.problem is not None and self.problem.field in (keys.META_EPOCH, keys.META_PLACES)
 
 
@@ -200,7 +208,7 @@ def head_fields(epoch: str, seq: int | None, commits: int, checkpoint: int, plac
 
 
 def next_fields(head: Head, seq: int | None) -> dict[str, bytes]:
-    """Return the fields of `head` that one more log entry changes. seq: the last committed seq from then on."""
+    """Return the fields of `head` that one more log entry changes, where `seq` is then the last committed seq."""
     fields = head_fields(head.epoch or "", seq, head.commits + 1, head.checkpoint, head.places_text)
     return {name: value for name, value in fields.items() if name not in _SET_BY_CHECKPOINTS}
 
@@ -209,30 +217,35 @@ _SET_BY_CHECKPOINTS = frozenset({keys.META_EPOCH, keys.META_PLACES, keys.META_CH
 
 
 def continues(commit: Commit, seq: int | None) -> bool:
-    """Whether the commit's seqs follow `seq`; None: it is the first of its epoch, which may start anywhere.
+    """Return whether the commit's seqs follow `seq`, the last committed one.
 
-    A hole would mean that the store lost commits, so that it still holds blocks long gone."""
+    With None, the commit is the first of its epoch, which may start anywhere. A hole would mean that the store lost
+    commits, so that it still holds blocks long gone.
+    """
     return seq is None or commit.first_seq == seq + 1
 
 
 def checked_meta(meta: dict[str, bytes] | None) -> dict[str, bytes]:
+    """Return `meta`, or an empty dict for None. Raises ValueError if it sets fields of the store."""
     if taken := keys.META_FIELDS & set(meta or ()):
         raise ValueError(f"meta fields {sorted(taken)} are the store's own; name yours differently")
     return meta or {}
 
 
 def epoch_keys(worker: WorkerKey, head: Head) -> list[str]:
-    """All keys of the current epoch; a name that no key has costs nothing to UNLINK."""
+    """Return all keys of the current epoch; a name without a key costs nothing to UNLINK."""
     epoch = head.epoch or ""
     residents = [keys.residents(worker, epoch, keys.parse_place(text)) for text in head.places]
     return [*residents, keys.copies(worker, epoch)]
 
 
 def unlink_all(worker: WorkerKey, head: Head) -> bytes:
+    """Return the command that unlinks all keys of the worker, the lease included."""
     return command("UNLINK", keys.meta(worker), keys.log(worker), keys.lease(worker), *epoch_keys(worker, head))
 
 
 def copies_commands(commit: Commit) -> Iterable[bytes]:
+    """Yield the commands that write the commit's numbers of copies."""
     kept: list[bytes] = []
     dropped: list[bytes] = []
     for place, block_hash, count in commit.copies:
@@ -256,11 +269,12 @@ def copies_value(field: bytes, count: int) -> bytes:
 
 def parse_copies_value(field: bytes, value: bytes) -> int:
     """Return the number of copies. Raises ValueError for a value that `copies_value` never writes."""
-    number, _, found = value.partition(b" ")
-    if found != checksum(field, number):
+    number, _, digest = value.partition(b" ")
+    if digest != checksum(field, number):
         raise ValueError(f"the checksum of {value!r} is wrong")
     return keys.parse_number(number)
 
 
 def hset(key: str, fields: dict[str, bytes]) -> bytes:
+    """Return the command that sets these fields of a HASH."""
     return command("HSET", key, *(part for name, value in fields.items() for part in (encode_text(name), value)))

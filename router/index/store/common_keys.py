@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacement of keys common to all routers and workers that have another type than routers write.
+"""Replacement of the common keys of all routers and workers that have another type than routers write.
 
-Such a key holds nothing of ours and refuses every command, so a router could neither start nor be heard. The registered
-workers survive, because each model's registrations have a key of their own.
+Such a key holds nothing of ours and refuses every command, so a router could neither start nor report itself. The
+registered workers survive, because each model's registrations have a key of their own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class CommonKeys:
     async def replace_foreign(self, known_models: Iterable[str]) -> list[str]:
         """Drop the keys of another type, and return their names.
 
-        known_models: names that are written again, beside the models whose registrations are found."""
+        Args:
+            known_models: Models that are written again, beside those whose registrations are found.
+        """
         if not await self._is_foreign(*PROBES):
             return []
         foreign = [key for key in PROBES if await self._is_foreign(key)]

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every Redis key of the index, and the text forms used inside its values.
 
-They begin with the number of their schema, `kvr:3:`, so that routers of two schemas share a Redis during an upgrade and
-neither reads what the other wrote (ADR 42). Only `kvr:schemas` is common to all.
+Keys begin with the number of their schema, `kvr:3:`, so that routers of two schemas can share a Redis during an upgrade
+and neither reads the keys of the other (ADR 42). Only `kvr:schemas` is common to all schemas.
 
 All keys of one worker share the hash tag `{model/worker_id}` (`{model/worker_id@3}` for dp_rank 3), so that one
-commit is one transaction on one node of a cluster. Names come from users and from the wire: each is percent-quoted,
-so that no brace, colon, slash or newline in a name can reach another worker's keys.
+commit is one transaction on one node of a cluster. Names come from users and from the wire. Each name is
+percent-quoted, so that no brace, colon, slash or newline in it can reach another worker's keys.
 
 | key | type | content |
 |---|---|---|
 | `kvr:schemas` | HASH | number of each schema that this Redis holds -> version of the router that wrote it first |
 | `kvr:3:models` | SET | the quoted names of the models that have workers |
-| `kvr:3:registrations` | STRING | number of changes ever made to the registry: says whether to read it again |
+| `kvr:3:registrations` | STRING | number of changes ever made to the registry, which shows whether to read it again |
 | `kvr:3:routers` | HASH | token of each router process -> its heartbeat (`heartbeat.py`) |
-| `kvr:3:router:TOKEN` | STRING | how often that router process renewed this, its lease; expires |
-| `kvr:3:adopted` | HASH | worker's tag -> its registration in the former schema, when it was taken over (`schemas.py`) |
-| `kvr:3:claims` | HASH | token of each router process -> the workers that its sources show it (`fleet.py`) |
-| `kvr:3:loads` | STREAM | what router processes have in flight (`load/messages.py`); trimmed |
+| `kvr:3:router:TOKEN` | STRING | lease of that router process: the number of its renewals; expires |
+| `kvr:3:adopted` | HASH | worker's tag -> its registration in the former schema at its adoption (`schemas.py`) |
+| `kvr:3:claims` | HASH | token of each router process -> the workers that its sources show it (`router_peers.py`) |
+| `kvr:3:loads` | STREAM | load that router processes have in flight (`load_messages.py`); trimmed |
 | `kvr:3:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
-| `kvr:3:{tag}:meta` | HASH | `META_FIELDS` and what the owner adds |
+| `kvr:3:{tag}:meta` | HASH | `META_FIELDS` and the fields that the owner adds |
 | `kvr:3:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | STRING | 8-byte big-endian block hashes resident there at the checkpoint |
 | `kvr:3:{tag}:EPOCH:copies` | HASH | place text + 8 bytes -> number of copies, only 2 or more, with its checksum |
 | `kvr:3:{tag}:log` | STREAM | one entry a commit, with its checksum; trimmed, never behind the checkpoint |
@@ -34,8 +34,8 @@ from urllib.parse import quote, unquote
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.model.workers.worker_spec import MAX_DP_RANK
 
-# Rises when a router of an earlier number would misread, or write away, a part of what routers of this one write: another
-# form, another meaning, or a field that says how a worker is judged. tests/golden/schema.json has the forms.
+# The number rises when a router of an earlier schema would misread or overwrite values of this one: for another form,
+# another meaning, or a field that decides how a worker is judged. tests/golden/schema.json has the forms.
 SCHEMA = 3
 PREFIX = f"kvr:{SCHEMA}:"
 # The schema before this one; its registrations are taken over.
@@ -45,7 +45,8 @@ FORMER_REGISTRATIONS = f"{FORMER_PREFIX}registrations"
 
 SCHEMAS = "kvr:schemas"
 ADOPTED = f"{PREFIX}adopted"
-ADOPTED_VERSION = "version"  # the former registry's, up to which it is taken over; no tag is like it
+# The field with the version up to which the former registry was adopted; no tag is equal to it.
+ADOPTED_VERSION = "version"
 MODELS = f"{PREFIX}models"
 REGISTRATIONS = f"{PREFIX}registrations"
 ROUTERS = f"{PREFIX}routers"
@@ -57,13 +58,11 @@ LOADS_MESSAGE = "m"
 META_EPOCH = "epoch"  # the current epoch's name
 META_SEQ = "seq"  # last committed seq of the epoch; absent before its first commit
 META_COMMITS = "commits"  # number of log entries ever written for this worker; each entry carries its number
-META_PLACES = (
-    "places"  # the places of the checkpoint, quoted, with blocks and checksum: what to UNLINK when it is voided
-)
+META_PLACES = "places"  # places of the checkpoint, quoted, with blocks and checksum: keys to UNLINK when it is voided
 META_CHECKPOINT = "checkpoint"  # number of the last log entry whose changes the checkpoint has
 META_SUM = "sum"  # checksum of epoch, seq, commits, places and checkpoint
-META_LEASE = "lease"  # number of the last lease on this worker: each taking has a higher one
-META_UNREADABLE = "unreadable"  # set by a router that cannot read what is stored: its owner then opens a new epoch
+META_LEASE = "lease"  # number of the last lease on this worker: each acquisition has a higher one
+META_UNREADABLE = "unreadable"  # why a router cannot read the stored values: the owner then opens a new epoch
 META_FIELDS = frozenset(
     {
         META_EPOCH,
@@ -77,7 +76,7 @@ META_FIELDS = frozenset(
     }
 )
 
-# A number that we write: counts, and seqs, of which an engine can send any of 64 bits.
+# A number as routers write it: a count, or a seq, which can be any number of 64 bits that an engine sends.
 _NUMBER = re.compile(rb"[0-9]{1,20}")
 _UINT64_MAX = 2**64 - 1
 
@@ -92,42 +91,48 @@ def _unquoted(text: str) -> str:
 
 
 def worker_tag(worker: WorkerKey) -> str:
-    """The hash tag of all keys of `worker`, with its braces."""
+    """Return the hash tag of all keys of `worker`, with its braces."""
     rank = f"@{worker.dp_rank}" if worker.dp_rank else ""
     return f"{{{_quoted(worker.model)}/{_quoted(worker.worker_id)}{rank}}}"
 
 
 def meta(worker: WorkerKey) -> str:
+    """Return the key of the worker's `meta`."""
     return f"{PREFIX}{worker_tag(worker)}:meta"
 
 
 def log(worker: WorkerKey) -> str:
+    """Return the key of the worker's log."""
     return f"{PREFIX}{worker_tag(worker)}:log"
 
 
 def lease(worker: WorkerKey) -> str:
+    """Return the key of the worker's lease."""
     return f"{PREFIX}{worker_tag(worker)}:lease"
 
 
 def router_lease(token: str) -> str:
+    """Return the key of a router process's lease."""
     return f"{PREFIX}router:{_quoted(token)}"
 
 
 def copies(worker: WorkerKey, epoch: str) -> str:
+    """Return the key of the numbers of copies in `epoch`."""
     return f"{PREFIX}{worker_tag(worker)}:{_quoted(epoch)}:copies"
 
 
 def of_epochs(worker: WorkerKey) -> str:
-    """The pattern of the keys of all epochs of `worker`: those of no epoch have one part less."""
+    """Return the pattern of the keys of all epochs of `worker`. Its other keys have one part fewer."""
     return f"{PREFIX}{worker_tag(worker)}:*:*"
 
 
 def residents(worker: WorkerKey, epoch: str, place: Place) -> str:
-    """The block hashes that `worker` held at `place` of `epoch` at its checkpoint."""
+    """Return the key of the block hashes that `worker` held at `place` of `epoch` at its checkpoint."""
     return f"{PREFIX}{worker_tag(worker)}:{_quoted(epoch)}:{place_text(place)}"
 
 
 def registry(model: str, prefix: str = PREFIX) -> str:
+    """Return the key of a model's registrations, in the schema of `prefix`."""
     return f"{prefix}{{{_quoted(model)}}}:workers"
 
 
@@ -147,23 +152,27 @@ def is_model_member(member: bytes) -> bool:
 
 
 def models(prefix: str = PREFIX) -> str:
+    """Return the key of the models that have workers, in the schema of `prefix`."""
     return f"{prefix}models"
 
 
 def model_member(model: str) -> str:
-    """The member of `models` that stands for `model`."""
+    """Return the member of `models` that stands for `model`."""
     return _quoted(model)
 
 
 def parse_number(data: bytes) -> int:
-    """A number of 0 or more as we write it. Raises ValueError: `int` would also take spaces, signs and `1_0`."""
+    """Return a number of 0 or more from its stored form.
+
+    Raises ValueError for any other text; `int` alone would also take spaces, signs and `1_0`.
+    """
     if _NUMBER.fullmatch(data) is None or (number := int(data)) > _UINT64_MAX:
         raise ValueError(f"{data!r} is no number")
     return number
 
 
 def parse_model_member(member: bytes) -> str:
-    """Raises ValueError for what `model_member` never writes."""
+    """Return the model of a member of `models`. Raises ValueError for values that `model_member` never writes."""
     model = _unquoted(member.decode("ascii"))
     if model_member(model) != member.decode("ascii"):
         raise ValueError(f"{member!r} names no model")
@@ -171,11 +180,12 @@ def parse_model_member(member: bytes) -> str:
 
 
 def registry_field(worker: WorkerKey) -> str:
+    """Return the field of `registry` that stands for `worker`."""
     return f"{_quoted(worker.worker_id)}@{worker.dp_rank}"
 
 
 def parse_registry_field(model: str, field: bytes) -> WorkerKey:
-    """Raises ValueError for what `registry_field` never writes."""
+    """Return the worker of a field of `registry`. Raises ValueError for values that `registry_field` never writes."""
     worker_id, _, rank = field.decode("ascii").rpartition("@")
     worker = WorkerKey(model, _unquoted(worker_id), parse_number(rank.encode()))
     if registry_field(worker) != field.decode("ascii") or worker.dp_rank > MAX_DP_RANK:
@@ -184,14 +194,14 @@ def parse_registry_field(model: str, field: bytes) -> WorkerKey:
 
 
 def place_text(place: Place) -> str:
-    """`Place.text` with medium and owner quoted: the same for ordinary names, unambiguous for all."""
+    """Return `Place.text` with medium and owner quoted: the same for ordinary names, unambiguous for all."""
     group = "-" if place.group_idx is None else str(place.group_idx)
     owner = "" if place.ownership is None else f":{_quoted(place.ownership)}"
     return f"g{group}:{_quoted(place.medium)}{owner}"
 
 
 def parse_place(text: str) -> Place:
-    """The place that `place_text` wrote as `text`. Raises ValueError for what it never writes."""
+    """Return the place that `place_text` wrote as `text`. Raises ValueError for texts that it never writes."""
     group, medium, *owner = text.split(":")
     place = Place(
         None if group == "g-" else parse_number(group[1:].encode()),
@@ -204,8 +214,10 @@ def parse_place(text: str) -> Place:
 
 
 def copies_field(place: Place, block_hash: int) -> bytes:
+    """Return the field of `copies` that stands for a block at a place."""
     return place_text(place).encode("ascii") + block_hash.to_bytes(8, "big")
 
 
 def parse_copies_field(field: bytes) -> tuple[Place, int]:
+    """Return the place and the block hash of a field of `copies`. Raises ValueError."""
     return parse_place(field[:-8].decode("ascii")), int.from_bytes(field[-8:], "big")

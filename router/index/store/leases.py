@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may write a worker: leases with numbers that only grow, each valid as long as nobody takes it. Another process
-may once the holder's router has no lease of its own, which expires."""
+"""Leases on workers: the right to write a worker, which one router process has at a time.
+
+The numbers of a worker's leases only grow. A lease stays valid until another process takes it. Another process may take
+it once the holder's router has no lease of its own, which expires.
+"""
 
 from __future__ import annotations
 
@@ -18,68 +21,87 @@ from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.commit import HEAD_FIELDS, Head, Lease, hset
 from kvrouter.router.index.store.transactions import Transactions
 
-# GET, HMGET.
+# The replies to GET and HMGET.
 _REPLIES_PER_LOOK = 2
-# Workers looked at with one request: about half a millisecond of work when the reply comes.
+# Workers whose leases are read with one request: about half a millisecond of work when the reply comes.
 LOOKS_PER_REQUEST = 128
 
 
 class LeaseLook(msgspec.Struct, frozen=True, eq=False):
-    """The request that reads who has a worker's lease, and the head of its `meta`; made once. key: routes it."""
+    """The prepared request that reads the holder of a worker's lease and the head of its `meta`."""
 
+    # The key that decides which server gets the request.
     key: str
     request: bytes
 
     @classmethod
     def of(cls, worker: WorkerKey) -> LeaseLook:
+        """Prepare the request for a worker."""
         meta = keys.meta(worker)
         return cls(meta, command("GET", keys.lease(worker)) + command("HMGET", meta, *HEAD_FIELDS))
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What a look found. fields: of `meta`, as `Head.of` takes them."""
+    """The answer to a look."""
 
+    # The value of the worker's lease, None if nobody has it.
     holder: bytes | None
+    # The fields of `meta`, as `Head.of` takes them.
     fields: list[bytes | None]
 
 
 class Leases:
-    """Raises StoreUnavailable and StoreError."""
+    """The leases of one store. The methods raise StoreUnavailable and StoreError."""
 
     def __init__(self, transactions: Transactions) -> None:
         self._transactions = transactions
 
-    # -- of a router
+    # -- leases of routers
 
     async def renew(self, token: str, count: int, ttl_s: float) -> int | None:
-        """The lease of router `token` lasts ttl_s from now. Returns the count of its last renewal; None: it had ended,
-        or the store lost it."""
+        """Renew the lease of router `token`, and return the count that its last renewal wrote.
+
+        Return None if the lease had ended or the store lost it.
+
+        Args:
+            token: The router process.
+            count: The count of this renewal.
+            ttl_s: How long the lease lasts from now on.
+        """
         key = keys.router_lease(token)
         orders = command("GET", key) + command("SET", key, count, "PX", _milliseconds(ttl_s))
         try:
-            before, _ = await self._transactions.servers.on(key, lambda one: one.run(orders, 2), urgent=True)
+            before, _ = await self._transactions.servers.on(
+                key, lambda connection: connection.run(orders, 2), urgent=True
+            )
             return None if before is None else keys.parse_number(before)
         except ReplyError as error:
             if error.code != "WRONGTYPE":
                 raise
         except ValueError:
             pass
-        # Another program's value, which the SET replaced.
+        # The value was another program's, and the SET replaced it.
         return None
 
     async def _lives(self, token: str) -> bool:
-        # PTTL is negative where there is no key, and for one that never ends, which no router writes.
+        """Return whether the router of this token has a lease."""
+        # PTTL is negative if there is no key, and for a key that never expires, which no router writes.
         key = keys.router_lease(token)
         return int(await self._transactions.reply(key, command("PTTL", key))) > 0
 
-    # -- of a worker
+    # -- leases of workers
 
     async def take(self, worker: WorkerKey, token: str, *, above: int = 0) -> tuple[Lease, Head] | None:
-        """A new lease, in place of an older one of the same token or of a router without a lease, and the head of
-        `meta` before it. None: another router has one.
+        """Take the lease of `worker`; return it and the head of `meta` before it, or None if another router has it.
 
-        above: the highest number that this process had. A number of above + 1 says that nobody else had the lease
-        since, or that the store lost who had."""
+        The new lease replaces an older one of the same token or of a router without a lease.
+
+        Args:
+            worker: The worker.
+            token: The router process that takes the lease.
+            above: The highest number that this process had. If the new lease has the number above + 1, no other process
+                had the lease since, or the store lost the number of the one that had it.
+        """
         taken: tuple[Lease, Head] | None = None
         other: bytes | None = None
 
@@ -95,7 +117,7 @@ class Leases:
                 hset(keys.meta(worker), {keys.META_LEASE: b"%d" % lease.number}),
             ]
 
-        # The second time, in place of what the first found: who has it now began after the look at its router.
+        # Retry once: the holder may have been replaced by a router that started after we checked it.
         for _ in range(2):
             if await self._transactions.run(worker, write) is None:
                 return taken
@@ -104,38 +126,40 @@ class Leases:
         return None
 
     async def confirm(self, worker: WorkerKey, lease: Lease) -> Head | None:
-        """What the store holds of the worker. None: the lease was lost."""
+        """Return the head of the worker's `meta`, or None if the lease was lost."""
         return await self._if_leased(worker, lease)
 
     async def look(self, looks: Sequence[LeaseLook]) -> list[Seen | StoreError | None]:
-        """What the store holds of many workers, with few requests, in their order. None: the server refused a part of a
-        request, whosever it was."""
+        """Send many looks with few requests, and return the answers in the order of `looks`.
+
+        None stands for a look whose request the server refused in part, possibly because of another worker.
+        """
         servers: dict[object, list[int]] = {}
-        for at, one in enumerate(looks):
-            servers.setdefault(self._transactions.servers.address_of(one.key), []).append(at)
+        for index, look in enumerate(looks):
+            servers.setdefault(self._transactions.servers.address_of(look.key), []).append(index)
         parts = [
-            ats[first : first + LOOKS_PER_REQUEST]
-            for ats in servers.values()
-            for first in range(0, len(ats), LOOKS_PER_REQUEST)
+            indices[first : first + LOOKS_PER_REQUEST]
+            for indices in servers.values()
+            for first in range(0, len(indices), LOOKS_PER_REQUEST)
         ]
-        found: list[Seen | StoreError | None] = [None] * len(looks)
+        answers: list[Seen | StoreError | None] = [None] * len(looks)
 
         async def read(part: list[int]) -> None:
             try:
-                replies = await self._read([looks[at] for at in part])
+                replies = await self._read([looks[index] for index in part])
             except StoreError as error:
-                for at in part:
-                    found[at] = error
+                for index in part:
+                    answers[index] = error
                 return
-            for at, holder, fields in zip(part, replies[::2], replies[1::2], strict=False):
-                found[at] = Seen(holder, fields)
+            for index, holder, fields in zip(part, replies[::2], replies[1::2], strict=False):
+                answers[index] = Seen(holder, fields)
 
         await asyncio.gather(*map(read, parts))
-        return found
+        return answers
 
     async def _read(self, looks: list[LeaseLook]) -> list[Any]:
-        """Empty: the server refused a part of it."""
-        request = b"".join([one.request for one in looks])
+        """Return the replies of one server, or none if the server refused a part of the request."""
+        request = b"".join([look.request for look in looks])
 
         async def work(connection: Connection) -> list[Any]:
             return await connection.run(request, _REPLIES_PER_LOOK * len(looks))
@@ -143,23 +167,25 @@ class Leases:
         try:
             return await self._transactions.servers.on(looks[0].key, work, urgent=True)
         except ReplyError:
-            # Of one of many. Whose it is, and what it means, shows when each is looked at by itself.
+            # The error is one of many replies. The worker that it belongs to, and its meaning, show when each worker is
+            # read alone.
             return []
 
     async def release(self, worker: WorkerKey, lease: Lease) -> bool:
-        """Gives the lease back, if it still counts."""
+        """Give the lease back, and return whether it still counted."""
         return await self._if_leased(worker, lease, command("DEL", keys.lease(worker))) is not None
 
     async def _if_leased(self, worker: WorkerKey, lease: Lease, *orders: bytes) -> Head | None:
-        seen: Head | None = None
+        """Execute `orders` if `lease` counts; return the head of `meta` before them, or None if it does not count."""
+        leased: Head | None = None
 
         def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
-            nonlocal seen
-            seen = head if holder == lease.value else None
-            return list(orders) if orders and seen is not None else False
+            nonlocal leased
+            leased = head if holder == lease.value else None
+            return list(orders) if orders and leased is not None else False
 
         done = await self._transactions.run(worker, write)
-        return seen if done is None or not orders else None
+        return leased if done is None or not orders else None
 
 
 def _milliseconds(seconds: float) -> int:

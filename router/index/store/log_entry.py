@@ -3,9 +3,9 @@
 
 Fields of the stream entry: `kind` (commit, epoch, note), `commit` (its number, rising by one with each entry of the
 worker), `epoch`, `first`, `last` (seq range; of a commit only), `changes` and `meta` (msgpack; absent when empty).
-`changes` is a list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian each. The last
-field, `sum`, is the checksum of the log's key and of all fields before it, so an entry that was damaged in the store is
-rejected.
+`changes` is a list of [place text, added hashes, removed hashes], with each hash packed as 8 bytes, big-endian. The
+last field, `sum`, is the checksum of the log's key and of all fields before it, so that an entry that was damaged in
+the store is rejected.
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ from kvrouter.router.index.store import keys
 
 
 class EntryKind(Enum):
+    """The kind of a log entry."""
+
     COMMIT = b"commit"  # changes on top of what was there
     EPOCH = b"epoch"  # a new epoch: drop everything
     NOTE = b"note"  # only meta changed
 
 
 class LogEntry(msgspec.Struct, frozen=True):
-    """One entry, as read. `id` is the stream's, `commit` its number; seqs are None in all but commits."""
+    """One entry, as read."""
 
     worker: WorkerKey
+    # The stream's id of the entry.
     id: str
+    # The number of the entry.
     commit: int
     epoch: str
+    # The seqs are None for all kinds but commits.
     first_seq: int | None
     last_seq: int | None
     opened_epoch: bool
@@ -47,11 +52,12 @@ _decode_meta = msgspec.msgpack.Decoder(dict[str, bytes]).decode
 
 
 def encode_text(text: str) -> bytes:
-    """Text that may hold lone surrogates (epochs come from the wire)."""
+    """Encode text that may hold lone surrogates, because epochs come from the wire."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def decode_text(data: bytes) -> str:
+    """Decode text that `encode_text` encoded. Raises ValueError."""
     return data.decode("utf-8", "surrogatepass")
 
 
@@ -67,7 +73,7 @@ def entry_fields(
     changes: list[ResidencyDelta] | None = None,
     meta: dict[str, bytes] | None = None,
 ) -> list[bytes]:
-    """Field, value, field, value ... of the entry, for XADD."""
+    """Return the names and values of the entry's fields in turn, as XADD takes them."""
     fields = [b"kind", kind.value, b"commit", b"%d" % commit, b"epoch", encode_text(epoch)]
     if seqs is not None:
         fields += [b"first", b"%d" % seqs[0], b"last", b"%d" % seqs[1]]
@@ -88,7 +94,10 @@ def _checksum(worker: WorkerKey, fields: list[bytes]) -> bytes:
 
 
 def parse_entry(worker: WorkerKey, entry_id: bytes, fields: list[bytes]) -> LogEntry:
-    """The entry as XREAD returned it. Raises ValueError, KeyError or msgspec.MsgspecError when it is none of ours."""
+    """Parse an entry as XREAD returned it.
+
+    Raises ValueError, KeyError or msgspec.MsgspecError for an entry that no router writes.
+    """
     if fields[-2:] != [_SUM, _checksum(worker, fields[:-2])]:
         raise ValueError("its checksum is wrong: it was changed where it is stored")
     values = dict(zip(fields[::2], fields[1::2], strict=True))

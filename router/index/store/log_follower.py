@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logs of many workers as one stream of typed items: each entry once, in its worker's order.
+"""The logs of many workers as one stream of typed items, each entry once and in its worker's order.
 
-One blocking XREAD over all logs of a single server. A cluster refuses XREAD over several slots, so there each worker
-has a connection of its own. Entries are numbered per worker without holes; whatever breaks the numbering (a trimmed
-log, a store that lost its last second, a worker dropped and registered again) ends in one Reload, never in a silent
-miss. The follower decides nothing and keeps no residency; while the store is away, routing goes on from the mirror.
+One blocking XREAD reads all logs of a single server. A cluster refuses an XREAD over several slots, so there each
+worker has a connection of its own. Entries are numbered per worker without holes. Anything that breaks the numbering (a
+trimmed log, a store that lost its last second, a worker dropped and registered again) ends in one `Reload`, never in a
+silent miss. The follower decides nothing and keeps no residency; while the store is away, routing continues from the
+mirror.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.commit import NO_LOG_ID, WorkerImage
 from kvrouter.router.index.store.log_entry import LogEntry, parse_entry
 
-# How long one XREAD waits for news. Only a bound on how long a dead connection can look idle; news arrives at once.
+# How long one XREAD waits for news. News arrives at once, so this only bounds how long a dead connection can look idle.
 BLOCK_S = 1.0
-# So much later there is no store to be heard: what other routers learned meanwhile is not known here, and must be said
-# within seconds. A command that is under way for longer than this, with all others waiting behind it, is as good as
-# silence.
+# A reply that is later than BLOCK_S by this much means that the store is lost. This router then misses the news of
+# other routers, which must be reported within seconds. A command that takes longer than this, with all others waiting
+# behind it, is as bad as silence.
 SILENT_S = 1.5
-# Entries of one log a read: bounds the memory of one reply (2,048 transitions are 16 KiB, 65,536 are 512 KiB), not the
-# rate.
+# Entries of one log in one read. This bounds the memory of a reply (2,048 transitions are 16 KiB, 65,536 are 512 KiB),
+# not the rate.
 ENTRIES_PER_READ = 16
-# Replies read ahead of the consumer; then the follower waits, and the log is the queue. A reply is no larger than the
-# logs that it reads (LOG_BYTES each in index/store.py), and usually far smaller.
+# Replies that are read ahead of the consumer; beyond that the follower waits, and the log is the queue. A reply is no
+# larger than the logs that it reads (LOG_BYTES each in `store.py`), and usually far smaller.
 READ_AHEAD = 4
-# What is followed from now on waits so long for more: a worker that this process is to follow itself is read here for a
-# moment only, and to read one more log takes another connection.
+# How long an added log waits for more logs before it is read. To read one more log takes another connection, and a
+# worker that this process is to follow itself is read here for a moment only.
 GATHER_S = 0.05
 # Pause before reconnecting: doubled from the first to the last, spread by half so that routers do not return in step.
 RETRY_FIRST_S = 0.05
@@ -46,21 +47,24 @@ RETRY_LAST_S = 2.0
 
 
 class Reload(msgspec.Struct, frozen=True):
-    """The log cannot be followed from where we were: load the worker and `add` it again; until then nothing comes."""
+    """A worker whose log cannot be followed from the present position.
+
+    No item of the worker comes until it is loaded and added again.
+    """
 
     worker: WorkerKey
     reason: str
 
 
 class StoreLost(msgspec.Struct, frozen=True):
-    """The store does not answer; we go on trying. Entries of these workers may be late from now on."""
+    """A store that does not answer, which the follower keeps trying. Entries of these workers may be late."""
 
     workers: tuple[WorkerKey, ...]
     reason: str
 
 
 class StoreBack(msgspec.Struct, frozen=True):
-    """The store answers again for these workers; what was missed follows, or a Reload."""
+    """A store that answers again for these workers. The entries that were missed follow, or a `Reload`."""
 
     workers: tuple[WorkerKey, ...]
 
@@ -69,7 +73,10 @@ FollowerItem = LogEntry | Reload | StoreLost | StoreBack
 
 
 class _Position:
-    """How far one worker's log was read. A new `add` makes a new one, which separates items of the old."""
+    """The position up to which one worker's log was read.
+
+    Each `add` makes a new position, which separates its items from those of an earlier one.
+    """
 
     def __init__(self, worker: WorkerKey, log_id: str, commits: int) -> None:
         self.worker = worker
@@ -77,7 +84,7 @@ class _Position:
         self.commits = commits
 
     def advance(self, entry_id: bytes, fields: list[bytes]) -> LogEntry | Reload:
-        """What the entry after this position means."""
+        """Move to the next entry and return it, or return a `Reload` if it does not continue the log."""
         try:
             entry = parse_entry(self.worker, entry_id, fields)
         except (ValueError, KeyError, msgspec.MsgspecError) as error:
@@ -104,7 +111,7 @@ class _Reader:
         self._positions: dict[str, _Position] = {}  # by the key of the log
         self._connection: Connection | None = None
         self._blocked = False
-        # Which logs are read, and what ends that for others that were added.
+        # The logs of the read under way, and the timer that ends it for logs that were added since.
         self._followed: dict[str, _Position] = {}
         self._gathering: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
@@ -120,10 +127,11 @@ class _Reader:
             self._gathering = asyncio.get_running_loop().call_later(GATHER_S, self._read_anew)
 
     def _read_anew(self) -> None:
+        """End the read under way if it lacks a log that was added."""
         self._gathering = None
         is_behind = any(self._followed.get(log) is not position for log, position in self._positions.items())
         if is_behind and self._blocked and self._connection is not None:
-            # The read under way does not know some log. Nothing is lost with it: positions move only with replies.
+            # Nothing is lost with the connection, because positions move only with replies.
             self._connection.close()
 
     def remove(self, worker: WorkerKey) -> None:
@@ -155,7 +163,7 @@ class _Reader:
                 await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, RETRY_LAST_S)
             except Exception:
-                # A defect of ours: positions have moved over entries that nobody was given.
+                # A defect of ours: positions have moved past entries that were not delivered.
                 self.runs = False
                 if self._connection is not None:
                     self._connection.close()
@@ -163,14 +171,14 @@ class _Reader:
                 raise
 
     async def _reload(self, positions: list[_Position], reason: str) -> None:
-        """Read these no further, as their logs cannot be continued."""
+        """Stop reading these logs, which cannot be continued, and report a `Reload` for each."""
         for position in positions:
             self._stop(position)
         if positions:
             await self._out.put([(position, Reload(position.worker, reason)) for position in positions])
 
     async def _follow(self) -> None:
-        """One read, connecting first where needed."""
+        """Read once, after connecting if needed."""
         self._blocked = False
         self._woken.clear()
         if not self._positions:
@@ -203,26 +211,28 @@ class _Reader:
             self._connection.close()
             return
         self._blocked = False
-        found: _Found = []
+        items: _Found = []
         for log, entries in streams or ():
-            found += self._advance(followed[log.decode("ascii")], entries)
-        if found:
-            await self._out.put(found)
+            items += self._advance(followed[log.decode("ascii")], entries)
+        if items:
+            await self._out.put(items)
 
     def _advance(self, position: _Position, entries: Iterable[tuple[bytes, list[bytes]]]) -> _Found:
-        found: _Found = []
+        items: _Found = []
         for entry_id, fields in entries:
             item = position.advance(entry_id, fields)
-            found.append((position, item))
+            items.append((position, item))
             if isinstance(item, Reload):
                 self._stop(position)
                 break
-        return found
+        return items
 
     async def _check_positions(self) -> None:
-        """Reloads workers of whom we read entries that the store has no more: after a crash, none newer may ever come.
+        """Reload the workers of which we read entries that the store no longer has.
 
-        Called when the connection stands: a store that restarts later breaks it, and is checked again."""
+        After a crash of the store, no newer entries may ever come. Call this when the connection stands. A store that
+        restarts later breaks the connection and is checked again.
+        """
         positions = list(self._positions.values())
         if not positions:
             return
@@ -231,13 +241,13 @@ class _Reader:
         except ReplyError as error:
             if error.code != "WRONGTYPE":
                 raise
-            # One at a time, to see whose it is.
+            # Read one at a time, to see which worker's key has another type.
             stored = []
             for position in positions:
                 try:
                     stored += await self._commits([position])
-                except ReplyError as one:
-                    stored.append(str(one).encode())
+                except ReplyError as refusal:
+                    stored.append(str(refusal).encode())
         for position, number in zip(positions, stored, strict=True):
             try:
                 commits = keys.parse_number(number or b"0")
@@ -253,10 +263,12 @@ class _Reader:
         return await self._servers.run(keys.meta(positions[0].worker), *requests)
 
     async def _stop_foreign(self, positions: list[_Position]) -> None:
-        """Reloads the workers whose log is none: one such refuses the read of all."""
+        """Reload the workers whose log is a key of another type, for which the server refuses the read of all logs."""
         requests = [command("TYPE", keys.log(position.worker)) for position in positions]
         kinds = await self._servers.run(keys.log(positions[0].worker), *requests)
-        foreign = [one for one, kind in zip(positions, kinds, strict=True) if kind not in (b"stream", b"none")]
+        foreign = [
+            position for position, kind in zip(positions, kinds, strict=True) if kind not in (b"stream", b"none")
+        ]
         await self._reload(foreign, "its log in the store is of a type that no router writes")
 
     def _stop(self, position: _Position) -> None:
@@ -269,9 +281,10 @@ class _Reader:
 
 
 class LogFollower:
-    """Follows the logs of the workers that were added; `async for` over it, or `next` for many items at once.
+    """A follower of the logs of all added workers: iterate with `async for`, or call `next` for many items at once.
 
-    Belongs to one event loop and one consumer. `rng` spreads reconnections."""
+    It belongs to one event loop and one consumer. `rng` spreads reconnections.
+    """
 
     def __init__(self, servers: Servers, *, supervisor: TaskSupervisor, rng: random.Random | None = None) -> None:
         self._servers = servers
@@ -283,7 +296,7 @@ class LogFollower:
         self._ready: list[FollowerItem] = []
 
     def add(self, worker: WorkerKey, log_id: str = NO_LOG_ID, commits: int = 0) -> None:
-        """Follows `worker` after entry (log_id, commits); by default from its first. Replaces an earlier add."""
+        """Follow `worker` after entry (log_id, commits), by default from its first. Replaces an earlier add."""
         position = self._positions[worker] = _Position(worker, log_id, commits)
         name = worker if self._servers.is_cluster else None
         reader = self._readers.get(name)
@@ -293,15 +306,15 @@ class LogFollower:
 
     @property
     def reading(self) -> bool:
-        """Whether what is added is read: not while a reader that failed waits to be started again."""
+        """Whether all added logs are read; false while a reader that failed waits to be started again."""
         return all(reader.runs for reader in self._readers.values())
 
     def add_image(self, image: WorkerImage) -> None:
-        """Follows on from a loaded image."""
+        """Follow a worker from its loaded image on."""
         self.add(image.worker, image.log_id, image.commits)
 
     async def remove(self, worker: WorkerKey) -> None:
-        """Follows `worker` no longer; no item of it comes after this."""
+        """Stop following `worker`; no item of it comes after this."""
         if self._positions.pop(worker, None) is None:
             return
         if self._servers.is_cluster:
@@ -310,13 +323,13 @@ class LogFollower:
             self._readers[None].remove(worker)
 
     async def next(self) -> list[FollowerItem]:
-        """Waits until there is at least one item; returns all that are there, in order for each worker."""
+        """Wait until there is at least one item, and return all that are there, in order for each worker."""
         while True:
-            found = [await self._out.get()]
+            batches = [await self._out.get()]
             while not self._out.empty():
-                found.append(self._out.get_nowait())
+                batches.append(self._out.get_nowait())
             items: list[FollowerItem] = []
-            for batch in found:
+            for batch in batches:
                 items += (item for position, item in batch if self._is_current(position))
             if items:
                 return items
@@ -333,7 +346,7 @@ class LogFollower:
         return self._ready.pop()
 
     async def close(self) -> None:
-        """Ends all reading."""
+        """End all reading."""
         await asyncio.gather(*(reader.close() for reader in self._readers.values()))
         self._readers.clear()
         self._positions.clear()

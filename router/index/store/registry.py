@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which workers are registered. What is read is decoded and checked, as other programs may have written there."""
+"""The registered workers.
+
+Values are decoded and checked when they are read, because other programs may have written there.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _decode = msgspec.json.Decoder(Registration).decode
 
 
 def decode(worker: WorkerKey, raw: bytes, prefix: str = keys.PREFIX) -> Registration:
-    """What is registered for `worker`, in the schema of `prefix`. Raises StoredValueError."""
+    """Return the registration of `worker`, in the schema of `prefix`. Raises StoredValueError."""
     try:
         registration = _decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -41,7 +44,7 @@ def decode(worker: WorkerKey, raw: bytes, prefix: str = keys.PREFIX) -> Registra
 
 
 def worker_of(raw: bytes) -> WorkerKey | None:
-    """Whom a registration is of; None: it is none."""
+    """Return the worker of a stored registration, or None if the value is no registration."""
     try:
         return _decode(raw).worker
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -49,7 +52,7 @@ def worker_of(raw: bytes) -> WorkerKey | None:
 
 
 def _problems(registration: Registration) -> Iterator[str | None]:
-    """What no router registers: it would be connected to, or be a size of the rule's tables."""
+    """Yield a problem, or None, for each value that the router would connect to or that sizes the hit rule's tables."""
     yield worker_id_problem(registration.worker.worker_id)
     for endpoint in (registration.events, registration.replay):
         yield endpoint and endpoint_problem(endpoint)
@@ -85,63 +88,67 @@ def _size_problem(size: int | None) -> str | None:
 
 
 class Registry:
-    """The registrations in Redis, as bytes. Raises StoreUnavailable and StoreError."""
+    """The registrations in Redis, as bytes. The methods raise StoreUnavailable and StoreError."""
 
     def __init__(self, transactions: Transactions) -> None:
         self._transactions = transactions
         self._servers = transactions.servers
 
     async def put(self, worker: WorkerKey, registration: bytes) -> int:
-        """Stores what was registered for `worker`, in place of what was there. Returns the version that has it."""
+        """Store the registration of `worker`, in place of an earlier one, and return the version that has it."""
         key = keys.registry(worker.model)
         *_, version = await self._servers.run_each(
             (key, command("HSET", key, keys.registry_field(worker), registration)),
             (keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model))),
-            # Last: whoever sees the new number sees the change.
+            # The number comes last, so that a router that sees the new number sees the change.
             (keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS)),
         )
         return int(version)
 
     async def version(self) -> int:
-        """Rises with each change of the registry. Lower than it was: the store lost what was written meanwhile, or it
-        is no number, which counts as lost."""
+        """Return the version of the registry, which rises with each change.
+
+        A lower version than before means that the store lost the changes made meanwhile. A value that is no number is
+        dropped and counts as lost.
+        """
         key = keys.REGISTRATIONS
         try:
             version = await self._transactions.reply(key, command("GET", key))
             return keys.parse_number(version or b"0")
         except (ValueError, StoredValueError) as error:
-            # INCR refuses it, and with that every registration.
+            # INCR refuses such a value, so no worker could be registered.
             await self._servers.run(key, command("DEL", key))
             log.warning("stored value dropped", extra={"key": key, "reason": str(error)})
             return 0
 
     async def restore(self, known: dict[WorkerKey, bytes], above: int) -> None:
-        """Writes back what the store lost; what is there stays. The version rises over `above`."""
+        """Write back the registrations that the store lost, keep those it has, and raise the version over `above`."""
         for worker, registration in known.items():
             key = keys.registry(worker.model)
             await self._servers.run(key, command("HSETNX", key, keys.registry_field(worker), registration))
             await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model)))
         missing = above + 1 - await self.version()
         if missing > 0:
-            # Two routers that do this at once raise it twice, which only makes all read once more.
+            # Two routers that do this at once raise the version twice, which only makes all routers read once more.
             await self._servers.run(keys.REGISTRATIONS, command("INCRBY", keys.REGISTRATIONS, missing))
 
     async def load(self) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
-        """All registered workers, of all models, and what of the registry cannot be read."""
+        """Return the registrations of all workers of all models, and the values of the registry that cannot be read."""
         return await load_registry(self._transactions)
 
     async def drop(self, worker: WorkerKey) -> bool:
-        """Forgets `worker` and unlinks all that the index holds of it; its owner is FENCED from then on.
+        """Drop the registration of `worker`, and unlink all that the index holds of it.
 
-        False: it was not registered."""
+        The owner of the worker is FENCED from then on. Return whether the worker was registered.
+        """
         key = keys.registry(worker.model)
         (dropped,) = await self._servers.run(key, command("HDEL", key, keys.registry_field(worker)))
         (left,) = await self._servers.run(key, command("HLEN", key))
         if not left:
             member = keys.model_member(worker.model)
             await self._servers.run(keys.MODELS, command("SREM", keys.MODELS, member))
-            # Another process may have registered a worker of this model between the two; its own SADD may be over
-            # already.
+            # Between HLEN and SREM another process may have registered a worker of this model, and its own SADD may be
+            # over already.
             (left,) = await self._servers.run(key, command("HLEN", key))
             if left:
                 await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, member))
@@ -150,15 +157,15 @@ class Registry:
         return bool(dropped)
 
     async def void(self, worker: WorkerKey) -> None:
-        """Unlinks all that the index holds of `worker`, which stays registered; its owner is FENCED from then on."""
+        """Unlink all that the index holds of `worker`, which stays registered. Its owner is FENCED from then on."""
         await self._transactions.run(worker, lambda holder, head: [unlink_all(worker, head)])
 
 
 async def load_registry(
     transactions: Transactions, prefix: str = keys.PREFIX
 ) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
-    """See Registry.load. prefix: of the schema whose registry it is."""
-    found: dict[WorkerKey, bytes] = {}
+    """Return the registrations and the unreadable values of the schema of `prefix`, as `Registry.load` does."""
+    registrations: dict[WorkerKey, bytes] = {}
     unreadable: list[StoredValueError] = []
     models = keys.models(prefix)
     for member in await transactions.reply(models, command("SMEMBERS", models)):
@@ -175,7 +182,7 @@ async def load_registry(
             continue
         for field, value in pairs(fields):
             try:
-                found[keys.parse_registry_field(model, field)] = value
+                registrations[keys.parse_registry_field(model, field)] = value
             except ValueError:
                 unreadable.append(StoredValueError(key, "the name of a field", field))
-    return found, unreadable
+    return registrations, unreadable

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which schemas of keys the store holds, and what was registered under the former one, which is read and never written
-(ADR 42)."""
+"""The schemas of keys that the store holds, and the registrations of the former schema.
+
+The keys of the former schema are read and never written (ADR 42).
+"""
 
 from __future__ import annotations
 
@@ -20,29 +22,36 @@ log = logging.getLogger(__name__)
 
 
 class SchemasSeen(msgspec.Struct, frozen=True):
-    """newer: of each schema above ours, the version of the router that wrote it first. former_version: of the former
-    schema's registry; None: there is none."""
+    """The other schemas that the store holds."""
 
+    # For each schema above ours, the version of the router that wrote it first.
     newer: dict[int, str]
+    # The version of the former schema's registry, None if there is none.
     former_version: int | None
 
 
 class Adopted(msgspec.Struct, frozen=True):
-    """version: of the former registry, up to which it is taken over. workers: by tag, what stood there."""
+    """The part of the former schema's registry that was taken over."""
 
+    # The version up to which the former registry was taken over.
     version: int
+    # The former registrations that were taken over, by the worker's tag.
     workers: dict[str, bytes]
 
 
 class Schemas:
-    """Raises StoreUnavailable and StoreError."""
+    """The schemas of one store. The methods raise StoreUnavailable and StoreError."""
 
     def __init__(self, transactions: Transactions) -> None:
         self._transactions = transactions
         self._servers = transactions.servers
 
     async def look(self, software: str) -> SchemasSeen:
-        """Notes this schema, with this router's version, where it is not noted; says what else is there."""
+        """Note this schema with this router's version, unless it is noted already, and return the other schemas.
+
+        Args:
+            software: The version of this router.
+        """
         key, former = keys.SCHEMAS, keys.FORMER_REGISTRATIONS
         newer = {}
         try:
@@ -55,18 +64,19 @@ class Schemas:
         try:
             version = await self._transactions.reply(former, command("GET", former))
         except StoredValueError:
-            # Routers of that schema drop it and count again.
+            # Routers of the former schema drop such a value and count again from 0.
             version = b""
         return SchemasSeen(newer, None if version is None else _number(version) or 0)
 
     async def former(self) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
-        """What is registered under the former schema, and what of it cannot be read."""
+        """Return the registrations of the former schema, and the values of it that cannot be read."""
         try:
             return await load_registry(self._transactions, keys.FORMER_PREFIX)
         except StoredValueError as error:
             return {}, [error]
 
     async def adopted(self) -> Adopted:
+        """Return the part of the former schema's registry that was taken over."""
         key = keys.ADOPTED
         try:
             fields = dict(pairs(await self._transactions.reply(key, command("HGETALL", key))))
@@ -77,17 +87,17 @@ class Schemas:
         return Adopted(version, {decode_text(tag): raw for tag, raw in fields.items()})
 
     async def adopt(self, worker: WorkerKey, raw: bytes | None) -> None:
-        """What stood there of `worker` is taken over; None: it is gone there, and here."""
+        """Note that the former registration of `worker` was taken over, or with None that it is gone there and here."""
         field = keys.worker_tag(worker)
         order = command("HDEL", keys.ADOPTED, field) if raw is None else command("HSET", keys.ADOPTED, field, raw)
         await self._servers.run(keys.ADOPTED, order)
 
     async def adopt_version(self, version: int) -> None:
-        """All up to it is taken over."""
+        """Note that the former registry was taken over up to this version."""
         await self._servers.run(keys.ADOPTED, command("HSET", keys.ADOPTED, keys.ADOPTED_VERSION, version))
 
     async def _drop(self, error: StoredValueError) -> None:
-        """Of a type that no router writes."""
+        """Delete a key of a type that no router writes."""
         log.warning("stored value dropped", extra={"key": error.key, "reason": str(error)})
         await self._servers.run(error.key, command("DEL", error.key))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the servers of the store say of their settings and their memory: what endangers the index."""
+"""The settings and the memory of the store's servers, which show dangers to the index."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from kvrouter.router.base.redis_client.errors import ReplyError, StoreError
 from kvrouter.router.base.redis_client.resp import command, info_field
 from kvrouter.router.base.redis_client.servers import Servers
 
-# Three small answers; a server that takes longer is named by whoever follows it.
+# For three small answers. A server that takes longer is reported by the followers of its logs.
 TIMEOUT_S = 2.0
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one server. Empty or None: the server does not show the value, or does not let this router read
-    it."""
+    """The settings of one server.
+
+    A value is empty or None if the server does not show it, or does not let this router read it.
+    """
 
     # Its maxmemory-policy.
     policy: str = ""
@@ -42,7 +44,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def server_settings(servers: Servers) -> dict[str, ServerSettings]:
-    """By address. Raises StoreError where a server does not answer."""
+    """Return the settings of every server, by address. Raises StoreError if a server does not answer."""
     refused: list[str] = []
     replies: dict[str, dict[str, Any]] = {}
     for name, orders in (
@@ -57,7 +59,7 @@ async def server_settings(servers: Servers) -> dict[str, ServerSettings]:
         except TimeoutError:
             raise StoreError(f"{name} was not answered in {TIMEOUT_S:g} s") from None
         except ReplyError:
-            # NOPERM; or a server where it is renamed or forbidden for all.
+            # NOPERM, or a server where the command is renamed or forbidden for all.
             refused.append(name)
             continue
         for address, (first, *rest) in answers.items():
@@ -97,7 +99,7 @@ def _number(text: str) -> int | None:
 
 
 def _configured(reply: Any) -> str | None:
-    """CONFIG answers with names and values in turn."""
+    """Return the value of an answer to CONFIG, which has names and values in turn."""
     if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], bytes):
         return None
     return reply[1].decode(errors="replace")

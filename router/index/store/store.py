@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index in Redis: fenced commits, and loading what they left; with leases, registry and peers beside them.
+"""The index in Redis: fenced commits, and the state that they left, with leases, registry and peers beside them.
 
 Invariants:
-- A commit is one MULTI/EXEC of native commands on one worker's keys. It applies only if its lease is the one that the
-  worker has now, its epoch is the current one and its seqs continue the committed ones; else it changes nothing. The
+- A commit is one MULTI/EXEC of native commands on one worker's keys. It applies only if its lease is the worker's
+  present lease, its epoch is the current one and its seqs continue the committed ones; else it changes nothing. The
   lease is watched, so it cannot end between check and EXEC.
 - Each commit, note and new epoch writes exactly one log entry, numbered without holes per worker. Residency is the
   checkpoint with the changes of the entries after it, so the log is never trimmed behind the checkpoint.
-- Residency of an epoch that ended leaves no key behind: the checkpoint's places are kept in `meta`, so voiding is
+- Residency of an epoch that ended leaves no key behind. The checkpoint's places are kept in `meta`, so voiding is
   UNLINK of a few keys, never a scan.
 
-Not here: counting copies (ingest), deciding who should own a worker (fleet/assignment.py), when a checkpoint is due
-(streams/commit_loop.py), reading it all (stored_worker.py), following the log (log_follower.py).
+Other modules count copies (router/index/ingest), decide which process owns a worker (router/follow/fleet/assignment.py)
+and when a checkpoint is due (router/follow/streams/commit_loop.py), read a stored worker (stored_worker.py), and follow
+the log (log_follower.py).
 """
 
 from __future__ import annotations
@@ -49,18 +50,20 @@ from kvrouter.router.index.store.schemas import Schemas
 from kvrouter.router.index.store.stored_worker import load_copies, load_image
 from kvrouter.router.index.store.transactions import Transactions
 
-# Entries kept of each worker's log. An owner commits a few hundred times a second at most, so a follower may be
-# seconds behind before it must load again, which takes a fraction of a second; at 2,048 transitions a commit a full
+# Entries kept of each worker's log. An owner commits a few hundred times a second at most, so a follower may be seconds
+# behind before it must load again, which takes a fraction of a second. With 2,048 transitions in each commit, a full
 # log is 16 MiB.
 LOG_ENTRIES = 1_024
-# About how many bytes of each worker's log are kept where commits are larger than that (a flood, a snapshot): some of
-# its entries then go earlier, and a follower that was behind loads again. One entry is kept however large.
+# The approximate number of bytes kept of a worker's log whose commits are larger than that (a flood, a snapshot). Some
+# entries are then dropped earlier, and a follower that was behind loads again. One entry is kept however large.
 LOG_BYTES = 64 * 1024**2
 
 
 class IndexStore:
-    """The index on one server or cluster. Safe for concurrent use within one event loop; raises StoreUnavailable and
-    StoreError."""
+    """The index on one server or cluster.
+
+    It is safe for concurrent use within one event loop. The methods raise StoreUnavailable and StoreError.
+    """
 
     def __init__(self, servers: Servers, *, log_entries: int = LOG_ENTRIES) -> None:
         self.servers = servers
@@ -71,28 +74,34 @@ class IndexStore:
         self.schemas = Schemas(self._transactions)
         self.common_keys = CommonKeys(self._transactions)
         self._log_entries = log_entries
-        # The number of the last log entry of each worker that this process wrote, or knows to be written.
+        # The number of each worker's last log entry that this process wrote, or knows to be written.
         self.last_entries: dict[WorkerKey, int] = {}
 
     @classmethod
     async def open(cls, url: str, *, log_entries: int = LOG_ENTRIES) -> IndexStore:
-        """Connects to redis://, rediss://, unix:// or redis+sentinel://; a cluster is recognised by itself.
+        """Connect to redis://, rediss://, unix:// or redis+sentinel://. A cluster is recognised without being named.
 
-        log_entries: about how many entries of each worker's log are kept."""
+        Args:
+            url: The URL of the store.
+            log_entries: About how many entries of each worker's log are kept.
+        """
         return cls(await Servers.open(url), log_entries=log_entries)
 
     async def close(self) -> None:
+        """Close all connections."""
         await self.servers.close()
 
     async def eviction_policies(self) -> dict[str, str]:
-        """The maxmemory-policy of each server, by its address; INFO says it also where CONFIG is forbidden."""
-        found = await self.servers.each(command("INFO", "memory"))
-        return {server: info_field(info, "maxmemory_policy") for server, (info,) in found.items()}
+        """Return the maxmemory-policy of each server by its address; INFO shows it even where CONFIG is forbidden."""
+        replies = await self.servers.each(command("INFO", "memory"))
+        return {server: info_field(info, "maxmemory_policy") for server, (info,) in replies.items()}
 
     async def forget(self, worker: WorkerKey, token: str) -> bool:
-        """Unlinks all that the index holds of `worker`, unless another token has its lease: for every process that
-        learns that its registration is gone, as any of them may have taken the lease meanwhile."""
+        """Unlink all that the index holds of `worker`, unless another token has its lease.
 
+        Every process that learns that the registration is gone calls this, as any of them may have taken the lease
+        meanwhile. Return whether the keys were unlinked.
+        """
         self.last_entries.pop(worker, None)
 
         def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
@@ -106,7 +115,10 @@ class IndexStore:
     async def open_epoch(
         self, worker: WorkerKey, epoch: str, lease: Lease, meta: dict[str, bytes] | None = None
     ) -> CommitOutcome:
-        """Starts `epoch`: what the old epoch held is unlinked, meta replaced. STALE: it is the current epoch."""
+        """Start `epoch`: unlink the blocks of the old epoch and replace `meta`.
+
+        The outcome is STALE if `epoch` is current already.
+        """
         fields = checked_meta(meta)
         garbage = False
 
@@ -125,13 +137,13 @@ class IndexStore:
 
         outcome = await self._write(worker, lease, write)
         if garbage and outcome is CommitOutcome.APPLIED:
-            # Which keys the old epoch had is not known.
+            # It is not known which keys the old epoch had.
             unlink = self._transactions.unlink_epochs
             await self.servers.on(keys.meta(worker), lambda connection: unlink(connection, worker, epoch))
         return outcome
 
     async def note(self, worker: WorkerKey, epoch: str, lease: Lease, meta: dict[str, bytes]) -> CommitOutcome:
-        """Sets fields of meta while `epoch` is current, without a batch."""
+        """Set fields of `meta` without a batch, if `epoch` is current."""
         fields = checked_meta(meta)
 
         def write(head: Head) -> list[bytes] | CommitOutcome:
@@ -147,10 +159,11 @@ class IndexStore:
         return await self._write(worker, lease, write)
 
     async def commit(self, commit: Commit, lease: Lease) -> CommitOutcome:
-        """Applies `commit` if `lease` counts, its epoch is current and first_seq is the committed seq + 1.
+        """Apply `commit` if `lease` counts, its epoch is current and first_seq is the committed seq + 1.
 
         The first commit of an epoch may start at any seq. A commit may be of any size, but its transitions also stay in
-        the log: cut snapshots into commits of some 10,000."""
+        the log, so cut snapshots into commits of some 10,000. Raises ValueError if the commit holds no batch.
+        """
         if commit.first_seq > commit.last_seq:
             raise ValueError(f"seqs {commit.first_seq}..{commit.last_seq} are none: a commit holds at least one batch")
         fields = checked_meta(commit.meta)
@@ -175,8 +188,10 @@ class IndexStore:
         return await self._write(worker, lease, write)
 
     async def checkpoint(self, checkpoint: Checkpoint, lease: Lease) -> CommitOutcome:
-        """Replaces the checkpoint if `lease` counts and its seq is the last that was committed to its epoch, which is
-        current. Written twice, it is the same."""
+        """Replace the checkpoint if `lease` counts and the new one is of the last seq of the current epoch.
+
+        Writing the same checkpoint twice changes nothing.
+        """
         worker, packed = checkpoint.worker, pack_places(checkpoint.places)
 
         def write(head: Head) -> list[bytes] | CommitOutcome:
@@ -197,10 +212,14 @@ class IndexStore:
         *,
         entries: int = 1,
     ) -> CommitOutcome:
-        """Execute the commands that `write` returns for the head of `meta`, if `lease` counts, and update
-        `last_entries`.
+        """Execute the commands that `write` returns for the head of `meta` if `lease` counts; update `last_entries`.
 
-        entries: how many log entries the commands add."""
+        Args:
+            worker: The worker.
+            lease: The lease under which the commands apply.
+            write: Returns the commands, or an outcome that needs none.
+            entries: How many log entries the commands add.
+        """
         before = 0
 
         def write_fenced(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
@@ -214,14 +233,19 @@ class IndexStore:
         return outcome
 
     async def report_unreadable(self, worker: WorkerKey, reason: str) -> None:
-        """Lets whoever follows the worker know that what is stored of it cannot be read, so that it opens a new
-        epoch."""
+        """Mark the stored values of `worker` as unreadable, so that the router that follows it opens a new epoch."""
         order = hset(keys.meta(worker), {keys.META_UNREADABLE: encode_text(reason)})
-        # Nobody follows it: then the next who does loads it.
+        # If no router follows the worker, the next one that does will load it.
         await self._transactions.run(worker, lambda holder, head: False if holder is None else [order])
 
     def _xadd(self, worker: WorkerKey, tail: int, fields: list[bytes]) -> bytes:
-        """tail: entries after the checkpoint, with this one; they are kept."""
+        """Return the command that appends an entry to the worker's log.
+
+        Args:
+            worker: The worker.
+            tail: The number of entries after the checkpoint, this one included, which are kept.
+            fields: The entry.
+        """
         size_bytes = sum(map(len, fields))
         entries = max(1, tail, min(self._log_entries, LOG_BYTES // size_bytes))
         return long_command("XADD", keys.log(worker), "MAXLEN", "~", entries, "*", *fields)
@@ -229,15 +253,18 @@ class IndexStore:
     # -- reading
 
     async def load(self, worker: WorkerKey) -> WorkerImage:
-        """What the store holds of `worker`, all of one moment; following the log from there goes on from it."""
+        """Return the stored state of `worker` at one moment; following the log from there continues it."""
         return await load_image(self._transactions, worker)
 
     async def load_copies(self, worker: WorkerKey) -> dict[tuple[Place, int], int]:
-        """The copies of the current epoch, where 2 or more, by place and block hash. Exact for the lease holder."""
+        """Return the number of copies, where 2 or more, by place and block hash, for the current epoch.
+
+        The numbers are exact for the holder of the lease.
+        """
         return await load_copies(self._transactions, worker)
 
     async def committed(self, worker: WorkerKey) -> tuple[str | None, int | None]:
-        """The current epoch and its last committed seq: shows an owner whether the store lost what it committed."""
+        """Return the current epoch and its last committed seq, which show an owner if the store lost commits."""
         key = keys.meta(worker)
         try:
             fields = await self._transactions.reply(key, command("HMGET", key, *HEAD_FIELDS))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Redis holds of one worker, read: its checkpoint and the log after it in one MULTI, checked value by value."""
+"""Reading of one worker's stored state: its checkpoint and the log after it in one MULTI, checked value by value."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvrouter.router.index.store.transactions import Transactions, multi, pairs
 # 10^6 hashes are 8 MB, and a few milliseconds of the server's one thread; several routers may load at once, over slow
 # lines.
 LOAD_TIMEOUT_S = 60.0
-# Times an image is read again when its epoch or its places changed meanwhile, both of which are rare.
+# How often an image is read again because its epoch or its places changed meanwhile, both of which are rare.
 LOAD_ATTEMPTS = 16
-# Entries that may come between the look at `meta` and the reading.
+# Entries that may be written between the look at `meta` and the reading of the log.
 SPARE_ENTRIES = 64
-# Copies of a block are counted in 16 bits (copy_counts.py), and stored from 2 on.
+# The copies of a block are counted in 16 bits (copy_counts.py), and stored from 2 on.
 _COPIES_MIN, _COPIES_MAX = 2, 2**16 - 1
 
 _FIELDS = [name for name in HEAD_FIELDS if name != keys.META_UNREADABLE]
@@ -34,11 +34,11 @@ _Entries = list[tuple[bytes, list[bytes]]]
 
 
 async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerImage:
-    """See IndexStore.load."""
+    """Return the stored state of `worker`, as `IndexStore.load` describes it."""
     meta_key, log_key = keys.meta(worker), keys.log(worker)
 
     async def read(connection: Connection) -> WorkerImage:
-        # A new worker has only this; for another one it says what to read.
+        # A new worker has only an empty head. For any other worker, the first round only shows which keys to read.
         head = Head.of(meta_key, *[None] * len(_FIELDS))
         for _ in range(LOAD_ATTEMPTS):
             stored = [keys.residents(worker, head.epoch or "", keys.parse_place(text)) for text in head.places]
@@ -55,8 +55,11 @@ async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerIma
             all_fields, newest, *values = replies
             meta = _meta_of(meta_key, all_fields)
             meta.pop(keys.META_UNREADABLE, None)
-            asked, head = head, _readable(Head.of(meta_key, *(meta.pop(name, None) for name in _FIELDS)))
-            if (head.epoch, [*head.places]) != (asked.epoch, [*asked.places]) or head.commits - head.checkpoint > count:
+            previous, head = head, _readable(Head.of(meta_key, *(meta.pop(name, None) for name in _FIELDS)))
+            if (head.epoch, [*head.places]) != (
+                previous.epoch,
+                [*previous.places],
+            ) or head.commits - head.checkpoint > count:
                 continue
             base = {
                 keys.parse_place(text): parse_residents(key, value, place)
@@ -82,8 +85,15 @@ async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerIma
 
 
 def _tail_of(worker: WorkerKey, head: Head, newest: _Entries) -> list[LogEntry]:
-    """The entries after the checkpoint, in order. newest: the last of the log, from the end; those of other programs
-    among them are passed over, as the numbers show that none of ours is missing."""
+    """Return the log entries after the checkpoint, in order. Raises StoredValueError if one is missing.
+
+    Entries of other programs are skipped, as the numbers show that none of ours is missing.
+
+    Args:
+        worker: The worker.
+        head: The head of its `meta`.
+        newest: The last entries of the log, from the end.
+    """
     wanted = range(head.checkpoint + 1, head.commits + 1)
     entries: list[LogEntry] = []
     for entry_id, fields in newest:
@@ -101,7 +111,7 @@ def _tail_of(worker: WorkerKey, head: Head, newest: _Entries) -> list[LogEntry]:
 
 
 async def load_copies(transactions: Transactions, worker: WorkerKey) -> dict[tuple[Place, int], int]:
-    """See IndexStore.load_copies."""
+    """Return the stored numbers of copies of `worker`, as `IndexStore.load_copies` describes them."""
     meta_key = keys.meta(worker)
 
     async def read(connection: Connection) -> dict[tuple[Place, int], int]:
@@ -116,12 +126,16 @@ async def load_copies(transactions: Transactions, worker: WorkerKey) -> dict[tup
 
 
 async def _read_head(connection: Connection, meta_key: str) -> Head:
-    """Raises StoredValueError. What another router could not read, this one may: then there is nothing to say."""
+    """Read the head of `meta`. Raises StoredValueError.
+
+    The note of another router that could not read the worker is left out, because this router may be able to.
+    """
     (fields,) = await connection.run(command("HMGET", meta_key, *_FIELDS), 1)
     return _readable(Head.of(meta_key, *fields))
 
 
 def _readable(head: Head) -> Head:
+    """Return the head, or raise its problem."""
     if head.problem is not None:
         raise head.problem
     return head
@@ -137,6 +151,7 @@ def _meta_of(key: str, fields: list[bytes]) -> dict[str, bytes]:
 
 
 def _copies_of(key: str, fields: list[bytes]) -> Iterable[tuple[tuple[Place, int], int]]:
+    """Yield place and block hash with the number of copies. Raises StoredValueError."""
     for field, value in pairs(fields):
         try:
             count = parse_copies_value(field, value)

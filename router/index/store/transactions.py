@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's keys, read and written together: lease and meta are watched, so nothing can change between check and
-EXEC. (Redis 6.0.9 and later abort for a watched key that expired.)"""
+"""Transactions on one worker's keys: lease and meta are watched, so nothing can change between check and EXEC.
+
+Redis 6.0.9 and later abort for a watched key that expired.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ T = TypeVar("T")
 
 # A lease renewal or a take-over may touch the watched keys between check and EXEC; either happens once in seconds.
 CONFLICTS_MAX = 8
-# A key of the wrong type; it can only be dropped.
+# The error for a key of another type, which can only be dropped.
 WRONG_TYPE = "WRONGTYPE"
 _OFWRONG_TYPE = "of a type that no router writes"
 
@@ -32,15 +34,21 @@ _EXEC = command("EXEC")
 
 
 class Transactions:
-    """Raises StoreUnavailable and StoreError."""
+    """Transactions and reads on one store. The methods raise StoreUnavailable and StoreError."""
 
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
 
     async def run(self, worker: WorkerKey, write: Callable[[bytes | None, Head], list[bytes] | T]) -> T | None:
-        """Watches lease and meta, asks `write` what to do with them: commands to execute, or a result that needs none.
+        """Execute the commands that `write` returns for lease and head, if neither changes before EXEC.
 
-        None: the commands were executed. `write` is called again when lease or meta changed in between."""
+        If one of them changes, `write` is called again. Return None if the commands were executed, else the result that
+        `write` returned in place of commands.
+
+        Args:
+            worker: The worker.
+            write: Takes the lease's value and the head of `meta`; returns commands, or a result that needs none.
+        """
         lease, meta = keys.lease(worker), keys.meta(worker)
         watch = command("WATCH", lease, meta) + command("GET", lease) + command("HMGET", meta, *HEAD_FIELDS)
 
@@ -64,7 +72,8 @@ class Transactions:
                 if not isinstance(reply, Exception):
                     continue
                 if str(reply).startswith(WRONG_TYPE):
-                    # The rest of it was done, so what is stored is none of the two states: only a new epoch mends that.
+                    # The other commands were executed, so the store is in neither of the two states. Only a new epoch
+                    # mends that.
                     await self._drop_foreign(connection, worker)
                     raise StoredValueError(meta, "a key of its worker", _OFWRONG_TYPE)
                 raise StoreError(f"{meta}: the server refused a part of a commit: {reply}")
@@ -77,14 +86,16 @@ class Transactions:
         raise StoreError(f"{meta} kept changing while it was written; more than one router writes it: see their leases")
 
     async def _drop_foreign(self, connection: Connection, worker: WorkerKey) -> None:
-        """Drops keys of the worker that are of another type than we write: they hold nothing, and refuse every command
-        of ours."""
+        """Drop keys of the worker that have another type than routers write.
+
+        Such keys hold nothing of ours, and refuse every command of ours.
+        """
         wanted = {keys.lease(worker): b"string", keys.meta(worker): b"hash", keys.log(worker): b"stream"}
         _, *types = await connection.run(
             b"".join((UNWATCH, *(command("TYPE", key) for key in wanted))), 1 + len(wanted)
         )
         foreign = [
-            key for (key, kind), found in zip(wanted.items(), types, strict=True) if found not in (kind, b"none")
+            key for (key, kind), stored in zip(wanted.items(), types, strict=True) if stored not in (kind, b"none")
         ]
         if foreign:
             log.warning("stored keys of another type dropped", extra={"keys": foreign})
@@ -93,21 +104,27 @@ class Transactions:
             await self.unlink_epochs(connection, worker, None)
 
     async def unlink_epochs(self, connection: Connection, worker: WorkerKey, kept: str | None) -> None:
-        """Unlinks what the worker has of all epochs but `kept`. It looks at the names of all keys of the server, ten a
-        worker: only for when `meta` does not tell them."""
+        """Unlink the keys of all epochs of the worker but `kept`.
+
+        This looks at the names of all keys of the server, ten for each worker. Use it only if `meta` does not show the
+        names.
+        """
         cursor = b"0"
         while True:
             order = command("SCAN", cursor, "MATCH", keys.of_epochs(worker), "COUNT", SCAN_KEYS)
-            ((cursor, found),) = await connection.run(order, 1)
+            ((cursor, names),) = await connection.run(order, 1)
             beginning = None if kept is None else keys.copies(worker, kept).removesuffix("copies").encode()
-            gone = [key for key in found if beginning is None or not key.startswith(beginning)]
+            gone = [key for key in names if beginning is None or not key.startswith(beginning)]
             if gone:
                 await connection.run(command("UNLINK", *gone), 1)
             if cursor == b"0":
                 return
 
     async def read(self, key: str, work: Callable[[Connection], Awaitable[T]], field: str = "") -> T:
-        """As `servers.on`; raises StoredValueError, of `field`, where a key is of another type than we write."""
+        """Run `work` as `servers.on` does.
+
+        Raises StoredValueError, with `field`, if a key has another type than routers write.
+        """
         try:
             return await self.servers.on(key, work)
         except ReplyError as error:
@@ -116,16 +133,16 @@ class Transactions:
             raise StoredValueError(key, field, _OFWRONG_TYPE) from None
 
     async def reply(self, key: str, order: bytes) -> Any:
-        """As `read`, the reply to one command."""
+        """Return the reply to one command. Raises StoredValueError, as `read` does."""
         (reply,) = await self.read(key, lambda connection: connection.run(order, 1))
         return reply
 
 
 def multi(orders: list[bytes]) -> bytes:
-    """One transaction; its replies are those of `orders`, in one list behind len(orders) + 1 others."""
+    """Return one transaction of `orders`; their replies come as one list, after len(orders) + 1 other replies."""
     return b"".join((_MULTI, *orders, _EXEC))
 
 
 def pairs(flat: list[bytes]) -> Iterable[tuple[bytes, bytes]]:
-    """The fields of a HASH as RESP2 has them."""
+    """Return the fields of a HASH with their values, from the flat list of RESP2."""
     return zip(flat[::2], flat[1::2], strict=True)
