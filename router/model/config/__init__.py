@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings from file, environment and flags."""
+"""The settings of a router process, from a file, the environment and flags."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Risks of a configuration that works now: /health shows them beside its reasons; they degrade nothing. Pure."""
+"""Risks of a configuration that works so far. /health lists them beside its reasons, but does not degrade. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvrouter.router.model.config.settings import Config
 
 
 def open_to_all(config: Config) -> str | None:
-    """Whether whoever reaches this machine may use the router."""
+    """Return the caution that every client that reaches this machine may use the router, or None if it does not hold."""
     try:
         everywhere = ipaddress.ip_address(config.host).is_unspecified
     except ValueError:
@@ -23,7 +23,7 @@ def open_to_all(config: Config) -> str | None:
 
 
 def open_to_pages(config: Config) -> str | None:
-    """Return why any web page can use the router from a browser that reaches it, or None if none can."""
+    """Return the caution that any web page in a browser may use the router, or None if it does not hold."""
     if "*" not in config.cors_origins or config.api_key or config.api_keys_file:
         return None
     return (
@@ -33,7 +33,12 @@ def open_to_pages(config: Config) -> str | None:
 
 
 def evicting(server: str, policy: str) -> str | None:
-    """Whether a Redis server may drop keys of the index. policy: its maxmemory-policy."""
+    """Return the caution that a Redis server may evict keys of the index, or None if it never evicts keys.
+
+    Args:
+        server: The address of the server.
+        policy: Its maxmemory-policy, or "" if it is not known.
+    """
     if policy in ("", "noeviction"):
         return None
     return (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings described for people and programs: their table, and the JSON schema of their file."""
+"""Descriptions of the settings for people and programs: a table, and the JSON schema of the settings file."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvrouter.router.model.config.settings import FIELDS, Config, describe, flag
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of the settings file."""
-    (own,) = msgspec.json.schema_components([Config], ref_template="#/$defs/{name}")[1].values()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **own, "title": "Settings of kvrouter"}
+    """Return the JSON schema of the settings file."""
+    (definition,) = msgspec.json.schema_components([Config], ref_template="#/$defs/{name}")[1].values()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **definition, "title": "Settings of kvrouter"}
 
 
 def markdown() -> str:
-    """The table of docs/reference/settings.md."""
+    """Return the table of docs/reference/settings.md."""
     rows = ["| setting | flag, environment | default | what to write |", "|---|---|---|---|"]
     for name, field in FIELDS.items():
         default = "" if field.default in (None, ()) else f"`{field.default}`"
-        told = describe(name).replace("|", "\\|")
-        # Within code, renderers differ on what escapes a bar.
+        text = describe(name).replace("|", "\\|")
+        # Markdown renderers differ on how to escape a bar within code.
         value = metavar_of(name).replace("|", "/")
-        rows.append(f"| `{name}` | `{flag_of(name)} {value}`, `{variable_of(name)}` | {default} | {told} |")
+        rows.append(f"| `{name}` | `{flag_of(name)} {value}`, `{variable_of(name)}` | {default} | {text} |")
     return "\n".join(rows) + "\n"

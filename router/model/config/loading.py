@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings from a file, the environment and flags. Later sources win; what is wrong is named in one line with its
-fix."""
+"""Loading of the settings from a file, the environment and flags, of which a later source overrides an earlier one.
+
+An error names the wrong value and its fix in one line.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.model_names import parse_aliases, parse_tokenizers
 from kvrouter.router.model.workers.worker_spec import parse_worker
 
-# Read by the client commands and by `serve` itself; not settings.
+# Variables that the client commands and `serve` itself read, which are not settings.
 CLIENT_VARIABLES = frozenset(
     {
         "KVROUTER_URL",
@@ -42,21 +44,21 @@ CLIENT_VARIABLES = frozenset(
     }
 )
 
-# Namespaces of our other parts, which may run in the same environment.
+# Prefixes of the variables of this project's other parts, which may run in the same environment.
 FOREIGN_PREFIXES = ("KVROUTER_ENGINE_", "KVROUTER_PATCH", "KVROUTER_TEST_", "KVROUTER_SIM_")
 
-# Kubernetes sets these for every Service of the namespace, also for one that is named `kvrouter`: then KVROUTER_PORT is
-# `tcp://10.0.0.7:30000`.
+# Kubernetes sets these variables for every Service of the namespace. For a Service named `kvrouter`, it sets
+# KVROUTER_PORT to `tcp://10.0.0.7:30000`.
 KUBERNETES_NAME = re.compile(r"KVROUTER_(.*_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
 
 KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
 
 REDIS_URL = re.compile(r"unix://.|(rediss?|valkeys?)(\+(cluster|sentinel))?://.")
 
-# YAML reads `none_hash_seed: 0` as a number; to the engines it is text.
+# Settings that are text even if they look like numbers: YAML reads `none_hash_seed: 0` as a number.
 TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "worker_api_key", "none_hash_seed")
 
-# Lists whose entries are pairs, and what reads them.
+# The settings that are lists of pairs, and the function that reads each.
 PAIRS = {"tokenizers": parse_tokenizers, "model_aliases": parse_aliases}
 
 
@@ -65,37 +67,42 @@ HOST_LISTS: dict[str, Callable[[tuple[str, ...]], object]] = {"allow_hosts": All
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where the settings of a process came from, to read them again: the settings file, and the flags that were
-    given."""
+    """The sources of a process's settings besides the environment, kept to read the settings again."""
 
+    # The path of the settings file, or None without one.
     file: str | None = None
+    # The values of the given flags, by setting.
     flags: dict[str, str | list[str]] = {}
 
 
 def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that were given: None and empty lists were not."""
+    """Return the flags that were given; a value of None or an empty list means that a flag was not given."""
     return {name: value for name, value in flags.items() if value is not None and value != []}
 
 
 def load_config(
     file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any], content: str | None = None
 ) -> Config:
-    """The settings from their three sources. Raises SettingError.
+    """Load the settings from their three sources. Raises SettingError.
 
-    content: what the file holds, where it was read already.
+    Args:
+        file: The settings file, or None without one.
+        environ: The environment variables.
+        flags: The values of all flags, by setting, see `given_flags`.
+        content: The text of the file if it was read already, otherwise None.
     """
-    given = given_flags(flags)
-    if "redis" in given and "data_dir" in given:
+    flag_values = given_flags(flags)
+    if "redis" in flag_values and "data_dir" in flag_values:
         raise SettingError("--redis and --data-dir contradict each other: the data is either there or here; give one")
     values: dict[str, Any] = {}
     for name, value in _from_file(file, content).items():
         values[name] = _converted(name, value, f"{name} in {file}")
     for name, value in _from_environ(environ).items():
         values[name] = _converted(name, value, variable_of(name))
-    for name, value in given.items():
+    for name, value in flag_values.items():
         values[name] = _converted(name, value, flag_of(name))
-    if "data_dir" in given:
-        # The flag wins over a Redis that the file or the environment names.
+    if "data_dir" in flag_values:
+        # The flag --data-dir overrides a Redis that the file or the environment names.
         values["redis"] = None
     config = Config(**values)
     _check_allowed(config)
@@ -125,7 +132,7 @@ def _from_file(file: Path | None, text: str | None) -> dict[str, Any]:
 
 
 def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable in CLIENT_VARIABLES or variable.startswith(FOREIGN_PREFIXES):
             continue
@@ -135,15 +142,15 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
         if name not in FIELDS:
             raise SettingError(f"the environment variable {variable} is no setting; {_nearest(name, variable_of)}")
         if text:
-            found[name] = text.split() if name in LISTS else text
-    return found
+            values[name] = text.split() if name in LISTS else text
+    return values
 
 
 def _nearest(name: str, form: Callable[[str], str]) -> str:
-    close = difflib.get_close_matches(name.replace("-", "_"), FIELDS, n=1)
-    if close:
-        return f"did you mean {form(close[0])}?"
-    return "there are " + ", ".join(form(known) for known in FIELDS)
+    matches = difflib.get_close_matches(name.replace("-", "_"), FIELDS, n=1)
+    if matches:
+        return f"did you mean {form(matches[0])}?"
+    return "there are " + ", ".join(form(setting) for setting in FIELDS)
 
 
 def _converted(name: str, value: Any, where: str) -> Any:
@@ -182,13 +189,15 @@ def _check_allowed(config: Config) -> None:
 
 
 def _check_workers(specs: tuple[str, ...], where: str) -> None:
-    seen: dict[tuple[str, int], str] = {}
+    spec_by_worker: dict[tuple[str, int], str] = {}
     for spec in specs:
         try:
             worker = parse_worker(spec)
         except SettingError as error:
             raise SettingError(f"{where} {without_password(spec)!r}: {error.message}") from None
         key = (worker.worker_id, worker.dp_rank or 0)
-        if key in seen:
-            raise SettingError(f"{where}: {spec!r} and {seen[key]!r} name one worker; give each its own ID or dp_rank")
-        seen[key] = spec
+        if key in spec_by_worker:
+            raise SettingError(
+                f"{where}: {spec!r} and {spec_by_worker[key]!r} name one worker; give each its own ID or dp_rank"
+            )
+        spec_by_worker[key] = spec

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of one router process: one struct, filled from a YAML file, the environment and flags.
 
-Later sources win: default, file, `KVROUTER_*`, flag. Whatever is unknown or wrong raises SettingError with one line
-that says what is wrong and what to write instead. Nothing here does I/O but reading the named file.
+A later source overrides an earlier one: default, file, `KVROUTER_*`, flag. `loading.py` reads them; this module does no
+I/O.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ ENV_PREFIX = "KVROUTER_"
 
 SECRETS = ("api_key", "worker_api_key")
 
-# Where the endpoint pickers of the Gateway API Inference Extension listen.
+# The usual port of endpoint pickers of the Gateway API Inference Extension.
 EPP_PORT = 9_002
 
-# Stands for a secret wherever settings are shown.
+# Replaces a secret wherever settings are shown.
 HIDDEN = "***"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one router process. Their `description` is also the help of their flag and what errors say to
-    write."""
+    """The settings of one router process.
 
-    # Loopback: a router without an API key must not be open to the network unless someone says so.
+    The `description` of a field is the help of its flag, and error messages say to write it.
+    """
+
+    # The default is loopback, because a router without an API key must be open to the network only on purpose.
     host: Annotated[
         str, msgspec.Meta(min_length=1, extra={"metavar": "HOST"}, description="an address to listen on, like 0.0.0.0")
     ] = "127.0.0.1"
-    # The port that users of other routers know.
+    # The default is the port that users of other routers know.
     port: Annotated[
         int,
         msgspec.Meta(ge=0, le=65_535, extra={"metavar": "PORT"}, description="a port, 0 to 65535; 0 takes a free one"),
@@ -59,7 +61,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "need none",
         ),
     ] = None
-    # Off in `serve`: it needs the extra `gateway`. `kvrouter epp` takes EPP_PORT.
+    # `serve` has none by default, because the port needs the extra `gateway`. The default of `kvrouter epp` is EPP_PORT.
     gateway_port: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=65_535)] | None,
         msgspec.Meta(
@@ -88,7 +90,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "need none",
         ),
     ] = None
-    # An ORIGINAL_DST cluster takes one address, and answers 503 to a list.
+    # The default is 0, because an ORIGINAL_DST cluster accepts one address, and answers 503 to a list.
     gateway_fallbacks: Annotated[
         int,
         msgspec.Meta(
@@ -124,8 +126,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             extra={"metavar": "FILE"}, description="a YAML or JSON file that lists workers, watched for changes"
         ),
     ] = None
-    # Without one, Kubernetes is not used. The others say where it is, for a router that does not run in the cluster
-    # itself.
+    # Without a selector, Kubernetes is not used. The other Kubernetes settings are for a router outside the cluster.
     kubernetes_selector: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)] | None,
         msgspec.Meta(
@@ -157,8 +158,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="the CA certificates of the API server; without it, the cluster's in a pod",
         ),
     ] = None
-    # Empty allows all: engines come and go under addresses that only the operator knows, and who may register is
-    # bounded by the API key and the loopback default already. Where clients with the key are not all trusted, list the
+    # An empty list allows all hosts: engines come and go under addresses that only the operator knows, and the API key
+    # and the loopback default already limit who may register. If not all clients with the key are trusted, list the
     # engines' networks.
     allow_hosts: Annotated[
         tuple[str, ...],
@@ -167,8 +168,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description=f"a list of where workers may be: {FORM}; without it, anywhere but at link-local addresses",
         ),
     ] = ()
-    # Without a key, only the network protects the router. A web page in a browser inside that network must not pass for
-    # a page of the router (DNS rebinding).
+    # Without an API key, only the network protects the router. A web page in a browser inside that network must not be
+    # able to pose as a page of the router (DNS rebinding).
     allowed_hosts: Annotated[
         tuple[str, ...],
         msgspec.Meta(
@@ -202,7 +203,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="a YAML or JSON file that lists further API keys with their scopes, read again when it changes",
         ),
     ] = None
-    # A client learns from this header how much of its prompt others have sent before.
+    # The header shows a client how much of its prompt other clients have sent before, so it can be turned off.
     predicted_hit_header: Annotated[
         Literal["off", "on"],
         msgspec.Meta(
@@ -210,8 +211,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="on or off: whether answers to proxied requests have x-kvrouter-predicted-hit",
         ),
     ] = "on"
-    # Enough for a fleet of a thousand engines that each register again every ten seconds. `access.BURST_SHARE` is the
-    # burst for workers that come up at once.
+    # The default is enough for a thousand engines that each register again every ten seconds. `access.BURST_SHARE`
+    # times max_workers is the burst for workers that start at the same time.
     registrations_per_s: Annotated[
         float,
         msgspec.Meta(
@@ -222,7 +223,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "four times max_workers; 0: no limit",
         ),
     ] = 100.0
-    # A client's Authorization is for this router where it has a key, and goes on to the engine where it has none.
+    # If this router has an API key, a client's Authorization header is for the router; otherwise it is passed on to the
+    # engine.
     worker_api_key: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+$(?!\n)")] | None,
         msgspec.Meta(
@@ -238,15 +240,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log_format: Annotated[
         Literal["text", "json"], msgspec.Meta(extra={"metavar": "FORMAT"}, description="text or json")
     ] = "text"
-    # One line a request is much where nobody reads it.
+    # Off by default, because one line per request is too much if nobody reads it.
     access_log: Annotated[
         Literal["off", "on"],
         msgspec.Meta(
             extra={"metavar": "off|on"}, description="off or on: one line in the log for each proxied request"
         ),
     ] = "off"
-    # How long net changes are collected before a commit. 2 ms makes commits of 256 and more at 100 k blocks/s (0.8 M
-    # transitions/s measured); over 10 ms the answers would lag visibly behind the engines.
+    # How long net changes are collected before a commit. With 2 ms a commit has 256 changes or more at 100 k blocks/s
+    # (0.8 M transitions/s measured); with more than 10 ms the answers would lag visibly behind the engines.
     flush_interval_s: Annotated[
         float, msgspec.Meta(ge=0.0, le=0.010, description="seconds, 0 to 0.010: how long changes wait for a commit")
     ] = 0.002
@@ -254,18 +256,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     mirror_budget_bytes: Annotated[
         int, msgspec.Meta(ge=16 * 1024**2, description="bytes, at least 16777216: memory limit of the index")
     ] = 2 * 1024**3
-    # A remembered segment saves its hashing (1 ms for 8 k tokens); 256 MiB remembers tens of millions of tokens.
+    # A remembered segment need not be hashed again (1 ms for 8 k tokens); 256 MiB hold tens of millions of tokens.
     segment_memory_bytes: Annotated[
         int, msgspec.Meta(ge=0, description="bytes, 0 or more: size of the cache of prompt hashes")
     ] = 256 * 1024**2
-    # A prompt of 1 M tokens is 7 MB of JSON; 32 MiB leaves room and bounds what one client can make us hold.
+    # A prompt of 1 M tokens is 7 MB of JSON. 32 MiB is more than enough, and limits the memory that one client can make
+    # the router hold.
     max_body_bytes: Annotated[
         int, msgspec.Meta(ge=1024, description="bytes, at least 1024: the largest request body")
     ] = 32 * 1024**2
-    # How long a dead router's workers stay without ingest: others see it gone, and its leases free, after this and two
-    # looks (a tenth of it each). 2 s left takeovers on a busy machine too near to 3 s (2.6 to 3.5 s measured). Renewed
-    # every fifth, so that a router must stand still for over a second to lose a worker; then it changes hands, and
-    # nothing is lost.
+    # How long a dead router's workers stay without ingest: other routers notice its end, and its free leases, after
+    # this time and two looks, which take a tenth of it each. With 2 s, takeovers on a busy machine took too close to 3 s
+    # (2.6 to 3.5 s measured). A lease is renewed five times in this period, so a router must stand still for over a
+    # second to lose a worker. Another router then takes the worker over, and no data is lost.
     lease_ttl_s: Annotated[
         float,
         msgspec.Meta(
@@ -274,9 +277,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="seconds, 0.5 to 300: lease of a worker; a dead router's workers move after it",
         ),
     ] = 1.5
-    # A connection that was cut is back within a second or two, a patched engine heard again within three; an engine
-    # that was restarted needs longer than this to load its weights. Until then the last known residency is most likely
-    # still true.
+    # A cut connection is back within one or two seconds, and events of a patched engine arrive again within three. A
+    # restarted engine needs longer than this period to load its weights. So during the period, the last known residency
+    # is most likely still true.
     suspect_credit_s: Annotated[
         float,
         msgspec.Meta(
@@ -285,12 +288,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="seconds, 0 to 3600: how long a suspect worker keeps its credit",
         ),
     ] = 10.0
-    # An hour of three requests a second: who asks why a request went where it went does so soon.
+    # The default holds an hour of three requests per second; users ask soon why a request went to its worker.
     decisions_kept: Annotated[
         int,
         msgspec.Meta(ge=0, le=1_000_000, description="0 to 1000000: decisions that GET /decisions explains later"),
     ] = 10_000
-    # A busy engine's cache turns over in some minutes; what other routers of this kind take.
+    # The cache of a busy engine turns over in a few minutes; other routers of this kind have the same default.
     approximate_ttl_s: Annotated[
         float,
         msgspec.Meta(
@@ -306,8 +309,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ge=0.0, le=3600.0, description="seconds, 0 to 3600: interval of engine health checks; 0 turns them off"
         ),
     ] = 1.0
-    # The time that OpenAI's own client waits. The first byte of an answer that is not streamed comes with its last
-    # token; an engine that hangs is noticed by its health checks in seconds.
+    # The default is the time that OpenAI's own client waits. The first byte of an answer that is not streamed comes
+    # after its last token, so it takes long; health checks notice an engine that hangs within seconds.
     answer_timeout_s: Annotated[
         float,
         msgspec.Meta(
@@ -316,7 +319,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="seconds, over 0 to 86400: how long an engine may send nothing, before or within an answer",
         ),
     ] = 600.0
-    # Kubernetes sends SIGKILL after 30 s by default: a little less, so that what is cut is cut in order.
+    # Kubernetes sends SIGKILL after 30 s by default. A little less lets the router cut the remaining requests in order.
     drain_s: Annotated[
         int,
         msgspec.Meta(
@@ -325,8 +328,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="whole seconds, 0 to 86400: how long running requests may take to finish after SIGTERM",
         ),
     ] = 25
-    # Off: who stops it at a terminal does not wait. Behind a load balancer, as long as that takes to notice:
-    # Kubernetes' endpoints some seconds.
+    # The default is 0, so that a user who stops the router at a terminal need not wait. Behind a load balancer, set the
+    # time that the balancer takes to notice the end: a few seconds for Kubernetes' endpoints.
     shutdown_delay_s: Annotated[
         float,
         msgspec.Meta(
@@ -339,7 +342,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     replay_timeout_s: Annotated[
         float, msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to wait for a replay")
     ] = 5.0
-    # The one that is meant to be used; the others are there to compare with.
+    # The default is the policy for use; the others exist for comparison.
     policy: Annotated[
         Literal["kv", "round_robin", "least_load", "random", "prefix_only", "full_attention_only"],
         msgspec.Meta(
@@ -347,7 +350,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="kv (least cost), or for comparison: round_robin, least_load, random, prefix_only, full_attention_only",
         ),
     ] = "kv"
-    # Chance costs reuse; it spreads load where the costs are known to be wrong.
+    # Random choices cost reuse, but they spread load if the costs are known to be wrong.
     temperature: Annotated[
         float,
         msgspec.Meta(
@@ -357,17 +360,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="0 to 10: sampling temperature of policy kv; 0 randomises ties only",
         ),
     ] = 0.0
-    # Some seconds of an engine's work: enough that it never runs dry, and a new prompt is not better off in its queue
-    # than in ours, from where it can still go to whoever is free first.
+    # The default is a few seconds of an engine's work, so that the engine never runs out of work. A further prompt would
+    # gain nothing in the engine's queue, while from the router's queue it can go to the first free worker.
     saturation_tokens: Annotated[
         int,
         msgspec.Meta(
             ge=1, le=2**40, description="tokens, at least 1: queued prefill above which a worker gets no more prompts"
         ),
     ] = 131_072
-    # Below it a hand-over takes longer than the computing (`disaggregation.HANDOVER_TOKENS`), however idle the prefill
-    # worker is; it pays only where prompts queue at the decode worker, and short ones are not what such a queue
-    # consists of.
+    # A shorter prompt takes longer to hand over than to compute (`prefill_split.HANDOVER_TOKENS`), even if the prefill
+    # worker is idle. Handing it over would pay only if prompts queue at the decode worker, and short prompts are not the
+    # bulk of such a queue.
     remote_prefill_min_tokens: Annotated[
         int,
         msgspec.Meta(
@@ -376,8 +379,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="tokens, 0 or more: prompts with fewer uncached tokens are prefilled by their decode worker",
         ),
     ] = 1_024
-    # An 8 B model's 128 KiB a token over 200 Gb/s (RDMA, 25 GB/s) are 190,000 tokens/s, where an H100 computes some
-    # 30,000 to 40,000. Over 25 Gb/s Ethernet it is more than 1.
+    # An 8 B model has 128 KiB per token. RDMA with 200 Gb/s (25 GB/s) transfers 190,000 tokens/s, while an H100 computes
+    # some 30,000 to 40,000. With 25 Gb/s Ethernet the cost is more than 1.
     handover_token_cost: Annotated[
         float,
         msgspec.Meta(
@@ -387,7 +390,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="0 to 100: cost of transferring a token to the decode worker, in computed tokens",
         ),
     ] = 0.2
-    # Engines' patches that list the clients they admit know a router by it.
+    # Engine patches that list the clients they admit recognise a router by this key.
     curve_client_key: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)] | None,
         msgspec.Meta(
@@ -396,7 +399,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "another for each connection",
         ),
     ] = None
-    # Each holds its connection and its body.
+    # Each waiting prompt holds its connection and its body.
     queue_size: Annotated[
         int,
         msgspec.Meta(
@@ -407,12 +410,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     queue_deadline_s: Annotated[
         float, msgspec.Meta(ge=0.0, le=3600.0, description="seconds, 0 to 3600: how long a prompt waits for a worker")
     ] = 30.0
-    # Each has sockets, a task and tables of its own; fleets have tens to hundreds. Without a limit a client that
-    # registers in a loop would take all of the process's descriptors.
+    # Each worker has its own sockets, task and tables; fleets have tens to hundreds of workers. Without a limit, a
+    # client that registers workers in a loop would use up all file descriptors of the process.
     max_workers: Annotated[
         int, msgspec.Meta(ge=1, le=6_000, description="1 to 6000: how many workers (ranks) this router follows")
     ] = 1_024
-    # Without one, engines tokenize: exact for every engine, at the cost of a round trip and some of its work.
+    # Without a tokenizer, the engines tokenize. The result is exact for every engine, at the cost of a round trip and
+    # some work of the engine.
     tokenizers: Annotated[
         tuple[str, ...],
         msgspec.Meta(
@@ -420,8 +424,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="a list of MODEL=FOLDER with its tokenizer.json; without one, the model's engines tokenize",
         ),
     ] = ()
-    # A request waits for its tokens at most this long, as it then can only be placed by load. An engine renders a chat
-    # in some milliseconds, and some tens of thousands of tokens in some tens; beyond a second it is overloaded itself.
+    # A request waits for its tokens at most this long; after that it can only be placed by load. An engine renders a
+    # chat in a few milliseconds, and tens of thousands of tokens in tens of milliseconds; an engine that takes more than
+    # a second is overloaded.
     tokenize_timeout_s: Annotated[
         float,
         msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: time limit for tokenizing a prompt"),
@@ -433,8 +438,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="a list of NAME=MODEL: other names for models and LoRA adapters",
         ),
     ] = ()
-    # Off: a trace costs a request some 150 us of CPU, and needs a collector. The SDK's own variables (OTEL_*) say how;
-    # this one, that and where.
+    # Off by default, because a trace costs about 150 us of CPU per request and needs a collector. This setting turns
+    # tracing on and names the collector; the SDK's own variables (OTEL_*) control the rest.
     otlp_endpoint: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^https?://[\x21-\x7e]+$(?!\n)")] | None,
         msgspec.Meta(
@@ -442,14 +447,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="a collector's URL like http://otel:4318 (OTLP over HTTP); without it, no traces",
         ),
     ] = None
-    # None: the engines run without PYTHONHASHSEED, as they do by default.
+    # None means that the engines run without PYTHONHASHSEED, as they do by default.
     none_hash_seed: Annotated[
         str | None,
         msgspec.Meta(extra={"metavar": "SEED"}, description="the engines' PYTHONHASHSEED; omit it if they have none"),
     ] = None
 
     def shown(self) -> dict[str, Any]:
-        """The settings for a log: no secret, no password in the Redis URL."""
+        """Return the settings for a log, without secrets and without passwords in URLs."""
         shown: dict[str, Any] = msgspec.to_builtins(self)
         for name in SECRETS:
             if shown[name] is not None:
@@ -463,23 +468,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
 
 
-# Settings that are lists, one value a flag. In the environment white space separates the values: none of theirs
-# has any.
+# Settings that are lists. Each use of a flag gives one value. In the environment, white space separates the values,
+# because no value contains any.
 LISTS = frozenset(name for name, field in FIELDS.items() if field.default == ())
 
 
 def describe(name: str) -> str:
-    """What setting `name` is: the text of its help and of its errors."""
+    """Return the description of setting `name`, which its help and its error messages show."""
     return str((_metadata(name).extra_json_schema or {}).get("description", ""))
 
 
 def flag_of(name: str) -> str:
-    """The flag that gives a value of setting `name`."""
+    """Return the flag that sets setting `name`."""
     return str(_extra(name).get("flag") or f"--{name.replace('_', '-')}")
 
 
 def metavar_of(name: str) -> str:
-    """What stands for a value of setting `name` in the help."""
+    """Return the placeholder for a value of setting `name` in the help."""
     return str(_extra(name).get("metavar") or ("S" if name.endswith("_s") else "N"))
 
 
@@ -494,12 +499,15 @@ def _metadata(name: str) -> msgspec.inspect.Metadata:
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of setting `name`."""
+    """Return the environment variable of setting `name`."""
     return ENV_PREFIX + name.upper()
 
 
 def without_password(url: str) -> str:
-    """The URL with its user part hidden, `redis://***@host`, and what follows `sentinel_password=`. Up to the last
-    `@` and to the end: a password may hold any of `/@?#&` unescaped."""
+    """Return a URL with its passwords hidden, as in `redis://***@host`.
+
+    It hides the text before the last `@`, and all text after `sentinel_password=`, because a password may contain any
+    of `/@?#&` unescaped.
+    """
     hidden = re.sub(r"(sentinel_password=).*", rf"\1{HIDDEN}", url, flags=re.DOTALL)
     return re.sub(r"(//).*@", rf"\1{HIDDEN}@", hidden, flags=re.DOTALL)

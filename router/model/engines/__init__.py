@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs from engine to engine: a folder each, all else reads its description."""
+"""The differences between engines: one folder per engine, whose description the other code reads."""

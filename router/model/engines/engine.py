@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router has to know of an engine besides its events' general form. Pure: descriptions hold no state."""
+"""The description of an engine: the facts that the router needs besides the form of events. Pure and without state."""
 
 from __future__ import annotations
 
@@ -15,84 +15,95 @@ from kvrouter.router.model.workers.registration import CatalogSpec
 
 
 class EngineGauges(msgspec.Struct, frozen=True, eq=False):
-    """Names on an engine's /metrics: of its requests that wait and run, of how full its KV cache is (0 to 1), and the
-    label that names a data-parallel rank. life: finds a number that every other process has otherwise."""
+    """Names on the /metrics page of an engine."""
 
+    # The numbers of waiting and of running requests.
     waiting: bytes
     running: bytes
+    # The used share of the KV cache, 0 to 1.
     kv_usage: bytes
+    # The label that names a data-parallel rank.
     rank_label: bytes
+    # Finds a number that differs between any two processes of the engine, as its first group.
     life: re.Pattern[bytes]
 
 
 class TokenEndpoints(msgspec.Struct, frozen=True, eq=False):
-    """How an engine's HTTP makes tokens of text.
+    """The HTTP endpoints of an engine that turn text into tokens."""
 
-    render_paths: by kind of request ("chat", "text", "responses", "messages"), the endpoint that returns the prompt of
-    the real one; empty where it has none. how_to_render: what switches them on. chat_fields, text_fields: what of a
-    request /tokenize may be given; None: all but those of ignored_fields, which the real endpoint ignores and /tokenize
-    does not. names_arguments: /tokenize wants the template's arguments, and reasoning, under the template's own names.
-    reads_messages: it turns messages of Anthropic's API into chats as this router does.
-    """
-
+    # For each kind of request ("chat", "text", "responses", "messages"), the endpoint that returns the tokens of such a
+    # request without computing an answer. Empty if the engine has no such endpoints.
     render_paths: Mapping[str, str]
+    # How an operator switches these endpoints on, for messages.
     how_to_render: str
+    # The fields of a chat that /tokenize may get, or None for all fields except `ignored_fields`.
     chat_fields: tuple[str, ...] | None
+    # The fields of a completion that /tokenize may get.
     text_fields: tuple[str, ...]
+    # Fields that the real endpoint ignores, but /tokenize does not.
     ignored_fields: frozenset[str]
+    # Whether /tokenize wants the arguments of the template, and reasoning, under the names that the template uses.
     names_arguments: bool
+    # Whether the engine converts messages of Anthropic's API into chats in the same way as this router.
     reads_messages: bool
 
 
 class OperatorFlags(msgspec.Struct, frozen=True):
-    """What an operator starts the engine with. serve: its command. events: publishes KV events. usage: reports reuse in
-    its answers. prefix_cache: reuses prompts at all. memory: how much of the accelerator's is its cache's."""
+    """The command and the flags with which an operator starts the engine, for messages."""
 
+    # The command.
     serve: str
+    # Makes the engine publish KV events.
     events: str
+    # Makes the engine report reuse in its answers.
     usage: str
+    # Makes the engine reuse prompts at all.
     prefix_cache: str
+    # Sets how much of the accelerator's memory the engine uses, which determines the size of its KV cache.
     memory: str
 
 
 class Engine(msgspec.Struct, frozen=True, eq=False):
-    """One kind of engine.
+    """The description of one kind of engine.
 
-    The wire has no field: both publish in one form, which `events/vllm/` reads (ADR 38). The patch has none either:
-    both send the same reports, in which an engine names itself.
+    It has no field for the form of events, because all engines publish in one form, which `events/vllm/` reads (ADR 38).
+    It has none for the engine patch either, because the patch sends the same reports for all engines.
     """
 
+    # The name in settings and registrations.
     name: str
+    # The name for people.
     title: str
-    # Returns the hash schemes that may explain a worker's hashes, likeliest first, for the stated catalog and the
+    # Returns the hash schemes that may explain a worker's hashes, the likeliest first, for the stated catalog and the
     # configured seed.
     schemes: Callable[[CatalogSpec, str | None], tuple[HashScheme, ...]]
-    # Returns the stated catalog with everything that is the same in all of these engines.
+    # Returns the stated catalog, completed by the values that are the same in all engines of this kind.
     completed: Callable[[CatalogSpec], CatalogSpec]
-    # Returns why the engine's own events alone prove no hit of a worker with this stated catalog; empty where they do.
+    # Returns why the engine's own events alone prove no hit of a worker with this stated catalog, or "" if they do.
     stock_problem: Callable[[CatalogSpec], str]
-    # The names of media in its events, where the index has others.
+    # The index's name of each medium that the engine's events name differently.
     media: Mapping[str, str]
-    # Whether the shape of tier events shows which connector keeps them.
+    # Whether the shape of a tier's events shows the tier's connector.
     tiers_shown: bool
-    # An HTTP path that this engine alone has.
+    # An HTTP path by whose answer this engine is recognised.
     info_path: str
-    # Returns the streams that the answer of `info_path` names, for the engine at this URL. Raises NotThisEngine where
-    # the answer is another engine's, and ValueError where it cannot be read.
+    # Returns the streams that the answer of `info_path` names, for the engine at this URL. Raises NotThisEngine if
+    # another engine sent the answer, and ValueError if the answer cannot be read.
     streams_in: Callable[[bytes, str], EngineAnswers]
     # A path that answers at once, without work for the model.
     health_path: str
     gauges: EngineGauges
-    # Returns the KV cache of the core with this rank as a metrics page describes it; None where it does not.
+    # Returns the KV cache of the core with this rank as a metrics page describes it, or None if it does not.
     cache_in: Callable[[bytes, int], EngineCache | None]
     tokens: TokenEndpoints
     flags: OperatorFlags
-    # Returns whether the fields of a request make the engine reuse nothing, as it wants the whole prompt computed.
+    # Returns whether the engine reuses nothing for a request with these fields, because they need the whole prompt
+    # computed.
     skips_cache: Callable[[Mapping[str, object]], bool]
 
 
 class NotThisEngine(ValueError):
-    """Another engine answers on this path."""
+    """The error that another kind of engine answered."""
 
 
 # Fields that decide whether an engine computes the whole prompt (`Engine.skips_cache`).

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks engines now and then which models and LoRA adapters they serve, what kind they are, and where their KV events
-are. An async shell."""
+"""Periodic requests to engines for their models, LoRA adapters, kind and KV event streams. An async shell."""
 
 from __future__ import annotations
 
@@ -21,15 +20,16 @@ from kvrouter.router.model.workers.engine_key import EngineKey
 
 log = logging.getLogger(__name__)
 
-# Adapters are loaded while an engine runs; a request for one that is not known here yet has to wait for this.
+# The period of the requests. Adapters are loaded while an engine runs, and requests for a new adapter have to wait until
+# the next look.
 LOOK_S = 5.0
-# Both lists are answered at once.
+# Engines answer both requests at once, so this is ample.
 TIMEOUT_S = 2.0
-# Some hundred adapters and their paths; an answer beyond this is no engine's.
+# Room for some hundred adapters and their paths; no engine sends a longer answer.
 MAX_ANSWER_BYTES = 1024**2
 ENGINES_AT_ONCE = 16
-# vLLM before 0.31 says nothing of its event streams, and logs each request for it: it is queried again when it may have
-# been exchanged.
+# After this many looks, an engine without event sources is queried for them again. vLLM before 0.31 does not name its
+# event streams and logs each request for them, so it is queried again only when it may have been replaced.
 LOOKS_WITHOUT_SOURCES = 60
 
 
@@ -47,34 +47,39 @@ _models = msgspec.json.Decoder(_Models)
 
 
 class ServedModels(msgspec.Struct, frozen=True):
-    """names: by which the engine takes requests for its model. adapters: name and path of each LoRA adapter. root: what
-    the engine loaded its model from, empty where it does not say."""
+    """The model and the LoRA adapters that one engine serves."""
 
+    # The names by which the engine accepts requests for its model.
     names: tuple[str, ...] = ()
+    # The path of each LoRA adapter by its name.
     adapters: dict[str, str] = {}
+    # The path or name from which the engine loaded its model, or "" if the engine does not name it.
     root: str = ""
 
 
 def served_in(answer: bytes) -> ServedModels | None:
-    """What a list of models names; None where it is none."""
+    """Return the models in an engine's list of models, or None if the answer is no such list."""
     try:
         models = _models.decode(answer).data
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    # vLLM 0.32.0 entrypoints/openai/models/serving.py: an adapter names its base as parent, and the path that it hashes
-    # as root.
+    # vLLM 0.32.0 entrypoints/openai/models/serving.py: an adapter has its base model as parent, and the path that is
+    # hashed as root.
     adapters = {model.id: model.root for model in models if model.parent is not None and model.root is not None}
-    own = [model for model in models if model.parent is None]
-    return ServedModels(tuple(model.id for model in own), adapters, next((m.root for m in own if m.root), ""))
+    base_models = [model for model in models if model.parent is None]
+    return ServedModels(
+        tuple(model.id for model in base_models), adapters, next((m.root for m in base_models if m.root), "")
+    )
 
 
 class EngineLists:
-    """The lists of models and event sources that engines serve. `run` until it is cancelled, not without a session.
+    """The models, event sources and kinds of all engines, as they answered last.
 
-    If an engine does not answer, its last answer stays.
+    If an engine does not answer, its last answer stays. `run` keeps the answers up to date until it is cancelled.
 
     Args:
-        key: Decides which engines get a key.
+        session: The session for requests; without one, `run` and `look` must not be called.
+        key: Decides which engines get the API key.
         urls: Returns the URLs of the engines.
         changed: Called whenever an engine's answer differs from its last one.
     """
@@ -92,29 +97,31 @@ class EngineLists:
         self._changed = changed
         self._slots = asyncio.Semaphore(ENGINES_AT_ONCE)
         self._looks = 0
-        # Engines that came since, which are queried before the next look at all.
+        # Engines that registered since the last look, which are queried before the next one.
         self._new: set[str] = set()
         self._came = asyncio.Event()
-        # The round in which an engine without event sources is queried for them again, by URL.
+        # By URL, the number of the look that queries an engine without event sources for them again.
         self._sources_due: dict[str, int] = {}
-        # The last answer of each engine, by URL.
+        # By URL, the models that each engine named last.
         self.served: dict[str, ServedModels] = {}
+        # By URL, the event stream of each rank.
         self.sources: dict[str, Mapping[int, Stream]] = {}
-        # The kind of each engine that showed it, by URL.
+        # By URL, the kind of each engine whose answer showed it.
         self.kinds: dict[str, Engine] = {}
-        # The status with which an engine refuses its list of models, by URL.
+        # By URL, the status with which an engine refuses its list of models.
         self.refusing: dict[str, int] = {}
 
     @property
     def adapters(self) -> dict[str, dict[str, str]]:
-        """By URL, of the engines that have any."""
+        """By URL, the LoRA adapters of each engine that has any."""
         return {url: served.adapters for url, served in self.served.items() if served.adapters}
 
     async def run(self) -> None:
+        """Query all engines every LOOK_S, and new engines at once, until cancelled."""
         while True:
             await self.look()
             with contextlib.suppress(TimeoutError):
-                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                # Up to Python 3.11, wait_for would swallow a cancellation that comes together with the event.
                 async with asyncio.timeout(LOOK_S):
                     while True:
                         await self._came.wait()
@@ -122,25 +129,25 @@ class EngineLists:
                         await self._look_at_new()
 
     def look_soon(self, url: str) -> None:
-        """An engine came: what it is registered with is judged by what it says."""
+        """Query a new engine before the next look, because its registration is judged by its answers."""
         if url not in self.served:
             self._new.add(url)
             self._came.set()
 
     async def look(self) -> None:
-        """Ask all of them once."""
+        """Query all engines once, and drop the answers of engines that are no longer registered."""
         urls = set(self._urls())
         before = self._known()
         self._new.clear()
-        for known in (self.served, self.sources, self.kinds, self.refusing, self._sources_due):
-            for url in known.keys() - urls:
-                del known[url]
+        for answers in (self.served, self.sources, self.kinds, self.refusing, self._sources_due):
+            for url in answers.keys() - urls:
+                del answers[url]
         await asyncio.gather(*map(self._ask, urls))
         self._looks += 1
         self._compare(before)
 
     async def _look_at_new(self) -> None:
-        """Ask those that came, not all for each."""
+        """Query only the new engines."""
         before = self._known()
         new, self._new = self._new, set()
         await asyncio.gather(*map(self._ask, new))
@@ -150,7 +157,7 @@ class EngineLists:
         return dict(self.served), dict(self.sources), dict(self.kinds), dict(self.refusing)
 
     def _compare(self, before: tuple[object, ...]) -> None:
-        """What they said before."""
+        """Report a change if the answers differ from those `before`, which `_known` returned."""
         if self._known() != before:
             log.info("engine lists changed", extra={"engines": len(self.served), "adapters": len(self.adapters)})
             self._changed()
@@ -166,9 +173,9 @@ class EngineLists:
                 self.served[url] = served
             if self._sources_due.get(url, 0) > self._looks:
                 return
-            # Try the kind that it was before first.
-            known = self.kinds.get(url)
-            for engine in sorted(ENGINES.values(), key=lambda one: one is not known):
+            # The former kind of the engine is tried first.
+            former = self.kinds.get(url)
+            for engine in sorted(ENGINES.values(), key=lambda kind: kind is not former):
                 status, answer = await self._get(url, engine.info_path)
                 if status is None:
                     return
@@ -178,7 +185,7 @@ class EngineLists:
                     except NotThisEngine:
                         continue
                     except ValueError:
-                        # A caller that needs its streams names the fault in the answer.
+                        # Callers that need the streams report the fault in the answer.
                         return
                     self.kinds[url] = engine
                     return
@@ -187,7 +194,7 @@ class EngineLists:
         self._sources_due[url] = self._looks + LOOKS_WITHOUT_SOURCES
 
     async def _get(self, url: str, path: str) -> tuple[int | None, bytes]:
-        """Status and body; no status where nothing came. Liveness is judged elsewhere."""
+        """Return status and body of an answer, without a status if none came. Liveness is judged elsewhere."""
         assert self._session is not None
         key = self._key.header_for_url(url)
         headers = {} if key is None else {"authorization": key}

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's load, ranks and life as its /metrics report them. Pure; the names are the engine's.
+"""The load, the ranks and the process of an engine as its /metrics page reports them. Pure.
 
-It corrects the router's count: requests that bypassed the routers, and reservations that nobody released.
+The reported load corrects the router's own count, which misses requests that bypassed the routers and includes
+reservations that no router released.
 """
 
 from __future__ import annotations
@@ -16,64 +17,68 @@ from kvrouter.router.model.engines.engine import EngineGauges
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
-    """One engine core's: requests that wait and run, and how full its KV cache is, 0 to 1."""
+    """The load of one engine core."""
 
+    # The numbers of waiting and of running requests.
     waiting: int
     running: int
+    # The used share of the KV cache, 0 to 1.
     kv_usage: float = 0.0
 
     @property
     def requests(self) -> int:
+        """The number of waiting and running requests."""
         return self.waiting + self.running
 
 
 @lru_cache
 def _patterns(gauges: EngineGauges) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """Of a line with one of the numbers, and of the rank among its labels."""
+    """Return the pattern of a line with one of the gauges, and the pattern of the rank among the line's labels."""
     names = b"|".join(map(re.escape, (gauges.waiting, gauges.running, gauges.kv_usage)))
     line = rb"^(" + names + rb")(?:\{([^}\n]*)\})? +([-+0-9.eE]+)(?: +-?\d+)?\r?$"
     return re.compile(line, re.MULTILINE), re.compile(rb"(?:^|,) *" + gauges.rank_label + rb'="(\d{1,9})"')
 
 
 def _numbers(page: bytes, gauges: EngineGauges) -> Iterator[tuple[bytes, int | None, bytes]]:
-    """Name, rank and value of each line."""
+    """Yield name, rank and value of each line with one of the gauges; the rank is None if the line has no rank."""
     lines, rank = _patterns(gauges)
     for name, labels, value in lines.findall(page):
-        named = rank.search(labels)
-        yield name, int(named[1]) if named else None, value
+        rank_match = rank.search(labels)
+        yield name, int(rank_match[1]) if rank_match else None, value
 
 
 def engine_ranks(page: bytes, gauges: EngineGauges) -> tuple[int, ...]:
-    """The ranks that an engine's /metrics names, in order; empty where it names none."""
-    named = {rank for name, rank, _ in _numbers(page, gauges) if name == gauges.running and rank is not None}
-    return tuple(sorted(named))
+    """Return the ranks that an engine's /metrics page names, in ascending order."""
+    ranks = {rank for name, rank, _ in _numbers(page, gauges) if name == gauges.running and rank is not None}
+    return tuple(sorted(ranks))
 
 
 def engine_life(page: bytes, gauges: EngineGauges) -> float | None:
-    """A number that another process would have otherwise; None where the page has none."""
-    found = gauges.life.search(page)
+    """Return a number that differs between any two processes of the engine, or None if the page has none."""
+    match = gauges.life.search(page)
     try:
-        return None if found is None else float(found[1])
+        return None if match is None else float(match[1])
     except ValueError:
         return None
 
 
 def parse_engine_load(page: bytes, dp_rank: int, gauges: EngineGauges) -> EngineLoad | None:
-    """The load of the core with this rank; None if the page has no such numbers.
+    """Return the load of the core with this rank, or None if the page does not have the numbers.
 
-    An engine with several cores labels them; if none has that rank, the only core counts."""
-    found: dict[int | None, dict[bytes, float]] = {}
+    An engine with several cores labels them with their ranks. The only core of an engine counts with any label.
+    """
+    cores: dict[int | None, dict[bytes, float]] = {}
     for name, rank, value in _numbers(page, gauges):
-        core = found.setdefault(rank, {})
+        core = cores.setdefault(rank, {})
         try:
-            # Several models in one process, or LoRA adapters, have a line each.
+            # Several models in one process have a line each, and so do LoRA adapters.
             core[name] = core.get(name, 0.0) + float(value)
         except ValueError:
             return None
-    if len(found) == 1:
-        (core,) = found.values()
+    if len(cores) == 1:
+        (core,) = cores.values()
     else:
-        core = found.get(dp_rank, {})
+        core = cores.get(dp_rank, {})
     if gauges.waiting not in core or gauges.running not in core:
         return None
     usage = min(max(core.get(gauges.kv_usage, 0.0), 0.0), 1.0)
@@ -81,5 +86,5 @@ def parse_engine_load(page: bytes, dp_rank: int, gauges: EngineGauges) -> Engine
 
 
 def _count(value: float) -> int:
-    # An engine that reports 1e300 is broken; its report must not decide for hours.
+    # An engine that reports 1e300 is broken; such a number must not affect choices for hours.
     return int(min(max(value, 0.0), 1e6))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines that this router knows, by name."""
+"""The kinds of engines that this router supports, by name."""
 
 from __future__ import annotations
 
@@ -12,5 +12,9 @@ ENGINES = {engine.name: engine for engine in (VLLM, SGLANG)}
 
 
 def engine_named(name: str | None) -> Engine:
-    """None, or a name that an older or newer router stored: the default, whose schemes explain no other's hashes."""
+    """Return the description of an engine by its name.
+
+    Without a name, or with an unknown one that an older or newer router stored, return the default engine. Its schemes
+    explain no hashes of other engines, so they lead to no wrong hits.
+    """
     return ENGINES.get(name or DEFAULT_ENGINE, ENGINES[DEFAULT_ENGINE])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines' caches rederived: groups, block hashes and the hit rule. Pure."""
+"""The caches of engines, rederived: KV cache groups, block hashes and the hit rule. Pure."""

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * A block, (parent, token ids, extra keys), as CPython's pickle.dumps(protocol=5) and cbor2.dumps(canonical=True) write
- * it. The last part, from the extra keys on, is made by the caller.
+ * it. The caller provides the last part, from the extra keys on.
  *
  * Source: CPython 3.11 Modules/_pickle.c (save_long, save_bytes, save_tuple, _Pickler_CommitFrame); RFC 8949 section 3.
  */
@@ -11,18 +11,19 @@
 #include <stdint.h>
 #include <string.h>
 
-/* A longer parent has another opcode in a pickle. */
+/* Pickle writes a longer parent with another opcode. */
 #define MAX_PARENT_BYTES 255
-/* A longer pickle has several frames. */
+/* Pickle splits a longer output into several frames. */
 #define MAX_FRAME_BYTES (1 << 16)
-/* The most that an id below 2**63 takes, as LONG1. */
+/* The most bytes that an id below 2**63 takes, namely as LONG1. */
 #define MAX_ID_BYTES 10
-/* More than opcodes, heads of arrays and what is written in vain after the last id. */
+/* More than the opcodes, the heads of arrays and the surplus bytes written after the last id. */
 #define MAX_OTHER_BYTES 48
 
 #define PICKLE_HEAD_BYTES 11
 
-/* Both write 8 bytes, also where the next go over some of them: a branch on the width of an id is predicted badly. */
+/* put_little and put_big always write 8 bytes, and the next value overwrites the surplus ones, because processors
+ * predict a branch on the width of an id badly. */
 static inline void put_little(uint8_t *p, uint64_t value) {
     for (int i = 0; i < 8; i++)
         p[i] = (uint8_t)(value >> 8 * i);
@@ -47,7 +48,7 @@ static inline uint8_t *put_pickled(uint8_t *p, uint64_t id) {
         put_little(p + 1, id);
         return p + 1 + (1 << width);
     }
-    /* LONG1 is signed: its first bit stays free. */
+    /* LONG1 is signed, so its highest bit must stay 0. */
     int size = 5;
     while (size < 8 && id >> (8 * size - 1))
         size++;
@@ -103,7 +104,7 @@ static uint8_t *put_block_cbor(uint8_t *p, const uint8_t *parent, size_t parent_
     return put_bytes(p, ending, ending_bytes);
 }
 
-/* The ids of one page of SGLang's, each below 2**32, or each id and the one after it. */
+/* Write the ids of one page of SGLang, each below 2**32; with `bigrams`, each id is followed by its successor. */
 static uint8_t *put_page(uint8_t *p, const int64_t *ids, size_t count, int bigrams) {
     for (size_t i = 0; i < count; i++) {
         for (size_t j = i; j <= i + (bigrams != 0); j++) {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's block hashes, recomputed: schemes, extra keys, chains, and which scheme explains a block seen on the wire.
+"""vLLM's block hashes, recomputed: schemes, extra keys, chains, and the scheme that explains a block seen on the wire.
 
 A block's hash covers its parent's full digest, its token ids and its extra keys, so equal hashes mean equal prefixes.
-All of this is pure; nothing is remembered here (`prompt_hasher.py` does). Multi-modal and prompt-embeds keys are known
-only from an event, never for a question.
+This module is pure and keeps no state; `prompt_hasher.py` remembers hashes. Keys of prompt embeds are known only from
+an event, never for a question.
 Source: vLLM 0.32.0 utils/hashing.py and v1/core/kv_cache_utils.py:131-172, 578-725, 941-1003; the lookahead 0.33.0.
 """
 
@@ -27,29 +27,31 @@ from kvrouter.router.model.kvcache.chain_hash import hash_blocks
 from kvrouter.router.model.kvcache.multimodal import Items
 from kvrouter.router.model.kvcache.page_hash import LOOKAHEAD_TOKENS, page_chain
 
-# vLLM's; those of SGLang are in `page_hash.py`.
+# The algorithms of vLLM; those of SGLang are in `page_hash.py`.
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 # vLLM's NONE_HASH seed when PYTHONHASHSEED is unset and the algorithm is cryptographic (since 0.29.0; random before).
 DEFAULT_SEED = "vllm-none-hash"
 
-# PYTHONHASHSEED as the guides of LMCache ("0") and llm-d ("42") set it; tried so that such engines verify undeclared.
+# The values of PYTHONHASHSEED in the guides of LMCache ("0") and llm-d ("42"). They are tried, so that such engines
+# verify without a declaration.
 COMMON_SEEDS = ("0", "42")
 
-# vLLM writes pickle.HIGHEST_PROTOCOL, which is 5 in every Python that runs it; pinned, because ours may be another one.
+# vLLM writes pickle.HIGHEST_PROTOCOL, which is 5 in every Python that runs vLLM. It is pinned here, because the Python
+# of the router may have another one.
 PICKLE_PROTOCOL = 5
 
 MAX_TOKEN_ID = 2**63 - 1
 
-# An undeclared hash block size is sought among the announced size and its divisors that are multiples of this, because
-# block sizes are multiples of 8 or more in vLLM's attention backends, and so is their gcd.
+# An undeclared hash block size is sought among the announced size and those of its divisors that are multiples of this
+# number, because block sizes in vLLM's attention backends are multiples of 8 or more, and so is their gcd.
 HASH_BLOCK_STEP_TOKENS = 8
 
-# Above this, an undeclared hash block size is not guessed: 10 schemes and 9 sizes of 2,048 tokens already take 20 ms
-# uncompiled, and an engine either announces smaller blocks too or can be declared.
+# The hash block size of a larger announced block is not guessed: 10 schemes and 9 sizes of 2,048 tokens already take
+# 20 ms uncompiled, and an engine either announces smaller blocks too or can be declared.
 MAX_GUESSED_BLOCK_TOKENS = 2048
 
-# The default seed and the router's own, for each algorithm; every worker has its scheme from one of these.
+# Enough for the default seed and the router's own seeds with each algorithm; every worker's scheme is one of these.
 CACHED_SEEDS = 64
 
 ExtraKeys = tuple[tuple[object, ...], ...]
@@ -65,11 +67,12 @@ _cbored = functools.partial(cbor2.dumps, canonical=True)
 
 class _Algorithm(msgspec.Struct, frozen=True):
     serialize: Callable[[object], bytes]
-    # How a serialised block without extra keys ends, from where others have theirs.
+    # The last bytes of a serialised block without extra keys, from the position of the extra keys on.
     plain_ending: bytes
     digest: Callable[[bytes], bytes]
     digest_bytes: int
-    # A predictable seed would let an attacker precompute collisions, so vLLM draws a random one a process.
+    # Whether vLLM draws a random seed in each process, because a predictable one would let an attacker precompute
+    # collisions.
     secret_seed: bool
 
 
@@ -82,22 +85,23 @@ _ALGORITHMS = {
 
 
 def _algorithm(algo: str) -> _Algorithm:
-    found = _ALGORITHMS.get(algo)
-    if found is None:
+    algorithm = _ALGORITHMS.get(algo)
+    if algorithm is None:
         raise ValueError(f"unknown hash algorithm {algo!r}: vLLM has {', '.join(ALGORITHMS)}")
-    return found
+    return algorithm
 
 
 class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
-    """How one engine hashes blocks: the algorithm and the parent of every first block (`none_hash`, a full digest)."""
+    """The way in which one engine hashes blocks."""
 
     algo: str
+    # The full digest that stands for the parent of every first block; empty in SGLang's schemes.
     none_hash: bytes
-    # Tokens after a block that vLLM's hash covers too: with EAGLE or MTP and no KV connector, from 0.33 on.
+    # Tokens after a block that vLLM's hash covers too, from 0.33 on with EAGLE or MTP and no KV connector.
     lookahead: int = 0
 
     def __post_init__(self) -> None:
-        # SGLang's first page has no parent.
+        # The first page of a prompt has no parent in SGLang.
         expected = 0 if self.algo in LOOKAHEAD_TOKENS else _algorithm(self.algo).digest_bytes
         if len(self.none_hash) != expected:
             raise ValueError(f"none_hash of {self.algo} has {expected} bytes, got {len(self.none_hash)}")
@@ -106,8 +110,11 @@ class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
 
     @property
     def label(self) -> str:
-        """For people: `sha256`, or `sha256/1a2b3c4d` (first bytes of none_hash) when the seed is not vLLM's default;
-        `sha256+1` where a hash covers one token more."""
+        """The scheme's name for people.
+
+        Examples: `sha256` with vLLM's default seed, `sha256/1a2b3c4d` (the first bytes of none_hash) with any other
+        seed, and `sha256+1` if a hash covers one token more than its block.
+        """
         if self.algo in LOOKAHEAD_TOKENS:
             return self.algo
         algorithm = _algorithm(self.algo)
@@ -119,20 +126,24 @@ class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
     @classmethod
     @functools.lru_cache(maxsize=CACHED_SEEDS)
     def from_seed(cls, algo: str, seed: str) -> HashScheme:
-        """The scheme of an engine started with PYTHONHASHSEED=`seed`."""
+        """Return the scheme of an engine that was started with PYTHONHASHSEED=`seed`."""
         algorithm = _algorithm(algo)
         return cls(algo, algorithm.digest(algorithm.serialize(seed)))
 
     @classmethod
     def from_bytes(cls, algo: str, none_hash: bytes) -> HashScheme:
-        """The scheme of an engine that declares its NONE_HASH. Raises ValueError on a wrong length."""
+        """Return the scheme of an engine that declares its NONE_HASH. Raises ValueError if the length is wrong."""
         return cls(algo, bytes(none_hash))
 
     @classmethod
     def default(cls, algo: str = "sha256", seed: str | None = None) -> HashScheme:
-        """vLLM's own rule: PYTHONHASHSEED (`seed`, "" counts) if set, else the fixed default seed.
+        """Return the scheme by vLLM's own rule: PYTHONHASHSEED if it is set, otherwise the fixed default seed.
 
-        Raises ValueError for the xxhash algorithms without a seed: there vLLM draws 32 random bytes a process.
+        Raises ValueError for an xxhash algorithm without a seed, because vLLM then draws 32 random bytes per process.
+
+        Args:
+            algo: One of ALGORITHMS.
+            seed: The value of PYTHONHASHSEED, which may be "", or None if it is not set.
         """
         if seed is not None:
             return cls.from_seed(algo, seed)
@@ -145,19 +156,22 @@ class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
 
     @property
     def lookahead_tokens(self) -> int:
-        """Tokens after a block that its hash covers too."""
+        """Tokens after a block that its hash covers too, for schemes of vLLM and of SGLang."""
         return LOOKAHEAD_TOKENS.get(self.algo, self.lookahead)
 
 
 class HashSpace(msgspec.Struct, frozen=True, cache_hash=True):
-    """Prompts of one space have equal hashes when their tokens are equal; of two spaces never, but for a shared scheme.
+    """The set of prompts that one engine hashes alike: two prompts of a space with equal tokens have equal hashes.
 
-    block_size: tokens of a *hash* block. lora: (name, path as the engine loaded it). cache_salt None and "" hash alike.
+    Prompts of different spaces have equal hashes only if the spaces share a scheme.
     """
 
     scheme: HashScheme
+    # Tokens of a *hash* block.
     block_size: int
+    # The name of the LoRA and its path as the engine loaded it, or None.
     lora: tuple[str, str] | None = None
+    # None and "" hash alike.
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
@@ -166,24 +180,22 @@ class HashSpace(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class SchemeVerified(msgspec.Struct, frozen=True):
-    """The block is explained: the engine hashes with `scheme` at `hash_block_size` tokens."""
+    """The verdict that the engine hashes with `scheme`, in hash blocks of `hash_block_size` tokens."""
 
     scheme: HashScheme
     hash_block_size: int
 
 
 class SchemeUnexplained(msgspec.Struct, frozen=True):
-    """No candidate gives the announced hash.
+    """The verdict that no candidate yields the announced hash."""
 
-    plain: the block has no extra keys. Only then is it certain that the scheme is unknown: engines older than the tags
-    (vllm#44701) hash bare names and salts, so their plain blocks verify and their salted ones do not.
-    """
-
+    # Whether the block has no extra keys. Only such a block proves that the scheme is unknown: engines older than the
+    # tags (vllm#44701) hash bare names and salts, so their plain blocks verify and their salted ones do not.
     plain: bool
 
 
 class SchemeUnknown(msgspec.Struct, frozen=True):
-    """The event lacks something that its hash covers, so it proves nothing; another block may."""
+    """The verdict that the event lacks something that its hash covers, so it proves nothing; another block may."""
 
     reason: str
 
@@ -192,20 +204,26 @@ Verdict = SchemeVerified | SchemeUnexplained | SchemeUnknown
 
 
 def check_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
-    """`token_ids` as int64, shape (num_tokens,). Raises ValueError on anything but integers from 0 to 2**63-1."""
+    """Return `token_ids` as int64, shape (num_tokens,).
+
+    Raises ValueError unless all ids are integers from 0 to 2**63-1.
+    """
     return measure_token_ids(token_ids)[0]
 
 
 def measure_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> tuple[NDArray[np.int64], int]:
-    """`check_token_ids`, and all bits that are set in any id: below 2**n where all ids are."""
-    found = np.asarray(token_ids)
-    if found.ndim == 1 and found.size == 0:
+    """Return the same as `check_token_ids`, and the bitwise or of all ids.
+
+    The bitwise or is below 2**n exactly if all ids are. Raises ValueError as `check_token_ids` does.
+    """
+    array = np.asarray(token_ids)
+    if array.ndim == 1 and array.size == 0:
         return np.empty(0, np.int64), 0
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(f"token ids must be a list of integers from 0 to 2**63-1, got {found.dtype} {found.shape}")
-    if found.dtype == np.uint64 and (high := int(found.max())) > MAX_TOKEN_ID:
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be a list of integers from 0 to 2**63-1, got {array.dtype} {array.shape}")
+    if array.dtype == np.uint64 and (high := int(array.max())) > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be from 0 to 2**63-1, got {high}")
-    ids = np.ascontiguousarray(found, dtype=np.int64)
+    ids = np.ascontiguousarray(array, dtype=np.int64)
     bits = all_bits(ids.view(np.uint64))
     if bits > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be from 0 to 2**63-1, got {int(ids.min())}")
@@ -218,9 +236,13 @@ def hash_block(
     tokens: Sequence[int] | NDArray[np.integer],
     extra_keys: ExtraKeys | None,
 ) -> bytes:
-    """The full digest of one block. parent: the preceding block's digest, None (or empty, as in vLLM) for the first.
+    """Return the full digest of one block. Raises ValueError on token ids that `check_token_ids` rejects.
 
-    extra_keys: tagged, as `extra_keys_for` and `tag_extra_keys` give them. Raises ValueError on bad token ids.
+    Args:
+        scheme: One of vLLM's schemes.
+        parent: The digest of the preceding block, or None (or b"", as in vLLM) for the first block.
+        tokens: The token ids of the block.
+        extra_keys: The tagged keys that `extra_keys_for` and `tag_extra_keys` return.
     """
     algorithm = _algorithm(scheme.algo)
     block = tuple(check_token_ids(tokens).tolist())
@@ -228,11 +250,14 @@ def hash_block(
 
 
 def _ending(algorithm: _Algorithm, keys: ExtraKeys | None) -> bytes:
-    """The bytes of a serialised block from its extra keys on. A pickle's references count the objects before, which are
-    as many whatever parent and token ids are."""
+    """Return the bytes of a serialised block from its extra keys on.
+
+    They are the same for every parent and all token ids: the references of a pickle count the objects before them, and
+    the number of these objects does not depend on the parent or the ids.
+    """
     if keys is None:
         return algorithm.plain_ending
-    # Of an object of its own, unlike b"", which may be a key too.
+    # The parent must be an object that is not among the keys; b"" is one shared object, and may be a key too.
     parent = bytes(algorithm.digest_bytes)
     head = len(algorithm.serialize((parent, (0,), None))) - len(algorithm.plain_ending)
     return algorithm.serialize((parent, (0,), keys))[head:]
@@ -245,11 +270,19 @@ def hash_chain(
     block_size: int,
     extra_keys: Sequence[ExtraKeys | None],
 ) -> tuple[NDArray[np.uint64], bytes]:
-    """`reduce_hash` of the successive full blocks of `token_ids` (already checked), the first one after `parent`, and
-    the full digest of the last (of the parent if there is none).
+    """Hash the successive full blocks of a prompt or of a part of it.
 
-    extra_keys: one for each block, in their order; the last one is that of all further blocks too. A scheme with a
-    lookahead needs its tokens after the last block."""
+    Args:
+        scheme: A scheme of vLLM or SGLang.
+        parent: The full digest of the block before the first one, or None at the beginning of a prompt.
+        token_ids: Checked ids; a scheme with a lookahead needs its tokens after the last block too.
+        block_size: Tokens of a hash block.
+        extra_keys: The keys of each block, in the order of the blocks; the last entry holds for all further blocks too.
+
+    Returns:
+        The hash of each block, as `reduce_hash` returns it, and the full digest of the last block. Without any full
+        block, the digest is that of the parent.
+    """
     if scheme.algo in LOOKAHEAD_TOKENS:
         named = {str(key[0]): str(key[-1]) for key in extra_keys[0] or ()}
         return page_chain(scheme.algo, parent, token_ids, block_size, named.get("cache_salt"), named.get("lora"))
@@ -260,8 +293,8 @@ def hash_chain(
     if scheme.lookahead and hashes.size:
         extra_keys = _with_lookahead(extra_keys, token_ids.tolist(), block_size, scheme.lookahead, hashes.size)
     endings = tuple([_ending(algorithm, keys) for keys in extra_keys])
-    called = None if digest is _sha256 else digest
-    last = hash_blocks(tail, token_ids, block_size, endings, serialize is _cbored, called, hashes)
+    python_digest = None if digest is _sha256 else digest
+    last = hash_blocks(tail, token_ids, block_size, endings, serialize is _cbored, python_digest, hashes)
     if last is not None:
         return hashes, last
     tokens = iter(token_ids[: hashes.size * block_size].tolist())
@@ -275,34 +308,40 @@ def hash_chain(
 def _with_lookahead(
     extra_keys: Sequence[ExtraKeys | None], ids: list[int], block_size: int, lookahead: int, blocks: int
 ) -> list[ExtraKeys | None]:
-    """Every block's own keys and the tokens after it, as vLLM puts them in the place of the keys.
+    """Return the keys of each block joined with the tokens after the block, which vLLM hashes in the place of the keys.
 
-    Source: vLLM 0.33.0 kv_cache_utils.py:1003 (get_request_block_hasher)."""
-    found: list[ExtraKeys | None] = []
+    Source: vLLM 0.33.0 kv_cache_utils.py:1003 (get_request_block_hasher).
+    """
+    joined_keys: list[ExtraKeys | None] = []
     for i in range(blocks):
         keys, end = extra_keys[min(i, len(extra_keys) - 1)], (i + 1) * block_size
-        found.append(cast("ExtraKeys", (keys, *ids[end : end + lookahead])))
-    return found
+        joined_keys.append(cast("ExtraKeys", (keys, *ids[end : end + lookahead])))
+    return joined_keys
 
 
 def reduce_hash(digest: bytes) -> int:
-    """The hash as an index key and as events carry it: the last 8 bytes, big-endian, unsigned."""
+    """Return the hash as index keys and events have it: the last 8 bytes of the digest, big-endian and unsigned."""
     return int.from_bytes(digest[-8:], "big")
 
 
 def _as_received(text: str) -> str:
-    # Pickle writes a string that it has met before *as the same object* as a reference. In the engine, names, paths and
-    # salts were decoded from a message, so equal ones are different objects (but for CPython's shared strings of one
-    # Latin-1 character, which decoding here reproduces); here they may be one object, e.g. a path that equals the name.
+    # Pickle writes a reference for a string that is *the same object* as an earlier one. In the engine, names, paths and
+    # salts were decoded from a message, so equal strings are different objects (except CPython's shared strings of one
+    # Latin-1 character, which decoding here reproduces). In the router, equal strings may be one object, e.g. a path
+    # that equals its name, so each string is decoded into a new object.
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
 
 
 def extra_keys_for(space: HashSpace, block_index: int, items: Items = ()) -> ExtraKeys | None:
-    """The tagged extra keys of a block: the LoRA in every block, its multimodal items, then the cache salt in block 0.
+    """Return the tagged extra keys of a block, or None if it has none.
 
-    items: those with tokens in this block, their offsets from its start (`multimodal.within`).
-
+    Every block has the LoRA and the block's multimodal items; block 0 has the cache salt after them.
     Source: vLLM 0.32.0 kv_cache_utils.py:625 (generate_block_hash_extra_keys).
+
+    Args:
+        space: The hash space of the prompt.
+        block_index: The number of the block in the prompt.
+        items: The items with tokens in this block, with offsets relative to its start (`multimodal.within`).
     """
     keys: list[tuple[object, ...]] = []
     if space.lora is not None:
@@ -318,10 +357,18 @@ def extra_keys_for(space: HashSpace, block_index: int, items: Items = ()) -> Ext
 def tag_extra_keys(
     extra_keys: Sequence[object] | None, *, lora_name: str | None, lora_paths: Mapping[str, str]
 ) -> ExtraKeys | SchemeUnknown | None:
-    """One block's extra keys as hashed, from the untagged ones of its event; Unjudged if they are ambiguous.
+    """Return the keys that the engine hashed for a block, from the untagged keys of the block's event.
 
-    The LoRA comes first, so a cache salt that equals its name is still distinguished. Inverse of vLLM 0.32.0
-    kv_cache_utils.py:666 (to_event_extra_keys), but for the LoRA path, which `lora_paths` (name -> path) must have.
+    The LoRA comes first, so a cache salt that equals its name is still distinguished. This is the inverse of vLLM
+    0.32.0 kv_cache_utils.py:666 (to_event_extra_keys), except for the path of the LoRA, which is not on the wire.
+
+    Args:
+        extra_keys: The block's entry of the event's extra_keys.
+        lora_name: The event's LoRA, or None.
+        lora_paths: The path of each LoRA by its name.
+
+    Returns:
+        The tagged keys, None if there are none, or `SchemeUnknown` if the keys cannot be tagged.
     """
     rest = list(extra_keys or ())
     keys: list[tuple[object, ...]] = []
@@ -348,7 +395,7 @@ def tag_extra_keys(
 
 
 def plausible_hash_block_sizes(block_size: int) -> list[int]:
-    """Hash block sizes that a block of `block_size` tokens may be made of: itself, then divisors, larger first."""
+    """Return the hash block sizes that a block may consist of: its own size, then its divisors, the largest first."""
     steps = range(block_size // 2 // HASH_BLOCK_STEP_TOKENS * HASH_BLOCK_STEP_TOKENS, 0, -HASH_BLOCK_STEP_TOKENS)
     return [block_size, *(size for size in steps if block_size % size == 0)]
 
@@ -364,18 +411,25 @@ def verify_scheme(
     lora_name: str | None,
     lora_paths: Mapping[str, str],
 ) -> Verdict:
-    """Which candidate explains the hash of a dense root block (parent None), as one BlockStored announces it.
+    """Find the candidate that explains the hash of a dense root block, which has no parent, as a BlockStored event has it.
 
-    block_hash: uint64. token_ids: the block's `block_size` tokens, and those after it that are known: a scheme whose
-    lookahead is longer explains nothing.
-    extra_keys_untagged: this block's entry of the event's extra_keys; give only events that carry extra_keys at all,
-    since absent ones may hide a salt. A block of
-    several hash blocks has the chain's hash at its last one. hash_block_size None: `plausible_hash_block_sizes` are
-    tried. Never raises on what an event holds.
+    The hash of a block of several hash blocks is the hash of the last of them. No value of an event makes this raise.
+
+    Args:
+        candidates: The schemes to try, in this order.
+        block_hash: The announced hash, a uint64.
+        token_ids: The block's `block_size` tokens, and the known tokens after the block. Schemes whose lookahead is
+            longer are not tried.
+        block_size: Tokens of the announced block.
+        hash_block_size: Tokens of a hash block, or None to try all `plausible_hash_block_sizes`.
+        extra_keys_untagged: This block's entry of the event's extra_keys. Pass only events that carry extra_keys at
+            all, because absent ones may hide a salt.
+        lora_name: The event's LoRA, or None.
+        lora_paths: The path of each LoRA by its name.
     """
     schemes = list(candidates)
     following = len(token_ids) - block_size
-    # A hash that covers more than is known is one that nothing is said of.
+    # A scheme whose hash covers unknown tokens can be neither verified nor refuted.
     schemes = [scheme for scheme in schemes if scheme.lookahead_tokens <= following]
     if block_size < 1 or following < 0 or not schemes:
         return SchemeUnknown(f"the block of {block_size} tokens came with {len(token_ids)} token ids")
@@ -391,7 +445,7 @@ def verify_scheme(
     if isinstance(first, SchemeUnknown):
         return first
     sizes = plausible_hash_block_sizes(block_size) if hash_block_size is None else [hash_block_size]
-    # Their keys are those of the announced block; its hash blocks may have others, which are not on the wire.
+    # These keys are those of the announced block; its hash blocks may have other keys, which are not on the wire.
     located = any(key[0] in ("mm", "prompt_embeds") for key in first or ())
     others = tuple(key for key in first or () if key[0] == "lora") or None
     for size in sizes:
@@ -405,7 +459,10 @@ def verify_scheme(
 
 
 def known_schemes(extra_seeds: Sequence[str] = ()) -> tuple[HashScheme, ...]:
-    """Candidates for `verify_scheme`, likeliest first: vLLM's defaults, then all algorithms with each known seed."""
+    """Return candidates for `verify_scheme`, the likeliest first.
+
+    They are vLLM's defaults, then all algorithms with each of `extra_seeds` and COMMON_SEEDS.
+    """
     schemes = [HashScheme.default("sha256"), HashScheme.default("sha256_cbor")]
     schemes += [HashScheme.from_seed(algo, seed) for seed in (*extra_seeds, *COMMON_SEEDS) for algo in ALGORITHMS]
     return tuple(dict.fromkeys(schemes))

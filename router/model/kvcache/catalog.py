@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache groups of a worker, and the geometry that vLLM derives from them.
 
-A catalog is stated by the user or the engine patch, learned from events, or both: what is stated overrides what is
-learned. It does not know blocks, hits or Redis. A catalog that is not whole says why in `problem`, and then earns no
+The user or the engine patch states a catalog, or the router learns it from events; a stated value overrides a learned
+one. A catalog does not depend on blocks, hits or Redis. An incomplete catalog gives the reason in `problem` and earns no
 credit.
 
 Sources: vLLM 0.32.0 v1/core/kv_cache_utils.py:750 (partial hits), :804 (block sizes),
@@ -23,7 +23,7 @@ from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS, C
 
 
 class GroupRule(Enum):
-    """Which floor function judges a group; the values are the rule's codes."""
+    """The floor function that judges a group; the values are the codes in the rule's tables."""
 
     FULL = 0
     SLIDING_WINDOW = 1
@@ -31,8 +31,8 @@ class GroupRule(Enum):
     MAMBA = 3
 
 
-# KVCacheSpecKind of vLLM 0.32.0; cross_attention, encoder_only_attention and unknown have no rule: prefix caching is
-# off there.
+# Keys are KVCacheSpecKind of vLLM 0.32.0. cross_attention, encoder_only_attention and unknown have no rule, because
+# vLLM turns prefix caching off for them.
 RULE_OF_KIND = {
     "full_attention": GroupRule.FULL,
     "mla_attention": GroupRule.FULL,
@@ -50,21 +50,22 @@ NO_EVIDENCE = TierEvidence()
 
 
 class Group(GroupSpec, frozen=True):
-    """One KV cache group as the hit rule sees it: what was stated or learned, and the rule that follows from its
-    kind."""
+    """One KV cache group as the hit rule sees it: the stated or learned fields, and the rule that its kind implies."""
 
     @property
     def rule(self) -> GroupRule | None:
+        """The rule of the group's kind, or None if no hit can be promised for this kind."""
         return RULE_OF_KIND.get(self.kind)
 
     @property
     def name(self) -> str:
+        """The group's number and kind, for messages."""
         index = "the unnamed group" if self.group_idx is None else f"group {self.group_idx}"
         return f"{index} ({self.kind})"
 
 
 class SpecGroup(msgspec.Struct, frozen=True):
-    """Groups of equal spec, looked up jointly: a block counts when it is resident in all of them."""
+    """Groups of equal spec, which are looked up jointly: a block counts only if it is resident in all of them."""
 
     rule: GroupRule
     members: tuple[Group, ...]
@@ -72,66 +73,79 @@ class SpecGroup(msgspec.Struct, frozen=True):
 
     @property
     def first(self) -> Group:
+        """One member, for the fields that all members share."""
         return self.members[0]
 
 
 class Catalog(msgspec.Struct, frozen=True):
-    """What the hit rule needs to know about one worker. All sizes in tokens.
+    """The facts about one worker's KV cache that the hit rule needs. All sizes are in tokens.
 
     Invariant: when `problem` is None, every cacheable group has a rule and a block size that hash_block_size divides.
     """
 
     groups: tuple[Group, ...]
+    # "configured", "declared" (by the engine patch) or "learned" (from events).
     source: str
+    # The reason why no hit can be predicted, or None if the catalog is complete.
     problem: str | None
     hash_block_size: int
     scheduler_block_size: int
+    # Whether a hit may end inside a block.
     partial_hits: bool
-    # Blocks of a group that the offload tier stores and loads as one; None: not known yet.
+    # Number of blocks of a group that the offload tier stores and loads as one chunk, or None while it is not known.
     blocks_per_chunk: int | None
     offload: OffloadTier
-    # Tokens resident before a boundary of a sliding window: the window's, where it must be whole, else one less.
+    # Whether a hit needs as many resident tokens before its end as the sliding window has; otherwise one less suffices.
     whole_windows: bool = False
-    # Tokens after a block that its hash covers too; no hit reaches into the last of them.
+    # Tokens after a block that its hash covers too. The last `lookahead_tokens` of a prompt are never part of a hit.
     lookahead_tokens: int = 0
 
     @property
     def align(self) -> int:
-        """Every hit is a multiple of this. Source: kv_cache_coordinator.py:672 (hybrid), :466 (one group)."""
+        """The number of tokens that every hit is a multiple of.
+
+        Source: kv_cache_coordinator.py:672 (hybrid), :466 (one group).
+        """
         return self.hash_block_size if self.partial_hits else self.scheduler_block_size
 
     @property
     def suffix_align(self) -> int:
-        """What the hits of a SimpleCPUOffloadConnector are a multiple of; also the coarser one never promises too
-        much."""
+        """The number of tokens that every hit of a SimpleCPUOffloadConnector is a multiple of.
+
+        It is the coarser size unless `finer_suffix` is certain: the coarser size never promises too much.
+        """
         return self.align if self.offload.finer_suffix else self.scheduler_block_size
 
     @property
     def cacheable(self) -> tuple[Group, ...]:
+        """The groups that take part in prefix caching, in the engine's order."""
         return tuple(group for group in self.groups if group.prefix_cacheable)
 
     def spec_groups(self) -> tuple[SpecGroup, ...]:
-        """Cacheable groups by equal spec, full attention first, else in the engine's order."""
+        """Return the cacheable groups joined by equal spec, full attention first, otherwise in the engine's order.
+
+        Raises ValueError if a group has no rule, which `problem` reports beforehand.
+        """
         by_spec: dict[tuple[object, ...], list[Group]] = {}
         for group in self.cacheable:
             by_spec.setdefault(_spec_key(group), []).append(group)
-        found = []
+        spec_groups = []
         for members in by_spec.values():
             rule = members[0].rule
             if rule is None:
                 raise ValueError(f"{members[0].name} has no hit rule")
-            found.append(SpecGroup(rule, tuple(members), any(member.eagle for member in members)))
-        return tuple(sorted(found, key=lambda spec_group: spec_group.rule is not GroupRule.FULL))
+            spec_groups.append(SpecGroup(rule, tuple(members), any(member.eagle for member in members)))
+        return tuple(sorted(spec_groups, key=lambda spec_group: spec_group.rule is not GroupRule.FULL))
 
     def as_dict(self) -> dict[str, object]:
-        """The catalog as `/workers` shows it; what derives from an incomplete one is None."""
-        whole = self.problem is None
+        """Return the catalog as `/workers` shows it; derived values are None while the catalog is incomplete."""
+        complete = self.problem is None
         return {
             "groups": [msgspec.to_builtins(group) for group in self.groups],
-            "hash_block_size": self.hash_block_size if whole else None,
-            "scheduler_block_size": self.scheduler_block_size if whole else None,
-            "align": self.align if whole else None,
-            "partial_hits": self.partial_hits if whole else None,
+            "hash_block_size": self.hash_block_size if complete else None,
+            "scheduler_block_size": self.scheduler_block_size if complete else None,
+            "align": self.align if complete else None,
+            "partial_hits": self.partial_hits if complete else None,
             "blocks_per_chunk": self.blocks_per_chunk,
             "offload_connector": self.offload.connector,
             "problem": self.problem,
@@ -164,7 +178,7 @@ def _problem_of(group: Group) -> str | None:
 
 
 def _partial_hits(groups: tuple[Group, ...], hash_block_size: int) -> bool:
-    """Whether hits may end inside a block. Source: kv_cache_utils.py:750, without DCP."""
+    """Return whether hits may end inside a block. Source: kv_cache_utils.py:750, without DCP."""
     if len(groups) < 2 or not any(g.rule is GroupRule.MAMBA and g.block_size > hash_block_size for g in groups):
         return False
     return not any(
@@ -182,7 +196,16 @@ def build_catalog(
     problem: str | None = None,
     evidence: TierEvidence = NO_EVIDENCE,
 ) -> Catalog:
-    """The catalog of these groups, with all that vLLM derives; what `spec` states wins over what is derived."""
+    """Return the catalog of these groups, with every value that vLLM derives from them.
+
+    Args:
+        groups: The worker's groups in any order.
+        source: Where the groups come from, see `Catalog.source`.
+        spec: Stated values; each of them overrides the derived one.
+        blocks_per_chunk: The learned chunk size of the offload tier, None if it is not known.
+        problem: A reason, found earlier, why no hit can be predicted; None if there is none.
+        evidence: What the events of the offload tier showed of its connector.
+    """
     offload = evidence.tier(
         spec.offload_connector, spec.offload_blocks_per_chunk is not None, spec.offload_partial_hits
     )
@@ -229,5 +252,6 @@ def build_catalog(
 
 
 def group_of(spec: GroupSpec) -> Group:
+    """Return a stated group as a `Group`, with its kind in lower case."""
     fields = msgspec.structs.asdict(spec)
     return Group(**(fields | {"kind": spec.kind.lower()}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker's events show of its cache groups, until its catalog is known. Pure."""
+"""Learning a worker's KV cache groups from its events. Pure."""
 
 from __future__ import annotations
 
@@ -13,47 +13,52 @@ from kvrouter.router.model.kvcache.catalog import FULL_KINDS, NO_EVIDENCE, Catal
 from kvrouter.router.model.kvcache.offload_connectors import TierEvidence
 from kvrouter.router.model.workers.registration import MAX_GROUPS, CatalogSpec
 
-# Prompts whose first block is remembered while the chunk size is unknown; offloading follows the store within a step or
-# two.
+# How many prompts' first blocks are remembered while the chunk size is unknown. An engine offloads a block within one or
+# two steps after it stored the block, so a few thousand prompts suffice.
 MAX_ROOTS = 4_096
 
-# Events of a worker after which an odd one no longer counts: a removal of a group that nothing else speaks of, or what
-# contradicts all that came since. An engine under load publishes that many in seconds.
+# Number of a worker's later events after which an odd event no longer counts. An odd event is a removal of a group that
+# no store names, or one that contradicts all later events. An engine under load publishes this many events in seconds.
 ODD_EVENTS_FORGOTTEN_AFTER = 1_024
 
-# Stores of a group whose blocks came one at a time so far that are remembered: some prompts, of which one shows the
-# group's size.
+# How many single-block stores of one group are remembered while its block size is unknown. They span several prompts,
+# and one prompt suffices to show the size.
 MAX_SINGLE_STORES = 4_096
 
-# Stands for the block size of a group that is known from partial entries alone: more than any engine's, so that no
-# whole block is looked for, and within what vLLM's rule looks at inside one block. The first whole block names the
-# size.
+# Stands for the block size of a group that only partial entries announced, until its first whole block shows the size.
+# It is larger than any engine's block, so that no whole block is looked for, and it lies within the range that vLLM's
+# rule looks at inside one block.
 UNNAMED_BLOCK_TOKENS = 65_536
 
-# Block sizes of one group that are remembered: its own, that of partial entries, and some to show a contradiction by.
+# How many block sizes of one group are remembered: its own, that of partial entries, and a few more to report a
+# contradiction with.
 MAX_BLOCK_SIZES = 8
 
-# vLLM <= 0.19 names no groups and turns hybrid caching off when events are on, so its one group behaves as full
+# vLLM <= 0.19 names no groups and turns hybrid caching off when events are on, so its only group behaves like full
 # attention.
 UNNAMED_GROUP_KIND = "full_attention"
 
 
 class LearnedGroup(msgspec.Struct, frozen=True):
-    """What events said of one group, as kept in Redis."""
+    """The facts that events showed about one group, as stored in Redis."""
 
     group_idx: int | None
     kind: str | None
+    # Tokens of the sliding window, or None.
     window: int | None
     block_sizes: list[int]
+    # How the group's events contradict each other, or None.
     problem: str | None
-    # See `CatalogLearner.in_doubt`.
+    # Whether an odd event put the group in doubt, see `CatalogLearner.in_doubt`.
     doubtful: bool = False
+    # The block sizes that events of the GPU announced.
     gpu_block_sizes: list[int] = []
+    # Whether entries inside the group's blocks were announced.
     partial: bool = False
 
 
 class LearnedCatalog(msgspec.Struct, frozen=True):
-    """All that a `CatalogLearner` learned, as kept in Redis."""
+    """All the facts that a `CatalogLearner` learned, as stored in Redis."""
 
     groups: list[LearnedGroup]
     blocks_per_chunk: int | None
@@ -61,7 +66,7 @@ class LearnedCatalog(msgspec.Struct, frozen=True):
 
 
 class _Seen:
-    """What events said of one group so far."""
+    """The facts that events have shown about one group so far."""
 
     __slots__ = (
         "block_sizes",
@@ -78,47 +83,55 @@ class _Seen:
         self.kind: str | None = None
         self.window: int | None = None
         self.block_sizes: set[int] = set()
-        # Block sizes that came since the group is in doubt.
+        # Block sizes that were announced since the group is in doubt.
         self.recent_sizes: set[int] = set()
-        # Those of them that the GPU's events said.
+        # The members of `block_sizes` that events of the GPU announced.
         self.gpu_block_sizes: set[int] = set()
+        # How the group's events contradict each other, or None.
         self.problem: str | None = None
-        # Whether entries inside its blocks were announced, and the hashes that show it.
+        # Whether entries inside the group's blocks were announced.
         self.partial = False
+        # Hashes of blocks that were stored one at a time; a parent that is missing here reveals a partial entry.
         self.single_stores: set[int] = set()
 
     @property
     def stored(self) -> bool:
-        """Whether a store said something of the group, not only a removal."""
+        """Whether a store described the group, rather than only removals naming it."""
         return self.kind is not None or bool(self.block_sizes)
 
 
 class CatalogLearner:
-    """Learns a worker's catalog from its events.
+    """A learner of one worker's catalog from the worker's events.
 
-    Groups seen so far are taken for all there are; one that shows up later counts at once. A group known only from
-    placeholders or removals, or one that contradicts itself, makes the catalog incomplete, until this many events came
-    without another sign of it (ODD_EVENTS_FORGOTTEN_AFTER) that it was one odd event. `version` changes whenever the
-    catalog does.
+    The learner assumes that the groups seen so far are all groups; a group that shows up later counts at once. A group
+    that only placeholders or removals name, or that contradicts itself, makes the catalog incomplete. The learner
+    forgets such a group or contradiction if it does not recur within ODD_EVENTS_FORGOTTEN_AFTER events. `version`
+    changes whenever the catalog does.
     """
 
     def __init__(self, spec: CatalogSpec | None = None, problem: str | None = None) -> None:
-        """problem: why the engine's own events prove no hit; None where they do."""
+        """Start with the stated groups of `spec`.
+
+        Args:
+            spec: The stated part of the catalog, None if nothing is stated.
+            problem: The reason why the engine's own events prove no hit, or None if they do.
+        """
         self._source = "configured"
         self._problem = problem
         self.version = 0
         self._state(spec or CatalogSpec())
         self._seen: dict[int | None, _Seen] = {}
         self._life_is_whole = False
-        # Groups of which it is not known yet whether their blocks are larger than what was announced.
+        # Groups whose blocks may be larger than the announced ones.
         self._unsized: set[int | None] = set()
-        # Events so far, and by group in doubt the number at which it is judged again.
+        # The number of events so far.
         self._events = 0
+        # The event number at which each group in doubt is judged again.
         self._judged_at: dict[int | None, int] = {}
         self._blocks_per_chunk: int | None = None
         self._tier = NO_EVIDENCE
-        # First blocks of prompts and their sizes, newest last: one alone on an offload tier shows that chunks are
-        # single blocks.
+        # Block sizes by the hash of a prompt's first block, newest last. A first block that an offload tier holds as a
+        # chunk shows that chunks are single blocks.
         self._roots: dict[int, int] = {}
 
     def _state(self, spec: CatalogSpec) -> None:
@@ -127,16 +140,21 @@ class CatalogLearner:
         self.version += 1
 
     def declare(self, spec: CatalogSpec, problem: str | None) -> None:
-        """The engine itself says what its catalog is; problem: why no hit of it can be predicted all the same."""
+        """Replace the stated catalog by the one that the engine itself declares.
+
+        Args:
+            spec: The declared catalog.
+            problem: The reason why no hit can be predicted in spite of the declaration, or None.
+        """
         self._source, self._problem = "declared", problem
         self._state(spec)
 
     def begin_life(self) -> None:
-        """Every event of the engine's life comes from here on, so that what none of them stored was never stored."""
+        """Note that all events since the engine's start follow, so a block that none of them stores was never stored."""
         self._life_is_whole = True
 
     def miss_event(self) -> None:
-        """An event could not be read."""
+        """Note that an event could not be read, so a block without a store may have been stored all the same."""
         self._life_is_whole = False
 
     @property
@@ -145,9 +163,12 @@ class CatalogLearner:
         return self._life_is_whole and bool(self._unsized)
 
     def parent(self, event: BlockStored) -> None:
-        """Learn from a GPU store of full attention, after `stored`, if it is a whole block or an entry inside one, as
-        both come in the hash block size (vLLM 0.32 block_pool.py: cache_full_blocks, cache_partial_block). Whole blocks
-        come several at a time, and each after its parent; the parent of an entry inside a block is stored by nobody."""
+        """Learn whether a GPU store of full attention is a whole block or an entry inside a block.
+
+        Call it after `stored`. Both are announced in the hash block size (vLLM 0.32 block_pool.py: cache_full_blocks,
+        cache_partial_block). Whole blocks are stored several at a time, each after its parent; no event stores the
+        parent of an entry inside a block.
+        """
         seen = self._seen.get(event.group_idx)
         if seen is None or event.group_idx not in self._unsized or not len(event.block_hashes):
             return
@@ -165,16 +186,16 @@ class CatalogLearner:
 
     @property
     def in_doubt(self) -> bool:
-        """Odd events came, so that every event says something, also one that was seen before."""
+        """Whether odd events came, so that even an event that repeats an earlier one has to be looked at."""
         return bool(self._judged_at)
 
     def knows(self, group_idx: int | None) -> bool:
-        """Whether a store spoke of this group, so that its removals say nothing new."""
+        """Return whether a store described this group, so that its removals teach nothing new."""
         seen = self._seen.get(group_idx)
         return seen is not None and seen.stored
 
     def elapse(self, events: int) -> None:
-        """This many events were applied."""
+        """Count applied events, and judge again the groups in doubt whose time is over."""
         self._events += events
         if self._judged_at:
             for group_idx in [group for group, at in self._judged_at.items() if at <= self._events]:
@@ -186,8 +207,11 @@ class CatalogLearner:
             self._seen[group_idx].recent_sizes.clear()
 
     def _judge(self, group_idx: int | None) -> None:
-        """Nothing odd was said of a group for long enough: what was said since holds, and a group of which nothing was
-        is none."""
+        """Settle the doubt about a group after enough events without another odd one.
+
+        A group that contradicted itself keeps the block sizes announced since then; if there are none, the doubt goes
+        on. A group that was in doubt for another reason is dropped.
+        """
         seen = self._seen[group_idx]
         if seen.problem is not None and not seen.recent_sizes:
             self._doubt(group_idx)
@@ -201,24 +225,31 @@ class CatalogLearner:
         self.version += 1
 
     def _contradicts_names(self, group_idx: int | None) -> bool:
-        """Engines name all their groups, or the one they have has no name."""
-        known = (index for index, seen in self._seen.items() if seen.stored and index not in self._judged_at)
-        return any((index is None) is not (group_idx is None) for index in known)
+        """Return whether this group has a number and settled groups have none, or the reverse.
+
+        An engine numbers all its groups, or it has one group without a number.
+        """
+        settled = (index for index, seen in self._seen.items() if seen.stored and index not in self._judged_at)
+        return any((index is None) is not (group_idx is None) for index in settled)
 
     def _hear_again(self, group_idx: int | None, seen: _Seen, block_size: int) -> None:
-        """A store of a group in doubt."""
+        """Judge a group in doubt by a new store of it."""
         if self._contradicts_names(group_idx) or (block_size <= 0 and not seen.stored):
             self._doubt(group_idx)
         elif seen.problem is None:
-            # Only removals spoke of it, and now it shows that it is one.
+            # Only removals named the group so far; this store shows that the group exists.
             del self._judged_at[group_idx]
         elif block_size > 0 and len(seen.recent_sizes) < MAX_BLOCK_SIZES:
             seen.recent_sizes.add(block_size)
 
     def stored(self, event: BlockStored, *, shows_tier: bool = True) -> None:
-        """Take what a Stored event says of its group, also when its hash list is empty.
+        """Learn from a Stored event about its group, even if the event's list of hashes is empty.
 
-        shows_tier: of another medium than the GPU, it has the shape in which its connector sent it."""
+        Args:
+            event: The event.
+            shows_tier: Whether an event of another medium than the GPU still has the shape in which its connector sent
+                it.
+        """
         seen = self._touch(event.group_idx, event.medium)
         if seen is not None and event.group_idx in self._judged_at:
             self._hear_again(event.group_idx, seen, event.block_size)
@@ -256,7 +287,7 @@ class CatalogLearner:
             self.version += 1
 
     def removed(self, event: BlockRemoved) -> None:
-        """A removal names a group but says nothing of it."""
+        """Put a group in doubt if only removals have named it, because a removal does not describe its group."""
         seen = self._touch(event.group_idx, event.medium)
         if seen is not None and not seen.stored:
             self._doubt(event.group_idx)
@@ -270,10 +301,10 @@ class CatalogLearner:
     def _touch(self, group_idx: int | None, medium: str) -> _Seen | None:
         seen = self._seen.get(group_idx)
         if seen is None:
-            # vLLM 0.20 to 0.23 drops the group of offload events: such a nameless tier is no group of its own.
+            # vLLM 0.20 to 0.23 omits the group from offload events, so an offload event without a number adds no group.
             if group_idx is None and medium != GPU:
                 return None
-            # One over the limit is kept, and makes the catalog say so.
+            # One group over the limit is kept, so that the catalog reports the excess.
             if len(self._seen) > MAX_GROUPS:
                 return None
             seen = self._seen[group_idx] = _Seen()
@@ -284,9 +315,9 @@ class CatalogLearner:
         return seen
 
     def _learn_chunk(self, event: BlockStored, seen: _Seen) -> None:
-        # A self-describing store names all blocks of its chunk; a partial tail has a smaller block size and is ignored
-        # here. Announcements of a SimpleCPUOffloadConnector look like chunks of one block, which its rule does not
-        # need.
+        # A self-describing store names all blocks of its chunk. A partial tail has a smaller block size and is ignored
+        # here. Stores of a SimpleCPUOffloadConnector look like chunks of one block, which does no harm, because the
+        # rule of that connector does not use the chunk size.
         count = len(event.block_hashes)
         if seen.block_sizes and event.block_size == max(seen.block_sizes) and count > (self._blocks_per_chunk or 0):
             self._blocks_per_chunk = count
@@ -298,8 +329,14 @@ class CatalogLearner:
         return self._blocks_per_chunk is None
 
     def roots(self, event: BlockStored, hashes: Iterable[int]) -> None:
-        """Remember the first blocks of prompts, whose stores have no parent; they differ from `event` in hashes alone.
-        Only full attention announces blocks without leaving any out."""
+        """Remember the first blocks of prompts, whose stores have no parent.
+
+        Only groups of full attention count, as only they announce every block.
+
+        Args:
+            event: The form of all these stores, which differ in their hashes alone.
+            hashes: The hashes of the first blocks.
+        """
         if event.kind not in FULL_KINDS:
             return
         for block_hash in hashes:
@@ -308,8 +345,8 @@ class CatalogLearner:
                 del self._roots[next(iter(self._roots))]
 
     def _judge_placeholder(self, event: BlockStored, seen: _Seen | None) -> None:
-        # A chunk is known by its last block, so a chunk that ends with the first block of its group is that block
-        # alone.
+        # The hash of a chunk is that of its last block, so a chunk that ends with the first block of a prompt is that
+        # block alone.
         if self._blocks_per_chunk is not None or seen is None or not seen.block_sizes:
             return
         size = max(seen.block_sizes)
@@ -318,9 +355,11 @@ class CatalogLearner:
             self.version += 1
 
     def catalog(self, hash_block_size: int | None = None) -> Catalog:
-        """The catalog as known now: stated groups first, learned ones beside them.
+        """Return the current catalog: the stated groups, and the learned groups that are not stated.
 
-        hash_block_size: what verified hashes showed, for an engine whose prefix_match_unit is finer than the gcd.
+        Args:
+            hash_block_size: The size that verified hashes showed, for an engine whose prefix_match_unit is finer than
+                the gcd of its block sizes; None if no hash is verified.
         """
         spec = self._spec
         if spec.hash_block_size is None and hash_block_size is not None:
@@ -328,7 +367,7 @@ class CatalogLearner:
         stated = self._stated_as_announced()
         problem = self._problem or self._contradiction(stated)
         groups = dict(stated)
-        # Entries inside blocks are there for a Mamba state's sake.
+        # Engines announce entries inside blocks only to keep Mamba states.
         partial = any(seen.partial for seen in self._seen.values()) and any(
             seen.kind == "mamba" for seen in self._seen.values()
         )
@@ -367,7 +406,7 @@ class CatalogLearner:
         return self._stated
 
     def _contradiction(self, stated: dict[int | None, Group]) -> str | None:
-        """Return how events differ from the stated groups, so that no block that they announce would be found."""
+        """Return how the events contradict the stated groups, so that no announced block would be found, or None."""
         if stated and self._seen and not stated.keys() & self._seen.keys():
             return (
                 f"its catalog states {_numbers(stated)}, its events announce {_numbers(self._seen)}: register the groups that "
@@ -385,7 +424,7 @@ class CatalogLearner:
         return None
 
     def dump(self) -> bytes:
-        """What was learned, for another process of the router; read back by `load`."""
+        """Return the learned facts as bytes that `load` reads in another process of the router."""
         groups = [
             LearnedGroup(
                 index,
@@ -402,7 +441,7 @@ class CatalogLearner:
         return msgspec.json.encode(LearnedCatalog(groups, self._blocks_per_chunk, self._tier))
 
     def load(self, dumped: bytes) -> None:
-        """Take over what `dump` wrote. Raises msgspec.DecodeError on anything else."""
+        """Take over the facts that `dump` returned. Raises msgspec.DecodeError if `dumped` has another form."""
         learned = msgspec.json.decode(dumped, type=LearnedCatalog)
         for group in learned.groups:
             seen = self._seen[group.group_idx] = _Seen()
@@ -422,7 +461,10 @@ def _numbers(groups: Iterable[int | None]) -> str:
 
 
 def _size_problem(group_idx: int | None, sizes: set[int], finest: int) -> str | None:
-    """A group has one block size; partial entries come in the hash block size, the finest of all."""
+    """Return how the announced block sizes of a group contradict each other, or None.
+
+    A group has one block size. Its partial entries are announced in the hash block size, the finest size of all groups.
+    """
     if len(sizes) <= 1 or sizes == {max(sizes), finest}:
         return None
     return f"group {group_idx} contradicts itself: announced with block sizes {sorted(sizes)}"

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `chain_hash.pyx` does, compiled, without a Python object a block. This stands for it where there was no C
-compiler: it leaves all blocks to `block_hash.py` and
-all pages to `page_hash.py`."""
+"""The fallback for `chain_hash.pyx`, which hashes chains in compiled code without a Python object per block.
+
+This module is used where no C compiler was available at installation. It leaves all blocks to `block_hash.py` and all
+pages to `page_hash.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,19 @@ def hash_blocks(
     digest: Callable[[bytes], bytes] | None,
     hashes: NDArray[np.uint64],
 ) -> bytes | None:
-    """Fill `hashes`, one for each block of `token_ids`, with the last 8 bytes of the digests, each the next one's
-    parent. Returns the last whole digest, None for blocks that have to be serialised in Python.
+    """Fill `hashes` with the last 8 bytes of each block's digest, which is the parent of the next block.
 
-    endings: of each block, the serialised bytes from its extra keys on; the last one is that of all further blocks.
-    cbor: serialise as cbor2 does, else as pickle. digest: None for SHA-256. Raises ValueError on sizes that do not fit.
+    Args:
+        parent: The parent of the first block.
+        token_ids: The ids of all blocks.
+        block_size: Ids in a block.
+        endings: The serialised bytes of each block from its extra keys on; the last entry holds for all further blocks.
+        cbor: Whether to serialise like cbor2 instead of pickle.
+        digest: The hash function, or None for SHA-256.
+        hashes: The output, one entry for each block. Raises ValueError if any of the sizes does not fit.
+
+    Returns:
+        The last whole digest, or None if the blocks have to be serialised in Python.
     """
     return None
 
@@ -38,14 +48,22 @@ def hash_pages(
     namespace: bytes,
     hashes: NDArray[np.uint64],
 ) -> bytes | None:
-    """Fill `hashes`, one for each page of `token_ids`, as `page_hash.py` defines them. Returns the last whole digest,
-    None for pages that have to be hashed in Python.
+    """Fill `hashes` with the hash of each page, as `page_hash.py` defines it.
 
-    parent, namespace: 32 bytes or none. Raises ValueError on sizes that do not fit.
+    Args:
+        parent: The digest before the first page, 32 bytes or none.
+        token_ids: The ids of all pages, and with `bigrams` one more.
+        page_size: Ids in a page.
+        bigrams: Whether a page consists of pairs of successive ids.
+        namespace: The seed of a LoRA's namespace, 32 bytes or none.
+        hashes: The output, one entry for each page. Raises ValueError if any of the sizes does not fit.
+
+    Returns:
+        The last whole digest, or None if the pages have to be hashed in Python.
     """
     return None
 
 
 def hash_sha256(data: bytes, plain: bool) -> bytes:
-    """plain: without the processor's instructions for it."""
+    """Return the SHA-256 digest of `data`; `plain` keeps compiled code from using the processor's SHA instructions."""
     return hashlib.sha256(data).digest()

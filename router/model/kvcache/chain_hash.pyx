@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chains of block hashes without a Python object a block; `chain_hash.py` says how to call this."""
+"""Chains of block hashes without a Python object per block; `chain_hash.py` documents the functions."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Free, PyMem_Malloc

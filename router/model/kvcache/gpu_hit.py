@@ -1,14 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hit rule as pure functions: how many tokens of a prompt a worker reuses, given which blocks are resident.
 
-Each spec group is a floor function; the hit is their greatest common fixpoint below num_tokens - 1. What the CPU and
-disk tiers add on top is in `offload_hit.py`. No I/O, no names: residency comes as rows of place bits
-(`matching/mirror_table.py`), the catalog as the integer tables of `hit_tables.py`. Lengths are in tokens; a block is
-looked up by the hash at its last hash boundary. shift: hashes before the prompt's part that is judged, as vLLM looks a
-suffix up in a tier's own block pool.
+Each spec group has a floor function; the hit is the greatest common fixpoint of these functions that is at most
+num_tokens - 1. `offload_hit.py` computes what the CPU and disk tiers add to it. The functions do no I/O and use no
+names: residency comes as rows of place bits (`router/index/matching/mirror_table.py`), and the catalog as the integer
+tables of `hit_tables.py`. A block is looked up by the hash at its last hash boundary. All lengths are in tokens.
 
-SGLang's rule is the same fixpoint with other tables: whole windows, and with EAGLE one token less to match in place of
-a block to drop.
+The parameters that most functions share:
+
+- row: the first row of the worker in `tables.rows`.
+- w: the worker's index in `tables.geos`.
+- s: the index of a spec group in `tables.specs`.
+- start, end: the range of a spec group's members in `tables.members`.
+- shift: the number of hashes before the part of the prompt that is judged. It is 0 except for a tier that has its own
+  block pool, in which vLLM looks up the rest of the prompt.
+- max_length: the upper bound of the result.
+- drop: whether the last matched block is dropped, because EAGLE needs it computed again.
+- align: the number of tokens that the result is a multiple of.
+
+SGLang's rule is the same fixpoint with other tables: windows are whole, and with EAGLE one token less is matched instead
+of dropping a block.
 
 Source: vLLM 0.32.0 v1/core/kv_cache_coordinator.py:796, v1/core/single_type_kv_cache_manager.py:733 :956 :1269 :1454;
 SGLang 0.5.23 srt/mem_cache/unified_cache/unified_tree_core.py:905, components/swa.py:357, components/mamba.py:151.
@@ -40,17 +51,17 @@ from kvrouter.router.model.kvcache.hit_tables import (
 )
 from kvrouter.router.model.kvcache.rule_tables import RuleTables
 
-# Blocks judged at once: enough for wide instructions, little work lost at the end of a run.
+# Blocks judged at once: enough for wide instructions, with little wasted work at the end of a run.
 _STRETCH = 32
 
-# More spec groups than any model has; the fixpoint keeps one flag for each, in one word.
+# No model has more spec groups; the fixpoint keeps one flag for each of them in one 64-bit word.
 MAX_SPEC_GROUPS = 64
-# Named, because a literal would be shifted in 32 bits where this is compiled.
+# A named constant, because compiled code would shift a literal in 32 bits.
 _FLAG = 1
 
 
 def resident(tables: RuleTables, row: int, index: int, start: int, end: int) -> bool:
-    """Whether every member group holds the block that ends at hash `index` of the rows."""
+    """Return whether every member group holds the block that ends at hash `index` of the rows."""
     if index >= tables.rows.shape[1]:
         return False
     for m in range(start, end):
@@ -60,15 +71,18 @@ def resident(tables: RuleTables, row: int, index: int, start: int, end: int) -> 
 
 
 def run_from_zero(tables: RuleTables, row: int, shift: int, start: int, end: int, scale: int, limit: int) -> int:
-    """Blocks of the unbroken run from block 0, at most `limit`. The one loop that walks whole prompts, so it is kept
-    bare."""
+    """Return the length in blocks of the unbroken resident run from block 0, at most `limit`.
+
+    This is the only loop that walks whole prompts, so it does nothing else. `scale` is the number of hashes per block.
+    """
     run = max(0, min(limit, (tables.rows.shape[1] - shift) // scale))
     for m in range(start, end):
         line = row + tables.members[m, MEMBER_BANK]
         mask = tables.members[m, MEMBER_MASK]
         block = 0
         if scale == 1 and mask & (mask - 1) == 0:
-            # One bit to look for and no strides: whole stretches are anded at once, which the compiler vectorizes.
+            # With a single bit to look for and no strides, whole stretches are anded at once, which the compiler
+            # vectorizes.
             while block + _STRETCH <= run:
                 common = mask
                 for i in range(shift + block, shift + block + _STRETCH):
@@ -93,8 +107,10 @@ def floor_full(
     drop: bool,
     align: int,
 ) -> int:
-    """Full attention, MLA, sink: the unbroken run from 0, extended into the next block where hits may end inside
-    one."""
+    """Return the floor of full attention, MLA or sink attention: the unbroken resident run from block 0.
+
+    The run is extended into the next block if hits may end inside a block.
+    """
     block: int = tables.specs[s, SPEC_BLOCK]
     scale = block // hash_block
     start, end = tables.specs[s, SPEC_MEMBER_START], tables.specs[s, SPEC_MEMBER_END]
@@ -124,7 +140,10 @@ def floor_sliding_window(
     drop: bool,
     align: int,
 ) -> int:
-    """Sliding window: the rightmost run of enough blocks, else the run that starts at block 0."""
+    """Return the floor of a sliding window: the end of the rightmost run that fills the window.
+
+    If no run fills the window, the floor is the end of the run that starts at block 0.
+    """
     block: int = tables.specs[s, SPEC_BLOCK]
     scale = block // hash_block
     start, end = tables.specs[s, SPEC_MEMBER_START], tables.specs[s, SPEC_MEMBER_END]
@@ -133,7 +152,7 @@ def floor_sliding_window(
         need += 1
     run = 0
     blocks = -1
-    # Nothing is resident past the given hashes; a claimed length costs no time.
+    # No block is resident past the given hashes, so a prompt that claims to be longer costs no time.
     for i in range(min(max_length // block, (tables.rows.shape[1] - shift) // scale) - 1, -1, -1):
         if not resident(tables, row, shift + (i + 1) * scale - 1, start, end):
             run = 0
@@ -168,7 +187,10 @@ def floor_chunked_local(
     drop: bool,
     align: int,
 ) -> int:
-    """Chunked local attention: blocks before the chunk of max_length need not be there, those of the chunk must."""
+    """Return the floor of chunked local attention: the run of resident blocks in the chunk that max_length lies in.
+
+    Blocks before that chunk need not be resident.
+    """
     block: int = tables.specs[s, SPEC_BLOCK]
     scale = block // hash_block
     start, end = tables.specs[s, SPEC_MEMBER_START], tables.specs[s, SPEC_MEMBER_END]
@@ -189,7 +211,7 @@ def floor_mamba(
     drop: bool,
     align: int,
 ) -> int:
-    """Mamba in align mode: the rightmost boundary whose state is resident. Never drops."""
+    """Return the floor of Mamba in align mode: the rightmost boundary whose state is resident. `drop` has no effect."""
     block: int = tables.specs[s, SPEC_BLOCK]
     start, end = tables.specs[s, SPEC_MEMBER_START], tables.specs[s, SPEC_MEMBER_END]
     if align < block and block % align == 0:
@@ -215,7 +237,7 @@ def floor_of(
     drop: bool,
     align: int,
 ) -> int:
-    """The floor function of one spec group: the longest prefix of at most max_length that it allows."""
+    """Return the longest prefix of at most max_length that one spec group allows, by the floor function of its rule."""
     if tables.specs[s, SPEC_RULE] == RULE_FULL:
         return floor_full(tables, row, shift, s, hash_block, num_hashes, max_length, drop, align)
     if tables.specs[s, SPEC_RULE] == RULE_SLIDING_WINDOW:
@@ -226,7 +248,10 @@ def floor_of(
 
 
 def eagle_margin(tables: RuleTables, s: int, align: int) -> int:
-    """Tokens that an EAGLE group matches past the candidate before it drops them. Source: kv_cache_utils.py:792."""
+    """Return the tokens that an EAGLE group matches past the candidate and then drops.
+
+    Source: kv_cache_utils.py:792.
+    """
     block: int = tables.specs[s, SPEC_BLOCK]
     if tables.specs[s, SPEC_RULE] == RULE_FULL or tables.specs[s, SPEC_RULE] == RULE_MAMBA:
         block = min(align, block)
@@ -243,8 +268,13 @@ def coordinator_hit(
     align: int,
     num_tokens: int,
 ) -> tuple[int, int]:
-    """(hit, limiter): what the spec groups `first` to `last` allow of `num_tokens` tokens, and which of them was the
-    last to shrink it (-1: none). Source: kv_cache_coordinator.py:796 (hybrid), :497 (one group)."""
+    """Compute how much of a prompt of `num_tokens` the spec groups from `first` to before `last` allow.
+
+    Returns:
+        The hit, and the index of the spec group that was the last to shrink it (-1 if none did).
+
+    Source: kv_cache_coordinator.py:796 (hybrid), :497 (one group).
+    """
     hash_block = tables.geos[w, GEO_HASH_BLOCK]
     num_hashes = num_tokens // hash_block
     hit = max(0, num_tokens - tables.geos[w, GEO_UNCACHED])
@@ -290,14 +320,17 @@ def coordinator_hit(
 
 
 def gpu_hit(tables: RuleTables, row: int, w: int, num_tokens: int) -> tuple[int, int]:
-    """(hit, limiter): tokens the GPU cache gives, and the spec group whose floor was the last to shrink it (-1:
-    none)."""
+    """Compute how many tokens the worker's GPU cache provides.
+
+    Returns:
+        The hit, and the index of the spec group that was the last to shrink it (-1 if none did).
+    """
     first, last = tables.geos[w, GEO_SPEC_START], tables.geos[w, GEO_SPEC_END]
     return coordinator_hit(tables, row, 0, w, first, last, tables.geos[w, GEO_ALIGN], num_tokens)
 
 
 def single_group_hit(tables: RuleTables, row: int, w: int, num_tokens: int, s: int) -> int:
-    """How far spec group `s` alone would let the hit reach. Source: kv_cache_coordinator.py:917."""
+    """Return the hit that spec group `s` alone would allow. Source: kv_cache_coordinator.py:917."""
     hash_block = tables.geos[w, GEO_HASH_BLOCK]
     num_hashes = num_tokens // hash_block
     length = max(0, num_tokens - tables.geos[w, GEO_UNCACHED])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's catalog and places as the integer tables that the hit rule reads.
+"""The integer tables that the hit rule reads, built from a worker's catalog and places.
 
-Columns are constants here so that the rule and the builder cannot disagree. A *place bit* says that a block is resident
-in one place; 16 of them make a row (a *bank*), and a worker with more places has more banks.
+Columns are constants here, so that the rule and the builder cannot disagree. A *place bit* shows that a block is
+resident in one place. 16 place bits make a row (a *bank*); a worker with more places has more banks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ RULE_SLIDING_WINDOW = GroupRule.SLIDING_WINDOW.value
 RULE_CHUNKED_LOCAL = GroupRule.CHUNKED_LOCAL.value
 RULE_MAMBA = GroupRule.MAMBA.value
 
+# Columns of `RuleTables.geos`: one row for each worker. A START and an END are a range of rows of another table.
 (
     GEO_HASH_BLOCK,
     GEO_ALIGN,
@@ -46,13 +47,16 @@ RULE_MAMBA = GroupRule.MAMBA.value
     GEO_COLUMNS,
 ) = range(22)
 
+# Columns of `RuleTables.specs`: one row for each spec group on each medium.
 SPEC_RULE, SPEC_BLOCK, SPEC_WINDOW, SPEC_CHUNK, SPEC_EAGLE, SPEC_MEMBER_START, SPEC_MEMBER_END, SPEC_COLUMNS = range(8)
 
+# Columns of `RuleTables.members`: the place bit of one group of a spec group.
 MEMBER_BANK, MEMBER_MASK, MEMBER_COLUMNS = range(3)
 
-# What is found of a worker: `matching/judge.py` says what each is.
+# Columns of the hits that `Judge.judge` returns for each worker, see `router/index/matching/judge.py`.
 FOUND_GPU, FOUND_CPU, FOUND_DISK, FOUND_LIMITER, FOUND_FULL, FOUND_COLUMNS = range(6)
 
+# Columns of `RuleTables.exts`: one row for each group of a worker with an OffloadingConnector.
 (
     EXT_SPARSE,
     EXT_CHUNK,
@@ -66,24 +70,28 @@ FOUND_GPU, FOUND_CPU, FOUND_DISK, FOUND_LIMITER, FOUND_FULL, FOUND_COLUMNS = ran
     EXT_COLUMNS,
 ) = range(10)
 
-# Bits of one residency record; a place is bit `index % BANK_BITS` of bank `index // BANK_BITS`.
+# Bits of one residency record. The place with number `index` is bit `index % BANK_BITS` of bank `index // BANK_BITS`.
 BANK_BITS = 16
 
 
 class BankMask(msgspec.Struct, frozen=True):
-    """The bit of a place within its bank. Mask 0: there is no such place."""
+    """The bit of a place within its bank; mask 0 means that the worker has no such place."""
 
     bank: int
     mask: int
 
 
 def bank_mask(places: dict[Place, int], place: Place) -> BankMask:
+    """Return the bit of a place, given the number of each place of the worker."""
     index = places.get(place)
     return BankMask(0, 0) if index is None else BankMask(index // BANK_BITS, 1 << (index % BANK_BITS))
 
 
 def either_mask(places: dict[Place, int], one: Place, other: Place) -> BankMask:
-    """The bits of two places, any of which will do. Only the first, where they are in two banks: less credit."""
+    """Return the bits of two places, either of which makes a block resident.
+
+    If the places are in different banks, only the first one counts, which can only lower the hit.
+    """
     first, second = bank_mask(places, one), bank_mask(places, other)
     if first.mask == 0:
         return second
@@ -95,7 +103,10 @@ def _cdiv(numerator: int, denominator: int) -> int:
 
 
 def _window_chunks(group: Group, chunk: int) -> int | None:
-    """Chunks that must be loadable at a boundary; None is full attention. Source: offloading/scheduler.py:129."""
+    """Return how many chunks must be loadable before a hit's end, None if all must be (full attention).
+
+    Source: offloading/scheduler.py:129.
+    """
     if group.rule is GroupRule.SLIDING_WINDOW:
         window = group.sliding_window or 0
         return max(_cdiv(window, chunk), _cdiv(window - 1, chunk))
@@ -105,7 +116,7 @@ def _window_chunks(group: Group, chunk: int) -> int | None:
 
 
 class GeometryBuilder:
-    """Concatenates the tables of workers, one `add` each; the row index it returns names the worker's geometry."""
+    """A builder of `RuleTables` that concatenates the tables of many workers."""
 
     def __init__(self) -> None:
         self._geos: list[list[int]] = []
@@ -114,7 +125,12 @@ class GeometryBuilder:
         self._exts: list[list[int]] = []
 
     def add(self, catalog: Catalog, places: dict[Place, int]) -> int:
-        """Add a worker. catalog: without a problem. places: its places and their bit indices."""
+        """Add a worker and return the index of its row in `geos`.
+
+        Args:
+            catalog: The worker's catalog. Raises ValueError if it has a problem.
+            places: The worker's places and the number of the bit of each.
+        """
         if catalog.problem is not None:
             raise ValueError(f"no geometry for an incomplete catalog: {catalog.problem}")
         geo = [0] * GEO_COLUMNS
@@ -140,7 +156,7 @@ class GeometryBuilder:
         return len(self._geos) - 1
 
     def repeat(self, index: int) -> None:
-        """Add a worker whose catalog and places are those of an earlier one."""
+        """Add a worker whose catalog and places equal those of the earlier worker with this row index."""
         self._geos.append(self._geos[index])
 
     def _add_specs(
@@ -151,25 +167,28 @@ class GeometryBuilder:
         medium: str,
         beside: str | None = None,
     ) -> tuple[int, int]:
-        """The spec groups as they are held on one medium, or on one of two; their range."""
+        """Add the spec groups as one medium holds them, and return the range of their rows in `specs`.
+
+        With `beside`, a block counts if it is on `medium` or on `beside`.
+        """
         first = len(self._specs)
         for spec_group in spec_groups:
             start = len(self._members)
             for group in spec_group.members:
                 place = Place(group.group_idx, medium)
-                held = (
+                place_bit = (
                     bank_mask(places, place)
                     if beside is None
                     else either_mask(places, Place(group.group_idx, beside), place)
                 )
-                self._members.append([held.bank, held.mask])
-            one = spec_group.first
+                self._members.append([place_bit.bank, place_bit.mask])
+            spec = spec_group.first
             self._specs.append(
                 [
                     spec_group.rule.value,
-                    one.block_size,
-                    (one.sliding_window or 0) + int(catalog.whole_windows),
-                    one.attention_chunk_size or 0,
+                    spec.block_size,
+                    (spec.sliding_window or 0) + int(catalog.whole_windows),
+                    spec.attention_chunk_size or 0,
                     int(spec_group.eagle),
                     start,
                     len(self._members),
@@ -209,6 +228,7 @@ class GeometryBuilder:
         geo[GEO_EXT_TAIL_BLOCK] = _partial_tail_block(catalog)
 
     def build(self) -> RuleTables:
+        """Return the tables of all workers added so far."""
         return RuleTables(
             _table(self._geos, GEO_COLUMNS),
             _table(self._specs, SPEC_COLUMNS),
@@ -218,7 +238,10 @@ class GeometryBuilder:
 
 
 def _partial_tail_block(catalog: Catalog) -> int:
-    """Block size of the partial tail that the offload tier can load, or 0. Source: offloading/scheduler.py:300."""
+    """Return the block size of the partial tail that the offload tier can load, or 0 if it can load none.
+
+    Source: offloading/scheduler.py:300.
+    """
     groups = catalog.cacheable
     supported = (
         catalog.blocks_per_chunk in (None, 1)

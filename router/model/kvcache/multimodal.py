@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images, sounds and videos in a prompt: where their placeholder tokens stand, and what names their content.
+"""Images, sounds and videos in a prompt: the positions of their placeholder tokens, and the names of their contents.
 
-The placeholders of two images are the same tokens; the blocks' extra keys distinguish them. Pure.
+The placeholders of two images are the same tokens, so the extra keys of their blocks distinguish them. Pure.
 """
 
 from __future__ import annotations
@@ -11,45 +11,50 @@ from typing import NamedTuple, TypeAlias
 
 from xxhash import xxh3_64_intdigest
 
-# Of one prompt. vLLM serves some tens; each costs a look for each segment of the prompt.
+# The most items of one prompt. vLLM serves a few tens; every segment of the prompt looks at every item.
 MAX_ITEMS = 4_096
 
 
 class MultimodalItem(NamedTuple):
-    """identifier: vLLM's mm_hash. Its placeholders are the tokens from offset_tokens on, length_tokens of them, at
-    least one.
+    """One image, sound or video in a prompt.
 
-    Source: vLLM 0.32.0 multimodal/inputs.py (MultiModalFeatureSpec)."""
+    Source: vLLM 0.32.0 multimodal/inputs.py (MultiModalFeatureSpec).
+    """
 
+    # vLLM's mm_hash, which names the content.
     identifier: str
+    # The position of the item's first placeholder token.
     offset_tokens: int
+    # The number of its placeholder tokens, at least one.
     length_tokens: int
 
 
-# By offset; they do not overlap.
+# The items of a prompt in the order of their offsets, without overlaps.
 Items: TypeAlias = tuple[MultimodalItem, ...]
 
 
 def in_order(items: Sequence[MultimodalItem]) -> Items:
-    """The items by offset. Raises ValueError where they overlap or are too many, or one is empty or before the
-    prompt."""
+    """Return the items in the order of their offsets.
+
+    Raises ValueError if there are more than MAX_ITEMS, if two overlap, or if one has no tokens or a negative offset.
+    """
     if len(items) > MAX_ITEMS:
         raise ValueError(f"{len(items)} items; at most {MAX_ITEMS} are read")
-    found = tuple(sorted(items, key=lambda item: item.offset_tokens))
+    ordered = tuple(sorted(items, key=lambda item: item.offset_tokens))
     end = 0
-    for item in found:
+    for item in ordered:
         if item.offset_tokens < end:
             raise ValueError(f"an item begins at token {item.offset_tokens}, before {end}, where the one before ends")
         if item.length_tokens < 1:
             raise ValueError(f"the item at token {item.offset_tokens} has no tokens")
         end = item.offset_tokens + item.length_tokens
-    return found
+    return ordered
 
 
 def within(items: Items, start_tokens: int, end_tokens: int) -> Items:
-    """Those with a token from start_tokens to before end_tokens, their offsets counted from there; negative for one
-    begun before.
+    """Return the items with a token from start_tokens to before end_tokens, with offsets relative to start_tokens.
 
+    The offset of an item that begins before start_tokens is negative.
     Source: vLLM 0.32.0 v1/core/kv_cache_utils.py:510 (_gen_mm_extra_hash_keys).
     """
     return tuple(
@@ -60,8 +65,10 @@ def within(items: Items, start_tokens: int, end_tokens: int) -> Items:
 
 
 def named(name: int, items: Items, start_tokens: int, end_tokens: int) -> int:
-    """A name of some tokens that includes their items: another for another picture; `name` itself where there are
-    none."""
+    """Mix the items from start_tokens to before end_tokens into a hash that names these tokens.
+
+    Different pictures yield different names. Without items, return `name` itself.
+    """
     for item in within(items, start_tokens, end_tokens):
         name = xxh3_64_intdigest(f"{item.offset_tokens}\0{item.identifier}".encode("utf-8", "surrogatepass"), seed=name)
     return name

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV connectors: which rule decides what a worker reuses from the tiers beside its GPU, and which connector its
-events show.
+"""The KV connectors of engines: which hit rule each of them has, and which connector a worker's events show.
 
-A tier earns credit only where its connector is known and has a rule. It is declared by the engine patch, stated by the
-user, or learned from the shape of the tier's events (`docs/reference/wire.md` lists them); events that another
-connector could have sent teach nothing, and events of two connectors end the credit. Pure.
+A tier beside the GPU earns credit only if its connector is known and has a rule. The engine patch declares the
+connector, the user states it, or the router learns it from the shape of the tier's events (`docs/reference/wire.md`
+lists these shapes). Events that another connector could have sent teach nothing, and events of two connectors end the
+credit. Pure.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvrouter.router.base.common.ids import CPU, STORAGE, Place
 
 OFFLOADING = "OffloadingConnector"
 SIMPLE_CPU = "SimpleCPUOffloadConnector"
-# SGLang's host tier; no connector of vLLM's.
+# SGLang's host tier, which is not a connector of vLLM.
 HICACHE = "HiCache"
 
-# Owner of this project's disk tier (engine_patch/offload), the one tier of an OffloadingConnector on disk whose
-# removals are published.
+# The owner of this project's disk tier (engine_patch/offload). No other disk tier of an OffloadingConnector publishes
+# its removals.
 DISK_OWNER = "kvrouter"
 
-# They bring what another engine computed for the same request, and nothing to any other request.
+# Connectors that only hand over what another engine computed for the same request, and keep nothing for other requests.
 HAND_OVER_ONLY = frozenset(
     {"NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
 )
@@ -35,13 +35,13 @@ LOCAL = "LOCAL"
 
 
 class TierRule(Enum):
-    """How the engine looks up what its tiers hold."""
+    """The way in which an engine looks up a prompt in its tiers; the values are names of connectors."""
 
-    # Whole chunks, group by group.
+    # The engine looks up whole chunks, group by group.
     CHUNKS = OFFLOADING
-    # vLLM's own coordinator over the part of the prompt behind the local hit.
+    # vLLM's own coordinator judges the part of the prompt after the local hit.
     SUFFIX = SIMPLE_CPU
-    # A block counts on either of GPU and CPU.
+    # A block counts if it is on the GPU or on the CPU.
     JOINT = HICACHE
 
 
@@ -49,29 +49,30 @@ RULES = {rule.value: rule for rule in TierRule}
 
 
 class OffloadTier(msgspec.Struct, frozen=True):
-    """What is known of a worker's connector. rule None: its tiers earn nothing, and `problem` says why.
+    """The tiers of a worker beside its GPU: their connector, and the rule for their hits.
 
-    finer_suffix: a SimpleCPUOffloadConnector's hits may end wherever the GPU's may; it is not so in its lazy mode.
+    Invariant: if `rule` is None, the tiers earn no credit, and `problem` gives the reason.
     """
 
     connector: str | None
     rule: TierRule | None
     problem: str
+    # Whether hits of a SimpleCPUOffloadConnector may end wherever those of the GPU may. In its lazy mode they may not.
     finer_suffix: bool = False
 
     def earning(self, places: Collection[Place]) -> frozenset[tuple[str, str | None]]:
-        """(medium, owner) of the tiers in `places` that earn credit."""
+        """Return medium and owner of each tier in `places` that earns credit."""
         tiers = {(place.medium, place.ownership) for place in places if place.medium in (CPU, STORAGE)}
         if self.rule is TierRule.CHUNKS:
             return frozenset(tiers & {(CPU, None), (STORAGE, DISK_OWNER)})
         if self.rule is TierRule.JOINT:
             return frozenset(tiers & {(CPU, None)})
-        own = tiers & {(CPU, None), (STORAGE, None)}
-        # A SimpleCPUOffloadConnector keeps its blocks on one medium; a second one is another connector's.
-        return frozenset(own if self.rule is TierRule.SUFFIX and len(own) == 1 else ())
+        own_tiers = tiers & {(CPU, None), (STORAGE, None)}
+        # A SimpleCPUOffloadConnector keeps its blocks on one medium, so a second medium belongs to another connector.
+        return frozenset(own_tiers if self.rule is TierRule.SUFFIX and len(own_tiers) == 1 else ())
 
     def withheld(self, places: Collection[Place]) -> str:
-        """Why some of `places` earn no credit; empty when nothing is withheld."""
+        """Return the reason why some of `places` earn no credit, or "" if all of them do."""
         earning = self.earning(places)
         for medium, owner in sorted({(p.medium, p.ownership or "") for p in places if p.medium in (CPU, STORAGE)}):
             if (medium, owner or None) not in earning:
@@ -92,10 +93,14 @@ UNKNOWN = OffloadTier(
 
 
 def effective_connector(names: Sequence[str]) -> str | None:
-    """The connector whose rule holds for an engine with these connectors, outermost first; None where it has none.
+    """Return the connector whose rule holds for an engine with these connectors, or None if the engine has none.
 
-    A MultiConnector takes what the first of its connectors offers, however little, so one that keeps a tier has its own
-    rule only where the others offer nothing of their own.
+    A MultiConnector takes what the first of its connectors offers, however little. So the rule of a connector that
+    keeps a tier holds only if all others merely hand over. For any other combination, return its names as one text,
+    which has no rule.
+
+    Args:
+        names: The names of the engine's connectors, the outermost first.
     """
     inner = [name for name in names if name != "MultiConnector"]
     tiers = [name for name in inner if name not in HAND_OVER_ONLY]
@@ -105,14 +110,22 @@ def effective_connector(names: Sequence[str]) -> str | None:
 
 
 class TierEvidence(msgspec.Struct, frozen=True):
-    """What the tier events of a worker showed so far, as kept in Redis."""
+    """The facts that the tier events of a worker have shown so far, as stored in Redis."""
 
+    # The connector that the events show, None if they show none yet.
     connector: str | None = None
+    # Why the events fit no connector with a rule, or "".
     conflict: str = ""
+    # See `OffloadTier.finer_suffix`.
     finer_suffix: bool = False
 
     def add(self, event: BlockStored, gpu_block_sizes: Collection[int]) -> TierEvidence:
-        """Take a Stored event of another medium than GPU. gpu_block_sizes: what the GPU's events said of its group."""
+        """Return the evidence with one more event; the same object if the event shows nothing new.
+
+        Args:
+            event: A Stored event of another medium than the GPU.
+            gpu_block_sizes: The block sizes that events of the GPU announced for the event's group.
+        """
         if self.conflict or not len(event.block_hashes):
             return self
         shown = shown_connector(event, gpu_block_sizes)
@@ -128,7 +141,13 @@ class TierEvidence(msgspec.Struct, frozen=True):
         return self if (shown, finer) == (self.connector, self.finer_suffix) else TierEvidence(shown, "", finer)
 
     def tier(self, stated: str | None, stated_chunk: bool, finer_suffix: bool | None) -> OffloadTier:
-        """With what is stated; the chunk size is one of an OffloadingConnector's alone."""
+        """Return the worker's tier by this evidence and the stated values, which override the evidence.
+
+        Args:
+            stated: The stated connector, or None.
+            stated_chunk: Whether a chunk size is stated, which only an OffloadingConnector has.
+            finer_suffix: The stated value of `OffloadTier.finer_suffix`, or None.
+        """
         connector = stated or self.connector or (OFFLOADING if stated_chunk else None)
         if connector is None and not self.conflict:
             return UNKNOWN
@@ -144,7 +163,10 @@ class TierEvidence(msgspec.Struct, frozen=True):
 
 
 def shown_connector(event: BlockStored, gpu_block_sizes: Collection[int]) -> str | None:
-    """The connector that sends such an event: a name of RULES, a sentence about others, None if it is ambiguous.
+    """Return the connector that sends such an event.
+
+    The result is a key of RULES, or a sentence if only connectors without a rule send such events. It is None if
+    several connectors may have sent the event.
 
     Sources: vLLM 0.24 to 0.33 kv_connector/v1/offloading/events.py, v1/simple_kv_offload/manager.py (since 0.30),
     mooncake/store/worker.py, umbp/scheduler.py, lmcache_connector.py; v1/core/single_type_kv_cache_manager.py
@@ -152,7 +174,7 @@ def shown_connector(event: BlockStored, gpu_block_sizes: Collection[int]) -> str
     """
     if event.ownership == DISK_OWNER:
         return OFFLOADING
-    # On disk, a SimpleCPUOffloadConnector and the fs tier of an OffloadingConnector look the same.
+    # On disk, events of a SimpleCPUOffloadConnector and of the fs tier of an OffloadingConnector look the same.
     if event.medium != CPU or event.ownership is not None:
         return None
     if event.block_size == 0 and event.locality is None:
@@ -164,7 +186,7 @@ def shown_connector(event: BlockStored, gpu_block_sizes: Collection[int]) -> str
         )
     if event.locality == LOCAL and len(event.block_hashes) == 1:
         return SIMPLE_CPU
-    # HiSparse announces a group's host pool like this, but never has that group on the GPU.
+    # HiSparse announces a group's host pool in the same form, but it never has that group on the GPU.
     if event.locality is None and event.block_size in gpu_block_sizes:
         return OFFLOADING
     return None

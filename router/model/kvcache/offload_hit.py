@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiers beside the GPU add to its hit, as pure functions: one rule for each connector of vLLM,
-and one for SGLang's HiCache.
+"""The hits of the tiers beside the GPU, as pure functions: one rule per connector of vLLM, and one for SGLang's HiCache.
 
-OffloadingConnector looks whole chunks up, group by group, in an order of its own. SimpleCPUOffloadConnector keeps a
-block pool like the GPU's, and has vLLM's coordinator judge the part of the prompt behind the local hit. Which rule
-holds is in the tables of `hit_tables.py`; a worker whose connector has no rule has neither range. Lengths are in
-tokens.
+An OffloadingConnector looks up whole chunks, group by group: first those of full attention, then those that need only a
+window, the longest window first. A SimpleCPUOffloadConnector keeps a block pool like that of the GPU, and vLLM's
+coordinator judges the part of the prompt after the local hit by it. The tables of `hit_tables.py` show which rule holds
+for a worker: the range of that rule is not empty. If no rule is known for a worker's connector, all ranges are empty.
+
+The functions share most parameters with those of `gpu_hit.py`. Besides, `x` is the index of a group in `tables.exts`,
+`storage` is whether the disk tier counts too, and `scale` is the number of hashes per chunk. All lengths are in tokens
+unless a function says that it counts chunks.
 
 Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py:752 :966,
 v1/simple_kv_offload/manager.py:338, v1/core/sched/scheduler.py:975.
@@ -53,17 +56,16 @@ from kvrouter.router.model.kvcache.hit_tables import (
 )
 from kvrouter.router.model.kvcache.rule_tables import RuleTables
 
-# SGLang loads nothing back for fewer tokens of full attention, unless a window or a state is loaded too.
+# SGLang loads nothing back for fewer missing tokens of full attention, unless a window or a state is loaded too.
 # Source: SGLang 0.5.23 srt/mem_cache/unified_radix_cache.py:576 :1879.
 LOAD_BACK_TOKENS = 10
 
-# Named, because a literal would be shifted in 32 bits where this is compiled.
+# A named constant, because compiled code would shift a literal in 32 bits.
 _FLAG = 1
 
 
 def offloaded(tables: RuleTables, row: int, index: int, x: int, storage: bool) -> bool:
-    """Whether the chunk that ends at hash `index` can be loaded from the CPU tier, or with `storage` from the disk tier
-    too."""
+    """Return whether the chunk that ends at hash `index` can be loaded from the CPU tier, or from disk with `storage`."""
     if index < 0 or index >= tables.rows.shape[1]:
         return False
     if tables.rows[row + tables.exts[x, EXT_CPU_BANK], index] & tables.exts[x, EXT_CPU_MASK] != 0:
@@ -74,7 +76,7 @@ def offloaded(tables: RuleTables, row: int, index: int, x: int, storage: bool) -
 
 
 def offload_prefix(tables: RuleTables, row: int, x: int, storage: bool, scale: int, first: int, last: int) -> int:
-    """Consecutive loadable chunks from chunk `first` on, below chunk `last`."""
+    """Return how many consecutive chunks can be loaded from chunk `first` on, below chunk `last`."""
     chunk = first
     while chunk < last and offloaded(tables, row, (chunk + 1) * scale - 1, x, storage):
         chunk += 1
@@ -84,12 +86,15 @@ def offload_prefix(tables: RuleTables, row: int, x: int, storage: bool, scale: i
 def offload_window(
     tables: RuleTables, row: int, x: int, storage: bool, scale: int, first: int, last: int, window: int, initial: int
 ) -> int:
-    """End, from chunk `first`, of the last run of `window` loadable chunks; the rightmost run must have `initial` of
-    them."""
+    """Return the end of the last run of `window` loadable chunks, counted in chunks from chunk `first`.
+
+    A run that ends right before chunk `last` needs `initial` chunks instead. If no run is long enough, return the length
+    of the run that starts at `first`.
+    """
     run = 0
     need = initial
     if last > tables.rows.shape[1] // scale:
-        # The chunks past the given hashes are missing, and a miss ends the claim of the rightmost run.
+        # The chunks past the given hashes are missing, so no run ends right before chunk `last`.
         need = window
         last = tables.rows.shape[1] // scale
     for chunk in range(last - 1, first - 1, -1):
@@ -104,7 +109,10 @@ def offload_window(
 
 
 def complete_chunks(tables: RuleTables, row: int, w: int, num_tokens: int, local: int, storage: bool) -> int:
-    """Tokens beyond `local` that whole chunks of an offload tier give. Source: offloading/scheduler.py:752."""
+    """Return how many tokens after the first `local` ones whole chunks of an offload tier provide.
+
+    Source: offloading/scheduler.py:752.
+    """
     first, last = tables.geos[w, GEO_EXT_START], tables.geos[w, GEO_EXT_END]
     num_hashes = num_tokens // tables.geos[w, GEO_HASH_BLOCK]
     limit = num_tokens
@@ -167,10 +175,10 @@ def complete_chunks(tables: RuleTables, row: int, w: int, num_tokens: int, local
 
 
 def single_block_chunks(tables: RuleTables, row: int, w: int, num_tokens: int) -> bool:
-    """Whether this prompt's own chunks show that a chunk is one block.
+    """Return whether this prompt's own chunks show that a chunk is one block.
 
-    A chunk of k blocks ends at a multiple of k blocks, so k divides every such end; ends without a common divisor leave
-    k = 1.
+    A chunk of k blocks ends at a multiple of k blocks, so k divides the end of every chunk. If the ends have no common
+    divisor, k is 1.
     """
     divisor = 0
     for g in range(tables.geos[w, GEO_EXT_START], tables.geos[w, GEO_EXT_END]):
@@ -189,7 +197,7 @@ def single_block_chunks(tables: RuleTables, row: int, w: int, num_tokens: int) -
 
 
 def chunks_hit(tables: RuleTables, row: int, w: int, num_tokens: int, local: int, storage: bool) -> int:
-    """Tokens beyond `local` that an OffloadingConnector gives, a partial tail included."""
+    """Return how many tokens after the first `local` ones an OffloadingConnector provides, a partial tail included."""
     if tables.geos[w, GEO_EXT_UNPROVEN] != 0 and not single_block_chunks(tables, row, w, num_tokens):
         return 0
     found = complete_chunks(tables, row, w, num_tokens, local, storage)
@@ -213,11 +221,13 @@ def chunks_hit(tables: RuleTables, row: int, w: int, num_tokens: int, local: int
 
 
 def suffix_hit(tables: RuleTables, row: int, w: int, first: int, last: int, num_tokens: int, local: int) -> int:
-    """Tokens beyond `local` that a SimpleCPUOffloadConnector gives: what its spec groups allow of the rest of the
-    prompt."""
+    """Return how many tokens after the first `local` ones a SimpleCPUOffloadConnector provides.
+
+    The tier's spec groups, from `first` to before `last`, judge the rest of the prompt.
+    """
     for s in range(first, last):
-        # vLLM 0.33 offers nothing where a chunk would not begin at its own boundary; 0.32 offers other chunks than it
-        # needs.
+        # If a chunk of local attention would not begin at its own boundary, vLLM 0.33 offers nothing, and 0.32 offers
+        # other chunks than it needs.
         if tables.specs[s, SPEC_RULE] == RULE_CHUNKED_LOCAL and local % tables.specs[s, SPEC_CHUNK] != 0:
             return 0
     shift = local // tables.geos[w, GEO_HASH_BLOCK]
@@ -227,7 +237,10 @@ def suffix_hit(tables: RuleTables, row: int, w: int, first: int, last: int, num_
 
 
 def loads_back(tables: RuleTables, row: int, w: int, hit: int) -> bool:
-    """Whether SGLang's HiCache loads what the GPU lacks of the first `hit` tokens, all of which it holds somewhere."""
+    """Return whether SGLang's HiCache loads the blocks of the first `hit` tokens that are not on the GPU.
+
+    The caller has checked that every needed block is on the GPU or in the host tier.
+    """
     first = tables.geos[w, GEO_SPEC_START]
     count = tables.geos[w, GEO_JOINT_END] - tables.geos[w, GEO_JOINT_START]
     missing = 0
@@ -253,7 +266,10 @@ def loads_back(tables: RuleTables, row: int, w: int, hit: int) -> bool:
 
 
 def joint_hit(tables: RuleTables, row: int, w: int, num_tokens: int, gpu: int) -> int:
-    """Tokens that SGLang reuses with its host tier: what is on either of both counts, if it is loaded at all."""
+    """Return how many tokens SGLang reuses with its host tier, at least `gpu`.
+
+    Blocks on the GPU and in the host tier count alike, provided that HiCache loads the missing ones.
+    """
     first, last = tables.geos[w, GEO_JOINT_START], tables.geos[w, GEO_JOINT_END]
     hit, _ = coordinator_hit(tables, row, 0, w, first, last, tables.geos[w, GEO_ALIGN], num_tokens)
     return hit if hit > gpu and loads_back(tables, row, w, hit) else gpu
@@ -267,10 +283,10 @@ def tier_hit(
     gpu: int,
     storage: bool,
 ) -> int:
-    """Tokens the engine reuses with its CPU tier, or with `storage` with its disk tier too; at least `gpu`.
+    """Return how many tokens the engine reuses with its CPU tier, or with `storage` with its disk tier too.
 
-    The tiers are looked up behind the last whole scheduler block. A sub-block tail of the GPU hit is given up only for
-    a longer hit.
+    The result is at least `gpu`, the hit of the GPU alone. The engine looks the tiers up from the last whole scheduler
+    block on. It gives up the part of the GPU's hit after that block only for a longer hit.
     """
     if tables.geos[w, GEO_JOINT_START] < tables.geos[w, GEO_JOINT_END]:
         return joint_hit(tables, row, w, num_tokens, gpu)

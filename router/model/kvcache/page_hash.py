@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's page hashes, recomputed: SHA-256 of the previous page's whole digest and the token ids, 4 bytes each.
 
-The wire carries the first 8 bytes of a digest. A cache salt takes the place of the first page's parent. The LoRA's
-namespace is not in the chain: each hash of it is hashed once more. With EAGLE a page is one of pairs of successive
-tokens, so it covers one token more than it has.
+Events carry the first 8 bytes of a digest. A cache salt takes the place of the first page's parent. The namespace of a
+LoRA is not part of the chain: each hash of the chain is hashed once more with the namespace. With EAGLE a page consists
+of pairs of successive tokens, so its hash covers one token after the page.
 Source: SGLang 0.5.23 srt/mem_cache/utils.py:116, events.py:190, disaggregation/kv_events.py:312,
 cpp_utils/hash_binding.cpp.
 """
@@ -18,33 +18,42 @@ from numpy.typing import NDArray
 
 from kvrouter.router.model.kvcache.chain_hash import hash_pages
 
-# Of each algorithm: the tokens after a page that its hash covers too.
+# By algorithm, the number of tokens after a page that its hash covers too.
 LOOKAHEAD_TOKENS = {"sglang": 0, "sglang_bigram": 1}
 
 _SALT_TAG = b"sglang-cache-salt-v1\0"
 _NAMESPACE_TAG = b"sglang-kv-event-namespace-v1"
 
-# Before the ids of a page that has to be written at 8 bytes each: an odd length is no other page's.
+# Precedes the ids of a page that are written in 8 bytes each. It makes the length odd, unlike that of any other page.
 _WIDE_TAG = b"\xff"
 
-# Ids of a page are written at this width, unless one does not fit.
+# Each id of a page is written in this number of bytes, unless one of them does not fit.
 ID_BYTES = 4
 
 
 def salt_seed(cache_salt: str) -> bytes:
-    """What stands for the parent of the first page of prompts with this salt."""
+    """Return the bytes that stand for the parent of the first page of prompts with this salt."""
     return hashlib.sha256(_SALT_TAG + cache_salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def namespace_seed(extra_key: str) -> bytes:
-    """extra_key: the engine's own name of the prompts of one LoRA; it ends in the id that the engine gave it."""
+    """Return the bytes that are hashed before each page hash of a LoRA.
+
+    Args:
+        extra_key: The engine's own name for the prompts of the LoRA, which ends in the id that the engine assigned.
+    """
     encoded = extra_key.encode("utf-8", "surrogatepass")
     part = b"\x01" + len(encoded).to_bytes(8, "little") + encoded
     return hashlib.sha256(_NAMESPACE_TAG + part + b"\x00").digest()
 
 
 def page_bytes(tokens: Sequence[int], bigrams: bool) -> bytes:
-    """What of one page is hashed after its parent. tokens: one more than the page has where it is one of pairs."""
+    """Return the bytes of one page that are hashed after its parent.
+
+    Args:
+        tokens: The ids of the page; with `bigrams` also the id after it.
+        bigrams: Whether the page consists of pairs of successive ids.
+    """
     ids = np.asarray(tokens, np.uint64)
     units = np.stack((ids[:-1], ids[1:]), 1).ravel() if bigrams else ids
     wide = bool(ids.size) and int(ids.max()) >= 1 << 8 * ID_BYTES
@@ -54,12 +63,18 @@ def page_bytes(tokens: Sequence[int], bigrams: bool) -> bytes:
 
 
 def page_digest(parent: bytes, tokens: Sequence[int], bigrams: bool) -> bytes:
-    """The whole digest of one page. parent: the digest before, or the salt's seed, or nothing."""
+    """Return the whole digest of one page.
+
+    Args:
+        parent: The digest of the page before; for a first page the salt's seed, or b"" without a salt.
+        tokens: The ids of the page; with `bigrams` also the id after it.
+        bigrams: Whether the page consists of pairs of successive ids.
+    """
     return hashlib.sha256(parent + page_bytes(tokens, bigrams)).digest()
 
 
 def page_hash(digest: bytes, namespace: bytes) -> int:
-    """The hash as an index key: unsigned. namespace: a LoRA's seed, or nothing."""
+    """Return the hash of a page as an index key, which is unsigned; `namespace` is a LoRA's seed, or b""."""
     first = digest[:8]
     if namespace:
         first = hashlib.sha256(namespace + first).digest()[:8]
@@ -74,10 +89,19 @@ def page_chain(
     cache_salt: str | None,
     extra_key: str | None,
 ) -> tuple[NDArray[np.uint64], bytes]:
-    """Hashes of the successive full pages of `token_ids` (from 0 to 2**63-1), the first one after `parent`, and the
-    digest of the last (of the parent if there is none).
+    """Hash the successive full pages of a prompt or of a part of it.
 
-    parent: None for the first page of a prompt; only then `cache_salt` counts."""
+    Args:
+        algo: A key of LOOKAHEAD_TOKENS.
+        parent: The digest of the page before the first one, or None at the beginning of a prompt.
+        token_ids: Ids from 0 to 2**63-1, including the tokens after the last page that its hash covers.
+        page_size: Tokens of a page.
+        cache_salt: The salt of the prompt, which counts only if `parent` is None.
+        extra_key: The engine's own name for the prompts of the LoRA, or None without one.
+
+    Returns:
+        The hash of each page, and the digest of the last page. Without any full page, the digest is that of the parent.
+    """
     lookahead = LOOKAHEAD_TOKENS[algo]
     bigrams = lookahead > 0
     tail = parent if parent is not None else salt_seed(cache_salt) if cache_salt else b""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of a prompt, segment by segment, and a bounded memory of hashed segments.
+"""The hashes of a prompt, segment by segment, and a bounded memory of hashed segments.
 
-Invariant: what the memory returns equals what hashing would give, for any input: entries hold the tokens themselves,
-and a key's fingerprint of them only finds the entry. Memory and hashers are for one thread; neither does I/O nor reads
-a clock.
+Invariant: for any input, the memory returns exactly what hashing would return, because entries hold the tokens
+themselves, and the fingerprint in a key serves only to find the entry. The memory and the hashers belong to one thread;
+they do no I/O and read no clock.
 """
 
 from __future__ import annotations
@@ -19,43 +19,49 @@ from xxhash import xxh3_64_intdigest
 from kvrouter.router.model.kvcache.block_hash import HashSpace, extra_keys_for, hash_chain, measure_token_ids
 from kvrouter.router.model.kvcache.multimodal import Items, within
 
-# Blocks hashed before the caller may stop: 10 us of work at 16 tokens (uncompiled 0.1 ms), and 8 look-ups for a prompt
-# of 8,192 tokens.
+# Blocks hashed before the caller may stop. With 16 tokens per block, a segment takes 10 us (uncompiled 0.1 ms), and a
+# prompt of 8,192 tokens takes 8 look-ups.
 SEGMENT_BLOCKS = 64
 
-# Key and entry, headers of arrays and bytes, dict and list slots of one entry; a test compares with tracemalloc.
+# The memory for key and entry, headers of arrays and bytes, and dict and list slots of one entry. A test compares it
+# with tracemalloc.
 ENTRY_OVERHEAD_BYTES = 740
 
-# One multimodal item of an entry: its tuple, two numbers and the header of its name.
+# The memory for one multimodal item of an entry: its tuple, two numbers and the header of its name.
 ITEM_OVERHEAD_BYTES = 220
 
-# (space, parent's full digest or None at the root, blocks, fingerprint of the raw token bytes, items with offsets from
-# the segment's start); the block count gives the ids' width.
+# (space, the parent's full digest or None at the root, number of blocks, fingerprint of the raw token bytes, items with
+# offsets relative to the segment's start). The number of blocks determines the width of the raw ids.
 _Key = tuple[HashSpace, bytes | None, int, int, Items]
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
-    """Hashes of consecutive blocks, the last one's full digest, the raw ids of all, and the bytes that it keeps
-    alive."""
+    """Consecutive blocks of a prompt, hashed."""
 
+    # One hash for each block.
     hashes: NDArray[np.uint64]
+    # The full digest of the last block.
     last_digest: bytes
+    # The raw token ids of all blocks.
     tokens: bytes
+    # The memory that the segment keeps alive.
     size_bytes: int
 
 
 class SegmentMemory:
-    """Least recently used segments, bounded in bytes.
+    """A cache of hashed segments, bounded in bytes, which drops the least recently used ones.
 
-    budget_bytes: upper bound of `bytes`, which counts what the entries keep alive; 0 remembers nothing. A segment
-    larger than the budget is not kept. hits and misses count calls of `get`.
+    Invariant: `bytes` never exceeds `budget_bytes` after a call. A segment larger than the budget is not kept.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         if budget_bytes < 0:
             raise ValueError(f"budget_bytes must not be negative, got {budget_bytes}")
+        # The upper bound of `bytes`; 0 remembers nothing.
         self.budget_bytes = budget_bytes
+        # The memory that the entries keep alive.
         self.bytes = 0
+        # How many calls of `get` returned a segment, and how many returned None.
         self.hits = 0
         self.misses = 0
         self._entries: OrderedDict[_Key, Segment] = OrderedDict()
@@ -66,16 +72,23 @@ class SegmentMemory:
     def get(
         self, space: HashSpace, parent: bytes | None, blocks: int, tokens: bytes, items: Items = ()
     ) -> Segment | None:
-        """A remembered segment, or None. tokens: the raw ids of its `blocks` blocks, at one width. items: with offsets
-        from its start."""
+        """Return a remembered segment, or None.
+
+        Args:
+            space: The hash space of the prompt.
+            parent: The full digest of the block before the segment, None at the root.
+            blocks: The number of blocks in the segment.
+            tokens: The raw ids of these blocks, all of the same width.
+            items: The items in the segment, with offsets relative to its start.
+        """
         key = (space, parent, blocks, xxh3_64_intdigest(tokens), items)
-        found = self._entries.get(key)
-        if found is None or found.tokens != tokens:
+        segment = self._entries.get(key)
+        if segment is None or segment.tokens != tokens:
             self.misses += 1
             return None
         self.hits += 1
         self._entries.move_to_end(key)
-        return found
+        return segment
 
     def put(
         self,
@@ -87,9 +100,9 @@ class SegmentMemory:
         last_digest: bytes,
         items: Items = (),
     ) -> None:
-        """Remember a segment; its hashes become read-only, because every later asker shares them."""
-        # Each entry is charged for its space, although the segments of one prompt share it: users choose salts, so a
-        # cheaper count could be exceeded at will.
+        """Remember a segment, and make its hashes read-only, because all later callers share them."""
+        # Each entry is charged for its space, although the segments of one prompt share it: users choose the salts, so
+        # they could exceed a lower estimate at will.
         size = ENTRY_OVERHEAD_BYTES + hashes.nbytes + len(tokens) + len(last_digest) + len(parent or b"")
         if space.lora or space.cache_salt:
             size += sum(map(sys.getsizeof, (*(space.lora or ()), space.cache_salt or "")))
@@ -109,11 +122,7 @@ class SegmentMemory:
 
 
 class PromptHasher:
-    """The block hashes of one prompt in one space, as far as `extend` has computed them.
-
-    token_ids: shape (num_tokens,); do not change them meanwhile. items: the prompt's. Raises ValueError on ids outside
-    0..2**63-1. total_blocks: num_tokens // block_size; tokens after the last full block have no hash.
-    """
+    """The block hashes of one prompt in one space, as far as `extend` has computed them."""
 
     def __init__(
         self,
@@ -123,16 +132,26 @@ class PromptHasher:
         segment_blocks: int = SEGMENT_BLOCKS,
         items: Items = (),
     ) -> None:
+        """Prepare to hash a prompt. Raises ValueError on token ids outside 0..2**63-1.
+
+        Args:
+            space: The hash space of the prompt.
+            token_ids: The ids, shape (num_tokens,), which must not change while the hasher is in use.
+            memory: The memory that is looked up and filled.
+            segment_blocks: The number of blocks that one call of `extend` hashes.
+            items: The multimodal items of the prompt.
+        """
         if segment_blocks < 1:
             raise ValueError(f"segment_blocks must be at least 1, got {segment_blocks}")
         self._space = space
         self._tokens, bits = measure_token_ids(token_ids)
-        # Ids below 2**32, that is all real ones, are remembered at half the width: less memory, less to compare.
+        # Ids below 2**32, which all real ids are, are remembered at half the width to save memory and comparisons.
         self._kept_as = np.dtype(np.uint32 if bits < 2**32 else np.int64)
         self._memory = memory
         self._segment_blocks = segment_blocks
         self._items = items
         self._lookahead = space.scheme.lookahead_tokens
+        # Number of full blocks whose lookahead is in the prompt too; later tokens have no hash.
         self.total_blocks = max(0, len(self._tokens) - self._lookahead) // space.block_size
         self._hashes = np.empty(self.total_blocks, np.uint64)
         self._done = 0
@@ -140,13 +159,13 @@ class PromptHasher:
 
     @property
     def hashes(self) -> NDArray[np.uint64]:
-        """All hashes so far, from block 0; read-only."""
+        """All hashes computed so far, from block 0 on; read-only."""
         view = self._hashes[: self._done]
         view.setflags(write=False)
         return view
 
     def extend(self) -> NDArray[np.uint64]:
-        """The hashes of the next segment; empty when the prompt has no further full block. Read-only."""
+        """Return the hashes of the next segment, which are read-only; empty if the prompt has no further full block."""
         first = self._done
         last = min(first + self._segment_blocks, self.total_blocks)
         if first == last:
@@ -154,19 +173,22 @@ class PromptHasher:
         start, end = first * self._space.block_size, last * self._space.block_size + self._lookahead
         raw = self._tokens[start:end].astype(self._kept_as).tobytes()
         items = within(self._items, start, end) if self._items else ()
-        found = self._memory.get(self._space, self._parent, last - first, raw, items)
-        if found is None:
+        segment = self._memory.get(self._space, self._parent, last - first, raw, items)
+        if segment is None:
             hashes, digest = self._hash(first, last, items)
             self._memory.put(self._space, self._parent, last - first, raw, hashes, digest, items)
         else:
-            hashes, digest = found.hashes, found.last_digest
+            hashes, digest = segment.hashes, segment.last_digest
         self._parent = digest
         self._hashes[first:last] = hashes
         self._done = last
         return hashes
 
     def _hash(self, first: int, last: int, items: Items) -> tuple[NDArray[np.uint64], bytes]:
-        """Hashes and last digest of some blocks. items: with offsets from block `first`."""
+        """Return the hashes of the blocks from `first` to before `last`, and the digest of the last one.
+
+        The offsets of `items` are relative to block `first`.
+        """
         space = self._space
         size = space.block_size
         if items:

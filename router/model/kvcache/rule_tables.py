@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hit rule reads: the catalogs of many workers as integers, and which blocks are resident. Compiled, see
-`setup.py`."""
+"""The input of the hit rule: the catalogs of many workers as integers, and which blocks are resident.
+
+This module is compiled, see `setup.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,21 @@ Table = NDArray[np.int64]
 
 
 class RuleTables:
-    """geos, specs, members, exts: int64, columns as in `hit_tables.py`. rows: the place bits of every hash, uint16,
-    shape (rows of all workers, hashes); set for each question."""
+    """The tables that the hit rule reads.
+
+    `geos`, `specs`, `members` and `exts` are int64, and their columns are constants of `hit_tables.py`.
+    """
 
     def __init__(self, geos: Table, specs: Table, members: Table, exts: Table) -> None:
+        # One row for each worker.
         self.geos = geos
+        # One row for each spec group on each medium.
         self.specs = specs
+        # One row for each group of a spec group.
         self.members = members
+        # One row for each group of a worker with an OffloadingConnector.
         self.exts = exts
+        # The place bits of every hash, uint16, shape (rows of all workers, hashes); set for each question.
         self.rows = np.zeros((0, 0), np.uint16)
-        # Room for the fixpoint: how far each full attention group reaches.
+        # Scratch space of the fixpoint: how far each spec group of full attention reaches, -1 if not computed yet.
         self.full_lengths = np.zeros(max(1, specs.shape[0]), np.int64)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hash scheme a worker uses: assumed at first, verified or refuted by the blocks that it announces.
+"""The hash scheme that a worker uses: assumed at first, then verified or refuted by the blocks that it announces.
 
-A wrong assumption finds nothing, so it can only under-credit. Pure; the schemes are in `block_hash.py`.
+With a wrong assumption no hash is found, so the predicted hits can only be too small. Pure. The schemes are in
+`block_hash.py`.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from kvrouter.router.model.kvcache.block_hash import (
 from kvrouter.router.model.kvcache.page_hash import LOOKAHEAD_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec
 
-# Root blocks judged before an unexplained worker is left alone: a judgement costs up to 20 ms, and an engine whose
-# first hundreds of prompts all fail will not verify later.
+# How many root blocks are judged before the router gives up on a worker that no scheme explains. A judgement costs up
+# to 20 ms, and an engine whose first hundreds of prompts all fail will not verify later.
 MAX_JUDGEMENTS = 256
 
 
-# With EAGLE, a page of SGLang's is announced with the token after it.
+# With EAGLE, SGLang announces a page with the token after it.
 MAX_PAGE_LOOKAHEAD = max(LOOKAHEAD_TOKENS.values())
-# What vLLM's hashes cover of the tokens after their block, with EAGLE or MTP from 0.33 on (vllm/config/vllm.py:678);
-# MTP of several modules covers more, which has to be declared.
+# How many tokens after their block vLLM's hashes may cover: one with EAGLE or MTP from 0.33 on
+# (vllm/config/vllm.py:678), otherwise none. MTP of several modules covers more, which has to be declared.
 LOOKAHEADS_TRIED = (0, 1)
 
 
 class SchemeState(Enum):
-    """How well a worker's hash scheme is known."""
+    """The degree of certainty about a worker's hash scheme."""
 
     ASSUMED = "assumed"
     DECLARED = "declared"
@@ -45,10 +46,15 @@ class SchemeState(Enum):
 
 
 class HashIdentity:
-    """The hash scheme of one worker and how it is known."""
+    """The hash scheme of one worker, and how certain it is."""
 
     def __init__(self, spec: CatalogSpec, candidates: tuple[HashScheme, ...]) -> None:
-        """candidates: what could explain this worker's hashes, likeliest first; at least one."""
+        """Assume the first candidate.
+
+        Args:
+            spec: The stated catalog.
+            candidates: The schemes that could explain this worker's hashes, the likeliest first; at least one.
+        """
         self._spec = spec
         stated = spec.hash_lookahead_tokens
         self._candidates = _with_lookaheads(candidates, LOOKAHEADS_TRIED if stated is None else (stated,))
@@ -64,16 +70,18 @@ class HashIdentity:
 
     @property
     def explained(self) -> bool:
+        """Whether some candidate may still explain the worker's hashes."""
         return self.standing is not SchemeState.UNEXPLAINED
 
     @property
     def label(self) -> str:
+        """The scheme and its certainty, for people."""
         if not self.explained:
             return "unknown (explained by none of: " + ", ".join(scheme.label for scheme in self._candidates) + ")"
         return f"{self.scheme.label} ({self.standing.value})"
 
     def judge(self, event: BlockStored) -> bool:
-        """Take a Stored event as evidence if it holds a dense root block; True when the standing changed."""
+        """Use a Stored event as evidence if it holds a dense root block, and return whether the standing changed."""
         tokens = event.token_ids
         dense_root = (
             event.medium == GPU
@@ -103,8 +111,12 @@ class HashIdentity:
         return self.standing is not before
 
     def prove(self, token_ids: Sequence[int], block_hash: int) -> None:
-        """Take an example that the engine computed for this purpose: a root block of one hash block, without extra
-        keys, and the tokens after it that its hash covers."""
+        """Use an example that the engine computed for this purpose as evidence.
+
+        Args:
+            token_ids: A root block of one hash block without extra keys, and the tokens after it that its hash covers.
+            block_hash: The engine's hash of that block.
+        """
         self._take(
             verify_scheme(
                 self._candidates,
@@ -126,16 +138,16 @@ class HashIdentity:
             self.standing = SchemeState.UNEXPLAINED
 
     def restore(self, scheme: HashScheme, standing: SchemeState, hash_block_size: int | None) -> None:
-        """Take over what an earlier process of the router found out."""
+        """Take over a scheme that an earlier process of the router verified; ignore any other standing."""
         if standing is SchemeState.VERIFIED and scheme in self._candidates:
             self.scheme, self.standing, self.hash_block_size = scheme, standing, hash_block_size
 
 
 def _with_lookaheads(schemes: tuple[HashScheme, ...], lookaheads: tuple[int, ...]) -> tuple[HashScheme, ...]:
-    """Those of vLLM with each of these lookaheads, in the order of the lookaheads; SGLang's have their own."""
-    found: dict[HashScheme, None] = {}
+    """Return vLLM's schemes with each lookahead, ordered by lookahead; SGLang's schemes keep their own lookahead."""
+    expanded: dict[HashScheme, None] = {}
     for lookahead in lookaheads:
         for scheme in schemes:
-            own = scheme.algo in LOOKAHEAD_TOKENS
-            found[scheme if own else msgspec.structs.replace(scheme, lookahead=lookahead)] = None
-    return tuple(found)
+            has_own_lookahead = scheme.algo in LOOKAHEAD_TOKENS
+            expanded[scheme if has_own_lookahead else msgspec.structs.replace(scheme, lookahead=lookahead)] = None
+    return tuple(expanded)

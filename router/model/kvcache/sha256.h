@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * SHA-256 (FIPS 180-4) of one message in memory: with the processor's instructions for it on x86-64 where it has them,
- * found out at run time, and in plain C elsewhere. */
+ * SHA-256 (FIPS 180-4) of one message in memory. On x86-64 it uses the processor's SHA instructions if a check at run
+ * time finds them, and plain C otherwise. */
 #ifndef KVROUTER_SHA256_H
 #define KVROUTER_SHA256_H
 
@@ -11,7 +11,7 @@
 #define SHA256_CHUNK 64
 #define SHA256_DIGEST 32
 
-/* Takes `chunks` chunks of 64 bytes into the state. */
+/* Add `chunks` chunks of 64 bytes to the state. */
 typedef void (*sha256_compress)(uint32_t state[8], const uint8_t *data, size_t chunks);
 
 /* The fractions of the cube roots of the first 64 primes. */
@@ -46,7 +46,8 @@ static void sha256_compress_plain(uint32_t state[8], const uint8_t *data, size_t
                    (sha256_rotate(b, 17) ^ sha256_rotate(b, 19) ^ b >> 10);
         }
         memcpy(s, state, sizeof s);
-/* Unrolled, the words of the state stay in registers; what moves from round to round is their names. */
+/* When the loop is unrolled, the words of the state stay in registers, and only their names change from round to
+ * round. */
 #pragma GCC unroll 64
         for (unsigned i = 0; i < 64; i++) {
             uint32_t a = s[-i % 8], b = s[(1 - i) % 8], c = s[(2 - i) % 8], *d = &s[(3 - i) % 8];
@@ -68,7 +69,7 @@ static void sha256_compress_plain(uint32_t state[8], const uint8_t *data, size_t
 __attribute__((target("sha,sse4.1")))
 static void sha256_compress_x86(uint32_t state[8], const uint8_t *data, size_t chunks) {
     const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
-    /* The instructions want the words as ABEF and CDGH, highest first. */
+    /* The instructions expect the words in the order ABEF and CDGH, the highest first. */
     __m128i cdab = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)state), 0xb1);
     __m128i efgh = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)(state + 4)), 0x1b);
     __m128i abef = _mm_alignr_epi8(cdab, efgh, 8), cdgh = _mm_blend_epi16(efgh, cdab, 0xf0);
@@ -76,7 +77,7 @@ static void sha256_compress_x86(uint32_t state[8], const uint8_t *data, size_t c
         __m128i abef_before = abef, cdgh_before = cdgh, w[4];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) {
-            /* w[i % 4] holds words 4i to 4i + 3; the others are the three before. */
+            /* w[i % 4] holds words 4i to 4i + 3; the other three hold the words before. */
             __m128i *next = &w[i % 4], second = w[(i + 2) % 4], last = w[(i + 3) % 4];
             if (i < 4)
                 *next = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)data + i), big_endian);

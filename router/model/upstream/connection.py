@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One kept HTTP/1.1 connection to an engine, with one exchange at a time, on the parser that uvicorn uses
-(docs/adr/0013); an answer that leaves nothing to judge is read without it (`plain_answer.py`).
+"""One kept HTTP/1.1 connection to an engine, with one exchange at a time.
 
-The body of an answer is handed on as it comes, without a task in between; whoever takes it says when it has enough for
-now, and then the socket is left unread. Nothing here retries, follows a redirect or decodes content.
+It uses the parser that uvicorn uses (docs/adr/0013); a plain answer is read without that parser (`plain_answer.py`).
+Each part of an answer's body goes to a callback at once, without a task in between. The receiver of the body can pause
+the connection, which then leaves the socket unread. A connection does not retry, follow redirects or decode content.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from kvrouter.router.base.common.sockets import poller, untaken_bytes
 from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.model.upstream.plain_answer import plain_answer, whole_chunks
 
-# Of the head of an answer with the interim ones before it, of a chunk's extensions or of trailers: engines send some
-# hundred bytes.
+# The limit for the head of an answer together with the interim answers before it, for the extensions of a chunk, and
+# for trailers. Engines send a few hundred bytes.
 MAX_HEAD_BYTES = 64 * 1024
-# Interim answers (1xx) before one answer: there is no use for more than one of each kind.
+# The most interim answers (1xx) before one answer; more than one of each kind is of no use.
 MAX_INTERIM_ANSWERS = 8
-# Read ahead of whoever takes the body, before it does: one read of the loop is as much.
+# The most bytes of a body that are read before `relay` is called; one read of the loop returns up to this many.
 MAX_WAITING_BYTES = 256 * 1024
 
 NO_CONTENT = frozenset({204, 304})
 FIRST_FINAL_STATUS = 200
 VERSIONS = frozenset({"1.0", "1.1"})
-# What the general parser has to know of an answer whose first chunks were read without it.
+# The general parser gets this head if the first chunks of an answer were read without it.
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
-# Control characters, which no reason phrase may contain (RFC 9112, 4): a terminal would act on them.
+# Control characters. No reason phrase may contain them (RFC 9112, 4), because a terminal would act on them.
 UNPRINTABLE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 Headers = list[tuple[bytes, bytes]]
@@ -44,31 +44,38 @@ Take = Callable[[list[bytes]], None]
 
 
 class AnswerHead(msgspec.Struct, gc=False):
-    """length: of the body, None where the engine does not say."""
+    """The status line and the headers of an answer."""
 
     status: int
     reason: bytes
+    # Names are in lower case.
     headers: Headers
+    # The length of the body in bytes, or None if the engine does not announce it.
     length: int | None
 
 
 class Connection(asyncio.Protocol):
-    """The engine's side of an exchange: `ask`, then `relay` until the answer is whole."""
+    """A connection to one engine. An exchange calls `ask`, then `relay`, and waits until the answer is complete.
+
+    Before the next exchange, `reusable` must have returned True.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._readable: select.poll | None = None
-        # Set once for many exchanges: it looks how long ago something was heard.
+        # One timer serves many exchanges: when it fires, it compares the time of the last received bytes.
         self._timer: asyncio.TimerHandle | None = None
         self._silence_s = 0.0
+        # Whether an exchange on this connection has ended before.
         self.used = False
-        # When it became idle, on the loop's clock.
+        # The time when the connection became idle, on the loop's clock.
         self.idle_s = 0.0
         self._clear()
 
     def _clear(self) -> None:
-        # From where an answer is not plain.
+        """Reset the state of the exchange."""
+        # None while everything of the answer was plain.
         self._parser: httptools.HttpResponseParser | None = None
         self._head: Signal[AnswerHead] | None = None
         self._end: Signal[None] | None = None
@@ -76,23 +83,36 @@ class Connection(asyncio.Protocol):
         self._reason = b""
         self._headers: Headers = []
         self._length: int | None = None
+        # Whether the head, or the whole answer, is complete; whether the end of the connection ends the body; whether
+        # the connection stays open after the answer.
         self._head_whole = self._whole = self._until_close = self._stays_open = False
+        # Bytes received since the last progress of the answer, see `_got_on`.
         self._fruitless_bytes = self._interim_answers = 0
+        # Parts of the body that were not handed on yet, and their size.
         self._parts: list[bytes] = []
         self._waiting_bytes = 0
         self._paused = False
         self._failure: Failure | None = None
         self._take: Take | None = None
+        # The time of the last progress of the answer, on the loop's clock.
         self._heard_s = 0.0
-        # Of the request; and of these, what the engine's side had not taken when it closed the connection.
+        # The size of the request.
         self._sent_bytes = 0
+        # The part of the request that the engine's side had not received when it closed the connection.
         self._untaken_bytes = 0
 
     def ask(self, head: bytes, body: bytes, silence_s: float) -> Signal[AnswerHead]:
-        """Sends a request; to be awaited for the first byte of the answer's body, or its end. Raises Failure, and so
-        may what is awaited.
+        """Send a request, and return a signal for the head of the answer.
 
-        The head alone is no answer yet: vLLM sends that of a stream before it computes anything."""
+        The signal is set with the first byte of the answer's body, or at the end of an answer without a body. The head
+        alone is not an answer yet, because vLLM sends the head of a stream before it computes anything. Both the call
+        and the signal may raise Failure.
+
+        Args:
+            head: The request line and the headers, with the empty line after them.
+            body: The body of the request, which may be empty.
+            silence_s: How long the engine may send nothing before the exchange fails.
+        """
         assert self._transport is not None and self._head is None
         if self._transport.is_closing():
             raise self._closed()
@@ -110,8 +130,10 @@ class Connection(asyncio.Protocol):
         return answered
 
     def relay(self, take: Take) -> Signal[None]:
-        """Hands the body on; to be awaited until its end. Raises Failure, after what came before it was handed on, and
-        so may what is awaited."""
+        """Hand the parts of the body to `take` as they come, and return a signal for the end of the body.
+
+        Both the call and the signal may raise Failure, but only after `take` got all parts received before.
+        """
         self._take = take
         parts, self._parts = self._parts, []
         if parts:
@@ -128,13 +150,13 @@ class Connection(asyncio.Protocol):
         return ended
 
     def pause(self) -> None:
-        """Whoever takes the body has enough for now."""
+        """Stop reading, because the receiver of the body cannot take more for now."""
         if not self._paused and not self._whole and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """It has room again."""
+        """Read again after `pause`."""
         self._heard_s = self._loop.time()
         self._unpause()
 
@@ -145,22 +167,22 @@ class Connection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def give_up(self, failure: Failure) -> None:
-        """Ends an exchange that waits for its first byte; a later one is left alone."""
+        """End the exchange with `failure` if it still waits for the first byte of the answer."""
         if self._head is not None and not self._head.is_set:
             self._fail(failure)
 
     def close(self) -> None:
-        """At once: an engine that computes for nobody notices by it."""
+        """Abort the connection at once, so that an engine notices that its answer is not wanted."""
         self._stop_timer()
         if self._transport is not None:
             self._transport.abort()
 
     def reusable(self) -> bool:
-        """After an exchange: whether another one may follow. Makes the connection ready for it."""
+        """Return whether another exchange may follow the one that ended, and prepare the connection for it."""
         transport = self._transport
         if transport is None or not self._whole or self._until_close or self._failure is not None:
             return False
-        # What is unsent of a request that was answered early would be taken for the next one.
+        # If the request was answered early, the engine would take its unsent rest for the next request.
         unsent = transport.is_closing() or transport.get_write_buffer_size() > 0
         if unsent or not self._stays_open:
             return False
@@ -172,21 +194,22 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Of an idle one: whether the next request may go over it. The kernel may know of its end before the loop
-        does."""
+        """Whether the next request may use this idle connection; it polls the kernel, which may know the end earlier."""
         transport, readable = self._transport, self._readable
         return transport is not None and readable is not None and not transport.is_closing() and not readable.poll(0)
 
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports have the interface of asyncio's and not their class.
+        """Take the new connection's transport."""
+        # The transports of uvloop have the interface of asyncio's transports, but not their class.
         self._transport = cast(asyncio.Transport, transport)
         self._readable = poller(transport, select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
+        """Read the next bytes of the answer; close the connection if no answer is expected."""
         if self._head is None or self._whole:
-            # An answer without a request: it must not be taken for that of the next one.
+            # An answer without a request must not be taken for the answer to the next request.
             self._stays_open = False
             self.close()
             return
@@ -204,7 +227,7 @@ class Connection(asyncio.Protocol):
                 self._stays_open = False
                 self._progress()
                 return
-            # Of what a callback raises, the parser's own error says no more than that it did.
+            # If a callback raised, the parser's own error does not say more than that.
             why = str(error.__context__ or error) or type(error).__name__
             self._fail(Failure(Kind.MALFORMED, f"the engine's answer is not HTTP/1.1: {why}"))
             return
@@ -214,8 +237,10 @@ class Connection(asyncio.Protocol):
         self._progress()
 
     def _take_plain(self, data: bytes) -> bool:
-        """Whether it is a whole answer, or the next chunks of one, that leaves nothing to judge. If not, nothing of it
-        was taken."""
+        """Read a complete plain answer, or the next complete chunks of one, and return whether `data` is that plain.
+
+        If it is not, the state is unchanged.
+        """
         start = 0
         head = None
         if not self._head_whole:
@@ -245,20 +270,23 @@ class Connection(asyncio.Protocol):
         return True
 
     def _general_parser(self) -> httptools.HttpResponseParser:
-        """One that takes what follows."""
+        """Return a parser for the following bytes, which skips the head if that was read already."""
         parser = self._parser = httptools.HttpResponseParser(self)
         if self._head_whole:
-            known = self._status, self._reason
+            status_line = self._status, self._reason
             parser.feed_data(CHUNKED_HEAD)
-            self._status, self._reason = known
+            self._status, self._reason = status_line
         return parser
 
     def eof_received(self) -> None:
-        # Now, as the socket is closed when the connection is lost. The close acknowledges all that came before it.
+        """Note how much of the request the engine's side had not received when it closed the connection."""
+        # This cannot wait for connection_lost, when the socket is closed. The engine's close acknowledges all bytes
+        # that came before it.
         assert self._transport is not None
         self._untaken_bytes = untaken_bytes(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Complete an answer that the end of the connection ends; fail any other exchange under way."""
         self._stop_timer()
         if self._head is None or self._whole:
             return
@@ -271,19 +299,23 @@ class Connection(asyncio.Protocol):
     # the parser's callbacks
 
     def on_message_begin(self) -> None:
+        """Refuse a second answer."""
         if self._whole:
-            # In one read with the answer's end. Nothing else keeps the parser from going on.
+            # The second answer came in one read with the end of the first. Only an error stops the parser.
             raise httptools.HttpParserError("more data than one answer")
 
     def on_status(self, reason: bytes) -> None:
+        """Collect a part of the reason phrase."""
         self._reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # After the head it is a trailer, not a header (RFC 9110, 6.5.1).
+        """Collect a header."""
+        # A field after the head is a trailer, not a header (RFC 9110, 6.5.1).
         if not self._head_whole:
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        """Judge the head: its version, its transfer coding, and how its body ends."""
         assert self._parser is not None
         self._status = self._parser.get_status_code()
         if self._status < FIRST_FINAL_STATUS:
@@ -299,29 +331,36 @@ class Connection(asyncio.Protocol):
         chunked = bool(codings)
         self._length = self._announced_length()
         self._until_close = not chunked and self._length is None and self._status not in NO_CONTENT
-        # Now, as the parser forgets it with the end of the message.
+        # This cannot wait, because the parser forgets it at the end of the message.
         self._stays_open = self._parser.should_keep_alive()
 
     def on_body(self, data: bytes) -> None:
+        """Collect a part of the body."""
         self._got_on()
         self._parts.append(data)
         self._waiting_bytes += len(data)
 
     def on_message_complete(self) -> None:
+        """Note the end of the answer, or drop an interim answer."""
         if self._head_whole:
             self._whole = True
         else:
-            # An interim answer (1xx); the real one follows.
+            # This was an interim answer (1xx); the final one follows.
             self._headers, self._reason = [], b""
 
     def _got_on(self) -> None:
-        """Something of the answer came. Interim answers, a head without an end, and trailers break no silence."""
+        """Note progress of the answer.
+
+        Interim answers, an unfinished head and trailers are no progress, so they do not end the engine's silence.
+        """
         self._fruitless_bytes = 0
         self._heard_s = self._loop.time()
 
     def _progress(self) -> None:
-        """After new bytes: hand on what can be handed on. Whoever waits goes on within it, so it is the last that
-        happens to them."""
+        """Hand on what the new bytes completed: parts of the body, the head, or the end.
+
+        The waiting task resumes synchronously within this call, so the call must be the last statement of its caller.
+        """
         head = self._head
         assert head is not None
         if self._take is not None:
@@ -333,8 +372,8 @@ class Connection(asyncio.Protocol):
             self.pause()
         if not head.is_set:
             if self._head_whole and (self._parts or self._whole):
-                # The parser accepts any byte there except a line's end; without a phrase, the client gets the usual
-                # one.
+                # The parser accepts any byte in a reason phrase except the end of a line. If the phrase is dropped, the
+                # client gets the usual one.
                 reason = b"" if UNPRINTABLE.search(self._reason) else self._reason
                 head.set(AnswerHead(self._status, reason, self._headers, self._length))
         elif self._whole and self._end is not None:
@@ -351,7 +390,7 @@ class Connection(asyncio.Protocol):
         if (self._head_whole and self._parts) or self._take is not None:
             return Failure(Kind.CUT, f"the engine closed the connection within its answer{why}")
         if self._untaken_bytes >= self._sent_bytes:
-            # Nothing of the request came there.
+            # The engine's side received no byte of the request.
             if self.used:
                 return Failure(Kind.STALE, f"the engine closed a kept connection{why}")
             return Failure(Kind.REFUSED, f"the engine closed the connection before the request{why}")
@@ -371,7 +410,7 @@ class Connection(asyncio.Protocol):
         if self._head is None or self._whole:
             return
         now = self._loop.time()
-        # While nothing is read, it is not the engine that is silent.
+        # While reading is paused, silence does not come from the engine.
         left_s = self._silence_s if self._paused else self._heard_s + self._silence_s - now
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._on_silence)

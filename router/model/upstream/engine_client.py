@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router asks engines of itself, often: GETs over kept connections."""
+"""The router's own frequent requests to engines: GETs over kept connections."""
 
 from __future__ import annotations
 
@@ -14,15 +14,24 @@ from kvrouter.router.model.workers.engine_key import EngineKey
 
 
 class EngineClient:
-    """HTTP requests to engines, from one event loop. key: decides which engines get a key. `close` it at the end."""
+    """A client for HTTP requests to engines, used from one event loop. Call `close` at the end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, key: EngineKey) -> None:
+        """Prepare a pool of connections; `key` decides which engines get the API key."""
         self._pool = Pool(loop, key.allowed)
         self._key = key
 
     async def get(self, target: Target, path: str, most_bytes: int, timeout_s: float) -> tuple[int, bytes]:
-        """Status and body, of a longer one about `most_bytes`; redirects are answers as others. Raises Failure, and
-        TimeoutError where it is not whole in time."""
+        """Request `path` and return status and body.
+
+        Redirects are not followed. Raises Failure, and TimeoutError if the answer is not complete in time.
+
+        Args:
+            target: The engine.
+            path: The path below the target's prefix.
+            most_bytes: About how much of a longer body is returned.
+            timeout_s: Time limit of the whole exchange.
+        """
         key = self._key.header_for(target.origin)
         head = b"GET %b%b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (
             target.prefix,
@@ -34,10 +43,10 @@ class EngineClient:
             return await directly(self._get(target, head, most_bytes, 2 * timeout_s))
 
     async def _get(self, target: Target, head: bytes, most_bytes: int, silence_s: float) -> tuple[int, bytes]:
-        kept = self._pool.idle(target)
-        if kept is not None:
+        idle_connection = self._pool.idle(target)
+        if idle_connection is not None:
             try:
-                return await self._exchange(target, kept, head, most_bytes, silence_s)
+                return await self._exchange(target, idle_connection, head, most_bytes, silence_s)
             except Failure as failure:
                 if failure.kind is not Kind.STALE:
                     raise
@@ -70,4 +79,5 @@ class EngineClient:
         return answer.status, b"".join(body)
 
     def close(self) -> None:
+        """Close all idle connections."""
         self._pool.close()

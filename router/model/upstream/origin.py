@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an engine's HTTP is, taken apart once for each registered URL. Pure."""
+"""The parts of an engine's HTTP URL, split once for each registered URL. Pure."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class Target(msgspec.Struct, frozen=True):
-    """host: as it is connected to. authority: what the Host header says. prefix: the URL's own path, without a last
-    slash."""
+    """The destination of requests to one engine."""
 
+    # The host name or address to connect to.
     host: str
     port: int
     tls: bool
+    # The value of the Host header.
     authority: bytes
+    # The path of the URL, without a slash at its end.
     prefix: bytes
 
     @property
     def origin(self) -> tuple[str, int, bool]:
-        """Connections to one origin are interchangeable."""
+        """The key of interchangeable connections: host, port and whether TLS is used."""
         return self.host, self.port, self.tls
 
     @property
     def host_port(self) -> bytes:
-        """`host:port`, the port always given."""
+        """`host:port`, which includes the port even if it is the default."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}".encode("ascii" if host.isascii() else "idna")
 
 
 def target_of(url: str) -> Target:
-    """The target of a URL that `worker_spec.url_problem` has nothing against."""
+    """Return the target of a URL in which `worker_spec.url_problem` finds no problem."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     return Target(

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short way past the general parser, of answers: a head that leaves nothing to judge, and chunks that lie whole in
-one read.
+"""A fast path around the general parser for plain answers: simple heads, and chunks that are complete in one read.
 
-What is not taken goes through httptools in `connection.py`, which decides alone what is an answer: other versions,
-interim answers, answers without a body or without a length, repeated lengths, trailers, chunk extensions, and whatever
-is cut. `tests/property/test_plain_answer.py` holds the two together. Compiled, see `setup.py`."""
+All other input goes through httptools in `connection.py`, which alone decides what is an answer: other versions, interim
+answers, answers without a body or without a length, repeated lengths, trailers, chunk extensions, and anything cut.
+`tests/property/test_plain_answer.py` checks that both paths agree. This module is compiled, see `setup.py`.
+"""
 
 from __future__ import annotations
 
 from kvrouter.router.base.common.head_lines import digits, is_name, line_end, value_start
 
 START = b"HTTP/1.1 "
-# `HTTP/1.1 200 `.
+# The index of the reason phrase, after `HTTP/1.1 200 `.
 REASON_AT = 13
+# Stands for the length of a body in chunks.
 CHUNKED = -1
-# An engine's chunk is an event; of sixteen megabytes there is none.
+# Larger chunks go to the general parser. A chunk of an engine is one event, which never has 16 megabytes.
 MAX_CHUNK_DIGITS = 6
 KEEP_ALIVE = b"keep-alive"
 
-# What the general parser judges.
+# Kinds of headers that need a look; an answer with a JUDGED one goes to the general parser.
 LENGTH, TRANSFER, CONNECTION, JUDGED = range(4)
 KINDS = {
     b"content-length": LENGTH,
@@ -29,16 +30,25 @@ KINDS = {
 }
 
 _CR, _LF, _SPACE = map(ord, "\r\n ")
-# By byte: the value of a hexadecimal digit, 16 of all else.
+# The value of each byte as a hexadecimal digit; 16 for bytes that are none.
 _HEX = bytes(int(chr(c), 16) if chr(c) in "0123456789abcdefABCDEF" else 16 for c in range(256))
 
 
 class PlainAnswer:
-    """length: of the body, CHUNKED where it comes in chunks. body_start: index in what was read."""
+    """The head of a plain answer."""
 
     def __init__(
         self, status: int, reason: bytes, headers: list[tuple[bytes, bytes]], length: int, body_start: int
     ) -> None:
+        """Take the parts of the head.
+
+        Args:
+            status: The status code.
+            reason: The reason phrase, which may be empty.
+            headers: Names in lower case, and values.
+            length: Bytes of the body, or CHUNKED.
+            body_start: The index of the body in the bytes that were read.
+        """
         self.status = status
         self.reason = reason
         self.headers = headers
@@ -47,7 +57,10 @@ class PlainAnswer:
 
 
 def plain_answer(data: bytes, max_head_bytes: int) -> PlainAnswer | None:
-    """The head that `data` begins with, or None where it is not that plain. Names are in lower case."""
+    """Return the head at the beginning of `data`, or None if the head is not plain or not complete.
+
+    The complete head must end within `max_head_bytes`.
+    """
     end = line_end(data, 0)
     if end < REASON_AT or not data.startswith(START) or data[REASON_AT - 1] != _SPACE:
         return None
@@ -98,8 +111,12 @@ def plain_answer(data: bytes, max_head_bytes: int) -> PlainAnswer | None:
 
 
 def whole_chunks(data: bytes, start: int, parts: list[bytes]) -> int:
-    """Adds to `parts` what is in the chunks from `start` to the end of `data`. 1: the last chunk ends there; 0: further
-    ones follow; -1: they do not end there, or are not that plain, and what was added counts for nothing."""
+    """Add the contents of the chunks from `start` to the end of `data` to `parts`.
+
+    Returns:
+        1 if the last chunk of the body ends at the end of `data`, 0 if another chunk does, and -1 if no chunk ends there
+        or a chunk is not plain. After -1 the caller must ignore `parts`.
+    """
     size = len(data)
     while start < size:
         at = start

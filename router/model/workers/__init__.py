@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker is, who described it, and what may be connected to."""
+"""Workers: their registrations, the sources of these, and the addresses that the router may connect to."""

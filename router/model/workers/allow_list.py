@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The addresses that the router may connect to because a registration or an engine names them. Pure: nothing is
-resolved.
+"""The list of addresses that the router may connect to if a registration or an engine names them. Pure, without DNS.
 
-A listed name is trusted wherever its owner's DNS points; `common/host_list.py` has the rules for matching entries.
+A listed name is trusted wherever its owner's DNS points; `router/base/common/host_list.py` has the rules for matching
+entries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORM = f"{HOST_FORM}, or ipc:///path (with a last slash: a folder)"
 # The error for a name with such an address.
 LINK_LOCAL = f"{{host}} has a link-local address, which the router's setting {SETTING} does not list"
 
-# Every form of `ipc://` is longer; the rest is the path, or @name in Linux' abstract namespace.
+# The prefix of a local socket. It is followed by a path, or by @name in Linux' abstract namespace.
 _IPC = "ipc://"
 
 
@@ -29,7 +29,7 @@ class AllowList:
     """The hosts and sockets that `allow_hosts` lists; an empty list allows everything."""
 
     def __init__(self, entries: Iterable[str] = ()) -> None:
-        """Raises SettingError for an entry that is none."""
+        """Read the entries of `allow_hosts`. Raises SettingError for an entry that is not valid."""
         self._hosts = HostList()
         self._paths: set[str] = set()
         self._folders: list[str] = []
@@ -57,8 +57,8 @@ class AllowList:
             if self._open:
                 return None
             path = _plain_path(endpoint.removeprefix(_IPC))
-            known = path in self._paths or any(path.startswith(folder) for folder in self._folders)
-            return None if known else _refusal(f"{_IPC}{path}", "the path or its folder")
+            is_listed = path in self._paths or any(path.startswith(folder) for folder in self._folders)
+            return None if is_listed else _refusal(f"{_IPC}{path}", "the path or its folder")
         try:
             host = urlsplit(endpoint).hostname
         except ValueError:
@@ -83,12 +83,13 @@ class AllowList:
         """Return whether to connect to an address of a host.
 
         Link-local addresses, where clouds give a machine its credentials, are admitted only if the host or the address
-        is listed."""
+        is listed.
+        """
         numeric = number_address(address)
         return numeric is None or not numeric.is_link_local or self._hosts.holds(host) or self._hosts.holds(address)
 
     def registration_problem(self, registration: Registration) -> str | None:
-        """Why a worker must not be followed: the first of its addresses that is not allowed."""
+        """Return why a worker must not be followed, which names its first address that is not allowed, or None."""
         addresses = {
             "endpoint": registration.events,
             "replay_endpoint": registration.replay,
@@ -107,8 +108,10 @@ def _refusal(what: str, add: str) -> str:
 
 
 def _plain_path(path: str) -> str:
-    """The path without `..` and doubled slashes. A link in a listed folder is followed: who may write there is
-    trusted."""
+    """Return the path without `..` and doubled slashes.
+
+    Symbolic links in a listed folder are followed, because everyone who may write there is trusted.
+    """
     plain = posixpath.normpath(path)
-    # POSIX leaves two leading slashes to the system; Linux reads one.
+    # POSIX leaves the meaning of two leading slashes to the system; Linux reads them as one.
     return plain[1:] if plain.startswith("//") else plain

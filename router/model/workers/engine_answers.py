@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine says of itself over HTTP: its model, and where its event streams are. Pure: from answers to values.
+"""An engine's own HTTP answers about itself, as values: its model, and the addresses of its event streams. Pure.
 
-Where it says that, and in which form, `router/model/engines/` has for each.
+`router/model/engines/` has the paths and the forms of these answers for each kind of engine.
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ REFUSALS = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
 GIVE_KEY = "start the router with --worker-api-key KEY, the one of the engine's --api-key"
 KEY_WANTED = f"it wants an API key: {GIVE_KEY}"
 
-# Hundreds of ranks are the largest deployments; each becomes a worker.
+# The largest deployments have hundreds of ranks, each of which becomes a worker.
 MAX_RANKS = 1_024
 
 
 def refusal_problem(url: str, status: int | None) -> str:
-    """Return why an engine that refuses its list of models is of no use; empty if it does not refuse it."""
+    """Return why an engine that refuses its list of models is of no use, or "" if `status` is None."""
     if status is None:
         return ""
     return f"{url.rstrip('/')}{MODELS_PATH} answers {status}, so no text can be tokenized there and requests fail: {KEY_WANTED}"
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """Where one rank publishes. note: what cannot be used of what it said."""
+    """The endpoints at which one rank publishes its events."""
 
     events: str
+    # The endpoint that replays missed batches, or None.
     replay: str | None = None
+    # Which part of the engine's answer cannot be used, or "".
     note: str = ""
 
 
 class EngineAnswers(msgspec.Struct, frozen=True):
     """The answers of one engine about itself."""
 
-    # The model that it serves; None: not known yet.
+    # The model that it serves, or None while it is not known.
     model: str | None = None
-    # Its event streams by rank; None: not known yet; empty: it has none.
+    # Its event streams by rank: empty if it has none, None while they are not known.
     streams: dict[int, Stream] | None = None
-    # Whether it has no way to describe its streams.
+    # Whether the engine has no way to describe its streams.
     silent: bool = False
-    # Why any of this is unknown or missing.
+    # Why any of these values is unknown or missing, or "".
     problem: str = ""
-    # The kind of engine that it showed to be (`engine_name.py`).
+    # The kind of engine that the answers show (`engine_name.py`), or None.
     engine: str | None = None
-    # How to make its model known; empty while it is.
+    # How to make the model known, or "" if it is known.
     fix: str = ""
 
 
@@ -70,7 +72,7 @@ class _Models(msgspec.Struct):
 
 
 class EventsConfig(msgspec.Struct):
-    """How one rank publishes its KV events, as vLLM says it."""
+    """The KV events configuration of one rank, with vLLM's field names."""
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
@@ -82,7 +84,10 @@ _models = msgspec.json.Decoder(_Models)
 
 
 def model_in(answer: bytes) -> str:
-    """The base model that a list of models names. Raises ValueError with what is wrong."""
+    """Return the base model that an engine's list of models names.
+
+    Raises ValueError if the answer is no such list, or names no base model with a valid name.
+    """
     try:
         models = _models.decode(answer).data
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -96,9 +101,15 @@ def model_in(answer: bytes) -> str:
 
 
 def streams_of(configs: Mapping[int, EventsConfig], url: str, start_with: str) -> EngineAnswers:
-    """The streams of the ranks of the engine at `url`. start_with: what makes it publish where it can be read."""
+    """Return the event streams of an engine's ranks, or the problem why there are none.
+
+    Args:
+        configs: The configuration of each rank.
+        url: The HTTP address of the engine.
+        start_with: How to start the engine so that it publishes where the router can subscribe, for the problem.
+    """
     host = urlsplit(url).hostname or ""
-    found: dict[int, Stream] = {}
+    streams: dict[int, Stream] = {}
     problem = ""
     for rank, config in sorted(configs.items())[:MAX_RANKS]:
         if not config.enable_kv_cache_events or config.publisher != "zmq" or not 0 <= rank <= MAX_DP_RANK:
@@ -113,44 +124,47 @@ def streams_of(configs: Mapping[int, EventsConfig], url: str, start_with: str) -
         replay = None if config.replay_endpoint is None else _bound_at(config.replay_endpoint, host)
         unusable = config.replay_endpoint is not None and replay is None
         note = f"its replay endpoint {config.replay_endpoint!r} cannot be reached from here" if unusable else ""
-        found[rank] = Stream(events, replay, note)
-    if not found and not problem:
+        streams[rank] = Stream(events, replay, note)
+    if not streams and not problem:
         problem = f"its engine publishes no KV events: {start_with}"
-    return EngineAnswers(streams=found, problem="" if found else problem)
+    return EngineAnswers(streams=streams, problem="" if streams else problem)
 
 
 def _published_at(endpoint: str, host: str) -> str | None:
-    """Where to subscribe. vLLM binds to wildcards, IPC and the node's own address, and connects to all others: a host
-    by its name is somebody else's, and whatever listens on that port of the engine's own host need not be this
-    engine."""
-    given = _host_of(endpoint)
-    if given is None or _is_wildcard(given) or _address(given) is not None:
+    """Return where to subscribe to an engine that publishes to `endpoint`, or None if that is not known.
+
+    vLLM binds to wildcards, IPC and the node's own address, and connects to all other endpoints. So a host that is
+    given by its name belongs to another process, and the process that listens on that port of the engine's own host
+    need not be this engine.
+    """
+    bind_host = _host_of(endpoint)
+    if bind_host is None or _is_wildcard(bind_host) or _address(bind_host) is not None:
         return _bound_at(endpoint, host)
     return None
 
 
 def _bound_at(endpoint: str, host: str) -> str | None:
-    """Where an endpoint that the engine binds can be reached, if that is known."""
+    """Return where an endpoint that the engine on `host` binds can be reached, or None if that is not known."""
     if endpoint.startswith("ipc://"):
-        # On the engine's machine; this one, if it is reached over loopback.
+        # The socket is on the engine's machine, which is this machine if the engine is reached over loopback.
         return endpoint if _is_loopback(host) and not endpoint_problem(endpoint) else None
-    given = _host_of(endpoint)
-    if given is None:
+    bind_host = _host_of(endpoint)
+    if bind_host is None:
         return None
-    address = _address(given)
-    if address is None or _is_wildcard(given):
+    address = _address(bind_host)
+    if address is None or _is_wildcard(bind_host):
         reached = host
     elif address.is_loopback and not _is_loopback(host):
         return None
     else:
-        reached = given
+        reached = bind_host
     port = endpoint.rpartition(":")[2]
-    found = f"tcp://{bracketed(reached)}:{port}"
-    return None if endpoint_problem(found) else found
+    reachable = f"tcp://{bracketed(reached)}:{port}"
+    return None if endpoint_problem(reachable) else reachable
 
 
 def bracketed(host: str) -> str:
-    """A host as it stands before a port."""
+    """Return a host in the form that it has before a port, which is in brackets for an IPv6 address."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -15,27 +15,28 @@ CACHING_OFF = "its prefix caching is off by its own metrics page, so it computes
 
 
 class EngineCache(msgspec.Struct, frozen=True):
-    """The KV cache of one engine core; a field is None where the engine does not say it."""
+    """The KV cache of one engine core. A field is None if the engine does not state it."""
 
     # Whether prompts are reused at all.
     prefix_caching: bool | None = None
-    # Tokens of one block; the smallest one where groups differ.
+    # Tokens of one block; the smallest size if groups differ.
     block_size: Count | None = None
     # Blocks on the accelerator.
     blocks: Count | None = None
-    # Tokens of context that fit there. It differs from blocks times block_size for hybrid models.
+    # Tokens of context that fit on the accelerator. For hybrid models, this differs from blocks times block_size.
     tokens: Count | None = None
 
     @property
     def problem(self) -> str:
-        """Return why the engine reuses nothing, by its own description; empty if it does, or does not say."""
+        """Why the engine reuses nothing, by its own description, or "" if it reuses prompts or does not say."""
         return CACHING_OFF if self.prefix_caching is False else ""
 
 
 def positive_count(text: bytes) -> int | None:
-    """Return the count in a label or a sample, None if there is none.
+    """Return the count in a label or a sample, or None if there is none.
 
-    Engines print `None` for unknown values, and samples are floats (`128.0`)."""
+    Engines print `None` for unknown values, and samples are floats (`128.0`).
+    """
     try:
         count = int(float(text))
     except (ValueError, OverflowError):

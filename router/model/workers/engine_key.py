@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule for which engines get the key of the setting `worker_api_key`. Pure.
 
-A client that may register a worker names the address that the key would be sent to, so it could read the key there.
-Therefore only hosts that `allow_hosts` lists get it, and engines that the operator named: by a flag, a file, or a label
-in Kubernetes.
+A client that may register a worker names the address to which the key would be sent, so it could read the key there.
+Therefore the key is sent only to hosts that `allow_hosts` lists, and to engines that the operator named by a flag, a
+file, or a label in Kubernetes.
 """
 
 from __future__ import annotations
@@ -16,20 +16,26 @@ from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import PRECEDENCE, REGISTER
 
 OPERATORS_SOURCES = frozenset(PRECEDENCE) - {REGISTER}
-# Host, port and whether over TLS: as in `upstream/origin.py`.
+# Host, port and whether TLS is used, as in `Target.origin` of `upstream/origin.py`.
 Origin = tuple[str, int, bool]
 
-# How many workers a sentence names.
+# The most workers that one message names.
 SHOWN_WORKERS = 5
 
 
 class EngineKey:
-    """The key, and the origins that may have it according to the present registrations."""
+    """The engines' API key, and the origins that get it according to the present registrations."""
 
     def __init__(
         self, key: str | None, allowed: AllowList, registrations: Callable[[], Sequence[Registration]] = tuple
     ) -> None:
-        """Ask for no registrations yet. registrations: returns the same sequence until a registration changes."""
+        """Take the sources of the rule; `registrations` is first called when a header is requested.
+
+        Args:
+            key: The API key, or None if no key is set.
+            allowed: The hosts that `allow_hosts` lists.
+            registrations: Returns the present registrations, and the same sequence until one of them changes.
+        """
         self._header = None if key is None else f"Bearer {key}"
         self.allowed = allowed
         self.registrations = registrations
@@ -39,16 +45,20 @@ class EngineKey:
 
     @property
     def is_set(self) -> bool:
+        """Whether there is a key at all."""
         return self._header is not None
 
     def header_for_url(self, url: str, *, named: bool = False) -> str | None:
-        """Return the `Authorization` of a request to the engine at a valid URL, None if it gets no key.
+        """Return the `Authorization` header of a request to the engine at a valid URL, or None if it gets no key.
 
-        named: whether the caller knows that the operator named the engine."""
+        Args:
+            url: The HTTP address of the engine.
+            named: Whether the caller knows that the operator named the engine.
+        """
         return None if self._header is None else self.header_for(_origin_of(url), named=named)
 
     def header_for(self, origin: Origin, *, named: bool = False) -> str | None:
-        """Return the same for an origin."""
+        """Return the `Authorization` header of a request to an origin, as `header_for_url` does for a URL."""
         if self._header is None:
             return None
         self._follow()
@@ -60,7 +70,7 @@ class EngineKey:
         return self._header if listed else None
 
     def withheld(self) -> list[str]:
-        """Return the ids of the workers that have an address and get no key, each once."""
+        """Return the ids of the workers that may be reached over HTTP and get no key, each id once."""
         if self._header is None:
             return []
         workers = {
@@ -73,7 +83,7 @@ class EngineKey:
         return sorted(workers)
 
     def health(self) -> list[str]:
-        """Return why engines answer 401, if some get no key."""
+        """Return the reason why engines may answer 401, if some of them get no key."""
         workers = self.withheld()
         if not workers:
             return []
@@ -88,7 +98,7 @@ class EngineKey:
         if registrations is self._seen:
             return
         self._seen = registrations
-        # Forget the hosts of registrations that are gone.
+        # Hosts of former registrations must not pile up.
         self._known.clear()
         self._named = frozenset(
             _origin_of(registration.url)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model a request's `model` means: a registered one, another name for it, or a LoRA adapter and who has it. Pure.
+"""The meaning of a request's `model`: a registered model, an alias, or a LoRA adapter and the workers that have it. Pure.
 
-Adapters are known from registrations (`lora_name`, `catalog.lora_paths`) and from what engines list.
+Adapters are known from registrations (`lora_name`, `catalog.lora_paths`) and from the lists of engines.
 """
 
 from __future__ import annotations
@@ -13,35 +13,42 @@ from kvrouter.router.base.common.errors import SettingError, UnknownModel
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.model.workers.registration import Registration
 
-# Names of models that an error lists.
+# The most names of models that one error message lists.
 MAX_LISTED = 20
 
 
 class ServedModel(NamedTuple):
-    """What a name means. model: as its workers are registered. worker_ids: only these have the adapter; None: all of
-    the model."""
+    """The meaning of a name: a model, or a LoRA adapter of a model."""
 
+    # The model's name in the registrations of its workers.
     model: str
     lora_name: str | None = None
+    # The workers that have the adapter, or None if all workers of the model serve the name.
     worker_ids: frozenset[str] | None = None
 
 
-# The adapters of an engine: their names and the paths that they were loaded from.
+# The adapters of one engine: the path from which each adapter was loaded, by the adapter's name.
 Adapters = Mapping[str, str]
 
 
 class ModelNames:
-    """aliases: other names for models or adapters."""
+    """The names that a request may use for models and adapters, according to the last call of `learn`."""
 
     def __init__(self, aliases: Mapping[str, str]) -> None:
+        """Start without models; `aliases` has the model or adapter that each further name stands for."""
         self.aliases = dict(aliases)
-        # All names that a request may use; an adapter of several models is Ambiguous.
+        # The meaning of every name. The name of an adapter of several models is an AmbiguousModel.
         self._served: dict[str, ServedModel | AmbiguousModel] = {}
 
     def learn(self, registrations: Iterable[Registration], listed: Mapping[str, Adapters]) -> None:
-        """What is registered now, and what the engines list, by their URL."""
+        """Replace all names by those of the present registrations and of the engines' lists.
+
+        Args:
+            registrations: The present registrations.
+            listed: The adapters that engines list, by the engine's URL.
+        """
         models: set[str] = set()
-        # By name, then by model: the workers that have the adapter.
+        # The workers that have an adapter, by the adapter's name and then by model.
         adapters: dict[str, dict[str, set[str]]] = {}
         for registration in registrations:
             worker = registration.worker
@@ -49,34 +56,42 @@ class ModelNames:
             for name in _adapters_of(registration, listed):
                 adapters.setdefault(name, {}).setdefault(worker.model, set()).add(worker.worker_id)
         served: dict[str, ServedModel | AmbiguousModel] = {}
-        for name, having in adapters.items():
-            (model, worker_ids), *others = having.items()
-            served[name] = AmbiguousModel(sorted(having)) if others else ServedModel(model, name, frozenset(worker_ids))
+        for name, workers_by_model in adapters.items():
+            (model, worker_ids), *others = workers_by_model.items()
+            served[name] = (
+                AmbiguousModel(sorted(workers_by_model)) if others else ServedModel(model, name, frozenset(worker_ids))
+            )
         served |= {model: ServedModel(model) for model in models}
         served |= {alias: served[target] for alias, target in self.aliases.items() if target in served}
         self._served = served
 
     def resolve(self, name: str) -> ServedModel:
-        """Raises UnknownModel."""
-        found = self._served.get(name)
-        if isinstance(found, ServedModel):
-            return found
-        if found is None:
-            known = ", ".join(map(printable, self.names()[:MAX_LISTED])) or "none yet"
-            raise UnknownModel(f"no worker is registered for model {name!r}; registered models: {known}")
+        """Return the meaning of a name. Raises UnknownModel if it has none, or if several models have such an adapter."""
+        served = self._served.get(name)
+        if isinstance(served, ServedModel):
+            return served
+        if served is None:
+            registered = ", ".join(map(printable, self.names()[:MAX_LISTED])) or "none yet"
+            raise UnknownModel(f"no worker is registered for model {name!r}; registered models: {registered}")
         raise UnknownModel(
-            f"{name!r} is an adapter of several models ({', '.join(map(printable, found.models))}); "
+            f"{name!r} is an adapter of several models ({', '.join(map(printable, served.models))}); "
             "give it another name in one of them",
             code="ambiguous_model",
         )
 
     def names(self) -> list[str]:
-        """All names that a request may use: models, adapters, and aliases of what is there."""
+        """Return all names that a request may use, sorted: models, adapters, and aliases of these."""
         return sorted(self._served)
 
 
 def unserved_problem(registered: str, served: Sequence[str], adapters: Collection[str]) -> str:
-    """Why requests for a model would get 404 from an engine that serves these names; empty where they would not."""
+    """Return why requests for a model would get 404 from an engine, or "" if they would not.
+
+    Args:
+        registered: The model's name in the registration.
+        served: The names that the engine serves; empty while they are not known.
+        adapters: The names of the engine's adapters.
+    """
     if not served or registered in served or registered in adapters:
         return ""
     names, first = ", ".join(map(printable, served[:MAX_LISTED])), printable(served[0])
@@ -88,40 +103,41 @@ def unserved_problem(registered: str, served: Sequence[str], adapters: Collectio
 
 
 class AmbiguousModel(NamedTuple):
-    """An adapter's name that several models have."""
+    """The meaning of a name under which several models have an adapter."""
 
+    # The names of these models, sorted.
     models: list[str]
 
 
 def _adapters_of(registration: Registration, listed: Mapping[str, Adapters]) -> set[str]:
-    found = {registration.lora_name} if registration.lora_name else set()
+    names = {registration.lora_name} if registration.lora_name else set()
     if registration.catalog is not None:
-        found |= registration.catalog.lora_paths.keys()
+        names |= registration.catalog.lora_paths.keys()
     if registration.url is not None:
-        found |= listed.get(registration.url, {}).keys()
-    return found
+        names |= listed.get(registration.url, {}).keys()
+    return names
 
 
 def parse_aliases(given: Iterable[str]) -> dict[str, str]:
-    """`NAME=MODEL` each. Raises SettingError."""
+    """Read texts of the form `NAME=MODEL`. Raises SettingError."""
     return _pairs(given, "NAME=MODEL")
 
 
 def parse_tokenizers(given: Iterable[str]) -> dict[str, str]:
-    """`MODEL=FOLDER` each. Raises SettingError."""
+    """Read texts of the form `MODEL=FOLDER`. Raises SettingError."""
     return _pairs(given, "MODEL=FOLDER")
 
 
-def _pairs(given: Iterable[str], form: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for text in given:
+def _pairs(texts: Iterable[str], form: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for text in texts:
         name, separator, value = text.partition("=")
         if not separator or not name or not value:
             raise SettingError(f"{text!r}: write {form}")
-        if name in found:
+        if name in pairs:
             raise SettingError(f"{name!r} is given twice; give it once")
-        found[name] = value
-    for name, value in found.items():
-        if form.startswith("NAME") and value in found:
+        pairs[name] = value
+    for name, value in pairs.items():
+        if form.startswith("NAME") and value in pairs:
             raise SettingError(f"{name!r} stands for {value!r}, which stands for another; name the model itself")
-    return found
+    return pairs

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients may say of a worker, as typed structs. The aliases are those of Mooncake's indexer RFC and of Dynamo's
-services."""
+"""The bodies of clients' requests about workers, as typed structs.
+
+The aliases of fields are those of Mooncake's indexer RFC and of Dynamo's services.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,26 @@ from kvrouter.router.base.common.errors import BadQuestion
 
 
 class ModelNamed(Protocol):
-    """A body that names a model under any of its three names."""
+    """A body that has the model's name in any of three fields."""
 
     @property
-    def model(self) -> str | None: ...
+    def model(self) -> str | None:
+        """The model's name in the router's own field."""
+        ...
 
     @property
-    def model_name(self) -> str | None: ...
+    def model_name(self) -> str | None:
+        """The model's name in an alias of `model`."""
+        ...
 
     @property
-    def modelname(self) -> str | None: ...
+    def modelname(self) -> str | None:
+        """The model's name in another alias of `model`."""
+        ...
 
 
 class GroupBody(msgspec.Struct, kw_only=True):
-    """One KV cache group as registered; sizes and windows in tokens."""
+    """One KV cache group as registered. Sizes and windows are in tokens."""
 
     kind: str
     block_size: int
@@ -38,7 +46,7 @@ class GroupBody(msgspec.Struct, kw_only=True):
 
 
 class CatalogBody(msgspec.Struct, kw_only=True):
-    """A catalog as registered. What is given overrides what is learned; the rest is learned."""
+    """A catalog as registered. A given field overrides what the router learns; absent fields are learned."""
 
     groups: list[GroupBody] | None = None
     hash_block_size: int | None = None
@@ -54,8 +62,7 @@ class CatalogBody(msgspec.Struct, kw_only=True):
 
 
 class DynamoWorker(msgspec.Struct, kw_only=True):
-    """How Dynamo's selection service has a worker's addresses: `endpoint` is HTTP, and these beside it
-    (`dynamo_shapes.py`)."""
+    """The fields of a worker in Dynamo's selection service, in which `endpoint` is an HTTP address (`dynamo_shapes.py`)."""
 
     kv_events_endpoint: str | None = None
     kv_events_endpoints: dict[str, str] | None = None
@@ -65,10 +72,11 @@ class DynamoWorker(msgspec.Struct, kw_only=True):
 
 
 class WorkerPatch(DynamoWorker, kw_only=True):
-    """`PATCH /workers/{id}`: null unsets, absent keeps. `dp_rank` and `model` say which worker is meant. With a field
-    of Dynamo's, null keeps too.
+    """The body of `PATCH /workers/{id}`: null unsets a field, and an absent field stays as it is.
 
-    state: draining takes no new request and lets running ones finish."""
+    `dp_rank` and the model's name select the worker. With a field of Dynamo's services, null keeps the value too. A
+    worker in state `draining` takes no new requests and lets running ones finish.
+    """
 
     model: str | None = None
     model_name: str | None = None
@@ -89,10 +97,12 @@ class WorkerPatch(DynamoWorker, kw_only=True):
 
 
 class RegisterBody(DynamoWorker, kw_only=True):
-    """`POST /register` and `POST /workers`. One of instance_id and worker_id, and one of the model's three names.
+    """The body of `POST /register` and `POST /workers`.
 
-    role: both (default), prefill or decode. handover: kv_transfer_params (default) or header. engine: vllm or
-    sglang; absent: found out from its HTTP."""
+    It has instance_id or worker_id, and one of the three fields for the model's name. `role` is both (default), prefill
+    or decode. `handover` is kv_transfer_params (default) or header. `engine` is vllm or sglang; if it is absent, the
+    router finds it out from the engine's HTTP answers.
+    """
 
     instance_id: str | int | None = None
     worker_id: str | int | None = None
@@ -114,7 +124,7 @@ class RegisterBody(DynamoWorker, kw_only=True):
 
 
 class UnregisterBody(msgspec.Struct, kw_only=True):
-    """`POST /unregister`: all ranks, where dp_rank is absent."""
+    """The body of `POST /unregister`, which concerns all ranks of a worker if dp_rank is absent."""
 
     instance_id: str | int | None = None
     worker_id: str | int | None = None
@@ -125,13 +135,13 @@ class UnregisterBody(msgspec.Struct, kw_only=True):
 
 
 def model_of(body: ModelNamed) -> str | None:
-    """The model, whichever of its names was used. Raises BadQuestion when two contradict each other."""
-    named = body.model
+    """Return the model's name from whichever field has it, or None. Raises BadQuestion if two fields differ."""
+    model = body.model
     for other in (body.model_name, body.modelname):
         if other is not None:
-            if named is not None and other != named:
+            if model is not None and other != model:
                 raise BadQuestion(
                     "model, model_name and modelname contradict each other; give one", code="invalid_model"
                 )
-            named = other
-    return named
+            model = other
+    return model

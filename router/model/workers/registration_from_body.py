@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a client says of a worker to a Registration, with every check. Pure; BadQuestion names the field."""
+"""The conversion of clients' bodies into registrations, with all checks. Pure; BadQuestion names the wrong field."""
 
 from __future__ import annotations
 
@@ -48,14 +48,19 @@ GROUP_KINDS = (
 )
 
 
-# As many as an engine with the patch keeps (engine_patch/hooks/event_tap.py), with paths that a file system takes.
+# As many as an engine with the patch remembers (engine_patch/hooks/event_tap.py).
 MAX_LORAS = 1_024
+# The longest path that a file system accepts.
 MAX_PATH_CHARS = 4_096
 
 
 def registration_of(body: RegisterBody, unknown_model: str | None = None) -> Registration:
-    """The worker that the body describes. unknown_model: its model where the body names none; None: it has to. Raises
-    BadQuestion."""
+    """Return the registration of the worker that the body describes. Raises BadQuestion.
+
+    Args:
+        body: The body of the request.
+        unknown_model: The model to register if the body names none, or None if the body has to name one.
+    """
     worker_id = worker_id_of(body)
     _check("worker_id", worker_id_problem(worker_id))
     if body.endpoint is None and body.url is None:
@@ -84,7 +89,7 @@ def registration_of(body: RegisterBody, unknown_model: str | None = None) -> Reg
 
 
 def patched(known: Registration, patch: WorkerPatch) -> Registration:
-    """`known` with what the patch says changed. Raises BadQuestion."""
+    """Return the registration `known` with the changes of the request. Raises BadQuestion."""
 
     def pick(new: str | int | msgspec.UnsetType | None, old: object) -> object:
         return old if new is msgspec.UNSET else new
@@ -113,25 +118,25 @@ def patched(known: Registration, patch: WorkerPatch) -> Registration:
     return registration
 
 
-def _is_number(given: str | int | None) -> bool:
-    """Whether it goes back as a number: MessagePack has none over 64 bits, and no client of Dynamo's has."""
-    return isinstance(given, int) and 0 <= given <= UINT64_MAX
+def _is_number(worker_id: str | int | None) -> bool:
+    """Return whether answers have this id as a number, which MessagePack and Dynamo's clients limit to 64 bits."""
+    return isinstance(worker_id, int) and 0 <= worker_id <= UINT64_MAX
 
 
 def worker_id_of(body: RegisterBody | UnregisterBody) -> str:
-    """The worker's id as text, from either of its names. Raises BadQuestion."""
-    given = {str(name) for name in (body.instance_id, body.worker_id) if name is not None}
-    if not given:
+    """Return the worker's id as text from whichever field has it. Raises BadQuestion."""
+    worker_ids = {str(name) for name in (body.instance_id, body.worker_id) if name is not None}
+    if not worker_ids:
         raise BadQuestion("worker_id (or instance_id) is missing: give the worker a name")
-    if len(given) > 1:
+    if len(worker_ids) > 1:
         raise BadQuestion("worker_id and instance_id contradict each other; give one")
-    worker_id = given.pop()
+    worker_id = worker_ids.pop()
     _check("worker_id", name_problem(worker_id))
     return worker_id
 
 
 def model_name_of(body: RegisterBody) -> str:
-    """The model's name. Raises BadQuestion."""
+    """Return the model's name. Raises BadQuestion if it is missing or not valid."""
     model = model_of(body)
     if model is None:
         raise BadQuestion("model (or model_name, modelname) is missing: name the model as clients will ask for it")
@@ -140,34 +145,34 @@ def model_name_of(body: RegisterBody) -> str:
 
 
 def dp_rank_of(given: int | None) -> int | None:
-    """The rank as given, in range. Raises BadQuestion."""
+    """Return the given rank, which may be None. Raises BadQuestion if it is out of range."""
     _check_number("dp_rank", given, 0, MAX_DP_RANK)
     return given
 
 
 def role_of(given: str | None) -> Role:
-    """The role as given; None is the default. Raises BadQuestion."""
+    """Return the given role, or the default for None. Raises BadQuestion."""
     if given is not None:
         _check("role", role_problem(given))
     return Role(given or Role.BOTH)
 
 
 def handover_of(given: str | None) -> HandoverWay:
-    """The way of a hand-over as given; None is the default. Raises BadQuestion."""
+    """Return the given way of a hand-over, or the default for None. Raises BadQuestion."""
     if given is not None:
         _check("handover", handover_problem(given))
     return HandoverWay(given or HandoverWay.KV_TRANSFER_PARAMS)
 
 
 def engine_of(given: str | None) -> str | None:
-    """The engine as given. Raises BadQuestion."""
+    """Return the given kind of engine, which may be None. Raises BadQuestion."""
     if given is not None:
         _check("engine", engine_problem(given))
     return given
 
 
 def catalog_of(body: CatalogBody) -> CatalogSpec:
-    """The catalog as stated. Raises BadQuestion."""
+    """Return the stated catalog. Raises BadQuestion."""
     groups = body.groups or []
     if len(groups) > MAX_GROUPS:
         raise BadQuestion(f"catalog.groups has {len(groups)} groups; at most {MAX_GROUPS} are possible")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker is there for, and how a decode worker is handed a prompt that another one has computed. Pure values."""
+"""The role of a worker, and the way in which a decode worker gets a prompt that another worker computed. Pure values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """`both` and `decode` answer requests, and may be handed their prompts; `prefill` computes prompts for others, and
-    no more."""
+    """The part that a worker takes in answering requests.
+
+    Workers with the roles `both` and `decode` answer requests, and may get prompts that another worker computed. Workers
+    with the role `prefill` only compute prompts for others.
+    """
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -16,23 +19,22 @@ class Role(StrEnum):
 
 
 class HandoverWay(StrEnum):
-    """How a decode worker learns where its prompt was computed.
+    """The way in which a decode worker learns where its prompt was computed."""
 
-    kv_transfer_params: the router asks the prefill worker first and puts its answer into the decode worker's body, as
-    vLLM's connectors want it. header: the decode worker's sidecar does that; the router only names the prefill worker
-    to it."""
-
+    # The router requests the prompt from the prefill worker first, and puts the answer into the decode worker's request,
+    # as vLLM's connectors want it.
     KV_TRANSFER_PARAMS = "kv_transfer_params"
+    # The decode worker's sidecar requests the prompt; the router only names the prefill worker in a header.
     HEADER = "header"
 
 
 def role_problem(text: str) -> str | None:
-    """Why `text` is no role, with what to write instead."""
+    """Return which roles to write instead of `text`, or None if `text` is a role."""
     return _problem(text, Role)
 
 
 def handover_problem(text: str) -> str | None:
-    """Why `text` is no way of a hand-over, with what to write instead."""
+    """Return which ways to write instead of `text`, or None if `text` is a way of a hand-over."""
     return _problem(text, HandoverWay)
 
 

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who says that a worker is there, and whose word counts where two say it of one worker. Pure.
+"""The sources of registrations, and which source wins if two name the same worker. Pure.
 
-What an operator wrote for this very router wins over what changes by itself, and that over what any client may say: a
-client with the key must not take over the name of a worker that the operator's list or the cluster knows.
+An operator's settings for this router win over sources that change by themselves, and these win over clients. So a
+client with the API key cannot take over the name of a worker that the operator's list or the cluster names.
 """
 
 from __future__ import annotations
 
-# `--worker` and KVROUTER_WORKERS; `workers:` in the settings file; the file of the setting `workers_file`; pods;
-# clients.
+# `--worker` and KVROUTER_WORKERS.
 STATIC = "static"
+# `workers:` in the settings file.
 CONFIG = "config"
+# The file of the setting `workers_file`.
 FILE = "file"
+# Pods.
 KUBERNETES = "kubernetes"
+# Clients.
 REGISTER = "register"
 
-# The first wins.
+# The first source wins.
 PRECEDENCE = (STATIC, CONFIG, FILE, KUBERNETES, REGISTER)
 
-# Where a worker of each is taken out again.
+# By source, the place where a worker can be removed again.
 PLACES = {
     STATIC: "--worker or KVROUTER_WORKERS",
     CONFIG: "`workers` of the settings file",
@@ -29,7 +32,7 @@ PLACES = {
 
 
 def wins(source: str, other: str) -> bool:
-    """Whether `source` may replace what `other` says. One that is not known (of another version) counts last."""
+    """Return whether `source` may replace a registration of source `other`; a source of another version comes last."""
     return _place(source) < _place(other)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of a worker's stream, and what each means for its credit (docs/reference/states.md)."""
+"""The states of a worker's event stream, and their effect on the worker's credit (docs/reference/states.md)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class StreamState(StrEnum):
-    """Where a worker's event stream stands. The values are what `/workers` and the metrics show."""
+    """The state of a worker's event stream. `/workers` and the metrics show the values."""
 
     CONNECTING = "connecting"
     CATCHING_UP = "catching_up"
@@ -15,24 +15,28 @@ class StreamState(StrEnum):
     SUSPECT = "suspect"
     RESYNCING = "resyncing"
     UNHASHABLE = "unhashable"
-    # Its registration contradicts what its engine says of itself: the events may be another engine's.
+    # The registration contradicts the answers of its engine, so the events may come from another engine.
     MISMATCHED = "mismatched"
     DOWN = "down"
 
 
-# In these states the residency that is known is credited. `suspect` is, for a while: nothing contradicts it yet, it is
-# marked, and whatever disproves it voids it. `resyncing` is not: batches are known to be missing.
+# In these states the known residency earns credit. `suspect` earns it for a while: no evidence contradicts the residency
+# yet, answers mark it as suspect, and any contradiction voids it. `resyncing` earns none, because batches are missing.
 CREDITED = frozenset({StreamState.CATCHING_UP, StreamState.LIVE, StreamState.SUSPECT})
 
-# The same, and the one in which questions by block hash are answered: what doubt turns into `suspect`.
+# The credited states, and the state in which only questions by block hash are answered. Doubt turns each into `suspect`.
 SHOWN = CREDITED | {StreamState.UNHASHABLE}
-# In these states, the blocks of the worker were proven, or began from nothing.
+# In these states, the blocks of the worker were proven, or were followed from an empty cache on.
 PROVEN = frozenset({StreamState.LIVE, StreamState.CATCHING_UP, StreamState.UNHASHABLE})
-# In these its events are heard now.
+# In these states, events of the worker arrive.
 HEARD = frozenset({StreamState.CATCHING_UP, StreamState.LIVE, StreamState.RESYNCING, StreamState.UNHASHABLE})
 
 
 def credited(state: StreamState, overdue: bool) -> bool:
-    """Whether a worker gets credit for what is known of it. overdue: it is in this state for longer than doubt is
-    credited."""
+    """Return whether a worker gets credit for its known residency.
+
+    Args:
+        state: The state of its stream.
+        overdue: Whether the worker is in this state for longer than `suspect` earns credit.
+    """
     return state in CREDITED and not (state is StreamState.SUSPECT and overdue)

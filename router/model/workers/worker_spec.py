@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker as one line of text, and the checks on what a worker may be called and where it may listen.
+"""A worker as one line of text, and the checks of the names and addresses of workers. Pure.
 
-`ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]`. The checks serve
-`POST /register` too. They return the problem as text that names what to write instead, or None; pure, no I/O.
+The line is `ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]`. The checks serve
+`POST /register` too. Each of them returns None if a text is valid, and otherwise the problem, as the end of a sentence
+that begins with the name of the field and says what to write instead.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from kvrouter.router.model.workers.engine_name import engine_problem
 from kvrouter.router.model.workers.registration import MAX_TOKENS, NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.model.workers.role import HandoverWay, Role, handover_problem, role_problem
 
-# Names become Redis keys, labels and log fields; longer ones are a mistake or an attack.
+# Names become Redis keys, labels and log fields. A longer name is a mistake or an attack.
 MAX_NAME_CHARS = 512
 
-# Data-parallel ranks are counted from 0; vLLM's largest deployments have some hundreds.
+# Data-parallel ranks count from 0; vLLM's largest deployments have a few hundred.
 MAX_DP_RANK = 65_535
 
 HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor", "sglang", "sglang_bigram")
@@ -47,12 +48,13 @@ KEYS = (
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """One `--worker`. `model` None: the engine at `url` is queried for its name; `dp_rank` None: all ranks that it
-    has."""
+    """One worker of the flag `--worker` or of the settings."""
 
     worker_id: str
     url: str
+    # None stands for all ranks that the engine at `url` has.
     dp_rank: int | None = None
+    # If this is None, the engine at `url` is queried for its model.
     model: str | None = None
     events: str | None = None
     replay: str | None = None
@@ -66,7 +68,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     engine: str | None = None
 
     def registration(self, model: str) -> Registration:
-        """The registration that this line stands for, as a worker of `model`."""
+        """Return the registration that this line stands for, as a worker of `model`; rank 0 if it names no rank."""
         return Registration(
             worker=WorkerKey(model, self.worker_id, self.dp_rank or 0),
             events=self.events,
@@ -84,67 +86,67 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
 
 def name_problem(name: str) -> str | None:
-    """Why `name` cannot name a worker or a model."""
+    """Return why `name` cannot name a worker or a model, or None if it can."""
     if not name or not name.strip():
         return "must not be empty"
     if len(name) > MAX_NAME_CHARS:
         return f"must have at most {MAX_NAME_CHARS} characters"
-    # A lone surrogate (JSON's "\ud800") has no UTF-8, so it can be neither stored nor sent on.
+    # A lone surrogate (JSON's "\ud800") has no UTF-8 form, so it can be neither stored nor sent on.
     if any("\ud800" <= c <= "\udfff" for c in name):
         return "must be valid Unicode"
     return None
 
 
 def worker_id_problem(worker_id: str) -> str | None:
-    """Why `worker_id` cannot name a worker."""
+    """Return why `worker_id` cannot name a worker, or None if it can."""
     problem = name_problem(worker_id)
-    if problem is None and (found := re.search(r"@([0-9]+)\Z", worker_id)):
-        # Pins, headers, metrics and logs name rank 1 of `w0` so (names.route_name).
-        problem = f"must not end in {found[0]!r}, which stands for a rank: write dp_rank={found[1]}, or another name"
+    if problem is None and (match := re.search(r"@([0-9]+)\Z", worker_id)):
+        # Pins, headers, metrics and logs name rank 1 of `w0` in this form (`ids.route_name`).
+        problem = f"must not end in {match[0]!r}, which stands for a rank: write dp_rank={match[1]}, or another name"
     return problem
 
 
 def endpoint_problem(endpoint: str) -> str | None:
-    """Why `endpoint` is no ZMQ endpoint to connect to."""
+    """Return why `endpoint` is no ZMQ endpoint to connect to, or None if it is one."""
     wanted = "must be a ZMQ endpoint like tcp://10.0.0.5:5557 or ipc:///run/kv.sock"
     if any(c.isspace() or not c.isprintable() for c in endpoint) or len(endpoint) > MAX_NAME_CHARS:
         return wanted
     if endpoint.startswith("ipc://"):
         return None if len(endpoint) > len("ipc://") else wanted
-    # Not `;`, which libzmq takes for the end of a source address, nor a bare IPv6 address: what we read as the host
-    # must be what libzmq connects to.
-    found = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\[\]:;/@\\]+):(\d{1,5})", endpoint)
-    if not found or not 0 < int(found[2]) <= 65_535:
+    # The host that the router reads must be the host that libzmq connects to. So the pattern matches neither `;`, which
+    # libzmq takes for the end of a source address, nor a bare IPv6 address.
+    match = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\[\]:;/@\\]+):(\d{1,5})", endpoint)
+    if not match or not 0 < int(match[2]) <= 65_535:
         return wanted
-    if found[1] in ("*", "0.0.0.0", "[::]"):
-        return f"{wanted}; {found[1]} is where the engine binds, not where it can be reached"
+    if match[1] in ("*", "0.0.0.0", "[::]"):
+        return f"{wanted}; {match[1]} is where the engine binds, not where it can be reached"
     return None
 
 
 def patch_problem(patch: str) -> str | None:
-    """Why `patch` is neither NO_PATCH nor where an engine patch answers."""
+    """Return why `patch` is neither NO_PATCH nor the endpoint of an engine patch, or None if it is one of them."""
     problem = None if patch == NO_PATCH else endpoint_problem(patch)
     return problem and f"{problem}; or {NO_PATCH}, not to look for an engine patch"
 
 
 def patch_key_problem(key: str, patch: str | None) -> str | None:
-    """Why `key` is no public key of CURVE for the patch at `patch`."""
+    """Return why `key` is no public key of CURVE for the patch at `patch`, or None if it is one."""
     if patch == NO_PATCH:
         return f"needs the engine patch; do not set patch to {NO_PATCH}"
-    # 32 bytes in Z85. Source: ZMQ RFC 32.
-    found = re.fullmatch(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", key)
-    return None if found else "must be the engine's public key of CURVE: 40 characters in Z85"
+    # The key has 32 bytes, in Z85. Source: ZMQ RFC 32.
+    match = re.fullmatch(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", key)
+    return None if match else "must be the engine's public key of CURVE: 40 characters in Z85"
 
 
 def url_problem(url: str) -> str | None:
-    """Why `url` is no HTTP address of an engine."""
+    """Return why `url` is no HTTP address of an engine, or None if it is one."""
     wanted = "must be an HTTP address like http://10.0.0.5:8000, without user and password, query and fragment"
     if any(c.isspace() or not c.isprintable() for c in url) or len(url) > MAX_NAME_CHARS:
         return wanted
     try:
         parts = urlsplit(url)
-        # The address is shown in /workers and given to clients, so it must not contain a password; and readers of URLs
-        # disagree about `@` and backslashes. A query would swallow the paths that the router requests.
+        # /workers and answers show the address to clients, so it must not contain a password. Besides, readers of URLs
+        # disagree about `@` and backslashes, and a query would swallow the paths that the router requests.
         plain = bool(parts.hostname) and "@" not in parts.netloc and not any(c in url for c in "\\?#")
         good = parts.scheme in ("http", "https") and plain and (parts.port is None or parts.port > 0)
     except ValueError:
@@ -153,18 +155,21 @@ def url_problem(url: str) -> str | None:
 
 
 def none_hash_problem(text: str) -> str | None:
-    """Why `text` is no root hash; vLLM's has 32 bytes (sha256) or 16 (xxhash)."""
+    """Return why `text` is no root hash in hex, or None if it is one; vLLM's has 32 bytes (sha256) or 16 (xxhash)."""
     return None if re.fullmatch(r"(0x)?([0-9a-fA-F]{2}){8,32}", text) else "must be 16 to 64 hex digits"
 
 
 def connector_problem(name: str) -> str | None:
-    """Why `name` names no KV connector; one without a hit rule is accepted, and earns nothing."""
+    """Return why `name` cannot name a KV connector, or None if it can.
+
+    A connector without a hit rule is accepted, but its tiers earn no credit.
+    """
     wanted = "must be the class name of a KV connector of vLLM, like OffloadingConnector or SimpleCPUOffloadConnector"
     return None if re.fullmatch(r"[A-Za-z_][\w.]{0,127}", name, re.ASCII) else wanted
 
 
 def parse_worker(spec: str) -> WorkerSpec:
-    """The worker that `spec` describes. Raises SettingError."""
+    """Read the line `spec`. Raises SettingError."""
     head, *pairs = spec.split(",")
     worker_id, separator, url = head.partition("=")
     if not separator or not url:

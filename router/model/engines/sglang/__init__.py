@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang."""
+"""The description of SGLang and the readers of its answers."""

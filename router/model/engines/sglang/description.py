@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang. Its own events tell of full attention alone: no removal of a sliding window's pages or of a Mamba state.
+"""The description of SGLang.
+
+SGLang's own events cover full attention only: they report no removal of a sliding window's pages or of a Mamba state.
 
 Source: SGLang 0.5.23 srt/disaggregation/kv_events.py, srt/mem_cache/events.py.
 """
@@ -25,12 +27,16 @@ DEFAULT_ALGO = "sglang"
 
 
 def schemes(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
-    """The one that follows from whether it has EAGLE; there is no seed. Another engine's name counts for nothing."""
+    """Return the one scheme of this worker, which depends on EAGLE alone, as SGLang has no seed.
+
+    A stated algorithm of another engine is ignored.
+    """
     algo = spec.hash_algo if spec.hash_algo in LOOKAHEAD_TOKENS else None
     return (HashScheme(algo or DEFAULT_ALGO, b""),)
 
 
 def completed(spec: CatalogSpec) -> CatalogSpec:
+    """Return the stated catalog, completed by the values that are the same in all engines of SGLang."""
     return msgspec.structs.replace(
         spec,
         hash_algo=spec.hash_algo or DEFAULT_ALGO,
@@ -41,7 +47,10 @@ def completed(spec: CatalogSpec) -> CatalogSpec:
 
 
 def stock_problem(spec: CatalogSpec) -> str:
-    """Full attention alone has to be stated, because a hybrid's events look the same."""
+    """Return why SGLang's own events prove no hit, or "" if the stated groups are all of full attention.
+
+    The groups have to be stated, because the events of a hybrid model look the same.
+    """
     if spec.groups and all(group.kind in FULL_KINDS for group in spec.groups):
         return ""
     return (
@@ -51,15 +60,17 @@ def stock_problem(spec: CatalogSpec) -> str:
 
 
 def skips_cache(fields: Mapping[str, object]) -> bool:
-    """The log-probabilities of an echoed prompt begin at its first token, so nothing before them is reused.
+    """Return whether a request wants the log-probabilities of its echoed prompt.
+
+    They begin at the first token of the prompt, so SGLang reuses nothing.
 
     Source: SGLang 0.5.23 entrypoints/openai/serving_completions.py, managers/schedule_batch.py:1774.
     """
     return fields.get("echo") is True and bool(fields.get("logprobs"))
 
 
-# There is no process_start_time_seconds: its metrics are gathered from several processes. How long a start took has nine
-# digits, which another start does not have again. Source: SGLang 0.5.23 observability/metrics_collector.py.
+# SGLang has no process_start_time_seconds, because its metrics are gathered from several processes. The duration of its
+# start has nine digits, which do not recur at another start. Source: SGLang 0.5.23 observability/metrics_collector.py.
 GAUGES = EngineGauges(
     waiting=b"sglang:num_queue_reqs",
     running=b"sglang:num_running_reqs",
@@ -70,8 +81,8 @@ GAUGES = EngineGauges(
     ),
 )
 
-# Source: SGLang 0.5.23 entrypoints/openai/serving_tokenize.py, protocol.py (TokenizeRequest). Its chats and completions
-# know neither of the ignored fields.
+# Source: SGLang 0.5.23 entrypoints/openai/serving_tokenize.py, protocol.py (TokenizeRequest). SGLang's chats and
+# completions have neither of the ignored fields.
 TOKENS = TokenEndpoints(
     render_paths={},
     how_to_render="SGLang has none",
@@ -102,7 +113,7 @@ SGLANG = Engine(
     tiers_shown=False,
     info_path=SERVER_INFO_PATH,
     streams_in=streams_in,
-    # Its /health takes a second or more and generates a token; this says whether it takes requests.
+    # SGLang's /health takes a second or more and generates a token; /ready shows whether it accepts requests.
     health_path="/ready",
     gauges=GAUGES,
     cache_in=cache_in,

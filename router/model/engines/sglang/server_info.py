@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang's `GET /server_info` says of its event streams: a base port, from which the ranks count up. Pure.
+"""The event streams in the answer of SGLang's `GET /server_info`. Pure.
+
+The answer has a base port, to which each rank adds its number.
 
 Source: SGLang 0.5.23 srt/runtime_context.py:2072 (describe_kv_events_publisher).
 """
@@ -28,7 +30,8 @@ class _Publisher(msgspec.Struct):
 
 class _ServerInfo(msgspec.Struct):
     kv_events: _Publisher | None = None
-    # An argument of its server in every version. vLLM has a path of this name, too, in its development mode.
+    # SGLang's server has this argument in every version. vLLM in development mode has a path of the same name, but not
+    # this field.
     disable_radix_cache: bool | None = None
 
 
@@ -36,27 +39,32 @@ _info = msgspec.json.Decoder(_ServerInfo)
 
 
 def streams_in(answer: bytes, url: str) -> EngineAnswers:
-    """What the engine at `url` says; `streams` is never None. Raises NotThisEngine, and ValueError if it cannot be
-    read."""
+    """Read the answer of the engine at `url`. The `streams` of the result are never None.
+
+    Raises NotThisEngine if the answer is not from SGLang, and ValueError if it cannot be read.
+    """
     try:
         info = _info.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"its {SERVER_INFO_PATH} cannot be read: {error}") from None
-    said = info.kv_events
-    if info.disable_radix_cache is None and said is None:
+    publisher = info.kv_events
+    if info.disable_radix_cache is None and publisher is None:
         raise NotThisEngine(f"its {SERVER_INFO_PATH} is not SGLang's")
-    if said is None:
+    if publisher is None:
         return EngineAnswers(streams={}, problem=f"its engine publishes no KV events: {START_WITH}, or {WRITE_THEM}")
 
     def at(base: int, rank: int) -> str:
-        host = f"[{said.endpoint_host}]" if ":" in said.endpoint_host else said.endpoint_host
+        host = f"[{publisher.endpoint_host}]" if ":" in publisher.endpoint_host else publisher.endpoint_host
         return f"tcp://{host}:{base + rank}"
 
-    replay = said.replay_endpoint_port_base
+    replay = publisher.replay_endpoint_port_base
     configs = {
         rank: EventsConfig(
-            True, said.publisher, at(said.endpoint_port_base, rank), None if replay is None else at(replay, rank)
+            True,
+            publisher.publisher,
+            at(publisher.endpoint_port_base, rank),
+            None if replay is None else at(replay, rank),
         )
-        for rank in range(min(said.dp_size, MAX_RANKS))
+        for rank in range(min(publisher.dp_size, MAX_RANKS))
     }
     return streams_of(configs, url, START_WITH)

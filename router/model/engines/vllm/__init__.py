@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM."""
+"""The description of vLLM and the readers of its answers."""

@@ -19,10 +19,10 @@ _SWITCH = {b"True": True, b"False": False}
 def cache_in(page: bytes, dp_rank: int) -> EngineCache | None:
     """Return the cache of the core with this rank, None if the page does not describe it."""
     cores = [dict(_LABEL.findall(labels)) for labels in _LINE.findall(page)]
-    own = [core for core in cores if core.get(b"engine") == b"%d" % dp_rank]
-    if len(cores) != 1 and len(own) != 1:
+    own_cores = [core for core in cores if core.get(b"engine") == b"%d" % dp_rank]
+    if len(cores) != 1 and len(own_cores) != 1:
         return None
-    (core,) = cores if len(cores) == 1 else own
+    (core,) = cores if len(cores) == 1 else own_cores
     # Each core's line has the sum of the blocks of all cores (v1/engine/core_client.py:850).
     blocks = positive_count(core.get(b"num_gpu_blocks", b""))
     return EngineCache(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM: what the wire, the schemes and the rule of this router were first made for."""
+"""The description of vLLM, for which the router's event format, hash schemes and hit rule were made first."""
 
 from __future__ import annotations
 
@@ -15,31 +15,38 @@ from kvrouter.router.model.workers.registration import CatalogSpec
 
 
 def schemes(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
-    """Only what was stated, where something was. seed: the engines' PYTHONHASHSEED as configured. Raises ValueError on
-    an unknown algorithm with a none_hash, and on a none_hash of a wrong length."""
-    # SGLang's names count for nothing; one that is of no known engine raises.
+    """Return the schemes that agree with the stated catalog, or all known schemes if nothing is stated.
+
+    Raises ValueError if a none_hash is stated with an unknown algorithm or has a wrong length.
+
+    Args:
+        spec: The stated catalog.
+        seed: The engines' PYTHONHASHSEED as configured, or None.
+    """
+    # An algorithm of SGLang is ignored; one that no engine has raises ValueError.
     algo = None if spec.hash_algo in LOOKAHEAD_TOKENS else spec.hash_algo
     if spec.none_hash is not None:
         return (HashScheme.from_bytes(algo or "sha256", bytes.fromhex(spec.none_hash)),)
     stated_seed = spec.none_hash_seed if spec.none_hash_seed is not None else seed
-    known = known_schemes(() if stated_seed is None else (stated_seed,))
+    candidates = known_schemes(() if stated_seed is None else (stated_seed,))
     if stated_seed is not None:
-        # What the user says comes first; an engine with vLLM's default seed is still recognised.
-        known = tuple(dict.fromkeys((HashScheme.from_seed(algo or "sha256", stated_seed), *known)))
-    return tuple(scheme for scheme in known if algo is None or scheme.algo == algo) or known
+        # The scheme of the stated seed comes first; an engine with vLLM's default seed is still recognised.
+        candidates = tuple(dict.fromkeys((HashScheme.from_seed(algo or "sha256", stated_seed), *candidates)))
+    return tuple(scheme for scheme in candidates if algo is None or scheme.algo == algo) or candidates
 
 
 def completed(spec: CatalogSpec) -> CatalogSpec:
+    """Return the stated catalog unchanged, because no value is the same in all engines of vLLM."""
     return spec
 
 
 def stock_problem(spec: CatalogSpec) -> str:
-    """None: every group's stores and removals are published."""
+    """Return "", because vLLM publishes the stores and removals of every group."""
     return ""
 
 
 def skips_cache(fields: Mapping[str, object]) -> bool:
-    """Log-probabilities of the prompt's tokens need all of it computed.
+    """Return whether a request wants log-probabilities of the prompt's tokens, which need the whole prompt computed.
 
     Source: vLLM 0.32.0 v1/request.py (skip_reading_prefix_cache), entrypoints/openai/completion/protocol.py.
     """
@@ -52,7 +59,7 @@ GAUGES = EngineGauges(
     running=b"vllm:num_requests_running",
     kv_usage=b"vllm:kv_cache_usage_perc",
     rank_label=b"engine",
-    # The whole line, so that a number cut in two is not taken for one.
+    # The pattern matches the whole line, so that it does not match a number that was cut in two.
     life=re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)\r?\n", re.MULTILINE),
 )
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's `GET /kv_event_sources` says of its event streams. Pure.
+"""The event streams in the answer of vLLM's `GET /kv_event_sources`. Pure.
 
-One KVEventsConfig (config/kv_events.py) for each data-parallel rank, its ports already counted up by the rank. vLLM has
-it from 0.31 on. Source: vLLM 0.32.0 entrypoints/serve/instrumentator/basic.py:59.
+The answer has one KVEventsConfig (config/kv_events.py) for each data-parallel rank, in which the ports already include
+the rank. vLLM has this path from 0.31 on. Source: vLLM 0.32.0 entrypoints/serve/instrumentator/basic.py:59.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _sources = msgspec.json.Decoder(dict[int, EventsConfig], strict=False)
 
 
 def streams_in(answer: bytes, url: str) -> EngineAnswers:
-    """What `GET /kv_event_sources` of the engine at `url` says; `streams` is never None. Raises ValueError if it is
-    none."""
+    """Read the answer of the engine at `url`. The `streams` of the result are never None.
+
+    Raises ValueError if the answer cannot be read.
+    """
     try:
         configs = _sources.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
