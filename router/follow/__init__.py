@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The followed fleet: which workers there are, which router follows each, and what happened to them."""
+"""The followed fleet: the workers, the router that follows each of them, and the events about them."""

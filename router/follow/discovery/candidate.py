@@ -14,96 +14,113 @@ from kvrouter.router.model.workers.worker_spec import MAX_DP_RANK, WorkerSpec
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """registration: as far as it is known; its model may be UNKNOWN_MODEL.
+    """A worker as one source describes it."""
 
-    any_rank: no rank was named, so it stands for all ranks that its engine reports. fallback: where its events are if
-    its engine cannot report that. only_known: it takes no request now, and is only of interest if it is registered
-    already. problem: why it cannot be registered as it is described; what is registered of it stays."""
-
+    # As complete as the source knows it. The model may be UNKNOWN_MODEL.
     registration: Registration
+    # Whether the source named no rank, so the candidate stands for all ranks that its engine reports.
     any_rank: bool = False
+    # The event stream to follow if the engine cannot report its streams.
     fallback: Stream | None = None
+    # Whether the worker takes no requests now, and matters only if it is registered already.
     only_known: bool = False
+    # Why the worker cannot be registered as described, or "" if it can. Existing registrations of it stay.
     problem: str = ""
 
     @property
     def asks_model(self) -> bool:
+        """Whether the engine must be queried for its model."""
         return self.registration.worker.model == UNKNOWN_MODEL
 
     @property
     def asks_events(self) -> bool:
-        """Whether the engine is to say where its events are: nobody else did, and no patch is named that would have
-        them."""
+        """Whether the engine must be queried for its event streams.
+
+        It must if the source names neither them nor an engine patch, which has the same events.
+        """
         registration = self.registration
         return registration.url is not None and registration.events is None and registration.patch in (None, NO_PATCH)
 
 
 def candidate_of(spec: WorkerSpec, source: str) -> Candidate:
-    """What a `--worker` stands for."""
+    """Return the candidate that a `--worker` specification describes."""
     registration = spec.registration(spec.model or UNKNOWN_MODEL)
     return Candidate(msgspec.structs.replace(registration, source=source), any_rank=spec.dp_rank is None)
 
 
 def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registration]) -> list[Registration]:
-    """The workers that the candidate is. Empty while its model is not known.
+    """Return the workers that the candidate stands for, completed by `told`, the answers of its engine.
 
-    known: what is registered under its id by its source. It stays while the engine does not answer: a router that
-    restarts while an engine is away must not forget where its events are."""
-    given = candidate.registration
-    known = [one for one in known if one.url == given.url]
-    model = given.worker.model
+    The list is empty while the candidate's model is not known.
+
+    `known` has the registrations of the same id by the same source. They fill in for an engine that does not answer,
+    because a router that restarts while an engine is away must not forget where the engine's events are.
+    """
+    registration = candidate.registration
+    known = [other for other in known if other.url == registration.url]
+    model = registration.worker.model
     if candidate.asks_model:
         model = told.model or (known[0].worker.model if known else "")
         if not model:
             return []
-        given = _as_worker(given, model, given.worker.dp_rank)
-    if given.engine is None and told.engine is not None:
-        given = msgspec.structs.replace(given, engine=told.engine)
+        registration = _as_worker(registration, model, registration.worker.dp_rank)
+    if registration.engine is None and told.engine is not None:
+        registration = msgspec.structs.replace(registration, engine=told.engine)
     if not candidate.asks_events:
-        return [given]
+        return [registration]
     if told.streams is None:
-        with_events = [one for one in known if one.events is not None and one.worker.model == model]
+        with_events = [other for other in known if other.events is not None and other.worker.model == model]
         if not candidate.any_rank:
-            with_events = [one for one in with_events if one.worker.dp_rank == given.worker.dp_rank]
+            with_events = [other for other in with_events if other.worker.dp_rank == registration.worker.dp_rank]
         if with_events:
             return [
                 msgspec.structs.replace(
-                    _as_worker(given, model, one.worker.dp_rank),
-                    events=one.events,
-                    replay=one.replay,
-                    note=one.note,
-                    engine=given.engine or one.engine,
+                    _as_worker(registration, model, other.worker.dp_rank),
+                    events=other.events,
+                    replay=other.replay,
+                    note=other.note,
+                    engine=registration.engine or other.engine,
                 )
-                for one in with_events
+                for other in with_events
             ]
-        return [_noted(given, told.problem)]
+        return [_noted(registration, told.problem)]
     streams = told.streams
     if not streams:
         if candidate.fallback is not None and told.silent:
-            return [msgspec.structs.replace(given, events=candidate.fallback.events, replay=candidate.fallback.replay)]
-        return [_noted(given, told.problem)]
+            return [
+                msgspec.structs.replace(
+                    registration, events=candidate.fallback.events, replay=candidate.fallback.replay
+                )
+            ]
+        return [_noted(registration, told.problem)]
     if len(streams) == 1:
-        # One core behind this address, whatever rank it has among its peers: requests name none, or that which was
-        # given.
-        return [_with(given, next(iter(streams.values())))]
+        # There is one core behind this address, whatever rank it has among its peers. Requests to it name no rank, or
+        # the rank that the source gave.
+        return [_with(registration, next(iter(streams.values())))]
     if candidate.any_rank:
-        return [_with(_as_worker(given, model, rank), stream) for rank, stream in sorted(streams.items())]
-    if given.worker.dp_rank in streams:
-        return [_with(given, streams[given.worker.dp_rank])]
+        return [_with(_as_worker(registration, model, rank), stream) for rank, stream in sorted(streams.items())]
+    if registration.worker.dp_rank in streams:
+        return [_with(registration, streams[registration.worker.dp_rank])]
     ranks = ", ".join(map(str, sorted(streams)))
-    return [_noted(given, f"its engine has no rank {given.worker.dp_rank}: there are {ranks}; correct dp_rank")]
+    return [
+        _noted(
+            registration, f"its engine has no rank {registration.worker.dp_rank}: there are {ranks}; correct dp_rank"
+        )
+    ]
 
 
 def ranked(candidate: Candidate, ranks: int) -> list[Candidate]:
-    """The endpoints of this number of ranks, with ports counted up as in vLLM (distributed/kv_events.py,
-    offset_endpoint_port)."""
-    given = candidate.registration
+    """Return a candidate for each of this number of ranks.
+
+    The ports of each rank are counted up as in vLLM (distributed/kv_events.py, offset_endpoint_port).
+    """
+    template = candidate.registration
 
     def of(rank: int) -> Candidate:
         registration = msgspec.structs.replace(
-            _as_worker(given, given.worker.model, rank),
-            events=offset_port(given.events, rank),
-            replay=offset_port(given.replay, rank),
+            _as_worker(template, template.worker.model, rank),
+            events=offset_port(template.events, rank),
+            replay=offset_port(template.replay, rank),
         )
         fallback = candidate.fallback and Stream(
             offset_port(candidate.fallback.events, rank) or "", offset_port(candidate.fallback.replay, rank)
@@ -114,7 +131,7 @@ def ranked(candidate: Candidate, ranks: int) -> list[Candidate]:
 
 
 def offset_port(endpoint: str | None, rank: int) -> str | None:
-    """A TCP endpoint as the rank with this number has it."""
+    """Return the TCP endpoint of this rank, whose port is that of rank 0 plus the rank."""
     if endpoint is None or not rank:
         return endpoint
     base, _, port = endpoint.rpartition(":")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the fleet as its sources show it: the async shell around `reconcile.py`.
+"""The reconciliation of the fleet with its sources: the async shell around `reconcile.py`.
 
-Every process that has sources does the same; each step is idempotent, so it does not matter who comes first.
+Every process that has sources does the same. Each step is idempotent, so the order of the processes does not matter.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from kvrouter.router.model.workers.worker_status import WorkerStatus
 
 log = logging.getLogger(__name__)
 
-# Changes without a notification (a registry that lost entries, a router that is gone) are noticed after this.
+# How late a change without a notification is noticed, such as a registry that lost entries or a router that is gone.
 LOOK_S = 1.0
-# How long a start waits for engines' answers: running engines answer at once, the others are completed later.
+# How long a start waits for engines' answers. Running engines answer at once; the others are completed later.
 FIRST_ASK_S = 2.5
-# Claims are written again now and then, for a store that lost them.
+# How often claims are written again, in case the store lost them.
 CLAIM_S = 5.0
 # The number of problem workers that /health names.
 NAMED = 3
 
 ALLOW = "kvrouter serve --allow-host HOST (all routers of this Redis), or name an address that is listed"
-# The code of the error with which `Fleet.register` refuses another worker.
+# The code of the error with which `Fleet.register` refuses a worker beyond `max_workers`.
 TOO_MANY_WORKERS = "too_many_workers"
 MORE_WORKERS = "kvrouter serve --max-workers N, with more than now"
 
@@ -55,19 +55,21 @@ ABOUT_TO_BE = Waiting("it is about to be", "wait some seconds and look again")
 
 
 class _Kept:
-    """State of one source beside the workers that it lists."""
+    """The state that this process keeps for one source."""
 
     def __init__(self) -> None:
-        # The registrations of its workers that this process last made, or saw.
+        # For each of the source's workers, the registration that this process last made or saw.
         self.asserted: dict[Name, Registration] = {}
+        # For each worker that another source or router describes differently, the reason.
         self.contested: dict[Name, str] = {}
-        # Workers whose model is unknown, or that the fleet refuses.
+        # The workers that are not registered yet: their model is unknown, or the fleet refuses them.
         self.waiting: dict[Name, Waiting] = {}
+        # The source's problem that was logged last.
         self.told_problem = ""
 
 
 class Discovery:
-    """Belongs to one event loop."""
+    """The reconciler of all sources of one process. It belongs to one event loop."""
 
     def __init__(
         self,
@@ -84,6 +86,21 @@ class Discovery:
         look_s: float = LOOK_S,
         supervisor: TaskSupervisor | None = None,
     ) -> None:
+        """Begin without tasks.
+
+        Args:
+            fleet: Registers and drops workers.
+            registrations: Returns all present registrations.
+            sources: The sources of this process.
+            session: Queries engines.
+            engine_key: The API key for engines.
+            allowed: The hosts that workers may have.
+            metrics: Counts workers and conflicts of each source.
+            clock: Returns the time in seconds, monotonic.
+            rng: Varies pauses.
+            look_s: The most seconds between two reconciliations.
+            supervisor: Runs the tasks; None makes a supervisor.
+        """
         self._fleet = fleet
         self._registrations = registrations
         self._sources = sources
@@ -100,7 +117,7 @@ class Discovery:
         self._claimed_s = 0.0
 
     async def start(self) -> None:
-        """Register what is known already, and keep on. Raises StoreError."""
+        """Register the workers that are known already, and start the tasks that keep on. Raises StoreError."""
         if self._sources:
             await self.look()
             with contextlib.suppress(TimeoutError):
@@ -114,6 +131,7 @@ class Discovery:
             self._tasks.append(self._supervisor.start("reconciliation", self._always))
 
     async def stop(self) -> None:
+        """End the tasks, and remove this process's claims from the store."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -122,10 +140,11 @@ class Discovery:
                 await self._fleet.peers.disclaim()
 
     async def _run(self, source: Source) -> None:
+        """Run the source; mark it as down if it fails."""
         try:
             await source.run(self._news.set)
         except Exception:
-            # Until it runs again, its list is not compared: a stale list would withdraw workers.
+            # Until the source runs again, its list is not compared, because a stale list would withdraw workers.
             source.problem = "internal error, a bug in the router: its log has the details"
             self._news.set()
             raise
@@ -141,25 +160,31 @@ class Discovery:
             try:
                 await self.look()
             except StoreError as error:
-                # Shown where the store is followed; everything is done again at the next look.
+                # The contact with the store shows the error, and the next look does everything again.
                 log.debug("sources not compared", extra={"error": str(error)})
 
     async def look(self) -> None:
-        """Compare all sources with what is registered, once."""
+        """Compare all sources with the registered workers once, and register or drop workers accordingly."""
         self._ask_engines()
         shown: dict[str, tuple[list[Registration], set[Name]]] = {}
         for source in self._sources:
             self._report(source)
             if source.shown is not None and not source.problem:
                 shown[source.name] = self._completed(source.name, source.shown)
-        await self._claim({name: [name_of(one) for one in found] for name, (found, _) in shown.items()})
-        for name, (found, only_known) in shown.items():
-            await self._reconcile(name, found, only_known)
+        await self._claim(
+            {
+                name: [name_of(registration) for registration in registrations]
+                for name, (registrations, _) in shown.items()
+            }
+        )
+        for name, (registrations, only_known) in shown.items():
+            await self._reconcile(name, registrations, only_known)
         for source in self._sources:
             self._metrics.contested.labels(source.name).set(len(self._kept[source.name].contested))
             self._metrics.waiting.labels(source.name).set(len(self._kept[source.name].waiting))
 
     def _report(self, source: Source) -> None:
+        """Update the metrics of the source, and log a change of its problem."""
         kept = self._kept[source.name]
         up = source.shown is not None and not source.problem
         self._metrics.up.labels(source.name).set(up)
@@ -172,91 +197,107 @@ class Discovery:
                 log.info("source well", extra={"source": source.name, "workers": len(source.shown or ())})
 
     def _ask_engines(self) -> None:
+        """Have the prober query the engines of all candidates that are incomplete."""
         wanted: dict[str, ProbeRequest] = {}
         for source in self._sources:
-            for one in source.shown or ():
-                url = one.registration.url
-                if url is None or not (one.asks_model or one.asks_events) or self._allowed.problem(url):
+            for candidate in source.shown or ():
+                url = candidate.registration.url
+                if url is None or not (candidate.asks_model or candidate.asks_events) or self._allowed.problem(url):
                     continue
                 before = wanted.get(url, ProbeRequest())
-                wanted[url] = ProbeRequest(before.model or one.asks_model, before.streams or one.asks_events)
+                wanted[url] = ProbeRequest(
+                    before.model or candidate.asks_model, before.streams or candidate.asks_events
+                )
         self._asker.want(wanted)
 
     def _completed(self, source: str, shown: Sequence[Candidate]) -> tuple[list[Registration], set[Name]]:
-        """The registrations that the source stands for, and the names of those that only count if they are
-        registered."""
+        """Complete the source's candidates with the engines' answers.
+
+        Returns:
+            The registrations, and the names of the registrations that count only if they exist already.
+        """
         kept = self._kept[source]
         kept.waiting = {}
         known: dict[str, list[Registration]] = {}
-        for one in self._registrations():
-            if one.source == source:
-                known.setdefault(one.worker.worker_id, []).append(one)
-        found: list[Registration] = []
+        for registered in self._registrations():
+            if registered.source == source:
+                known.setdefault(registered.worker.worker_id, []).append(registered)
+        registrations: list[Registration] = []
         only_known: set[Name] = set()
         for candidate in shown:
-            given = candidate.registration
-            ours = known.get(given.worker.worker_id, [])
-            problem = self._allowed.registration_problem(given)
+            registration = candidate.registration
+            ours = known.get(registration.worker.worker_id, [])
+            problem = self._allowed.registration_problem(registration)
             if candidate.problem or problem:
                 fix = _correct(source) if candidate.problem else ALLOW
-                kept.waiting[name_of(given)] = Waiting(candidate.problem or problem or "", fix)
-                found += ours if candidate.problem else ()
+                kept.waiting[name_of(registration)] = Waiting(candidate.problem or problem or "", fix)
+                registrations += ours if candidate.problem else ()
                 continue
-            told: EngineAnswers | None = EngineAnswers()
-            if given.url is not None and (candidate.asks_model or candidate.asks_events):
-                told = self._asker.told(given.url)
-            if told is None and not ours:
-                # Its first query is in progress.
-                kept.waiting[name_of(given)] = QUERIED
+            answers: EngineAnswers | None = EngineAnswers()
+            if registration.url is not None and (candidate.asks_model or candidate.asks_events):
+                answers = self._asker.told(registration.url)
+            if answers is None and not ours:
+                # The engine's first query is still in progress.
+                kept.waiting[name_of(registration)] = QUERIED
                 continue
-            told = told or EngineAnswers()
-            workers = completed(candidate, told, ours)
+            answers = answers or EngineAnswers()
+            workers = completed(candidate, answers, ours)
             if not workers:
-                kept.waiting[name_of(given)] = Waiting(told.problem, told.fix or _correct(source))
-            found += workers
+                kept.waiting[name_of(registration)] = Waiting(answers.problem, answers.fix or _correct(source))
+            registrations += workers
             if candidate.only_known:
                 only_known.update(map(name_of, workers))
-        return found, only_known
+        return registrations, only_known
 
     async def complete(self, registration: Registration, *, any_rank: bool) -> list[Registration]:
-        """The workers that a client's registration stands for, with what their engine says of itself where the client
-        does not. any_rank: no rank was named. Raises WorkerUnreachable where the model is to be had from an engine that
-        does not tell it, HostNotAllowed."""
+        """Return the workers that a client's registration stands for, completed by a query of their engine.
+
+        Args:
+            registration: The registration as the client gave it.
+            any_rank: Whether the client named no rank.
+
+        Raises:
+            WorkerUnreachable: If the client named no model, and the engine does not report it.
+            HostNotAllowed: If the allow list does not have the worker's host.
+        """
         candidate = Candidate(registration, any_rank=any_rank)
         url = registration.url
         if url is None or not (candidate.asks_model or candidate.asks_events):
             return [registration]
         if problem := self._allowed.registration_problem(registration):
             raise HostNotAllowed(problem)
-        told = await self._asker.ask(url, ProbeRequest(candidate.asks_model, candidate.asks_events))
-        workers = completed(candidate, told, [])
+        answers = await self._asker.ask(url, ProbeRequest(candidate.asks_model, candidate.asks_events))
+        workers = completed(candidate, answers, [])
         if not workers:
-            raise WorkerUnreachable(f"{url}: {told.problem}; then register it again", code="engine_not_asked")
+            raise WorkerUnreachable(f"{url}: {answers.problem}; then register it again", code="engine_not_asked")
         return workers
 
     def statuses(self) -> list[WorkerStatus]:
-        """The workers that a source shows and that are not registered yet, as those that are down."""
+        """Return the statuses of the workers that a source shows and that are not registered yet."""
         return [
-            WorkerStatus.unregistered(one.registration, f"not registered yet: {one.waiting.reason}")
-            for one in self.unregistered()
+            WorkerStatus.unregistered(unregistered.registration, f"not registered yet: {unregistered.waiting.reason}")
+            for unregistered in self.unregistered()
         ]
 
     def unregistered(self) -> list[UnregisteredWorker]:
         """Return the workers that a source shows and that are not registered yet."""
-        names = {name_of(one) for one in self._registrations()}
+        names = {name_of(registration) for registration in self._registrations()}
         ids = {worker_id for worker_id, _ in names}
-        found = []
+        workers = []
         for source in self._sources:
             waiting = self._kept[source.name].waiting
             for candidate in source.shown or ():
                 name = name_of(candidate.registration)
                 registered = name[0] in ids if candidate.any_rank else name in names
                 if not registered and not candidate.only_known:
-                    found.append(UnregisteredWorker(candidate.registration, waiting.get(name, ABOUT_TO_BE)))
-        return found
+                    workers.append(UnregisteredWorker(candidate.registration, waiting.get(name, ABOUT_TO_BE)))
+        return workers
 
     async def _claim(self, names: dict[str, list[Name]]) -> None:
-        """Before anything is registered, so that no other router takes it for gone."""
+        """Publish the workers that the sources show, if they changed or the last claim is older than CLAIM_S.
+
+        Claims are published before workers are registered, so that no other router takes a worker for gone.
+        """
         claims = Claims({name: sorted(set(found)) for name, found in names.items()})
         now = self._clock()
         if claims != self._claims or now > self._claimed_s + CLAIM_S:
@@ -264,25 +305,26 @@ class Discovery:
             self._claims, self._claimed_s = claims, now
 
     async def _reconcile(self, source: str, shown: list[Registration], only_known: set[Name]) -> None:
+        """Register and withdraw workers of one source as `plan` decides."""
         kept = self._kept[source]
 
         def planned(claimed: frozenset[Name]) -> ReconcilePlan:
             registered = self._registrations()
             return plan(source, shown, only_known, registered, asserted=kept.asserted, claimed=claimed)
 
-        found = planned(frozenset())
-        if found.disputes:
-            found = planned(await self._fleet.peers.claimed(source))
-        for name, why in found.contested.items():
+        reconcile_plan = planned(frozenset())
+        if reconcile_plan.disputes:
+            reconcile_plan = planned(await self._fleet.peers.claimed(source))
+        for name, why in reconcile_plan.contested.items():
             if kept.contested.get(name) != why:
                 log.warning("worker contested", extra={"source": source, "worker": name, "reason": why})
                 self._metrics.conflicts.labels(source).inc()
-        kept.contested = found.contested
-        for worker in found.withdraw:
+        kept.contested = reconcile_plan.contested
+        for worker in reconcile_plan.withdraw:
             if await self._fleet.withdraw(worker, source):
                 self._metrics.changes.labels(source, "withdrawn").inc()
                 log.info("worker withdrawn", extra={"source": source, "worker": worker})
-        for registration in found.register:
+        for registration in reconcile_plan.register:
             try:
                 await self._fleet.register(registration)
                 kept.asserted[name_of(registration)] = registration
@@ -290,13 +332,13 @@ class Discovery:
             except RouterError as error:
                 fix = MORE_WORKERS if error.code == TOO_MANY_WORKERS else _correct(source)
                 kept.waiting[name_of(registration)] = Waiting(error.message, fix)
-        kept.asserted |= {name_of(one): one for one in found.agreed}
+        kept.asserted |= {name_of(registration): registration for registration in reconcile_plan.agreed}
         names = set(map(name_of, shown))
         for name in kept.asserted.keys() - names:
             del kept.asserted[name]
 
     def down(self) -> list[tuple[str, str]]:
-        """Names and problems of the sources that cannot be read."""
+        """Return the names and problems of the sources that cannot be read."""
         return [
             (
                 source.name,
@@ -307,7 +349,7 @@ class Discovery:
         ]
 
     def contested(self) -> list[tuple[str, Name, str]]:
-        """By source, the workers of which somebody else says something else, and why."""
+        """Return the source, name and reason of each worker that another source or router describes differently."""
         return [
             (source.name, name, why)
             for source in self._sources
@@ -315,7 +357,7 @@ class Discovery:
         ]
 
     def health(self) -> list[str]:
-        """What is wrong with the sources."""
+        """Return the problems of the sources and their workers, at most NAMED workers for each kind of problem."""
         problems = [problem for _, problem in self.down()]
         for source in self._sources:
             kept = self._kept[source.name]

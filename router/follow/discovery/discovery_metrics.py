@@ -7,6 +7,8 @@ from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 
 
 class DiscoveryMetrics:
+    """The metrics of all sources of one process."""
+
     def __init__(self, registry: MetricRegistry) -> None:
         counter, gauge = registry.counter, registry.gauge
         self.up = gauge("discovery_up", "1 while a source of workers can be read, else 0", "source")

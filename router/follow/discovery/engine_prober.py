@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries engines for what their registration lacks: their model, and where their events are. The async shell around
-`engine_answers.py`.
+"""Queries of engines for the facts that their registration lacks: their model, and where their events are.
 
-The queries repeat, because an engine that restarts may have other ports, ranks or another model.
+This is the async shell around `engine_answers.py`. The queries repeat, because an engine that restarts may have other
+ports, ranks or another model.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ PATHS = " nor ".join(engine.info_path for engine in ENGINES.values())
 
 log = logging.getLogger(__name__)
 
-# An answer costs an engine some microseconds; changes of a restarted engine are known after this.
+# The interval of queries that were answered, and so the delay until changes of a restarted engine are noticed. An answer
+# costs an engine some microseconds.
 AGAIN_S = 5.0
-# An engine takes minutes to load its weights; a shorter interval would only fill its log.
+# The interval of queries without an answer. An engine takes minutes to load its weights, so a shorter interval would
+# only fill its log.
 RETRY_S = 2.0
-# Jitter of either, to both sides: engines that started at once are not queried at once forever.
+# The share by which both intervals vary to either side, so that engines that started at once are not queried at once
+# forever.
 JITTER = 0.2
-# Both are answered at once.
+# An engine answers both queries at once.
 TIMEOUT_S = 2.0
 # Some tens of LoRA adapters and their paths, or a thousand ranks; an answer beyond this is no engine's.
 MAX_ANSWER_BYTES = 1024**2
@@ -53,26 +56,27 @@ NO_TLS = "WRONG_VERSION_NUMBER"
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
-    """What to query an engine for."""
+    """The facts to query an engine for."""
 
     model: bool = False
     streams: bool = False
 
 
 class ProbeFailed(Exception):
-    """The reason why there is no usable answer. fix: the change that makes the engine give one."""
+    """A query without a usable answer; the message is the reason."""
 
     def __init__(self, problem: str, fix: str = START) -> None:
         super().__init__(problem)
+        # The change that makes the engine give a usable answer.
         self.fix = fix
 
 
 class NoSuchPath(ProbeFailed):
-    """The server does not have this path."""
+    """A query of a path that the server does not have."""
 
 
 class EngineProber:
-    """`run` until it is cancelled. changed: called when an engine said something new."""
+    """The repeated queries of engines, and their last answers."""
 
     def __init__(
         self,
@@ -85,6 +89,17 @@ class EngineProber:
         again_s: float = AGAIN_S,
         retry_s: float = RETRY_S,
     ) -> None:
+        """Begin without queries.
+
+        Args:
+            session: Sends the queries.
+            key: The API key for engines.
+            clock: Returns the time in seconds, monotonic.
+            rng: Varies the intervals.
+            changed: Called when an engine's answers changed.
+            again_s: The interval of queries that were answered.
+            retry_s: The interval of queries without an answer.
+        """
         self._session = session
         self._key = key
         self._clock = clock
@@ -99,67 +114,71 @@ class EngineProber:
         self._told: dict[str, EngineAnswers] = {}
 
     def want(self, wanted: Mapping[str, ProbeRequest]) -> None:
-        """Replaces the queries, by URL."""
+        """Replace the facts to query for, by the engine's URL; new or changed queries are due at once."""
         for url in self._wanted.keys() - wanted.keys():
             self._told.pop(url, None)
             self._due_s.pop(url, None)
-        for url, what in wanted.items():
-            if self._wanted.get(url) != what:
+        for url, request in wanted.items():
+            if self._wanted.get(url) != request:
                 self._due_s[url] = self._clock()
                 self._more.set()
         self._wanted = dict(wanted)
 
     def told(self, url: str) -> EngineAnswers | None:
-        """Its last answer; None before its first query."""
+        """Return the engine's last answers, or None before its first query has ended."""
         return self._told.get(url)
 
     async def run(self) -> None:
+        """Query the engines whenever they are due, until cancelled."""
         while True:
             self._more.clear()
             await self.look()
             pause_s = min(self._due_s.values(), default=self._clock() + self._again_s) - self._clock()
             try:
-                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                # wait_for is no choice here: up to Python 3.11 it swallows a cancellation at the moment of the event.
                 async with asyncio.timeout(max(pause_s, 0.0)):
                     await self._more.wait()
             except TimeoutError:
                 continue
 
     async def look(self) -> None:
-        """Queries all engines that are due."""
+        """Query all engines that are due, once."""
         now = self._clock()
         due = [url for url, due_s in self._due_s.items() if due_s <= now]
         await asyncio.gather(*map(self._ask, due))
 
     async def ask(self, url: str, what: ProbeRequest) -> EngineAnswers:
-        """Its answer to a single query."""
+        """Query an engine once, outside the schedule, and return its answers."""
         async with self._slots:
             return await self._asked(url, what, EngineAnswers())
 
     async def _ask(self, url: str) -> None:
-        what, before = self._wanted.get(url), self._told.get(url)
-        if what is None:
+        """Query an engine, schedule its next query, and report changed answers."""
+        request, before = self._wanted.get(url), self._told.get(url)
+        if request is None:
             return
         async with self._slots:
-            found = await self._asked(url, what, before or EngineAnswers())
+            answers = await self._asked(url, request, before or EngineAnswers())
         if url not in self._wanted:
             return
-        whole = not ((what.model and found.model is None) or (what.streams and found.streams is None))
-        pause_s = (self._again_s if whole else self._retry_s) * self._rng.uniform(1 - JITTER, 1 + JITTER)
+        is_whole = not ((request.model and answers.model is None) or (request.streams and answers.streams is None))
+        pause_s = (self._again_s if is_whole else self._retry_s) * self._rng.uniform(1 - JITTER, 1 + JITTER)
         self._due_s[url] = self._clock() + pause_s
-        if found != before:
-            self._told[url] = found
-            level = logging.WARNING if found.problem else logging.INFO
+        if answers != before:
+            self._told[url] = answers
+            level = logging.WARNING if answers.problem else logging.INFO
             log.log(
-                level, "engine described itself", extra={"url": url, "model": found.model, "problem": found.problem}
+                level, "engine described itself", extra={"url": url, "model": answers.model, "problem": answers.problem}
             )
             self._changed()
 
-    async def _asked(self, url: str, what: ProbeRequest, before: EngineAnswers) -> EngineAnswers:
-        """Query the engine and return its current answer; while no engine answers, keep the last one. Raises
-        nothing."""
+    async def _asked(self, url: str, request: ProbeRequest, before: EngineAnswers) -> EngineAnswers:
+        """Query the engine and return its current answers; keep those of `before` while it does not answer.
+
+        Failures are returned as problems, not raised.
+        """
         model, problems, fix, failure = before.model, [], "", ""
-        if what.model:
+        if request.model:
             try:
                 model = await self._model(url)
             except ProbeFailed as error:
@@ -168,16 +187,16 @@ class EngineProber:
                     fix = _ways_out(error, "write its model")
                     problems.append(_problem("its model is", error, "write its model"))
         streams, silent, engine = before.streams, before.silent, before.engine
-        if what.streams:
+        if request.streams:
             try:
-                told = await self._streams(url)
-                streams, silent, engine = told.streams, told.silent, told.engine
-                problems.append(told.problem)
+                answers = await self._streams(url)
+                streams, silent, engine = answers.streams, answers.silent, answers.engine
+                problems.append(answers.problem)
             except ProbeFailed as error:
                 if streams is not None:
                     problems.append(before.problem)
                 elif not (problems and str(error) == failure):
-                    # Otherwise the same error was already given as the reason why the model is unknown.
+                    # If the reason is the same as for the unknown model, it is not repeated.
                     problems.append(_problem("where its KV events are is", error, WRITE_THEM))
         return EngineAnswers(model, streams, silent, "; ".join(dict.fromkeys(filter(None, problems))), engine, fix)
 

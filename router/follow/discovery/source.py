@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where workers come from: what every source has in common, and the one that never changes."""
+"""The interface of all sources of workers, and the source that never changes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from kvrouter.router.model.workers.source_precedence import STATIC
 
 
 class Source(Protocol):
-    """name: one of source_precedence.py. shown: all workers that it knows now; None before the first time. problem: why
-    it cannot know now, empty when it can; what it knew before stays in `shown`, and nothing is taken away because of
-    that."""
+    """A source of workers."""
 
+    # One of the names in `source_precedence.py`.
     name: str
+    # All workers that the source lists now, None before its first list. While there is a problem, the last list stays.
     shown: Sequence[Candidate] | None
+    # Why the source cannot be read now, or "" if it can. No worker is withdrawn while there is a problem.
     problem: str
 
     async def run(self, changed: Callable[[], None]) -> None:
-        """Keep `shown` and `problem` true until it is cancelled; call `changed` when either is another."""
+        """Keep `shown` and `problem` up to date until cancelled; call `changed` when either changed."""
 
 
 class StaticSource:
@@ -34,5 +35,5 @@ class StaticSource:
         self.shown: Sequence[Candidate] | None = shown
 
     async def run(self, changed: Callable[[], None]) -> None:
-        """There is nothing to watch."""
+        """Wait until cancelled, because the list never changes."""
         await asyncio.get_running_loop().create_future()

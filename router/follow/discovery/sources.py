@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sources the settings name."""
+"""The sources of workers that the settings name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.workers.source_precedence import CONFIG, FILE, STATIC
 from kvrouter.router.model.workers.worker_spec import parse_worker
 
-# A wrong file is refused before there is a session.
+# Imported for types only, because a wrong file is refused before there is a session.
 if TYPE_CHECKING:
     import aiohttp
 
@@ -33,39 +33,55 @@ def sources_of(
     session: aiohttp.ClientSession,
     rng: random.Random,
 ) -> list[Source]:
-    """All of them, files read once. alone: no other host's router is on this store. session: for Kubernetes' API alone,
-    as it must be shown no engine's key. Raises SettingError for a file that is wrong."""
-    found = named_sources(config, origin, environ, alone=alone)
+    """Return all sources that the settings name, with their files read once. Raises SettingError for a wrong file.
+
+    Args:
+        config: The settings.
+        origin: Where the settings come from.
+        environ: The environment variables.
+        alone: Whether no other host's router uses this store.
+        session: A session for Kubernetes' API only, because the API must not see the key of an engine.
+        rng: Varies pauses.
+    """
+    sources = named_sources(config, origin, environ, alone=alone)
     access = cluster_access(config, environ)
     if access is not None and config.kubernetes_selector is not None:
-        # Most routers run without it.
+        # Imported here, because most routers run without Kubernetes.
         from kvrouter.router.follow.discovery.kubernetes.api import ClusterApi
         from kvrouter.router.follow.discovery.kubernetes.source import KubernetesSource
 
         api = ClusterApi(session, access, config.kubernetes_selector, rng=rng)
-        found.append(KubernetesSource(api, rng=rng))
-    return found
+        sources.append(KubernetesSource(api, rng=rng))
+    return sources
 
 
 def named_sources(config: Config, origin: Origin, environ: Mapping[str, str], *, alone: bool) -> list[Source]:
-    """Settings and files, the files read once. Raises SettingError."""
-    found: list[Source] = []
+    """Return the sources in settings and files, with the files read once. Raises SettingError for a wrong file.
+
+    Args:
+        config: The settings.
+        origin: Where the settings come from.
+        environ: The environment variables.
+        alone: Whether no other host's router uses this store.
+    """
+    sources: list[Source] = []
     named = origin.file is None or overridden(origin, environ)
     specs = config.workers if named else ()
     if specs or alone:
-        # A router without any says nothing of them where others may name some; alone, that there are none.
-        found.append(StaticSource([candidate_of(parse_worker(spec), STATIC) for spec in specs]))
+        # Without --worker flags, publish an empty list only if no other router shares the store, because another router
+        # may name workers.
+        sources.append(StaticSource([candidate_of(parse_worker(spec), STATIC) for spec in specs]))
     if origin.file is not None:
         path = Path(origin.file)
-        found.append(_begun(FileSource(CONFIG, path, SettingsFile(path, origin, environ).read)))
+        sources.append(_begun(FileSource(CONFIG, path, SettingsFile(path, origin, environ).read)))
     if config.workers_file is not None:
         where = config.workers_file
-        found.append(_begun(FileSource(FILE, Path(where), lambda text: parse_workers(text, where, FILE))))
-    return found
+        sources.append(_begun(FileSource(FILE, Path(where), lambda text: parse_workers(text, where, FILE))))
+    return sources
 
 
 def cluster_access(config: Config, environ: Mapping[str, str]) -> Access | None:
-    """None where the settings select no pods. Raises SettingError."""
+    """Return how to reach Kubernetes' API, or None if the settings select no pods. Raises SettingError."""
     if config.kubernetes_selector is None:
         return None
     return access_from(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that clients of the event feed have not taken yet. Clients with the same filter share them, and shared
-bytes count once. Pure.
+"""The bytes that clients of the event feed have not taken yet. Pure.
+
+Clients with the same filter share the bytes, and shared bytes count once.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ PIECE_BYTES = 64 * 1024
 
 
 class Chunk:
-    """Encoded events for one or more clients. They are whole events, so a client's answer may end behind each chunk."""
+    """Encoded events for one or more clients.
+
+    A chunk holds whole events only, so a client's answer may end after any chunk.
+    """
 
     __slots__ = ("data", "readers")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        # How many backlogs hold it.
+        # The number of backlogs that hold this chunk.
         self.readers = 0
 
 
 class HeldChunks:
-    """All chunks that a backlog holds, each counted once."""
+    """The chunks that at least one backlog holds, each counted once."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -36,25 +40,25 @@ class HeldChunks:
             self.size_bytes += len(chunk.data)
 
     def release(self, chunk: Chunk) -> None:
-        """Count one backlog less that holds the chunk."""
+        """Count one backlog fewer that holds the chunk."""
         chunk.readers -= 1
         if not chunk.readers:
             self.size_bytes -= len(chunk.data)
 
 
 class Backlog:
-    """The chunks that one client has not been handed yet, in their order."""
+    """The chunks that one client has not been sent yet, oldest first."""
 
     def __init__(self, held: HeldChunks) -> None:
         self._held = held
         self._chunks: deque[Chunk] = deque()
-        # Bytes of the first chunk that were handed out.
+        # How many bytes of the first chunk `take` has returned already.
         self._taken_bytes = 0
         self.size_bytes = 0
 
     @property
     def is_within_chunk(self) -> bool:
-        """Return whether the bytes handed out end in the middle of a chunk."""
+        """Whether the bytes taken so far end in the middle of a chunk."""
         return self._taken_bytes > 0
 
     def append(self, chunk: Chunk) -> None:
@@ -64,7 +68,7 @@ class Backlog:
         self.size_bytes += len(chunk.data)
 
     def take(self) -> list[bytes]:
-        """Return the next bytes, at most PIECE_BYTES, or none if the backlog is empty."""
+        """Return the next bytes, at most PIECE_BYTES, or an empty list if the backlog is empty."""
         parts: list[bytes] = []
         room = PIECE_BYTES
         while self._chunks and room:
@@ -81,7 +85,7 @@ class Backlog:
         return parts
 
     def clear(self) -> None:
-        """Drop all chunks that are left."""
+        """Drop all remaining chunks."""
         self.size_bytes = 0
         while self._chunks:
             self._drop_first()

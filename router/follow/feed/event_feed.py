@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fleet's events, from who learns of them to who watches.
+"""The fleet's events, from the code that observes them to the clients that watch.
 
-Every process has the whole fleet's, each once: those of the workers that it follows as they happen, and those of all
-others from their logs in Redis. Publishing costs an append; events are written in batches, encoded once for all clients
-that want the same. Belongs to one loop.
+Every process has each event of the whole fleet once: events of the workers that it follows as they happen, and events
+of all other workers from their logs in Redis. Publishing costs an append. Events are written in batches, and encoded
+once for all clients with the same filter. A feed belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from kvrouter.router.follow.feed.fleet_event import (
 from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
 from kvrouter.router.index.ingest.net_changes import Hashes
 
-# How long events gather: nobody sees the difference, and a hundred clients cost two thousand writes a second.
+# How long events gather before they are written: nobody sees the difference, and a hundred clients cost two thousand
+# writes a second.
 FLUSH_S = 0.05
-# The most unread bytes of one client. Twice the size of all kept events in JSON, so that a client that comes back is
-# not cut because of the events it missed.
+# The most unread bytes of one client. Twice the size of all kept events in JSON, so a client that reconnects is not cut
+# off because of the events it missed.
 MAX_UNREAD_BYTES = 16 * 1024**2
 # The most unread bytes of all clients together, each byte counted once. Clients with the same filter share bytes, so
-# only clients with different filters, or ones that came back, come near this: sixteen of them at MAX_UNREAD_BYTES.
+# only clients with different filters, or clients that reconnected, come near this: sixteen of them at MAX_UNREAD_BYTES.
 MAX_HELD_BYTES = 256 * 1024**2
-# Each subscriber takes a descriptor, and up to 128 KiB in its connection.
+# The most clients: each takes a descriptor, and up to 128 KiB in its connection.
 MAX_SUBSCRIBERS = 256
-# Without events a comment is sent, so that proxies and clients know that the connection lives.
+# After this time without events a comment is sent, so that proxies and clients know that the connection lives.
 PING_S = 15.0
 PING = b": ping\n\n"
 
@@ -53,22 +54,27 @@ class Subscriber(Protocol):
 
     @property
     def unread_bytes(self) -> int:
-        """Return how many bytes were sent that the client has not taken."""
+        """The number of bytes that were sent and that the client has not taken."""
         ...
 
     def send(self, chunk: Chunk) -> None:
-        """Send whole events. Never waits."""
+        """Send a chunk of whole events without waiting."""
 
     def end(self, comment: bytes) -> None:
-        """End with this comment, and drop the bytes that are still unread. Repeating it changes nothing."""
+        """End the answer with this comment and drop all unread bytes; do nothing if it has ended."""
 
 
 class EventFeed:
     """The events of one process, and its subscribers."""
 
     def __init__(self, *, life: str, wall_clock: Callable[[], float], metrics: WatchMetrics) -> None:
-        """Begin without events. life: names this process's numbering, which differs after each start. wall_clock:
-        returns seconds since 1970."""
+        """Begin without events.
+
+        Args:
+            life: Identifies this process's numbering of events; it differs after each start of the process.
+            wall_clock: Returns the seconds since 1970.
+            metrics: Counts the events and the subscribers.
+        """
         self._life = life
         self._wall_clock = wall_clock
         self._metrics = metrics
@@ -76,10 +82,10 @@ class EventFeed:
         # The bytes that subscribers have not taken.
         self.held = HeldChunks()
         self._subscribers: dict[EventFilter, list[Subscriber]] = {}
-        # Published since the last flush; kept only for subscribers.
+        # Events published since the last flush; kept only while there are subscribers.
         self._fresh: list[NumberedEvent] = []
         self._flush_due: asyncio.TimerHandle | None = None
-        # Whether it is for events, and not for a ping.
+        # Whether the timer is set for new events, not for a ping.
         self._due_soon = False
         self._closed = False
         metrics.subscribers.set_function(lambda: self.subscribers)
@@ -87,13 +93,20 @@ class EventFeed:
 
     @property
     def subscribers(self) -> int:
+        """The number of clients that watch."""
         return sum(map(len, self._subscribers.values()))
 
     def now(self) -> float:
-        """Seconds since 1970."""
+        """Return the current time in seconds since 1970."""
         return self._wall_clock()
 
     def publish(self, event: FleetEvent, hashes: Hashes | None = None) -> None:
+        """Add the event to the kept ones, and send it to the subscribers within FLUSH_S.
+
+        Args:
+            event: The event, without its block hashes.
+            hashes: The uint64 block hashes that the event is about, for clients that want them; None if it has none.
+        """
         added = self._ring.add(event, hashes)
         self._metrics.events[event.type].inc()
         if self._subscribers:
@@ -103,12 +116,26 @@ class EventFeed:
                 self._flush_in(FLUSH_S)
 
     def of_worker(self, event_type: EventType, worker: WorkerKey, hashes: Hashes | None = None, **more: Any) -> None:
-        """Publish an event about a worker. more: fields of FleetEvent."""
+        """Publish an event about a worker that happens now.
+
+        Args:
+            event_type: The type of the event.
+            worker: The worker that the event is about.
+            hashes: See `publish`.
+            **more: Further fields of FleetEvent.
+        """
         self.publish(FleetEvent(event_type, self._wall_clock(), *worker, **more), hashes)
 
     def subscribe(self, wanted: EventFilter, subscriber: Subscriber, last_id: str | None) -> None:
-        """Sends what came after `last_id` and is still kept, then everything as it happens. Ended subscribers must
-        `unsubscribe`."""
+        """Send the kept events after `last_id`, then each new event that the filter admits.
+
+        The caller must `unsubscribe` when the subscriber has ended.
+
+        Args:
+            wanted: Selects the events.
+            subscriber: Receives the events.
+            last_id: The client's Last-Event-ID; None sends new events only.
+        """
         self._flush()
         first = self._missed(wanted, last_id) + b"id: %b\n\n" % event_id(self._life, self._ring.number)
         subscriber.send(Chunk(first))
@@ -118,7 +145,7 @@ class EventFeed:
             self._flush_in(PING_S)
 
     def unsubscribe(self, wanted: EventFilter, subscriber: Subscriber) -> None:
-        """Repeating it changes nothing."""
+        """Send the subscriber no more events; do nothing if it is not subscribed."""
         alike = self._subscribers.get(wanted, [])
         if subscriber in alike:
             alike.remove(subscriber)
@@ -126,7 +153,7 @@ class EventFeed:
             self._subscribers.pop(wanted, None)
 
     def close(self, reason: str = STOPPING) -> None:
-        """Ends all subscribers, and whoever comes."""
+        """Send the remaining events, end all subscribers, and refuse new ones."""
         self._flush()
         self._closed = True
         for wanted, subscribers in list(self._subscribers.items()):
@@ -137,7 +164,7 @@ class EventFeed:
 
     @property
     def refusal(self) -> str | None:
-        """Why nobody can subscribe now."""
+        """The reason why no client can subscribe now, or None if one can."""
         if self._closed:
             return STOPPING
         if self.subscribers >= MAX_SUBSCRIBERS:
@@ -145,6 +172,7 @@ class EventFeed:
         return None
 
     def _missed(self, wanted: EventFilter, last_id: str | None) -> bytes:
+        """Return the encoded events after `last_id`, preceded by a `lost` event if some of them are gone."""
         if last_id is None:
             return b""
         life, _, digits = last_id.rpartition("-")
@@ -154,17 +182,22 @@ class EventFeed:
             events, missed = self._ring.since(int(digits))
         except ValueError:
             return self._lost(f"event {last_id[:80]} is not of this router process, or of its life before a restart")
-        found = b"".join(self._encoded(events, wanted))
-        return found if not missed else self._lost(f"{missed} events are not kept any longer", count=missed) + found
+        data = b"".join(self._encoded(events, wanted))
+        return data if not missed else self._lost(f"{missed} events are not kept any longer", count=missed) + data
 
     def _lost(self, reason: str, **more: Any) -> bytes:
+        """Return an encoded `lost` event with the number of the newest event, so that the client's last id is valid."""
         event = FleetEvent(
             EventType.LOST, self._wall_clock(), reason=f"{reason}: GET /workers has how everything is now", **more
         )
         return sse(NumberedEvent(self._ring.number, event), self._life, with_hashes=False)
 
     def _encoded(self, events: list[NumberedEvent], wanted: EventFilter) -> list[bytes]:
-        return [sse(one, self._life, with_hashes=wanted.with_hashes) for one in events if wanted.wants(one.event)]
+        return [
+            sse(numbered, self._life, with_hashes=wanted.with_hashes)
+            for numbered in events
+            if wanted.wants(numbered.event)
+        ]
 
     def _flush_in(self, pause_s: float) -> None:
         if self._flush_due is not None:
@@ -201,7 +234,7 @@ class EventFeed:
         self._keep_within_budget()
 
     def _keep_within_budget(self) -> None:
-        """Cut off the subscribers with the most unread bytes until all together hold no more than they may."""
+        """Cut off the subscriber with the most unread bytes, repeatedly, until at most MAX_HELD_BYTES are held."""
         while self.held.size_bytes > MAX_HELD_BYTES:
             wanted, slowest = max(
                 ((wanted, subscriber) for wanted, alike in self._subscribers.items() for subscriber in alike),
@@ -212,5 +245,5 @@ class EventFeed:
 
     def _cut(self, wanted: EventFilter, subscriber: Subscriber, reason: str) -> None:
         self.unsubscribe(wanted, subscriber)
-        # A comment: the client's last id stays that of the last event it was sent.
+        # A comment has no id, so the client's last id stays that of the last event it was sent.
         subscriber.end(f": {reason}\n\n".encode())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of the event feed and of the decisions that are kept."""
+"""The metrics of the event feed and of the decision log."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from kvrouter.router.follow.feed.fleet_event import EventType
 
 
 class WatchMetrics:
+    """The metrics of one process's event feed and decision log."""
+
     def __init__(self, registry: MetricRegistry) -> None:
         self.before_page = registry.before_page
         published = [event_type for event_type in EventType if event_type is not EventType.LOST]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which workers there are, which router follows each, and the mirror of all."""
+"""The registered workers, their assignment to routers, and the mirror of all of them."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rolling upgrade, as far as routers of two schemas share a Redis: what is registered under the former schema is
-registered here, once, and what its routers register and drop meanwhile follows (ADR 42).
+"""The registrations of the former schema, taken over during a rolling upgrade (ADR 42).
 
-Nothing else of the former schema is read: what its routers learned of the workers is learned again from the engines.
+While routers of two schemas share a Redis, each worker that is registered under the former schema is registered here
+once, and so is each later registration or removal there. Nothing else of the former schema is read: this router learns
+the content of the workers again from the engines.
 """
 
 from __future__ import annotations
@@ -22,31 +23,37 @@ from kvrouter.router.index.store.schemas import Schemas
 
 log = logging.getLogger("kvrouter.fleet")
 
-# How late a worker that a router of the former schema registers is known here. A look is three small commands.
+# How late this router notices a worker that a router of the former schema registers. A look is three small commands.
 LOOK_S = 1.0
-# What could not be taken over is tried again: a setting of another router, or the number of workers, may have changed.
+# When to retry registrations that could not be taken over: a setting of another router, or the number of workers, may
+# have changed.
 RETRY_S = 10.0
 
-# A source that wins says something else of the worker, or would bring it back.
+# The code of the error if a source that takes precedence describes the worker differently, or would bring it back.
 SETTLED = "kept_by_source"
 
 
 class Adoption:
-    """`problems`: what of the former schema is not taken over. `cautions`: which other schemas Redis holds."""
+    """The takeover of the former schema's registrations."""
 
     def __init__(self, fleet: Fleet, schemas: Schemas, *, metrics: FleetMetrics, clock: Callable[[], float]) -> None:
         self._fleet = fleet
         self._schemas = schemas
         self._metrics = metrics
         self._clock = clock
-        # The former registry's version that all was taken over of, or tried to be, and when.
+        # The version of the former registry at the last takeover, and when the takeover was tried.
         self._version: int | None = None
         self._tried_s = 0.0
+        # Why registrations of the former schema are not taken over, a sentence for each.
         self.problems: list[str] = []
+        # Which other schemas Redis holds, a sentence for each.
         self.cautions: list[str] = []
 
     async def watch(self) -> None:
-        """A store that lost everything gets the schema's number again, too."""
+        """Call `look` once a second, until cancelled.
+
+        Each look also notes this schema's number again in a store that lost everything.
+        """
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -55,7 +62,7 @@ class Adoption:
                 log.debug("schemas not read", extra={"error": str(error)})
 
     async def look(self) -> None:
-        """Raises StoreError."""
+        """Take over changes of the former registry, and note which schemas Redis holds. Raises StoreError."""
         seen = await self._schemas.look(VERSION)
         version = seen.former_version
         self._show(seen.newer, version is not None)
@@ -95,7 +102,7 @@ class Adoption:
         self._metrics.registrations_left.set(len(problems))
 
     async def _adopt(self, version: int) -> list[str]:
-        """What is not taken over of the former registry, and why."""
+        """Take over the former registry at this version; return why some registrations were not taken over."""
         former, unreadable = await self._schemas.former()
         adopted = await self._schemas.adopted()
         problems = [_problem(str(error)) for error in unreadable]
@@ -116,7 +123,7 @@ class Adoption:
             taken += 1
         tags = {keys.worker_tag(worker) for worker in former}
         gone = {tag: raw for tag, raw in adopted.workers.items() if tag not in tags}
-        # Without a change that was counted, or where not all can be read, they were lost there, not dropped.
+        # If the count of changes did not rise, or some entries cannot be read, these workers were lost, not dropped.
         if version > adopted.version and not unreadable:
             for tag, raw in gone.items():
                 await self._drop(tag, raw)
@@ -126,7 +133,7 @@ class Adoption:
         return problems
 
     async def _drop(self, tag: str, raw: bytes) -> None:
-        """A router of the former schema dropped a worker that was taken over."""
+        """Drop a worker that was taken over, because a router of the former schema dropped it."""
         worker = registry.worker_of(raw)
         if worker is None or keys.worker_tag(worker) != tag:
             log.warning("stored value ignored", extra={"key": keys.ADOPTED, "field": tag})

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers and drops workers, for all router processes on one store, and keeps this process's registry equal to the
-one in Redis. Who follows a worker's events is in `router_peers.py` and `lease_holder.py`.
+"""The registration of workers, for all router processes on one store.
+
+This module registers and drops workers, and keeps this process's registry equal to the one in Redis. `router_peers.py`
+and `lease_holder.py` decide which process follows a worker's events.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from kvrouter.router.model.workers.source_precedence import PLACES, wins
 
 log = logging.getLogger("kvrouter.fleet")
 
-# How soon a worker registered elsewhere is known here: a look is one GET. The whole registry is read again now and then
-# all the same, for a process that died between its change and telling of it.
+# How soon this process notices a worker that was registered elsewhere. A look is one GET.
 REGISTRY_LOOK_S = 0.25
+# How often the whole registry is read anyway, in case a process died between a change and its announcement.
 REGISTRY_READ_S = 10.0
-# How often a key that all routers need is checked, and replaced where another program has put something else in its
-# place.
+# How often the keys that all routers need are checked, and dropped if another program has put a value of another type
+# in their place.
 FOREIGN_LOOK_S = 1.0
 # The fields of a registration that a stream does not depend on.
 STREAMLESS_FIELDS = ("url", "lora_name", "draining", "retiring", "role", "handover", "source", "note")
@@ -47,7 +49,10 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """The one that changes `registry`. make_stream: for a worker that came."""
+    """The registered workers, as this process changes them and reads them from Redis.
+
+    Invariant: only the fleet changes the `WorkerRegistry`.
+    """
 
     def __init__(
         self,
@@ -62,6 +67,19 @@ class Fleet:
         allowed: AllowList,
         make_stream: Callable[[Registration], WorkerStream],
     ) -> None:
+        """Begin without workers.
+
+        Args:
+            registry: This process's registry.
+            peers: The router processes on the store.
+            mirror: The mirror of all workers.
+            store: Reads and writes the index and the registry in Redis.
+            config: The router's settings.
+            metrics: Counts repairs and unreadable values.
+            clock: Returns the time in seconds, monotonic.
+            allowed: The hosts that workers may have.
+            make_stream: Returns a new stream for a registered worker, not started.
+        """
         self._registry = registry
         self._streams = registry.streams
         self._store = store
@@ -73,30 +91,30 @@ class Fleet:
         self._mirror = mirror
         self._make_stream = make_stream
         self._lock = asyncio.Lock()
-        # The version of the registry in Redis that the one here is equal to.
+        # The version of the registry in Redis to which this process's registry is equal.
         self._version = 0
-        # Workers that were not in the registry at the last look, though no change was announced.
+        # Workers that the registry in Redis lacked at the last look, although no change was announced.
         self._missing: set[WorkerKey] = set()
-        # The registrations that Redis had at the last look, as bytes and as what they mean.
+        # The registrations that Redis had at the last look, as bytes and decoded.
         self._read: dict[WorkerKey, tuple[bytes, Registration]] = {}
-        # Workers of this process that are registered in Redis by what cannot be read.
+        # Workers of this process whose registration in Redis cannot be read.
         self._illegible: set[WorkerKey] = set()
 
     async def start(self) -> None:
-        """Load what Redis holds, and begin to follow it. Raises StoreError when Redis cannot be read."""
+        """Load the registered workers from Redis, and start to follow them. Raises StoreError if Redis is unreadable."""
         await self._replace_foreign_keys()
         await self._follow_registry(await self._store.registry.version())
-        # After the loading, which takes its time: from here on others hand workers over to this process.
+        # Announce this process only after the slow loading: from here on others hand workers over to it.
         await self.peers.beat()
         for stream in self._streams.values():
             stream.start()
 
     async def stop(self) -> None:
-        """After the tasks: what was committed stays in Redis."""
+        """Stop all streams. Call this after the end of the tasks; Redis keeps all commits."""
         await asyncio.gather(*(stream.stop() for stream in self._streams.values()))
 
     async def watch_registry(self) -> None:
-        """Follow what other processes register and drop."""
+        """Apply the registrations and removals of other processes, until cancelled."""
         read_s = looked_s = self._clock()
         while True:
             await asyncio.sleep(REGISTRY_LOOK_S)
@@ -122,38 +140,42 @@ class Fleet:
             self._metrics.unreadable_values["common"].inc()
 
     async def _restore_registry(self) -> None:
-        """The store lost what was written to it: give it the registrations that are known here."""
-        known = {worker: msgspec.json.encode(stream.registration) for worker, stream in self._streams.items()}
-        log.warning("registry lost, written back", extra={"workers": len(known), "version": self._version})
-        await self._store.registry.restore(known, self._version)
+        """Write the known registrations back to a store that lost some of them."""
+        registrations = {worker: msgspec.json.encode(stream.registration) for worker, stream in self._streams.items()}
+        log.warning("registry lost, written back", extra={"workers": len(registrations), "version": self._version})
+        await self._store.registry.restore(registrations, self._version)
         self._metrics.registry_repairs.inc()
 
     async def _follow_registry(self, version: int) -> bool:
-        """Make the workers here those of the registry as it is at `version` or later. False: look again soon."""
+        """Make this process's workers those of the registry in Redis; return False if it must be read again soon.
+
+        Args:
+            version: The version that the registry in Redis had before this call. The entries read may be newer.
+        """
         stored, left_out = await self._stored_registrations()
         missing = self._streams.keys() - stored.keys()
         if missing and version == self._version:
-            # No change was announced: a node of a cluster lost it, or its announcement is still to come.
+            # No change was announced: a node of a cluster lost the entries, or the announcement is still to come.
             if missing == self._missing:
                 await self._restore_registry()
             self._missing = missing
             return False
         if missing and await self._store.registry.version() != version:
-            # Changed, or lost, while it was read: who is missing may have been lost with it.
+            # The registry changed, or lost data, during the reading. The missing workers may be among the lost data.
             return False
         self._missing = set()
-        # These workers were of another model and are registered for this one now; they are replaced below.
-        moved = {worker for worker in missing if worker[1:] in {one[1:] for one in stored}}
+        # These workers are registered for another model now, with the same id and rank; they are replaced below.
+        moved = {worker for worker in missing if worker[1:] in {stored_worker[1:] for stored_worker in stored}}
         await self._end_all(missing - moved)
         for worker, registration in stored.items():
-            known = self._streams.get(worker)
-            if known is not None and known.registration == registration:
+            stream = self._streams.get(worker)
+            if stream is not None and stream.registration == registration:
                 continue
-            if known is not None and _same_stream(known.registration, registration):
-                self._update(known, registration)
+            if stream is not None and _same_stream(stream.registration, registration):
+                self._update(stream, registration)
                 continue
-            alike = self._registry.workers_with(worker.worker_id, worker.dp_rank)
-            if replaced := [one for one in alike if one == worker or one in moved]:
+            same_ids = self._registry.workers_with(worker.worker_id, worker.dp_rank)
+            if replaced := [other for other in same_ids if other == worker or other in moved]:
                 await self._replace(replaced, registration, partial(self._forget_all, replaced))
                 continue
             if len(self._streams) >= self._max_workers:
@@ -167,8 +189,11 @@ class Fleet:
         return True
 
     async def _stored_registrations(self) -> tuple[dict[WorkerKey, Registration], dict[WorkerKey, str]]:
-        """Those that can be read, and why others cannot. Of those, what is known here stays: they are registered all
-        the same."""
+        """Read the registry in Redis; return the registrations, and the reasons why workers are left out.
+
+        A worker whose entry cannot be read is still registered. If this process has the worker, its last known
+        registration is returned, otherwise the worker is left out.
+        """
         raws, unreadable = await self._store.registry.load()
         stored: dict[WorkerKey, Registration] = {}
         left_out: dict[WorkerKey, str] = {}
@@ -181,13 +206,13 @@ class Fleet:
                 if worker not in self._streams:
                     left_out[worker] = f"its registration cannot be read here: {error}"
         self._read = {worker: (raws[worker], registration) for worker, registration in stored.items()}
-        whole = {(error.key, error.field) for error in unreadable}
+        unreadable_fields = {(error.key, error.field) for error in unreadable}
         self._illegible = {
             worker
             for worker in self._streams
-            if whole
+            if unreadable_fields
             and not {(keys.registry(worker.model), field) for field in ("", keys.registry_field(worker))}.isdisjoint(
-                whole
+                unreadable_fields
             )
         }
         stored |= {worker: self._streams[worker].registration for worker in self._illegible}
@@ -202,27 +227,33 @@ class Fleet:
         self._registry.problems = problems
 
     async def register(self, registration: Registration) -> None:
-        """The same again is a no-op; a different one for the same id and rank replaces it. Raises HostNotAllowed, and
-        Conflict where a source that wins says something else."""
+        """Register a worker, replacing a different registration of the same id and rank.
+
+        Repeating a registration changes nothing.
+
+        Raises:
+            HostNotAllowed: If the allow list does not have the worker's host.
+            Conflict: If a source that takes precedence describes the worker differently, or there are too many workers.
+        """
         if problem := self._allowed.registration_problem(registration):
             raise HostNotAllowed(problem)
         async with self._lock:
             worker = registration.worker
-            known = self._streams.get(worker)
-            same_url = known is not None and known.registration.url == registration.url is not None
-            if known is not None and same_url and registration.engine is None:
-                # The kind that was found out about an engine stays when the same engine is registered without a kind.
-                registration = msgspec.structs.replace(registration, engine=known.registration.engine)
-            is_known = known is not None and _says_the_same(known.registration, registration)
+            stream = self._streams.get(worker)
+            same_url = stream is not None and stream.registration.url == registration.url is not None
+            if stream is not None and same_url and registration.engine is None:
+                # The detected kind of an engine stays if the same engine is registered without a kind.
+                registration = msgspec.structs.replace(registration, engine=stream.registration.engine)
+            is_known = stream is not None and _says_the_same(stream.registration, registration)
             if is_known and worker not in self._illegible and not await self._may_have_changed():
                 return
             replaced = self._registry.workers_with(worker.worker_id, worker.dp_rank)
             for other in replaced:
                 _check_owner(self._streams[other].registration, registration)
             raw = msgspec.json.encode(registration)
-            if known is not None and _same_stream(known.registration, registration):
+            if stream is not None and _same_stream(stream.registration, registration):
                 version = await self._store.registry.put(worker, raw)
-                self._update(known, registration)
+                self._update(stream, registration)
                 self._take_version(version)
                 return
             if len(self._streams) >= self._max_workers and not replaced:
@@ -233,10 +264,10 @@ class Fleet:
                 )
 
             async def put() -> int:
-                if known is not None:
+                if stream is not None:
                     await self._store.registry.void(worker)
                 version = await self._store.registry.put(worker, raw)
-                # After it: nobody who reads the registry meanwhile misses both.
+                # Drop the others after the put, so that no reader of the registry misses both.
                 for other in replaced:
                     if other != worker:
                         await self._store.registry.drop(other)
@@ -248,28 +279,38 @@ class Fleet:
             )
 
     async def _may_have_changed(self) -> bool:
-        """Whether another process wrote to the registry what is not read here yet. False where Redis does not say."""
+        """Return whether the registry in Redis has changes that are not read here yet; False if Redis does not answer."""
         try:
             return await self._store.registry.version() != self._version
         except StoreError:
             return False
 
     def _take_version(self, version: int) -> None:
-        """The registry in Redis is at `version` by a change that was made here too. With a change of another process in
-        between, all of it is read again."""
+        """Note that the registry in Redis has `version` after a change that was also made here.
+
+        If another process made a change in between, the version is not noted, so all of the registry is read again.
+        """
         if version == self._version + 1:
             self._version = version
 
     def _update(self, stream: WorkerStream, registration: Registration) -> None:
-        """Take over what the stream does not depend on."""
+        """Take over a registration that differs only in fields on which the stream does not depend."""
         if stream.registration.drains != registration.drains:
             state = "draining" if registration.drains else "active"
             log.info("worker", extra={"worker": registration.worker, "state": state})
         self._registry.update(registration)
 
     async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
-        """Drop the workers that match, and their residency everywhere; returns how many there were. Raises Conflict
-        where a source of a living router would bring one back."""
+        """Drop the matching workers and their residency everywhere; return their number.
+
+        Args:
+            worker_id: The id of the workers.
+            dp_rank: The rank to drop; None drops all ranks.
+            model: The model whose worker to drop; None drops those of all models.
+
+        Raises:
+            Conflict: If a source of a living router would bring one of the workers back.
+        """
         async with self._lock:
             matching = [
                 worker
@@ -292,7 +333,7 @@ class Fleet:
             return len(matching)
 
     async def withdraw(self, worker: WorkerKey, source: str) -> bool:
-        """Drop a worker that its source no longer knows; False: it is not (or no longer) this source's."""
+        """Drop a worker that its source no longer lists; return False if the worker does not belong to this source."""
         async with self._lock:
             stream = self._streams.get(worker)
             if stream is None or stream.registration.source != source:
@@ -303,9 +344,16 @@ class Fleet:
     async def _replace(
         self, replaced: Sequence[WorkerKey], registration: Registration, store: Callable[[], Awaitable[T]]
     ) -> T:
-        """Begin `registration` in place of these workers. store: makes Redis so, once nobody follows them here.
+        """Begin the worker of `registration` in place of `replaced`, and return the result of `store`.
 
-        Until then they are shown, without credit. Raises StoreError: they are followed again when Redis answers."""
+        The replaced workers are shown without credit until the new one begins. If `store` raises StoreError, they are
+        followed again, and the error is raised.
+
+        Args:
+            replaced: The workers to end.
+            registration: The new registration.
+            store: Changes Redis accordingly; called once this process no longer follows the replaced workers.
+        """
         for other in replaced:
             stream = self._streams[other]
             stream.image_lost(REPLACED)
@@ -323,8 +371,13 @@ class Fleet:
     async def _begin(
         self, registration: Registration, replaced: Sequence[WorkerKey] = (), *, problem: str = ""
     ) -> None:
-        """Follow the worker from what Redis holds of it. replaced: workers whose streams have ended. problem: why Redis
-        is not read."""
+        """Begin to follow a worker from its state in Redis.
+
+        Args:
+            registration: The worker's registration.
+            replaced: Workers to remove from the registry in the same step; their streams have ended.
+            problem: Why the worker cannot be loaded from Redis now; "" loads it.
+        """
         worker = registration.worker
         stream = self._make_stream(registration)
         image = WorkerImage.empty(worker)
@@ -336,7 +389,7 @@ class Fleet:
         except StoredValueError as error:
             problem = str(error)
             stream.prepare(WorkerImage.empty(worker), {})
-        # From here on nothing waits: nobody sees the one go before the other comes.
+        # Nothing below waits, so no reader sees the old workers go before the new one comes.
         for other in replaced:
             self._registry.remove(other)
             self._metrics.forget_worker(other)
@@ -349,31 +402,32 @@ class Fleet:
             stream.start()
 
     async def _drop(self, worker: WorkerKey) -> None:
-        """Drop it here and for all."""
+        """Drop the worker here and in Redis."""
         await self._registry.remove(worker).stop()
         await self._forget(worker)
         await self._store.registry.drop(worker)
         log.info("unregistered", extra={"worker": worker})
 
     async def _end_all(self, workers: Collection[WorkerKey]) -> None:
-        """Another process dropped them: end them here, with what they have in Redis if they were followed here."""
+        """End workers that another process dropped, and delete their index in Redis if they were followed here."""
         for worker in workers:
             await self._registry.remove(worker).forget()
             await self._forget(worker)
             log.info("unregistered elsewhere", extra={"worker": worker})
 
     async def _forget_all(self, workers: Collection[WorkerKey]) -> None:
-        """Of workers that are still shown, what they have in Redis if they were followed here."""
+        """Delete the index in Redis of workers that were followed here; they are still shown."""
         for worker in workers:
             await self._streams[worker].forget()
 
     async def _forget(self, worker: WorkerKey) -> None:
-        """Its stream has ended."""
+        """Remove a worker whose stream has ended from the mirror and the metrics."""
         await self._mirror.forget(worker)
         self._metrics.forget_worker(worker)
 
 
 def _check_owner(known: Registration, new: Registration) -> None:
+    """Raise Conflict if the source of the known registration takes precedence over that of the new one."""
     if wins(known.source, new.source):
         worker = known.worker
         raise Conflict(
@@ -384,13 +438,15 @@ def _check_owner(known: Registration, new: Registration) -> None:
 
 
 def _says_the_same(known: Registration, new: Registration) -> bool:
-    """Whether `new` changes nothing: it may come from a source whose word does not count beside that of the known
-    one."""
+    """Return whether `new` changes nothing about the known registration.
+
+    The source and the note do not count if the known registration's source takes precedence.
+    """
     if wins(known.source, new.source):
         new = msgspec.structs.replace(new, source=known.source, note=known.note)
     return known == new
 
 
 def _same_stream(old: Registration, new: Registration) -> bool:
-    """Whether two registrations differ at most in what the stream does not depend on."""
+    """Return whether two registrations differ at most in STREAMLESS_FIELDS."""
     return msgspec.structs.replace(old, **{name: getattr(new, name) for name in STREAMLESS_FIELDS}) == new

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of what is read of the store for all workers, and of the mirror that it fills."""
+"""The metrics of the data that is read from the store for all workers, and of the mirror that it fills."""
 
 from __future__ import annotations
 
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 
-# The places in Redis where a value can be that no router writes: what is stored of a worker, the registry, the claims
-# of routers, or a key that all routers need.
+# The places in Redis where a value was found that no router writes: a worker's data, the registry, the claims of
+# routers, or a key that all routers need.
 UNREADABLE = ("worker", "registry", "claims", "common")
 
 OTHER_SCHEMAS = ("newer", "former")
 
 
 class FleetMetrics:
+    """The metrics of one process's fleet, its mirror and its contact with the store."""
+
     def __init__(self, registry: MetricRegistry) -> None:
         counter = registry.counter
         self.forget_worker = registry.forget_worker

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The heartbeat that each router process writes to Redis several times a second. Pure.
 
-It carries no time: a reader judges by its own clock when it last saw the count change. It carries everything that its
-router follows, so that one heartbeat is enough to judge by; its cost grows with the workers, not with the changes. A
-value that is not a complete heartbeat, whichever program wrote it, counts as none.
+A heartbeat contains no time: a reader judges by its own clock when it last saw the count change. A heartbeat contains
+everything that its router follows, so one heartbeat is enough for a judgement; its cost grows with the workers, not
+with the changes. A value that is not a complete heartbeat, whichever program wrote it, is ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 VERSION = 2
 
-# A token is 16 characters of our own; a heartbeat of a router with a thousand workers is some 40 KB.
+# A router's token has 16 characters; a heartbeat of a router with a thousand workers has some 40 KB.
 MAX_TOKEN_BYTES = 128
 MAX_HEARTBEAT_BYTES = 4 * 1024**2
 
@@ -29,25 +29,25 @@ class Hold(msgspec.Struct, frozen=True, array_like=True):
 
     # The number of the lease.
     lease: Number
-    # The number of the last log entry of the worker that is in the store, as far as the router knows.
+    # The number of the worker's last log entry that is in the store, as far as the router knows.
     commits: Number
-    # Age of the oldest change that is not in the store yet; 0: all are.
+    # The age of the oldest change that is not in the store yet; 0 if all are.
     waits_ms: Number = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """One router's report of itself. Workers are named as by `keys.worker_tag`."""
+    """One router's report of itself. Workers are named by `keys.worker_tag`."""
 
     # A number that differs in each heartbeat.
     count: Number
     version: Number
     # The workers that the router follows.
     holds: dict[str, Hold]
-    # Workers that it will not follow, with the reason of each.
+    # The workers that the router will not follow, with the reason of each.
     refuses: dict[str, str]
     # The router's version.
     software: str = ""
-    # The settings that must be the same at all routers (`config/agreement.py`).
+    # The settings that must be the same at all routers (`model/config/agreement.py`).
     settings: dict[str, str] = {}
 
 
@@ -56,11 +56,17 @@ _decoder = msgspec.msgpack.Decoder(Heartbeat)
 
 
 def encode_heartbeat(heartbeat: Heartbeat) -> bytes:
+    """Return the heartbeat as it is stored."""
     return _encoder.encode(heartbeat)
 
 
 def decode_heartbeat(token: bytes, value: bytes) -> tuple[str, Heartbeat] | None:
-    """The router's token and what it says; None: this is no heartbeat."""
+    """Return the router's token and its heartbeat, or None if the value is no heartbeat of this version.
+
+    Args:
+        token: The token of the router that wrote the value.
+        value: The stored value.
+    """
     if not 0 < len(token) <= MAX_TOKEN_BYTES or len(value) > MAX_HEARTBEAT_BYTES:
         return None
     try:

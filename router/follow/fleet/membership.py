@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router processes on one store, judged by their heartbeats and this process's own clock. Pure.
 
-Two judgements. Who counts as a router, for who follows what: counted in looks that were answered, so that a store that
-stood still sets no worker moving. Who is heard, for what is shown of a worker that another process follows: in seconds,
-whatever the reason.
+There are two judgements. The first decides which processes count as routers, for the assignment of workers. It counts
+looks that were answered, so a store that stood still moves no worker. The second decides which routers are heard, for
+the state of workers that other processes follow. It counts seconds, whatever the reason of the silence is.
 """
 
 from __future__ import annotations
@@ -18,67 +18,73 @@ from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.follow.fleet.heartbeat import LATE_MS, Heartbeat, Hold, decode_heartbeat
 from kvrouter.router.follow.streams.stream_view import Position
 
-# One heartbeat and one look at all others.
+# The interval between heartbeats; each heartbeat includes one look at all others.
 INTERVAL_S = 0.25
 # How long a heartbeat vouches for the state that is shown of its router's workers, counted from the last look that did
 # not show the heartbeat yet. With the time until the next judgement (INTERVAL_S), no answer shows a worker of another
 # router as `live` with content older than 2 s, as reference/states.md promises.
 HEARD_S = 1.5
-# How many heartbeats of one router are remembered: those that can vouch for anything, and one to spare.
+# How many heartbeats of one router are remembered: all that are recent enough to vouch for a state, and one to spare.
 REMEMBERED_BEATS = round(HEARD_S / INTERVAL_S) + 2
-# For how many looks a router of the first look counts without having been seen to beat: it may live, or be the remains
-# of a dead one. A router that appears later counts from its second heartbeat on.
+# For how many looks a router counts whose heartbeat was there at the first look and has not changed yet: it may live, or
+# its process may be dead. A router that appears later counts from its second heartbeat on.
 UNPROVEN_LOOKS = 3
-# Answered looks without its heartbeat until a router counts no longer: after the store was emptied, all write theirs
-# again.
+# How many answered looks without its heartbeat it takes until a router no longer counts. After the store was emptied,
+# all routers write their heartbeats again.
 MISSING_LOOKS = 2
-# Lives of a lease after which what a dead router left is removed.
+# After how many lives of a lease the heartbeat of a dead router is removed.
 FORGOTTEN_TTLS = 20
-# After so long, who followed a worker last does not matter to anybody.
+# How long the last follower of a worker is remembered after its last heartbeat.
 CLAIM_KEPT_S = 600.0
-# More are not believed to be routers.
+# The most routers that are believed; further heartbeats are ignored.
 MAX_ROUTERS = 1_024
 
 
 class _Router(msgspec.Struct):
-    """One token's heartbeats as they were seen here."""
+    """One router, as this process sees its heartbeats."""
 
     token: str
     heartbeat: Heartbeat
-    # Whether its heartbeat was there at the first look.
+    # Whether the heartbeat was there at the first look.
     was_first: bool
-    # Whether this process saw its count change.
+    # Whether this process saw the heartbeat's count change.
     beats: bool = False
     unchanged_looks: int = 0
     missing_looks: int = 0
-    # The earliest time at which it can have beaten, and its workers in that heartbeat; the newest last.
+    # For each remembered heartbeat, the earliest time at which it can have been written, and its workers; newest last.
     heard: deque[tuple[float, dict[str, Hold]]] = msgspec.field(default_factory=lambda: deque(maxlen=REMEMBERED_BEATS))
 
     @property
     def heard_s(self) -> float:
-        """Return the earliest time at which its last heartbeat can have been written."""
+        """The earliest time at which the router's last heartbeat can have been written."""
         return self.heard[-1][0] if self.heard else -math.inf
 
     @property
     def holds(self) -> dict[str, Hold]:
-        """Return the workers that it followed at its last heartbeat."""
+        """The workers that the router followed at its last heartbeat."""
         return self.heard[-1][1] if self.heard else {}
 
 
 class _Follower(msgspec.Struct, frozen=True):
-    """The last router to say that it follows a worker, and its lease."""
+    """The last router that reported to follow a worker."""
 
     router: _Router
+    # The number of the router's lease on the worker.
     lease: int
-    # When it was first seen to say so.
+    # When this report was first seen.
     said_s: float
 
 
 class Membership:
-    """What this process knows of the routers. `look` takes what the store showed."""
+    """The routers on the store, as this process knows them. `look` takes the heartbeats that the store shows."""
 
     def __init__(self, token: str, *, ttl_s: float) -> None:
-        """ttl_s: the life of a lease: a router that did not beat for so long has none."""
+        """Begin with this process alone.
+
+        Args:
+            token: Identifies this process.
+            ttl_s: The life of a lease. A router whose heartbeat has not changed for this long has no lease.
+        """
         self._token = token
         self._gone_looks = max(MISSING_LOOKS, round(ttl_s / INTERVAL_S))
         self._forgotten_looks = FORGOTTEN_TTLS * self._gone_looks
@@ -88,20 +94,26 @@ class Membership:
         self._first = True
         # When the last look was requested.
         self._asked_s = -math.inf
-        # The last look with which a longer absence of the store ended: what is read soon after it may be as old.
+        # The last look that ended a longer absence of the store. Data read soon after it may be as old as the absence.
         self._back_s = -math.inf
-        # The tokens that count, this process's always; and by worker, why which of them refuse it.
+        # The tokens of the routers that count, which always include this process's.
         self.routers = frozenset({token})
+        # For each worker, the tokens of the routers that refuse it, with the reason of each.
         self.refusals: dict[str, dict[str, str]] = {}
-        # Values that were no heartbeats, each counted when it appears.
+        # The number of values that were no heartbeats, each counted when it appears.
         self.ignored = 0
 
     def look(self, fields: Mapping[bytes, bytes], asked_s: float, now_s: float) -> bool:
-        """Take the heartbeats that one look at the store showed. Return whether the routers that count, or their
-        refusals, changed.
+        """Take the heartbeats of one look; return whether the routers that count, or their refusals, changed.
 
-        asked_s: when the look was requested. A heartbeat that is new in this look counts as written when the look
-        before was requested, not later: a store that was away brings back heartbeats that are as old as its absence."""
+        A heartbeat that is new in this look counts as written when the look before was requested, not later, because a
+        store that was away brings back heartbeats that are as old as its absence.
+
+        Args:
+            fields: The stored heartbeats by token.
+            asked_s: When the look was requested.
+            now_s: The current time.
+        """
         beaten_s, self._asked_s = self._asked_s, asked_s
         if asked_s - beaten_s > HEARD_S and not self._first:
             self._back_s = now_s
@@ -129,19 +141,21 @@ class Membership:
         return changed
 
     def _decode(self, fields: Mapping[bytes, bytes]) -> dict[str, Heartbeat]:
-        found: dict[str, Heartbeat] = {}
+        """Return the heartbeats by token, and count the values that are none."""
+        heartbeats: dict[str, Heartbeat] = {}
         garbage: dict[bytes, bytes] = {}
         for field, value in fields.items():
             decoded = decode_heartbeat(field, value)
-            if decoded is None or (len(found) >= MAX_ROUTERS and decoded[0] not in self._known):
+            if decoded is None or (len(heartbeats) >= MAX_ROUTERS and decoded[0] not in self._known):
                 garbage[field] = value
             else:
-                found[decoded[0]] = decoded[1]
+                heartbeats[decoded[0]] = decoded[1]
         self.ignored += sum(self._garbage.get(field) != value for field, value in garbage.items())
         self._garbage = garbage
-        return found
+        return heartbeats
 
     def _take(self, token: str, heartbeat: Heartbeat, beaten_s: float, now_s: float) -> None:
+        """Take one heartbeat, which was written at `beaten_s` or later if it is new."""
         router = self._known.get(token)
         if router is None:
             router = self._known[token] = _Router(token, heartbeat, self._first)
@@ -150,53 +164,57 @@ class Membership:
         else:
             router.heartbeat, router.beats, router.unchanged_looks = heartbeat, True, 0
         router.missing_looks = 0
-        # This process knows of its own heartbeat that it is no dead one's.
+        # This process's own heartbeat needs no proof that its writer lives.
         if token == self._token or (router.beats and not router.unchanged_looks):
             router.heard.append((beaten_s, heartbeat.holds))
             for worker, hold in heartbeat.holds.items():
                 self._take_hold(worker, hold, router, now_s)
 
     def _take_hold(self, worker: str, hold: Hold, router: _Router, now_s: float) -> None:
-        """Note which router follows the worker: the one with the highest lease, or another one if that one no longer
-        says so.
+        """Note the router that reports to follow the worker, unless a router with a higher lease still does.
 
-        The second rule is for a store that lost its data, which begins again with low numbers."""
-        known = self._followers.get(worker)
-        if known is not None and known.router is router:
-            if known.lease == hold.lease:
+        A store that lost its data begins again with low lease numbers, so a lower lease counts once the router with the
+        higher one no longer reports to follow the worker.
+        """
+        follower = self._followers.get(worker)
+        if follower is not None and follower.router is router:
+            if follower.lease == hold.lease:
                 return
-        elif known is not None and known.lease >= hold.lease and self._claims(known.router, worker, now_s):
+        elif follower is not None and follower.lease >= hold.lease and self._claims(follower.router, worker, now_s):
             return
         self._followers[worker] = _Follower(router, hold.lease, now_s)
 
     def _claims(self, router: _Router, worker: str, now_s: float) -> bool:
-        """Return whether a router is heard and says that it follows the worker."""
+        """Return whether the router is heard and reports to follow the worker."""
         is_known = self._known.get(router.token) is router
         return is_known and worker in router.holds and now_s - router.heard_s <= HEARD_S
 
     def _counts(self, router: _Router) -> bool:
+        """Return whether the process counts as a router, so that workers are assigned to it."""
         if router.beats:
             return router.unchanged_looks < self._gone_looks
         return router.was_first and router.unchanged_looks < UNPROVEN_LOOKS
 
     @property
     def forgotten(self) -> list[str]:
-        """Tokens whose heartbeats stopped so long ago that what they left can be removed."""
+        """The tokens whose heartbeats stopped so long ago that they can be removed from the store."""
         return [token for token, router in self._known.items() if router.unchanged_looks >= self._forgotten_looks]
 
     @property
     def heartbeats(self) -> dict[str, Heartbeat]:
-        """The last heartbeat of each router that counts, by token; this process's own once it is seen."""
+        """The last heartbeat of each router that counts, by token. This process's own is included once it was seen."""
         return {token: router.heartbeat for token, router in self._known.items() if token in self.routers}
 
     def is_gone(self, token: str) -> bool:
-        """Whether a token is known to count no longer, not only not yet."""
+        """Return whether the router with this token no longer counts; False if it does not count yet."""
         router = self._known.get(token)
         return router is not None and token not in self.routers and router.unchanged_looks >= UNPROVEN_LOOKS
 
     def _is_news(self, follower: _Follower | None, now_s: float, shown: Position) -> bool:
-        """Return whether the entry that brought the shown lease was read soon after it was written, and the first
-        heartbeat with this lease may still be on its way."""
+        """Return whether the log entry with the shown lease is so new that a heartbeat with the lease may be under way.
+
+        The entry must have been read soon after it was written, which is unknown after an absence of the store.
+        """
         if now_s - self._asked_s > HEARD_S or shown.since_s - self._back_s <= HEARD_S:
             return False
         if follower is None or follower.lease < shown.lease:
@@ -204,10 +222,13 @@ class Membership:
         return follower.lease == shown.lease and follower.said_s >= shown.since_s
 
     def follower_problem(self, worker: str, now_s: float, shown: Position) -> str | None:
-        """Return why the state that is shown of another process's worker may be old, or None if its follower vouches
-        for it.
+        """Return why the shown state of another process's worker may be old, or None if its follower vouches for it.
 
-        shown: how far this process has read the entries that the follower writes."""
+        Args:
+            worker: The worker's tag.
+            now_s: The current time.
+            shown: How far this process has read the entries that the follower writes.
+        """
         follower = self._followers.get(worker)
         if now_s - shown.since_s <= HEARD_S and self._is_news(follower, now_s, shown):
             return None
@@ -234,7 +255,7 @@ def _vouched_s(router: _Router, worker: str, shown: Position) -> float:
 
 
 def _problem_of(follower: _Follower, worker: str, now_s: float, shown: Position) -> str:
-    """Return why a router that says it follows the worker does not vouch for the state that is shown of it."""
+    """Return why a router that reports to follow the worker does not vouch for the state that is shown here."""
     name = f"router {printable(follower.router.token)}, which follows this worker,"
     silent_s = now_s - follower.router.heard_s
     if silent_s > HEARD_S:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mirror's two writers: the stream of a worker that this process follows (its lead), and the logs of all others in
-Redis.
+"""The mirror and its two kinds of writers.
 
-Invariant: a worker has exactly one of them. `lead` ends the reading of its log before its stream may write;
-`follow_log` ends the lead, loads the worker from Redis, and goes on with its log. Whoever writes without being the one
-is a defect, and is refused.
+The stream of a worker that this process follows writes the worker's part of the mirror (its lead). The parts of all
+other workers are written from their logs in Redis.
+
+Invariant: each worker has exactly one writer. `lead` ends the reading of the worker's log before its stream may write.
+`follow_log` ends the lead, loads the worker from Redis, and continues with its log. A write by any other writer is a
+defect, and is refused.
 """
 
 from __future__ import annotations
@@ -36,32 +38,40 @@ from kvrouter.router.index.store.store import IndexStore
 
 log = logging.getLogger("kvrouter.following")
 
-# Log entries applied before the loop may answer questions again, and transitions: about a millisecond at 2,048 an
-# entry, and some milliseconds for the largest entry there is (MAX_PENDING_BLOCKS of a stream).
+# How many log entries, and how many transitions, are applied before the event loop may answer questions again. This is
+# about a millisecond at 2,048 transitions an entry, and some milliseconds for the largest possible entry
+# (MAX_PENDING_BLOCKS of a stream).
 ENTRIES_PER_TURN = 8
 BLOCKS_PER_TURN = 32_768
 
-# Between looks for epochs that ended, whose memory is to be free again.
+# The pause between looks for ended epochs, whose memory must be freed.
 SWEEP_INTERVAL_S = 0.25
-# Before a worker that could not be loaded is tried again: doubled from the first to the last.
+# The pause before a worker that could not be loaded is tried again, doubled from the first to the last.
 RELOAD_FIRST_S = 0.5
 RELOAD_LAST_S = 4.0
 
 
 class _Reloading(msgspec.Struct):
-    """When a worker is to be loaded, and why it could not be."""
+    """A worker that must be loaded from Redis."""
 
+    # When to try next.
     due_s: float
+    # Why the worker's stored values could not be read at the last try.
     reason: str = ""
+    # The pause after the next failure.
     pause_s: float = RELOAD_FIRST_S
 
     def put_off(self, now: float) -> None:
+        """Schedule the next try after a failure."""
         self.due_s = now + self.pause_s
         self.pause_s = min(2 * self.pause_s, RELOAD_LAST_S)
 
 
 class MirrorSync:
-    """Keeps `mirror` for the registry's streams: see the module. It is their MirrorSource."""
+    """The keeper of the mirror for the registry's streams, whose MirrorSource it is.
+
+    See the module for the invariant.
+    """
 
     def __init__(
         self,
@@ -75,7 +85,18 @@ class MirrorSync:
         supervisor: TaskSupervisor,
         budget_bytes: int,
     ) -> None:
-        """budget_bytes: the most memory that the mirror takes."""
+        """Begin with an empty mirror.
+
+        Args:
+            registry: The workers, and their streams.
+            store: Reads workers from Redis.
+            contact: Learns which logs cannot be read.
+            metrics: Counts refused blocks and errors.
+            clock: Returns the time in seconds, monotonic.
+            rng: Varies the pauses before reconnections.
+            supervisor: Runs the tasks that read the logs.
+            budget_bytes: The most memory that the mirror may take.
+        """
         self._streams = registry.streams
         self._store = store
         self._contact = contact
@@ -84,27 +105,29 @@ class MirrorSync:
         self._budget_bytes = budget_bytes
         self.mirror = Mirror(budget_bytes)
         self._follower = LogFollower(store.servers, rng=rng, supervisor=supervisor)
-        # Workers whose log cannot be followed from where it was read, until they are loaded again.
+        # Workers whose log cannot be continued from the position read so far, until they are loaded again.
         self._reloads: dict[WorkerKey, _Reloading] = {}
         self._reload_wanted = asyncio.Event()
+        # Whether `follow` applies the entries of the logs.
         self._follows = False
         # Workers whose stream in this process writes the mirror.
         self._led: set[WorkerKey] = set()
-        # Workers whose entries in hand are of a log position that was left meanwhile.
+        # Workers whose remaining items in the present batch must be skipped, because they come from an old log position.
         self._moved: set[WorkerKey] = set()
 
     async def close(self) -> None:
+        """Stop reading the logs."""
         await self._follower.close()
 
     async def forget(self, worker: WorkerKey) -> None:
-        """A worker is gone."""
+        """Remove a worker that is gone."""
         self._reloads.pop(worker, None)
         await self._leave_log(worker)
         self._led.discard(worker)
         self.mirror.forget(worker)
 
     async def lead(self, worker: WorkerKey) -> None:
-        """See MirrorSource."""
+        """Stop reading the worker's log, so that the caller may write the worker's part of the mirror."""
         self._led.add(worker)
         self._reloads.pop(worker, None)
         await self._leave_log(worker)
@@ -117,7 +140,7 @@ class MirrorSync:
         self._regain_store([worker])
 
     async def follow_log(self, worker: WorkerKey) -> None:
-        """See MirrorSource."""
+        """End the lead, load the worker from the store, and follow its log from there. Raises StoreError."""
         try:
             image = await self._store.load(worker)
             problem = "" if worker not in self._streams else self._streams[worker].unreadable(image)
@@ -131,22 +154,22 @@ class MirrorSync:
                 self.take_image(image)
 
     def begin_epoch(self, worker: WorkerKey, epoch: str) -> None:
-        """See MirrorSource."""
+        """Void a led worker's blocks in the mirror, and begin an empty epoch."""
         self._check_lead(worker)
         self.mirror.begin_epoch(worker, epoch)
 
     def load(self, worker: WorkerKey, epoch: str, places: Mapping[Place, NDArray[np.uint64]]) -> None:
-        """See MirrorSource."""
+        """Begin an epoch of a led worker with the blocks that it holds already."""
         self.begin_epoch(worker, epoch)
         self._load(worker, places)
 
     def rename_epoch(self, worker: WorkerKey, epoch: str) -> None:
-        """See MirrorSource."""
+        """Give the epoch of a led worker another name, and keep its blocks."""
         self._check_lead(worker)
         self.mirror.rename_epoch(worker, epoch)
 
     def change(self, worker: WorkerKey, changes: Sequence[ResidencyDelta]) -> None:
-        """See MirrorSource."""
+        """Apply changes of a led worker's residency."""
         self._check_lead(worker)
         self._change(worker, changes)
 
@@ -155,7 +178,7 @@ class MirrorSync:
             raise RuntimeError(f"{worker} is not led here: its log in the store writes the mirror")
 
     def take_image(self, image: WorkerImage) -> None:
-        """Make the mirror equal to what was loaded, and follow on from there."""
+        """Make the worker's part of the mirror equal to the image, and follow the log from there."""
         worker = image.worker
         if worker in self._led:
             raise RuntimeError(f"{worker} is led here: its stream writes the mirror")
@@ -168,7 +191,7 @@ class MirrorSync:
         self._streams[worker].image_lost("")
 
     def take_unreadable(self, worker: WorkerKey, problem: str) -> None:
-        """What Redis holds of a new worker cannot be read: it is loaded when it can."""
+        """Begin a new worker empty, because its values in Redis cannot be read, and retry the loading."""
         self.mirror.begin_epoch(worker, "")
         self._want_reload(worker, problem)
 
@@ -177,6 +200,7 @@ class MirrorSync:
             self._add(worker, place, hashes, is_news=False)
 
     def _add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64], *, is_news: bool = True) -> None:
+        """Add blocks to the mirror; count and log the blocks for which it has no room."""
         try:
             self.mirror.add(worker, place, hashes, is_news=is_news)
         except MirrorFull as error:
@@ -193,11 +217,12 @@ class MirrorSync:
         return worker in self._streams and worker not in self._led
 
     def refused(self, worker: WorkerKey) -> int:
-        """Blocks of its epoch that found no room in the mirror."""
-        known = self.mirror.worker(worker)
-        return 0 if known is None else known.refused_blocks
+        """Return how many blocks of the worker's epoch found no room in the mirror."""
+        slots = self.mirror.worker(worker)
+        return 0 if slots is None else slots.refused_blocks
 
     def lost_credit(self, worker: WorkerKey) -> str:
+        """Return why blocks of the worker earn no credit for lack of memory, or "" if none do."""
         refused = self.refused(worker)
         if not refused:
             return ""
@@ -207,11 +232,12 @@ class MirrorSync:
         )
 
     async def follow(self) -> None:
+        """Apply the entries of the logs to the mirror, until cancelled."""
         self._follows = True
         try:
             await self._apply_all()
         except Exception:
-            # Items were taken and not applied; until it runs again nothing of what the logs say is known here.
+            # Items were taken and not applied. Until `follow` runs again, no content of the logs is known here.
             self._follows = False
             for worker in self._streams:
                 self._want_reload(
@@ -240,7 +266,7 @@ class MirrorSync:
             try:
                 self._apply(item)
             except Exception:
-                # A defect of ours costs its worker a load, and no other anything.
+                # A bug in the router costs this worker a reload, and affects no other worker.
                 self._metrics.internal_errors.labels("mirror").inc()
                 log.exception("entry not applied", extra={"worker": item.worker})
                 self._want_reload(item.worker, "an internal error kept its changes from being applied")
@@ -265,46 +291,52 @@ class MirrorSync:
                 stream.log_heard(True)
 
     def _apply(self, entry: LogEntry) -> None:
+        """Apply a log entry to the mirror and to the worker's stream, unless the worker is about to be loaded again."""
         worker = entry.worker
         stream = self._streams.get(worker)
         if stream is None or worker in self._reloads:
             return
-        known = self.mirror.worker(worker)
-        if known is None or entry.opened_epoch or known.epoch != entry.epoch:
+        slots = self.mirror.worker(worker)
+        if slots is None or entry.opened_epoch or slots.epoch != entry.epoch:
             self.mirror.begin_epoch(worker, entry.epoch)
         self._change(worker, entry.changes)
         stream.take_entry(entry)
         stream.shown(entry.epoch, entry.last_seq)
 
     def _want_reload(self, worker: WorkerKey, reason: str) -> None:
-        """Have it loaded by `reload`. Until then its changes are not known here, so it earns no credit."""
+        """Have the worker loaded by `reload`. It earns no credit until then, as its changes are not known here."""
         if self._reads_log(worker):
             self._reloads[worker] = _Reloading(self._clock())
             self._streams[worker].image_lost(reason)
             self._reload_wanted.set()
 
     async def reload(self) -> None:
-        """Load the workers that have to be, beside the following: one that cannot be loaded keeps no other waiting."""
+        """Load the workers whose log cannot be continued, until cancelled.
+
+        This runs beside `follow`, so a worker that cannot be loaded delays no other.
+        """
         while True:
             now = self._clock()
-            # An image that nothing is added to would be old at once.
+            # While the logs are not read, an image would be outdated at once.
             if self._follows and self._follower.reading:
-                due = [worker for worker, one in self._reloads.items() if one.due_s <= now]
+                due = [worker for worker, reloading in self._reloads.items() if reloading.due_s <= now]
                 await asyncio.gather(*map(self._load_again, due))
                 pause_s = (
-                    min((one.due_s for one in self._reloads.values()), default=now + RELOAD_LAST_S) - self._clock()
+                    min((reloading.due_s for reloading in self._reloads.values()), default=now + RELOAD_LAST_S)
+                    - self._clock()
                 )
             else:
                 pause_s = SWEEP_INTERVAL_S
             self._reload_wanted.clear()
             if pause_s > 0:
-                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                # wait_for is no choice here: up to Python 3.11 it swallows a cancellation at the moment of the event.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(pause_s, RELOAD_LAST_S)):
                         await self._reload_wanted.wait()
 
     async def _load_again(self, worker: WorkerKey) -> None:
-        wanted, stream = self._reloads[worker], self._streams.get(worker)
+        """Try to load the worker from Redis and to follow its log; schedule another try after a failure."""
+        reloading, stream = self._reloads[worker], self._streams.get(worker)
         try:
             await self._follower.remove(worker)
             image = await self._store.load(worker)
@@ -312,17 +344,17 @@ class MirrorSync:
         except StoredValueError as error:
             problem = str(error)
         except StoreError as error:
-            wanted.put_off(self._clock())
-            if self._reloads.get(worker) is wanted:
+            reloading.put_off(self._clock())
+            if self._reloads.get(worker) is reloading:
                 self._lose_store([worker], str(error))
             return
-        # It may have been dropped, or registered again, meanwhile.
-        if stream is None or self._reloads.get(worker) is not wanted or self._streams.get(worker) is not stream:
+        # The worker may have been dropped, or registered again, meanwhile.
+        if stream is None or self._reloads.get(worker) is not reloading or self._streams.get(worker) is not stream:
             return
         if problem:
-            wanted.put_off(self._clock())
-            if wanted.reason != problem:
-                wanted.reason = problem
+            reloading.put_off(self._clock())
+            if reloading.reason != problem:
+                reloading.reason = problem
                 self._unreadable(stream, problem)
             with contextlib.suppress(StoreError):
                 await self._store.report_unreadable(worker, problem)
@@ -336,12 +368,16 @@ class MirrorSync:
         stream.image_lost(problem)
 
     async def sweep(self) -> None:
+        """Free the memory of ended epochs, until cancelled."""
         while True:
             await asyncio.sleep(0 if self.mirror.sweep() else SWEEP_INTERVAL_S)
 
 
 def in_turns(items: list[FollowerItem]) -> Iterator[FollowerItem]:
-    """Each worker's in its order, one of each worker in turn: a worker with many does not keep the others waiting."""
+    """Yield one item of each worker in turn, and each worker's items in their order.
+
+    A worker with many items therefore does not keep the others waiting.
+    """
     queues: dict[WorkerKey | None, deque[FollowerItem]] = {}
     for item in items:
         worker = item.worker if isinstance(item, LogEntry | Reload) else None

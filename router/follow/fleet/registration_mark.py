@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file beside a private store that says that workers are registered in it, so that a loss of the store's data is
-noticed.
+"""A file beside a private store, which marks that workers are registered in the store.
 
-Valkey loads an append-only file without its manifest, or with a FLUSHDB in it, as an empty store without any error.
+The mark reveals a loss of the store's data. Valkey loads an append-only file without its manifest, or with a FLUSHDB in
+it, as an empty store without any error.
 """
 
 from __future__ import annotations
@@ -19,22 +19,28 @@ FILE = "workers-registered"
 
 
 class RegistrationMark:
-    """The mark of one store. `problem` is not empty while the fleet is empty although it was not when the last router
-    ended.
+    """The mark of one store.
 
-    Invariant: the file exists while any worker is registered, and also after the store lost them."""
+    Invariant: the file exists while any worker is registered, and also after the store lost the registrations.
+    """
 
     def __init__(self, registry: WorkerRegistry, folder: Path | None) -> None:
-        """Read nothing yet. folder: the private store's; None: the store is shared, and other routers write back what
-        it loses."""
+        """Read nothing yet.
+
+        Args:
+            registry: The registered workers.
+            folder: The folder of the private store; None if the store is shared, where other routers write back lost
+                registrations.
+        """
         self._registry = registry
         self._path = None if folder is None else folder / FILE
         self._is_set = False
+        # Not empty while no worker is registered, although some were when the last router ended.
         self.problem = ""
         registry.subscribe(members=self._on_members)
 
     def compare(self) -> None:
-        """Judge the registry that the start loaded."""
+        """Set `problem` if the registry that was loaded at the start is empty and the mark exists."""
         if self._path is None or self._is_set or not self._path.exists():
             return
         self.problem = (
@@ -55,7 +61,7 @@ class RegistrationMark:
             else:
                 self._path.touch()
         except OSError as error:
-            # Continue without the mark: nothing depends on it but noticing a loss. The next change tries again.
+            # Continue without the mark, because it only serves to notice a loss. The next change tries again.
             log.warning("registrations not noted", extra={"file": self._path, "reason": str(error)})
             return
         self._is_set = not is_empty

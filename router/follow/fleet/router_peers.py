@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process among the router processes on one store: the heartbeats and claims that they tell each other in Redis,
-and which workers it should follow. What heartbeats mean is `membership.py`'s, the shares `assignment.py`'s."""
+"""This process among the router processes on one store.
+
+The processes exchange heartbeats and claims through Redis, and each derives which workers it should follow.
+`membership.py` judges the heartbeats, `assignment.py` computes the shares.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +32,20 @@ from kvrouter.router.index.store.store import IndexStore
 log = logging.getLogger("kvrouter.fleet")
 
 
-# Pause between two assignments of workers to routers. An assignment covers all workers, in some ten milliseconds for a
-# thousand, and all that come within a pause share one.
+# The pause between two assignments of workers to routers. An assignment covers all workers, in some ten milliseconds for
+# a thousand, and all workers that come within a pause share one.
 ASSIGNMENT_PAUSE_S = 0.25
 
 
 class Claims(msgspec.Struct, frozen=True):
-    """What one router process sees in its sources that are well: by the source's name, worker ids and ranks."""
+    """The workers that one router process sees in its sources, without the sources that cannot be read."""
 
+    # Worker ids and ranks by the source's name.
     workers: dict[str, list[tuple[str, int]]] = {}
 
 
 class RouterPeers:
-    """`token` names this process among the routers; ttl_s: the life of a lease."""
+    """The other router processes on the store, and this process's share of the workers."""
 
     def __init__(
         self,
@@ -56,7 +60,19 @@ class RouterPeers:
         ttl_s: float,
         settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """settings: those of this router that must be the same at all."""
+        """Begin without knowledge of other routers.
+
+        Args:
+            registry: The registered workers.
+            store: Exchanges heartbeats and claims.
+            held: The workers that this process follows.
+            contact: Learns whether the store answers.
+            metrics: Counts values that are no heartbeats or claims.
+            clock: Returns the time in seconds, monotonic.
+            token: Identifies this process among the routers.
+            ttl_s: The life of a lease.
+            settings: The settings of this router that must be the same at all routers.
+        """
         self._registry = registry
         self._store = store
         self._held = held
@@ -67,17 +83,18 @@ class RouterPeers:
         self._settings = dict(settings)
         self._membership = Membership(token, ttl_s=ttl_s)
         self._beats = 0
-        # Whether there is no other.
+        # Whether no other router counts.
         self._is_alone = True
-        # Counts what `is_mine` depends on.
+        # Counts the changes of everything on which `is_mine` depends.
         self._assignment = 0
-        # Whether others know of this process, and hand workers over to it.
+        # Whether a heartbeat was written, so that others know this process and hand workers over to it.
         self.attends = False
-        # The workers that this process should follow, as was found then, and whether that holds.
+        # The workers that this process should follow.
         self._mine: frozenset[WorkerKey] = frozenset()
+        # When `_mine` was computed, and whether it is still valid.
         self._mine_s = -math.inf
         self._mine_holds = False
-        # The workers that it will not follow, with the reasons; None when they have to be found again.
+        # The workers that this process will not follow, with the reasons; None if they must be determined again.
         self._refuses: dict[str, str] | None = None
         registry.subscribe(members=self._on_members)
 
@@ -88,7 +105,7 @@ class RouterPeers:
 
     @property
     def routers(self) -> int:
-        """Router processes that count as alive, this one included."""
+        """The number of router processes that count as alive, this one included."""
         return len(self._membership.routers)
 
     @property
@@ -97,7 +114,7 @@ class RouterPeers:
         return self._membership.heartbeats
 
     async def _living(self) -> frozenset[str]:
-        """Tokens of the routers that live, as far as is known; also of one that only just began."""
+        """Return the tokens of all routers that may live, including one that only just started."""
         beating = {token.decode("ascii", "replace") for token in await self._store.peers.heartbeats()}
         return self._membership.routers | {token for token in beating if not self._membership.is_gone(token)}
 
@@ -133,24 +150,25 @@ class RouterPeers:
         return self._refuses
 
     async def beat_always(self) -> None:
+        """Call `beat` every INTERVAL_S, until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
-            # Without the store nothing can be taken or handed over; its absence is judged below.
+            # Without the store no worker can be taken or handed over; `judge_followers` judges its absence.
             try:
                 await self.beat()
             except StoreError as error:
                 self._contact.failed(error)
 
     async def leave(self) -> None:
-        """Count among the routers no longer."""
+        """Remove this process's heartbeat, so that it no longer counts among the routers."""
         if self.attends:
             with contextlib.suppress(StoreError):
                 await self._store.peers.drop_heartbeats([self.token])
 
     async def judge_followers(self) -> None:
-        """Mark the workers whose followers are not heard, also while Redis answers nothing."""
+        """Mark the workers whose followers are not heard, even while Redis does not answer, until cancelled."""
         while True:
-            # Not here, where the last stream would be held until the next one is looked at.
+            # The judgement is a method of its own, because a loop variable here would keep the last stream alive.
             self._judge_followers()
             await asyncio.sleep(INTERVAL_S)
 
@@ -159,17 +177,19 @@ class RouterPeers:
         self._contact.judge(is_refused=bool(self._held.refused))
         silence = self._contact.silence
         if len(self._held.holdings) == len(self._registry.streams):
-            # All are followed here, as in a process that is alone.
+            # This process follows all workers, as a process without others does.
             return
         unheard = silence and f"{silence}: what the router that follows this worker learns is not known here"
         for stream in self._registry.streams.values():
             if stream.tag not in self._held.holdings:
-                heard = self._membership.follower_problem(stream.tag, now_s, stream.position)
-                stream.follower_heard(unheard or heard)
+                problem = self._membership.follower_problem(stream.tag, now_s, stream.position)
+                stream.follower_heard(unheard or problem)
 
     def is_mine(self, worker: WorkerKey) -> bool:
-        """Whether this process should follow the worker; of one that is new among several routers, known in a
-        moment."""
+        """Return whether this process should follow the worker.
+
+        With several routers, a new worker is assigned within ASSIGNMENT_PAUSE_S, and the answer is False until then.
+        """
         if self._is_alone:
             stream = self._registry.streams.get(worker)
             return stream is not None and not stream.refusal
@@ -178,7 +198,7 @@ class RouterPeers:
 
     @property
     def assignment(self) -> int:
-        """Changes before `is_mine` does."""
+        """A number that changes whenever an answer of `is_mine` may change."""
         if not self._is_alone:
             self._assign_if_due()
         return self._assignment
@@ -187,37 +207,43 @@ class RouterPeers:
         if self._mine_holds or self._clock() < self._mine_s + ASSIGNMENT_PAUSE_S:
             return
         refused: dict[WorkerKey, set[str]] = {}
-        for one in (*self._registry.streams, *self._registry.left_out):
-            tag = keys.worker_tag(one)
-            refused[one] = set(self._membership.refusals.get(tag, ()))
+        for worker in (*self._registry.streams, *self._registry.left_out):
+            tag = keys.worker_tag(worker)
+            refused[worker] = set(self._membership.refusals.get(tag, ()))
             if tag in self._own_refusals():
-                refused[one].add(self.token)
-        found = assign_workers(refused, self._membership.routers, refused)
-        self._mine = frozenset(worker for worker, router in found.items() if router == self.token)
+                refused[worker].add(self.token)
+        assigned = assign_workers(refused, self._membership.routers, refused)
+        self._mine = frozenset(worker for worker, router in assigned.items() if router == self.token)
         self._mine_s, self._mine_holds = self._clock(), True
         self._assignment += 1
 
     async def claim(self, claims: Claims) -> None:
-        """Tell the other routers what the sources of this one see."""
+        """Publish the workers that this router's sources see."""
         await self._store.peers.put_claim(self.token, msgspec.json.encode(claims))
 
     async def disclaim(self) -> None:
+        """Remove this router's claims."""
         await self._store.peers.drop_claims([self.token])
 
     async def claimed(self, source: str, *, own: bool = False) -> frozenset[tuple[str, int]]:
-        """Ids and ranks that living routers see in a source of this name; own: this process's word counts too."""
+        """Return the ids and ranks of the workers that living routers see in a source of this name.
+
+        Args:
+            source: The source's name.
+            own: Whether to include the claims of this process.
+        """
         living = await self._living()
-        found: set[tuple[str, int]] = set()
+        names: set[tuple[str, int]] = set()
         dead = []
         for token, raw in (await self._store.peers.claims()).items():
             if token not in living:
                 dead.append(token)
             elif own or token != self.token:
                 try:
-                    found.update(msgspec.json.decode(raw, type=Claims).workers.get(source, ()))
+                    names.update(msgspec.json.decode(raw, type=Claims).workers.get(source, ()))
                 except (msgspec.MsgspecError, ValueError) as error:
                     self._metrics.unreadable_values["claims"].inc()
                     log.warning("claims of another router not readable", extra={"router": token, "error": str(error)})
         if dead:
             await self._store.peers.drop_claims(dead)
-        return frozenset(found)
+        return frozenset(names)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether Redis is heard: the one judge of that in a process.
+"""The process's only judgement of whether Redis is heard.
 
-Two things show it. Every look at the routers' heartbeats is to be answered; and the logs of the workers that others
-follow can be read, each of them, as in a cluster some can be and some cannot.
+Redis is heard if it answers the looks at the routers' heartbeats, and if the log of each worker that others follow can
+be read. In a cluster, some logs may be readable while others are not.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ log = logging.getLogger("kvrouter.fleet")
 
 
 class StoreContact:
-    """`problem` says what is wrong; each change is logged once."""
+    """The contact with Redis. `judge` logs each change of it once."""
 
     def __init__(self, *, metrics: FleetMetrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._clock = clock
         self._answered_s = clock()
-        # Why the log of a worker cannot be followed, and since when there is one that cannot.
+        # For each worker whose log cannot be followed, the reason.
         self._unread: dict[WorkerKey, str] = {}
+        # Since when some log cannot be followed.
         self._unread_since_s = 0.0
         self._is_lost = False
-        # The error with which the server refused the last look; empty if it answered, or was silent.
+        # The error with which the server refused the last look, or "" if it answered or was silent.
         self._refusal = ""
 
     def answered(self) -> None:
-        """A look was answered."""
+        """Note that a look was answered."""
         self._answered_s, self._refusal = self._clock(), ""
 
     def failed(self, error: StoreError) -> None:
@@ -41,30 +42,30 @@ class StoreContact:
         self._refusal = refusal_text(error) if isinstance(error, ReplyError) else ""
 
     def lose_logs(self, workers: Iterable[WorkerKey], reason: str) -> None:
-        """The logs of these workers cannot be followed."""
+        """Note that the logs of these workers cannot be followed."""
         if not self._unread:
             self._unread_since_s = self._clock()
         self._unread |= dict.fromkeys(workers, reason)
 
     def regain_logs(self, workers: Iterable[WorkerKey]) -> None:
-        """The logs of these workers can be followed, or need not be."""
+        """Note that the logs of these workers can be followed, or need not be."""
         for worker in workers:
             self._unread.pop(worker, None)
 
     @property
     def _silent_s(self) -> float:
-        """How long no look was answered, 0 while that is not worth mentioning."""
+        """For how many seconds no look was answered, 0 up to HEARD_S."""
         silent_s = self._clock() - self._answered_s
         return silent_s if silent_s > HEARD_S else 0.0
 
     @property
     def lost_s(self) -> float:
-        """Age of what other routers said last while it cannot be heard, else 0."""
+        """The age in seconds of the last knowledge from other routers, 0 while Redis is heard."""
         return max(self._silent_s, self._clock() - self._unread_since_s if self._unread else 0.0)
 
     @property
     def silence(self) -> str | None:
-        """Return that no look is answered, or that all are refused; None while one is answered."""
+        """A sentence that Redis does not answer, or refuses the heartbeats; None while it answers."""
         if not (silent_s := self._silent_s):
             return None
         if self._refusal:
@@ -73,7 +74,7 @@ class StoreContact:
 
     @property
     def unread_problem(self) -> str | None:
-        """Why the log of some worker cannot be followed."""
+        """Why the log of some worker cannot be followed, None if all can be."""
         if not self._unread:
             return None
         reason = next(iter(self._unread.values()))
@@ -81,13 +82,17 @@ class StoreContact:
 
     @property
     def problem(self) -> str | None:
-        """Why what other routers learn is not known here."""
+        """Why the knowledge of other routers does not reach this process, None if it does."""
         if self._unread or (silence := self.silence) is None:
             return self.unread_problem
         return f"{silence}: what other routers learn is not known here, and the other way round"
 
     def judge(self, *, is_refused: bool = False) -> None:
-        """To be called now and then, as silence raises no event. is_refused: the store takes no commits."""
+        """Log and count a change of the contact. Call this periodically, because silence raises no event.
+
+        Args:
+            is_refused: Whether the store refuses this process's commits.
+        """
         problem = self.problem
         self._metrics.store_up.set(problem is None and not is_refused)
         if (problem is not None) is not self._is_lost:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which workers are registered, which stream follows each, and who wants to know of changes. The one place for that in
-a process; `fleet.py` alone changes it, and keeps it equal to the registry in Redis.
+"""The registered workers, their streams, and the subscribers to changes.
 
-Belongs to one asyncio loop. Subscribers are called at once, in the order of their subscription, and do not wait.
+A process has one registry, on one asyncio loop. Only `fleet.py` changes it, and keeps it equal to the registry in Redis.
+Subscribers are called at once, in the order of their subscription, and must not wait.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from kvrouter.router.model.workers.role import HandoverWay, Role
 
 
 class WorkerRegistry:
-    """`streams` has one stream for each registered worker, in the order of their registration; it is read-only."""
+    """The registered workers of a process.
+
+    Invariant: `streams` has one stream for each registered worker that is not left out, in the order of registration.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[WorkerKey, WorkerStream] = {}
+        # A read-only view of `_streams`.
         self.streams: Mapping[WorkerKey, WorkerStream] = MappingProxyType(self._streams)
-        # Registered workers that have no stream here, and why.
+        # The registered workers that have no stream here, with the reasons.
         self.left_out: Mapping[WorkerKey, str] = {}
-        # Entries of the registry in Redis that cannot be read.
+        # Why entries of the registry in Redis cannot be read, a sentence for each.
         self.problems: list[str] = []
         # Workers by id and rank, usually one for each, as models rarely share ids.
         self._by_id: dict[tuple[str, int], dict[WorkerKey, None]] = {}
@@ -38,7 +42,7 @@ class WorkerRegistry:
         self._life: dict[WorkerKey, int] = {}
         self._registrations: tuple[Registration, ...] | None = None
         self._prefill_workers: dict[str, frozenset[WorkerKey]] | None = None
-        # Looked into for each worker of each request.
+        # Cached, because it is read for each worker of each request.
         self._drained: frozenset[WorkerKey] | None = None
 
     def subscribe(
@@ -52,12 +56,12 @@ class WorkerRegistry:
         """Call these functions from now on.
 
         Args:
-            members: Called when a worker came, went, or its registration changed, with that worker, and with None when
-                others are left out than before.
-            view: Called with each new view of a worker, None when it went.
-            load: Called with the load that engines followed here report.
+            members: Called with a worker that was added, removed or registered differently, and with None when
+                `left_out` changed.
+            view: Called with each new view of a worker, and with None when the worker was removed.
+            load: Called with each load report of an engine that is followed here.
             life: Called before `view` when another process of a worker's engine may have begun, so that judgements of
-                the one before end.
+                the process before end.
         """
         self._members += [] if members is None else [members]
         self._views += [] if view is None else [view]
@@ -65,29 +69,29 @@ class WorkerRegistry:
         self._lives += [] if life is None else [life]
 
     def add(self, stream: WorkerStream) -> None:
-        """A worker came; `stream` is to follow it."""
+        """Add a worker with its stream."""
         self._streams[stream.worker] = stream
         self._by_id.setdefault(stream.worker[1:], {})[stream.worker] = None
         self._change_members(stream.worker)
 
     def update(self, registration: Registration) -> None:
-        """It is registered otherwise, in nothing that its stream depends on."""
+        """Take over a worker's registration that differs in nothing on which the stream depends."""
         self._streams[registration.worker].update(registration)
         self._change_members(registration.worker)
 
     def remove(self, worker: WorkerKey) -> WorkerStream:
-        """A worker went; returns its stream, which is to end now."""
+        """Remove a worker, and return its stream, which the caller must stop."""
         stream = self._streams.pop(worker)
-        alike = self._by_id[worker[1:]]
-        del alike[worker]
-        if not alike:
+        same_name = self._by_id[worker[1:]]
+        del same_name[worker]
+        if not same_name:
             del self._by_id[worker[1:]]
         self._change_members(worker)
         self._tell_view(worker, None)
         return stream
 
     def leave_out(self, reasons: Mapping[WorkerKey, str]) -> None:
-        """Of which registered workers there is no stream here, and why."""
+        """Set which registered workers have no stream here, and why."""
         if reasons != self.left_out:
             self.left_out = reasons
             self._change_members(None)
@@ -98,11 +102,12 @@ class WorkerRegistry:
             subscriber(worker)
 
     def view_changed(self, worker: WorkerKey) -> None:
-        """Said by its stream, also by one that is not added yet or was removed."""
+        """Pass on the view of a worker's stream, unless the worker is not added yet or was removed."""
         if (stream := self._streams.get(worker)) is not None:
             self._tell_view(worker, stream.view)
 
     def _tell_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
+        """Call the subscribers to lives, if the life changed, and to views."""
         if view is None:
             self._life.pop(worker, None)
         elif self._life.setdefault(worker, view.life) != view.life:
@@ -113,50 +118,53 @@ class WorkerRegistry:
             subscriber(worker, view)
 
     def engine_said(self, worker: WorkerKey, said: EngineLoad) -> None:
-        """Said by its stream."""
+        """Pass on a load report of a worker's engine."""
         for subscriber in self._loads:
             subscriber(worker, said)
 
     def registrations(self) -> Sequence[Registration]:
-        """The same object until one of them changes."""
+        """Return all registrations, as the same object until one of them changes."""
         if self._registrations is None:
             self._registrations = tuple(stream.registration for stream in self._streams.values())
         return self._registrations
 
     def workers_with(self, worker_id: str, dp_rank: int) -> list[WorkerKey]:
-        """Of all models, in the order of their registration."""
+        """Return the workers of all models with this id and rank, in the order of their registration."""
         return list(self._by_id.get((worker_id, dp_rank), ()))
 
     def models(self) -> list[str]:
+        """Return the models of all workers, sorted."""
         return sorted({worker.model for worker in self._streams})
 
     def prefill_workers(self, model: str) -> frozenset[WorkerKey]:
-        """Those that only compute prompts, for others."""
+        """Return the workers of a model that only compute prompts, for other workers."""
         if self._prefill_workers is None:
-            found: dict[str, set[WorkerKey]] = {}
-            for one in self.registrations():
-                if one.role is Role.PREFILL:
-                    found.setdefault(one.worker.model, set()).add(one.worker)
-            self._prefill_workers = {name: frozenset(workers) for name, workers in found.items()}
+            by_model: dict[str, set[WorkerKey]] = {}
+            for registration in self.registrations():
+                if registration.role is Role.PREFILL:
+                    by_model.setdefault(registration.worker.model, set()).add(registration.worker)
+            self._prefill_workers = {name: frozenset(workers) for name, workers in by_model.items()}
         return self._prefill_workers.get(model, frozenset())
 
     def is_draining(self, worker: WorkerKey) -> bool:
-        """Whether an operator has it drained."""
+        """Return whether an operator drains the worker."""
         stream = self._streams.get(worker)
         return stream is not None and stream.registration.draining
 
     def drains(self, worker: WorkerKey) -> bool:
-        """Whether it takes no new requests."""
+        """Return whether the worker takes no new requests, because an operator or its source drains it."""
         if self._drained is None:
-            self._drained = frozenset([one.worker for one in self.registrations() if one.drains])
+            self._drained = frozenset(
+                [registration.worker for registration in self.registrations() if registration.drains]
+            )
         return worker in self._drained
 
     def handover(self, worker: WorkerKey) -> HandoverWay:
-        """How it is handed a prompt."""
+        """Return how the worker is handed a prompt that another worker computed."""
         stream = self._streams.get(worker)
         return HandoverWay.KV_TRANSFER_PARAMS if stream is None else stream.registration.handover
 
     def given_id(self, worker: WorkerKey) -> str | int:
-        """Its id as registered, a number where it was one."""
+        """Return the worker's id as registered, as a number if it was one."""
         stream = self._streams.get(worker)
         return worker.worker_id if stream is None else stream.registration.given_id

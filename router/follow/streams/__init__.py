@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows one worker: its events, its lease, and whether its engine lives."""
+"""The following of one worker: its events, its lease, and the life of its engine."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker's stream learns, on its way into the store: when it is written, and what happens while the store is
-slow or away."""
+"""The path of one worker's changes into the store.
+
+This module decides when changes are written, and handles a store that is slow or away.
+"""
 
 from __future__ import annotations
 
@@ -29,38 +31,40 @@ log = logging.getLogger("kvrouter.stream")
 
 T = TypeVar("T")
 
-# Transitions that may wait for the store. With more, and the store slow, the socket is left unread (ZMQ buffers, and
-# later the publisher drops: a gap) for BACKPRESSURE_S; with the store away they are dropped, and all that is held is
-# written when it is back. They are one commit, so also what every other router applies at once: some milliseconds. With
-# a million, one worker that published as fast as it could held up everybody's answers for a second.
+# Transitions that may wait for the store. If more wait and the store is slow, the socket is left unread for
+# BACKPRESSURE_S (ZMQ buffers, and later the publisher drops, which is a gap). If more wait and the store is away, they
+# are dropped, and everything that the worker holds is written when the store is back. The waiting transitions become one
+# commit, which every other router applies at once, in some milliseconds. With a bound of a million, one worker that
+# published as fast as it could held up everybody's answers for a second.
 MAX_PENDING_BLOCKS = 65_536
 
-# How long the socket may be left unread, as meanwhile this process answers from what it read before.
+# How long the socket may be left unread. Meanwhile this process answers from older data.
 BACKPRESSURE_S = 1.0
 
-# How long one worker's items are taken in before everything else gets its turn.
+# How long one worker's items are applied before everything else gets its turn.
 TURN_S = 0.002
 
 # How long to wait for the last commit when a worker is given up; it takes some milliseconds. A store that hangs is not
 # waited for longer, because the operator who stops the router waits too.
 LAST_COMMIT_S = 1.0
 
-# A worker that changes nothing for about this time gets its checkpoint, so that whoever looks into Redis finds it whole.
-# Much sooner, one that changes something every few seconds would have all that it holds written as often.
+# A worker that changes nothing for about this time gets a checkpoint, so that a reader of Redis finds its state whole.
+# With a much shorter time, a worker that changes something every few seconds would have all of its blocks written as
+# often.
 QUIET_S = 60.0
 
 
 class CommitLoop:
-    """Commits of one worker, for as long as its record has a lead."""
+    """The commits of one worker, while this process leads the worker's mirror."""
 
     def __init__(self, record: WorkerRecord, lease: LeaseHolder, services: StreamServices) -> None:
         self._record = record
         self._lease = lease
         self._services = services
         self._tag = keys.worker_tag(record.registration.worker)
-        # The last commit that the store was sent, None once its outcome is known.
+        # The last commit that was sent to the store, None once its outcome is known.
         self.sending: PendingCommit | None = None
-        # Spread by half: a thousand workers may fall quiet at once.
+        # Varied by half to either side, because a thousand workers may fall quiet at once.
         self._quiet_s = QUIET_S * services.rng.uniform(0.5, 1.5)
         # The entries of the store's log after the checkpoint.
         self.tail = LogTail()
@@ -69,12 +73,12 @@ class CommitLoop:
 
     @property
     def unwritten_s(self) -> float:
-        """How long the oldest news has waited for the store."""
+        """The age in seconds of the oldest change that the store lacks, 0 if it lacks none."""
         return self._services.held.waits_s(self._tag, self._services.clock())
 
     @property
     def unwritten_blocks(self) -> int:
-        """Transitions that wait for the store."""
+        """The number of transitions that wait for the store."""
         return 0 if self._record.lead is None else self._record.lead.backlog.blocks
 
     @property
@@ -83,39 +87,42 @@ class CommitLoop:
         return self._record.lead
 
     def begin_lead(self) -> None:
-        """What the other processes know of the state is not known."""
+        """Forget which state was written last, because another process may have written since."""
         self._written_state = {}
 
     def end_lead(self) -> None:
-        """Another process writes from now on."""
+        """Forget the waiting time and the log's tail, because another process writes from now on."""
         self._services.held.unwritten_since_s.pop(self._tag, None)
         self.tail.clear()
 
     def rewrite(self) -> None:
-        """Have the whole epoch written when the store is there."""
+        """Drop the waiting changes and have everything that the worker holds written as a new epoch."""
         self._services.metrics.rewrites(self._record.registration.worker).inc()
         self._lead.backlog.overflow()
 
     def wake(self) -> None:
-        """Have written what the store lacks, if it lacks anything."""
+        """Schedule a write if the store lacks anything."""
         lead = self._record.lead
         waits = lead is not None and not lead.backlog.is_empty
         if waits or self._state_fields() != self._written_state:
             self._record.have_written()
 
     def _state_fields(self) -> dict[str, bytes]:
-        """Return the state as other processes are to show it, with the number of the lease that it belongs to."""
+        """Return the state that other processes should show, with the number of the lease that it belongs to."""
         return self._record.state_fields() | {META_STATE_LEASE: b"%d" % self._lease.number}
 
     async def take_in(self, items: Sequence[T], apply: Callable[[T, float], None]) -> None:
-        """Apply the items in turns, show what they say after each, and wait for the store if it lacks too much.
+        """Apply the items in turns, publish their effect after each turn, and wait for the store if it lacks too much.
 
-        apply: called with each item and the time at which all were received."""
+        Args:
+            items: Items of the worker's stream, all received now.
+            apply: Called with each item and the time at which the items were received.
+        """
         record, clock = self._record, self._services.clock
         received_s = record.shown.received_s = clock()
         left = deque(items)
         unapplied_since_s = self._services.held.unapplied_since_s
-        # A busy process applies late what it has received, and vouches for no more than it has applied.
+        # A busy process applies items some time after it received them, and vouches only for what it has applied.
         unapplied_since_s[self._tag] = received_s
         try:
             await self._take_in_turns(left, received_s, apply)
@@ -140,6 +147,7 @@ class CommitLoop:
             await self._wait_for_store()
 
     async def _wait_for_store(self) -> None:
+        """Wait while the backlog is full; rewrite the epoch if the store is away or takes longer than BACKPRESSURE_S."""
         record, backlog = self._record, self._lead.backlog
         give_up_s = self._services.clock() + BACKPRESSURE_S
         while backlog.is_full:
@@ -152,6 +160,7 @@ class CommitLoop:
                     await record.drained.wait()
 
     async def run(self) -> None:
+        """Write to the store whatever it lacks, until cancelled. Raises LeaseLost."""
         dirty, clock, unwritten = self._record.dirty, self._services.clock, self._services.held.unwritten_since_s
         while True:
             if not await self._hears_news():
@@ -168,7 +177,7 @@ class CommitLoop:
                 unwritten.pop(self._tag, None)
 
     async def _hears_news(self) -> bool:
-        """Wait for what is to be written; False: there was nothing for so long that a checkpoint is due."""
+        """Wait for something to write; return False if nothing came for so long that a checkpoint is due."""
         dirty = self._record.dirty
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._quiet_s if self.tail.blocks else None):
@@ -176,7 +185,10 @@ class CommitLoop:
         return dirty.is_set()
 
     async def write_rest(self) -> None:
-        """What the store lacks of a worker that is given up: whoever is next may have no replay to learn it from."""
+        """Try to write the remaining changes of a worker that this process gives up.
+
+        The next follower may have no replay to learn it from. A failure is logged.
+        """
         if self._lease.away or not self._lease.held:
             return
         try:
@@ -189,7 +201,7 @@ class CommitLoop:
             log.warning("last commit not written", extra={"worker": worker, "reason": str(error) or "Redis hangs"})
 
     async def _write(self) -> None:
-        """Have in the store all that it lacks now."""
+        """Write everything that the store lacks now, and a checkpoint if the log after the last one is long."""
         flush, state = self._next_commit(), self._state_fields()
         self._measure_tail(flush, noted=state != self._written_state)
         residents = self._residents() if self.tail.is_long(self._record.ingest.held.blocks.blocks) else None
@@ -206,6 +218,12 @@ class CommitLoop:
         await self._write_checkpoint(residents)
 
     def _measure_tail(self, flush: PendingCommit | None, *, noted: bool) -> None:
+        """Count the log entry that the next write adds.
+
+        Args:
+            flush: The next commit; None if there is none.
+            noted: Whether the state changed, which takes an entry even without a commit.
+        """
         if flush is None:
             if noted:
                 self.tail.add(())
@@ -216,7 +234,7 @@ class CommitLoop:
             self.tail.add(flush.changes)
 
     def _residents(self) -> dict[Place, Hashes] | None:
-        """What the store will hold when it has the commit that was taken last."""
+        """Return the blocks that the store will hold once it has the last taken commit, or None if that is not known."""
         held = self._record.ingest.held
         return None if held.seq is None else self._lead.residents(held)
 
@@ -226,10 +244,11 @@ class CommitLoop:
             self.tail.clear()
 
     def _next_commit(self) -> PendingCommit | None:
+        """Take the next commit from the backlog, or None if the store lacks no blocks."""
         record = self._record
         flush = self._lead.take(record.ingest.held)
         if flush is not None and flush.epoch != record.shown.epoch:
-            # Rewritten: the same residency under another name.
+            # The epoch was rewritten: the same residency has another epoch's name now.
             record.shown.advance(flush.epoch, record.shown.seq)
             record.refresh()
         return flush

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's /metrics says of the CPU tier of its offload tier (`engine_patch/offload/metrics.py`). Pure.
+"""Problems of the CPU part of an engine's offload tier, read from its /metrics (`engine_patch/offload/metrics.py`). Pure.
 
-A cache that is full is no fault: it evicts. One that can evict nothing is: what the GPU evicts then is lost.
+A full cache is no fault, because it evicts. A full cache that can evict nothing is one: blocks that the GPU evicts then
+are lost.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ _LINES = offload_lines(b"", USAGE, REFUSED)
 
 
 class CpuTier(msgspec.Struct, frozen=True):
-    """usage: fraction of its slots that hold a chunk. refused: stores for which no slot could be freed, since the
-    engine started."""
+    """The CPU tier as the engine's metrics describe it."""
 
+    # The fraction of the slots that hold a chunk, 0 to 1.
     usage: float = 0.0
+    # The number of stores for which no slot could be freed, since the engine started.
     refused: int = 0
 
 
 def parse_cpu_tier(page: bytes, dp_rank: int) -> CpuTier | None:
-    """Of the core with this rank; None where the page says nothing of a CPU tier. See `parse_engine_load`."""
+    """Return the CPU tier of the core with this rank, or None if the page describes none.
+
+    The rank is matched as in `offload_values`.
+    """
     core = offload_values(_LINES, page, dp_rank)
     if core is None:
         return None
@@ -34,18 +39,19 @@ def parse_cpu_tier(page: bytes, dp_rank: int) -> CpuTier | None:
 
 
 class CpuTierWatch:
-    """One engine's CPU tier. Times: seconds, monotonic."""
+    """One engine's CPU tier over time. Times are seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self.tier = CpuTier()
         self._rise = Rise()
 
     def observe(self, tier: CpuTier, now: float) -> None:
+        """Take the latest reading."""
         self._rise.observe(tier.refused, now)
         self.tier = tier
 
     def problem(self, now: float) -> str:
-        """Empty while no store was refused of late."""
+        """Return the problem as a sentence, or "" if no store was refused recently."""
         if not self._rise.is_recent(now):
             return ""
         return (

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's /metrics says of the disk below its offload tier (`engine_patch/offload/metrics.py`). Pure.
+"""Problems of the disk below an engine's offload tier, read from its /metrics (`engine_patch/offload/metrics.py`). Pure.
 
-Nothing damaged is ever loaded, so credit stays as it is: the disk is what needs somebody."""
+The engine never loads damaged data, so a bad disk does not change the worker's credit: it only needs an operator.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +17,19 @@ _LINES = offload_lines(b"disk_", CORRUPT, OFF)
 
 
 class DiskSigns(msgspec.Struct, frozen=True):
-    """corrupt: records that were not what had been written, since the engine started. off: the disk is left alone."""
+    """The disk as the engine's metrics describe it."""
 
+    # The number of records that differed from what had been written, since the engine started.
     corrupt: int = 0
+    # Whether the engine no longer uses the disk.
     off: bool = False
 
 
 def parse_disk(page: bytes, dp_rank: int) -> DiskSigns | None:
-    """Of the core with this rank; None where the page says nothing of a disk. See `parse_engine_load`."""
+    """Return the disk signs of the core with this rank, or None if the page describes no disk.
+
+    The rank is matched as in `offload_values`.
+    """
     core = offload_values(_LINES, page, dp_rank)
     if core is None:
         return None
@@ -31,18 +37,19 @@ def parse_disk(page: bytes, dp_rank: int) -> DiskSigns | None:
 
 
 class DiskWatch:
-    """One engine's disk. Times: seconds, monotonic."""
+    """One engine's disk over time. Times are seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self.signs = DiskSigns()
         self._rise = Rise()
 
     def observe(self, signs: DiskSigns, now: float) -> None:
+        """Take the latest reading."""
         self._rise.observe(signs.corrupt, now)
         self.signs = signs
 
     def problem(self, now: float) -> str:
-        """What is wrong with the disk; empty when nothing was of late."""
+        """Return the problem of the disk as a sentence, or "" if there was none recently."""
         problems = []
         if self._rise.is_recent(now):
             problems.append(

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distinguishes the successive processes of a worker's engine, for everything that must end with one (ADR 22). Pure.
+"""The successive processes of a worker's engine, for everything that must end with a process (ADR 22). Pure.
 
-If this router follows the worker, its own streams and polls show another life. If another router does, the state that
-it writes shows it: the start time of the engine's process, or the epoch if the engine gives no start time.
+If this router follows the worker, its own streams and polls show that another process has begun. If another router
+follows it, the state that this other router writes shows it: by the start time of the engine's process, or by the epoch
+if the engine gives no start time.
 """
 
 from __future__ import annotations
 
 
 class EngineLives:
-    """A count of lives. Invariant: `number` grows whenever another process may have begun; growth alone proves no
-    restart."""
+    """A count of an engine's lives, each being one process.
+
+    Invariant: `number` grows whenever another process may have begun. Growth alone proves no restart.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -20,12 +23,12 @@ class EngineLives:
         self._is_down = False
 
     def observe(self, *, start_s: float | None, epoch: str | None, voids: int, is_down: bool) -> None:
-        """Take the present signs of a restart.
+        """Compare the present signs of a restart with the previous ones.
 
         Args:
             start_s: When the engine's process started, None if it is unknown.
             epoch: The epoch that another router writes, None while this one follows the worker.
-            voids: How often this router's own ingest forgot what it had learned.
+            voids: How often this router's own ingest has forgotten what it had learned of an engine.
             is_down: Whether the engine is gone.
         """
         begun = voids > self._voids or (is_down and not self._is_down)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks one engine over HTTP, again and again, whether it lives, since when, and what load it has. The async shell
-around `engine_liveness.py` and `load/engine_metrics.py`."""
+"""The HTTP polls of one engine: whether it lives, when its process started, and its load.
+
+This is the async shell around `engine_liveness.py` and `model/engines/engine_metrics.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +29,32 @@ from kvrouter.router.model.upstream.engine_client import EngineClient
 from kvrouter.router.model.upstream.failure import Failure
 from kvrouter.router.model.upstream.origin import Target, target_of
 
-# Every second poll requests /metrics too: some 100 kB, with the start time and the load of the engine; only its health
-# path says whether its core lives. The load of what the router itself sent is known without a poll.
+# Every second poll also requests /metrics, a page of some 100 kB with the start time and the load of the engine. Only
+# the health path shows whether the engine's core lives. The load that the router itself caused is known without a poll.
 METRICS_EVERY = 2
 METRICS_PATH = "/metrics"
-# A busy engine answers its /health within a second; what takes longer counts as a miss.
+# A busy engine answers its /health within a second; a slower answer counts as a miss.
 TIMEOUT_S = 2.0
-# A deadline that is noticed so much later says that this process stood still, not that the engine did.
+# If a deadline is noticed later than this, this process stood still, and the engine may be well.
 STALL_S = 0.1
-# Engines of one router that are polled at the same moment: of a thousand at once, each would wait for all. 128 answers
+# How many engines one router polls at the same moment. If a thousand ran at once, each would wait for all. 128 answers
 # take this process less than STALL_S; with a lower limit, engines that hang would hold up the others.
 POLLS_AT_ONCE = 128
-# The share of the interval by which polls vary to either side, so that many engines registered at once are not polled
-# at once for ever.
+# The share of the interval by which polls vary to either side, so that engines that were registered at once are not
+# polled at once forever.
 JITTER = 0.2
-# Some hundred series for each of some hundred LoRA adapters.
+# Enough for some hundred series for each of some hundred LoRA adapters.
 MAX_METRICS_BYTES = 8 * 1024**2
-# vLLM's /health answers 503 when its engine core is gone; below 500 somebody lives, whatever it thinks of the path.
+# vLLM's /health answers 503 when its engine core is gone. An answer below 500 comes from a live server, even if it does
+# not know the path.
 FIRST_ERROR_STATUS = 500
 
 
 class EnginePoller:
-    """The polls of one worker's engine while its stream is followed. The answers go to the worker's record; if another
-    life may have begun, the stream is read again."""
+    """The polls of one worker's engine while this process follows its stream.
+
+    The answers go to the worker's record. If another life of the engine may have begun, the stream is read again.
+    """
 
     def __init__(
         self,
@@ -58,7 +63,14 @@ class EnginePoller:
         services: StreamServices,
         engine_load: Callable[[EngineLoad], None],
     ) -> None:
-        """engine_load: called with the numbers of the engine's core with this rank."""
+        """Begin without polling.
+
+        Args:
+            record: The worker's record, which takes the answers.
+            commits: Writes changes of the worker's state to the store.
+            services: The services that all streams of the process share.
+            engine_load: Called with the load of the engine core that has the worker's rank.
+        """
         self._record = record
         self._commits = commits
         self._services = services
@@ -67,29 +79,30 @@ class EnginePoller:
         self._target: Target | None = None
         # Set by `ask_now` and at the end of a pause.
         self._due = asyncio.Event()
+        # Whether the next poll must request the engine's start time.
         self._wants_start = False
-        # Reads the current stream again; None without one.
+        # Has the followed stream read again, for the given reason; None while no stream is followed.
         self.expire: Callable[[str], None] | None = None
 
     def move(self, url: str) -> None:
-        """Polls the engine there from now on."""
+        """Poll the engine at this URL from now on."""
         self._url = url.rstrip("/")
         self._target = target_of(url)
         self.ask_now()
 
     def ask_now(self) -> None:
-        """Since when it lives is wanted at once: its stream was connected again."""
+        """Poll at once for the engine's start time, because its stream was connected again."""
         self._wants_start = True
         self._due.set()
 
     def judge_ranks(self) -> None:
-        """Take what is known now of the ranks that its events may name."""
+        """Apply the present knowledge of the ranks that the worker's events may name."""
         if self._record.ingest.allow_ranks(self._record.allowed_ranks()) and self.expire is not None:
             self.expire("batches of its own rank were left out before the engine named its ranks")
         self._record.refresh()
 
     async def run(self) -> None:
-        """Ends only where the engine cannot be polled, or by cancellation."""
+        """Poll until cancelled; return at once if the engine cannot be polled."""
         facts, services = self._record.facts, self._services
         url, interval_s = self._record.registration.url, services.config.health_interval_s
         if url is None or services.http is None or not interval_s:
@@ -107,12 +120,12 @@ class EnginePoller:
                 sign = await self._ask(services.http, self._record.profile.engine.health_path)
                 asked_s = services.clock()
                 if with_start and isinstance(sign, Pulse):
-                    # Answered also while the core behind the HTTP is gone: no sign of life by itself.
-                    said = await self._ask(services.http, METRICS_PATH)
-                    sign = said if isinstance(said, Pulse) else sign
-            for found in () if sign is None else facts.vitals.observe(sign, asked_s):
-                self._take(found)
-            # Not asyncio.timeout, which ends every pause with two exceptions.
+                    # This is no sign of life by itself, as /metrics is answered even while the engine core is gone.
+                    metrics_sign = await self._ask(services.http, METRICS_PATH)
+                    sign = metrics_sign if isinstance(metrics_sign, Pulse) else sign
+            for vital_sign in () if sign is None else facts.vitals.observe(sign, asked_s):
+                self._take(vital_sign)
+            # Not asyncio.timeout, because it would end every pause with two exceptions.
             pause_s = interval_s * services.rng.uniform(1 - JITTER, 1 + JITTER)
             timer = asyncio.get_running_loop().call_later(pause_s, self._due.set)
             try:
@@ -121,6 +134,7 @@ class EnginePoller:
                 timer.cancel()
 
     def _take(self, sign: VitalSign) -> None:
+        """Apply a change of the engine's life to the record, and read the stream again if another life may have begun."""
         ingest = self._record.ingest
         ingest.on_liveness(sign)
         if isinstance(sign, EngineLost):
@@ -132,7 +146,7 @@ class EnginePoller:
         self._record.have_written()
 
     async def _ask(self, http: EngineClient, path: str) -> Pulse | NoPulse | None:
-        """None: the router was too slow to know."""
+        """Request the path and return the sign of life, or None if this process was too slow to judge."""
         assert self._target is not None
         due_s = self._services.clock() + TIMEOUT_S
         try:
@@ -143,7 +157,7 @@ class EnginePoller:
                 return None
             return NoPulse(f"{self._url} did not answer in {TIMEOUT_S:g} s")
         except Failure as failure:
-            # Raised from what the operating system said of the connection.
+            # The cause is the operating system's error.
             gone = isinstance(failure.__cause__, ConnectionRefusedError)
             return NoPulse(f"{self._url} did not answer: {failure.text}", gone)
         if status >= FIRST_ERROR_STATUS:
@@ -151,14 +165,15 @@ class EnginePoller:
         return self._pulse(body) if path == METRICS_PATH and status == HTTPStatus.OK else Pulse()
 
     def _pulse(self, page: bytes) -> Pulse:
+        """Take the facts of a metrics page, and return the sign of life in it."""
         facts, dp_rank = self._record.facts, self._record.registration.worker.dp_rank
         engine = self._record.profile.engine
         gauges, life = engine.gauges, engine_life(page, engine.gauges)
         if life is not None and facts.vitals.start_s not in (None, life):
-            # The page is of another process than the last one.
+            # The page comes from another process than the previous page.
             facts.forget_process()
-        if (said := parse_engine_load(page, dp_rank, gauges)) is not None:
-            self._engine_load(said)
+        if (load := parse_engine_load(page, dp_rank, gauges)) is not None:
+            self._engine_load(load)
         if (ranks := engine_ranks(page, gauges)) and ranks != facts.engine_ranks:
             facts.engine_ranks = ranks
             self.judge_ranks()

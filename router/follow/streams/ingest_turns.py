@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The time that the streams of one router may take together before everything else gets its turn."""
+"""The bound on the time that all streams of one router together take before everything else gets its turn."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 
-# Of one pass of the event loop. Answers wait for no longer than this and one stream's own turn, however many workers
-# have news at once.
+# The bound in one pass of the event loop. Answers wait at most this long plus one stream's own turn, however many
+# workers have news at once.
 PASS_S = 0.004
 
 
 class IngestTurns:
-    """Belongs to one event loop. A stream waits for its turn, takes items in, and says how long that took."""
+    """The turns of all streams on one event loop.
+
+    A stream waits for its turn, applies items, and reports how long that took.
+    """
 
     def __init__(self) -> None:
         self._spent_s = 0.0
@@ -20,7 +23,7 @@ class IngestTurns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
-        """Until there is time left, in the order of asking."""
+        """Wait until there is time left, in the order of the calls."""
         while self._waiting or self._spent_s >= PASS_S:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -33,6 +36,7 @@ class IngestTurns:
                 raise
 
     def spend(self, took_s: float) -> None:
+        """Report that a turn took this many seconds."""
         self._spent_s += took_s
         if self._spent_s < PASS_S:
             self._wake()

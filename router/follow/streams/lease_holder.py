@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's lease as this process has it, and the commits made under it.
+"""One worker's lease in this process, and the commits made under it.
 
-A commit counts only under the lease that the store has now, so a process that stood still while another took the worker
-changes nothing when it goes on. A lease that the store lost is taken again in place when nobody had it since and nothing
-else was lost; else HoldLost, and whoever follows the worker begins again.
+A commit counts only under the lease that the store has now. A process that stood still while another process took the
+worker therefore changes nothing when it continues. If the store lost the lease, it is taken again in place, provided
+that no other process had it since and nothing else was lost. Otherwise LeaseLost is raised, and the worker's follower
+begins again.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from kvrouter.router.index.store.store import IndexStore
 
 log = logging.getLogger("kvrouter.hold")
 
-# Pause between tries while the store does not answer: doubled from the first to the last.
+# The pause between tries while the store does not answer, doubled from the first to the last.
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 1.0
 
 ELSEWHERE = "another router process follows this worker; its answers are shown as they come from Redis"
 
+# The (epoch, seq) of the last commit.
 Written = tuple[str | None, int | None]
 
 
 class LeaseLost(Exception):
-    """This process must not commit for the worker as it stands: the lease or the continuity with Redis is lost."""
+    """The loss of the lease or of the continuity with Redis: this process must not go on committing for the worker."""
 
 
 class HandedOver(LeaseLost):
-    """Another process should follow the worker, and can."""
+    """The planned loss of a lease, because another process should follow the worker and can."""
 
 
 def _never() -> bool:
@@ -49,9 +51,11 @@ def _never() -> bool:
 
 
 class LeaseHolder:
-    """The lease on one worker. Belongs to one event loop; `keep` and `write` run beside each other.
+    """The lease on one worker, for one event loop. `keep` and `write` may run concurrently.
 
-    More than 15 attributes: what was written is judged in every reply, under the lease that it was written under."""
+    The holder keeps both the lease and the position of the last write, because every reply of the store is judged by
+    both.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,19 @@ class LeaseHolder:
         mine: Callable[[], bool],
         changed: Callable[[str | None], None],
     ) -> None:
-        """mine: whether this process should follow the worker. changed: called with `problem` when it did."""
+        """Begin without a lease.
+
+        Args:
+            worker: The worker.
+            store: Reads and writes the index in Redis.
+            rounds: Renews the leases of the process.
+            held: Shows the lease to the heartbeat.
+            token: Identifies the process in leases.
+            ttl_s: How long a process's lease lasts without renewal.
+            metrics: Counts commits and lost leases.
+            mine: Returns whether this process should follow the worker.
+            changed: Called with `problem` when it appeared or ended, and when the lease was taken again.
+        """
         self._worker = worker
         self._store = store
         self._rounds = rounds
@@ -79,25 +95,27 @@ class LeaseHolder:
         self._mine = mine
         self._changed = changed
         self._lease: Lease | None = None
-        # The highest number that this process had; what the store has as far as we wrote it; what it may have instead,
-        # because the connection was lost in the middle.
+        # The highest lease number that this process had.
         self._number = 0
-        # Whether another process had the lease before our last number.
+        # Whether another process had the lease just before this process's last number.
         self._interrupted = False
+        # The last position that this process wrote and the store confirmed.
         self._written: Written = (None, None)
+        # The position that the store may have instead, because the connection was lost during the write.
         self._unsure: Written | None = None
-        # A write and a renewal would each see what the other half did.
+        # Serializes writes and checks of the lease, which would otherwise see each other half done.
         self._lock = asyncio.Lock()
-        # Set when a round finds something to do: the worker should change hands, or its lease is in doubt.
+        # Wakes `take` and `keep`: the worker should change hands, or its lease is in doubt.
         self._called = asyncio.Event()
         self._movable: Callable[[], bool] = _never
-        # `meta` as a look saw it last, and what was written then.
+        # The last fields of `meta` that were judged to be right, with the position and entry written at that time.
         self._confirmed: tuple[Written, int, list[bytes | None]] | None = None
-        # Why nothing can be written now, None while it can.
+        # Why the store takes no writes now, None while it takes them.
         self.problem: str | None = None
 
     @property
     def held(self) -> bool:
+        """Whether this process has the lease."""
         return self._lease is not None
 
     @property
@@ -107,11 +125,11 @@ class LeaseHolder:
 
     @property
     def away(self) -> bool:
-        """The store took nothing at the last try."""
+        """Whether the last try to reach the store, or to write to it, failed."""
         return self.problem is not None
 
     async def take(self) -> bool:
-        """Wait for the lease. True: nobody else had it since this process did, as far as the store knows."""
+        """Wait for the lease; return whether no other process had it since this one did, as far as the store knows."""
         self._rounds.join(self)
         try:
             lease, head = await self._take()
@@ -125,16 +143,20 @@ class LeaseHolder:
         return alone
 
     async def _stored(self, head: Head) -> Written:
-        """What the store has. head: before the lease was taken, which may have mended it."""
+        """Return the (epoch, seq) that the store has.
+
+        Args:
+            head: The head of `meta` before the lease was taken. Taking the lease may have mended an unreadable head.
+        """
         return head.written if head.problem is None else await self._store.committed(self._worker)
 
     @property
     def number(self) -> int:
-        """Return the number of this process's lease, or of the last one that it had; 0: it never had one."""
+        """The number of this process's lease, or of its last one; 0 if it never had one."""
         return self._number
 
     def _have(self, lease: Lease, head: Head) -> None:
-        """Note that this process has `lease` now. head: the head of `meta` before it."""
+        """Note that this process has `lease` now. `head` is the head of `meta` before the lease was taken."""
         self._lease, self._number = lease, lease.number
         self._held.holdings[self._tag] = Holding(lease.number, head.commits)
 
@@ -145,7 +167,7 @@ class LeaseHolder:
         self._held.refused.discard(self._tag)
 
     def _count_entry(self) -> bool:
-        """Note that the last log entry written is in the store. Return whether the earlier ones are there too."""
+        """Note that the last written log entry is in the store; return whether the earlier entries are there too."""
         holding = self._held.holdings.get(self._tag)
         if holding is None:
             return True
@@ -153,10 +175,11 @@ class LeaseHolder:
         return holding.commits > before
 
     def _wrote(self, written: Written) -> None:
-        """What the store has is known."""
+        """Note the (epoch, seq) that the store is known to have."""
         self._written, self._unsure = written, None
 
     async def _take(self) -> tuple[Lease, Head]:
+        """Try until the lease is taken; return it with the head of `meta` before it."""
         await self._rounds.begun.wait()
         while True:
             if not self._mine():
@@ -169,11 +192,11 @@ class LeaseHolder:
 
     @property
     def written(self) -> Written:
-        """(epoch, seq) that the store has."""
+        """The (epoch, seq) that the store has."""
         return self._written
 
     async def release(self) -> None:
-        """Give the lease back; without the store it ends by itself."""
+        """Give the lease back; if the store does not answer, the lease ends by itself."""
         lease = self._lease
         if lease is None:
             return
@@ -184,12 +207,16 @@ class LeaseHolder:
             log.warning("lease not released", extra={"worker": self._worker, "reason": str(error)})
 
     async def forget(self) -> None:
-        """Unlink all that the index holds of the worker, unless another process has it: its registration is gone."""
+        """Delete the index of a worker that is no longer registered, unless another process has its lease."""
         self._end()
         await self._store.forget(self._worker, self._token)
 
     async def keep(self, movable: Callable[[], bool]) -> None:
-        """Returns when the hold is lost, by raising. movable: hand the worker over when it should be another process's."""
+        """Watch over the lease until it is lost, then raise LeaseLost, or HandedOver if another process should follow.
+
+        Args:
+            movable: Returns whether the worker may be handed over now.
+        """
         self._movable = movable
         self._called.clear()
         self._rounds.join(self)
@@ -197,7 +224,7 @@ class LeaseHolder:
             await self._keep()
         finally:
             self._rounds.leave(self)
-            # It refers to whoever has this holder.
+            # The callback refers to the owner of this holder, and would keep it alive.
             self._movable = _never
 
     async def _keep(self) -> None:
@@ -217,28 +244,32 @@ class LeaseHolder:
         return not self._mine() and self._movable()
 
     def look(self) -> bool:
-        """See RoundMember."""
+        """Wake `take` or `keep` if the worker should change hands; return True if only a new assignment changes that."""
         mine = self._mine()
         if mine if self._lease is None else not mine and self._movable():
             self._called.set()
-        # One that another process should follow may become movable.
+        # Keep looking at a held worker that another process should follow, because it may become movable.
         return mine or self._lease is None
 
     def offer(self) -> tuple[Lease, LeaseLook] | None:
-        """See RoundMember."""
+        """Return the lease and the request that reads it from the store, or None without a lease."""
         return None if self._lease is None else (self._lease, self._store_look)
 
     def take_reply(self, lease: Lease, holder: bytes | None, fields: list[bytes | None]) -> None:
-        """See RoundMember. A write that ended meanwhile may make the reply look wrong, which costs a request."""
+        """Wake `keep` unless the reply confirms the lease and the last write.
+
+        A write that ended meanwhile may make the reply look wrong, which costs one request.
+        """
         if lease is self._lease and not (holder == lease.value and self._is_confirmed(fields)):
             self._called.set()
 
     def doubt(self, lease: Lease) -> None:
-        """See RoundMember."""
+        """Wake `keep` to confirm the lease by a request of its own."""
         if lease is self._lease:
             self._called.set()
 
     def _is_confirmed(self, fields: list[bytes | None]) -> bool:
+        """Return whether these fields of `meta` agree with the last write of this process."""
         confirmed = (self._written, self._entries, fields)
         if self._confirmed == confirmed:
             return True
@@ -249,7 +280,7 @@ class LeaseHolder:
         return True
 
     def take_failure(self, lease: Lease, reason: str) -> None:
-        """See RoundMember."""
+        """Note that the store could not be reached."""
         if lease is self._lease:
             self._say_unheard(reason)
 
@@ -259,6 +290,7 @@ class LeaseHolder:
         self._say(reason)
 
     async def _confirm(self) -> None:
+        """Check the lease and the last write in the store. Raises LeaseLost and StoreError."""
         assert self._lease is not None
         head = await self._store.leases.confirm(self._worker, self._lease)
         if head is None:
@@ -270,16 +302,19 @@ class LeaseHolder:
 
     @property
     def _entries(self) -> int:
-        """The number of the last log entry that the store had: with less, it lost a note, which has no seq."""
+        """The number of the last log entry that the store had.
+
+        The (epoch, seq) alone does not show the loss of a note, because a note has no seq.
+        """
         holding = self._held.holdings.get(self._tag)
         return 0 if holding is None else holding.commits
 
     def _is_ours(self, stored: Written) -> bool:
-        """Whether the store is where this process left it."""
+        """Return whether this (epoch, seq) of the store is that of the last write of this process."""
         return stored in (self._written, self._unsure)
 
     async def _regain(self) -> None:
-        """Take the lease again that the store lost, if nobody had it since and the store is where we left it."""
+        """Take the lost lease again. Raises LeaseLost if another process had it since, or the store lost commits."""
         taken = await self._store.leases.take(self._worker, self._token, above=self._number)
         if taken is None:
             self._lose("taken", ELSEWHERE)
@@ -293,7 +328,7 @@ class LeaseHolder:
         if head.commits < entries or not self._is_ours(await self._stored(head)):
             self._lose("data_lost", "Redis lost commits of this worker")
         log.warning("lease regained", extra={"worker": self._worker})
-        # Have the state written again, under the new number.
+        # The state must be written again under the new number.
         self._changed(self.problem)
 
     def _lose(self, how: str, reason: str) -> None:
@@ -301,11 +336,11 @@ class LeaseHolder:
         raise LeaseLost(reason)
 
     async def write(self, flush: PendingCommit) -> None:
-        """Commit until the store has it. Raises HoldLost when it must not."""
+        """Write the commit, retrying until the store has it. Raises LeaseLost if this process must not write."""
         await self._until_done(lambda: self._write_once(flush))
 
     async def note(self, epoch: str, meta: dict[str, bytes]) -> None:
-        """Set meta fields without a batch, as `write` does."""
+        """Set fields of `meta` without a batch, retrying as `write` does."""
 
         async def once() -> bool:
             assert self._lease is not None
@@ -314,7 +349,7 @@ class LeaseHolder:
         await self._until_done(once)
 
     async def checkpoint(self, residents: Mapping[Place, Hashes]) -> None:
-        """Replace the checkpoint by what the worker held at the last commit, as `write` does."""
+        """Replace the checkpoint by the blocks held at the last commit, retrying as `write` does."""
         epoch, seq = self._written
         assert epoch is not None and seq is not None
         checkpoint = Checkpoint(self._worker, epoch, seq, residents)
@@ -329,6 +364,7 @@ class LeaseHolder:
         await self._until_done(once)
 
     async def _until_done(self, once: Callable[[], Awaitable[bool]]) -> None:
+        """Call `once` until it returns True, with growing pauses after errors of the store. Raises LeaseLost."""
         retry_s = RETRY_FIRST_S
         while True:
             try:
@@ -337,7 +373,7 @@ class LeaseHolder:
                         self._say(None)
                         return
             except StoredValueError as error:
-                # Nothing can be written over it but a new epoch.
+                # Only a new epoch can be written over an unreadable value.
                 self._lose("unreadable", str(error))
             except StoreError as error:
                 self._metrics.commits[FAILED].inc()
@@ -348,12 +384,12 @@ class LeaseHolder:
                 retry_s = min(2 * retry_s, RETRY_LAST_S)
 
     async def _write_once(self, flush: PendingCommit) -> bool:
-        """Whether the store has it; False: the lease was taken again, so try once more."""
+        """Try to write the commit; return False if the lease was taken again, so the caller must try once more."""
         assert self._lease is not None
         if flush.opens_epoch:
             self._unsure = (flush.epoch, None)
-            # State and catalog are written with the blocks: otherwise a reader of the still empty epoch would show it
-            # as live.
+            # State and catalog are written with the blocks, because otherwise a reader of the still empty epoch would
+            # show the worker as live.
             meta = flush.meta if flush.seqs is None else {}
             outcome = await self._store.open_epoch(self._worker, flush.epoch, self._lease, meta)
             if not await self._judge(outcome, done=outcome is CommitOutcome.STALE, is_epoch=True):
@@ -374,7 +410,7 @@ class LeaseHolder:
         )
         self._unsure = (flush.epoch, last)
         outcome = await self._store.commit(commit, self._lease)
-        # Stale when sent again after a lost connection: the first one had arrived.
+        # A commit that is sent again after a lost connection is STALE if the first one had arrived.
         done = outcome is CommitOutcome.STALE and await self._store.committed(self._worker) == (flush.epoch, last)
         if not await self._judge(outcome, done=done):
             return False
@@ -382,7 +418,16 @@ class LeaseHolder:
         return True
 
     async def _judge(self, outcome: CommitOutcome, *, done: bool, is_epoch: bool = False) -> bool:
-        """is_epoch: it replaces all that was written before."""
+        """Count the outcome of a write, and return whether the store has it; False means to try once more.
+
+        Args:
+            outcome: The store's answer.
+            done: Whether STALE means that an earlier try was applied.
+            is_epoch: Whether the write replaces everything that was written before.
+
+        Raises:
+            LeaseLost: If the store lost commits or holds another state.
+        """
         self._metrics.commits[outcome.value].inc()
         is_whole = outcome is CommitOutcome.FENCED or self._count_entry()
         if outcome is CommitOutcome.APPLIED and not is_whole and not is_epoch:
@@ -390,6 +435,7 @@ class LeaseHolder:
         return await self._follow_outcome(outcome, done=done)
 
     async def _follow_outcome(self, outcome: CommitOutcome, *, done: bool) -> bool:
+        """Return whether the store has the write, taking a lost lease again. Raises LeaseLost; see `_judge`."""
         if outcome is CommitOutcome.FENCED:
             await self._regain()
             return False
@@ -398,6 +444,7 @@ class LeaseHolder:
         return True
 
     def _say(self, problem: str | None) -> None:
+        """Set `problem`, and report it if it appeared or ended."""
         if (problem is None) != (self.problem is None):
             self.problem = problem
             if problem is None:

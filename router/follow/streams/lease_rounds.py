@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lease of one router process, renewed with one command however many workers it follows, and looks at whether their
-own leases and what the store holds of them are as this process left them: some each round, all where the store or this
-process may have missed something. What a look cannot confirm each holder judges by itself."""
+"""The lease of one router process, and the checks of its workers' leases.
+
+One command renews the process's lease, however many workers it follows. A look checks whether the workers' own leases,
+and their data in the store, are as this process left them. Each round looks at some workers, or at all of them if the
+store or this process may have missed something. If a look cannot confirm a worker, the worker's holder judges it.
+"""
 
 from __future__ import annotations
 
@@ -15,67 +18,85 @@ from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.index.store.commit import Lease
 from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, Leases
 
-# Looks at whether a worker changes hands, per lease TTL; bounds takeover delay beyond the lease.
+# How often per lease TTL it is checked whether a worker should change hands. This bounds the delay of a takeover beyond
+# the lease.
 LOOKS_PER_TTL = 10
 
-# The lease is renewed with every second look: four renewals of its life may be late or lost.
+# The lease is renewed with every second look, so four renewals within its life may be late or lost.
 LOOKS_PER_RENEWAL = 2
 
-# Rounds in which the store is looked at for each worker once, where one request does not do for all: bounds how late it
-# is noticed that the store lost writes of a worker that writes nothing, and nothing else.
+# The number of rounds in which the store is looked at once for each worker, if one request does not suffice for all. It
+# only bounds how late this process notices that the store lost writes of a worker that writes nothing.
 ROUNDS_PER_CYCLE = 8
 
 
 class RoundMember(Protocol):
-    """A holder, as the rounds see it."""
+    """The holder of one worker's lease, as the rounds see it."""
 
     def look(self) -> bool:
-        """Judge whether the worker should change hands; True: nothing but another assignment can change the answer."""
+        """Judge whether the worker should change hands; return True if only another assignment can change the answer."""
 
     def offer(self) -> tuple[Lease, LeaseLook] | None:
-        """What the store is to be looked at for now, None when for nothing."""
+        """Return the member's lease and the request that reads it from the store, or None to skip the member."""
 
     def take_reply(self, lease: Lease, holder: bytes | None, fields: list[bytes | None]) -> None:
-        """Who has the lease in the store, and the head of `meta`."""
+        """Take the store's answer.
+
+        Args:
+            lease: The lease that was offered.
+            holder: The value of the worker's lease in the store, None if it has none.
+            fields: The head of the worker's `meta`.
+        """
 
     def doubt(self, lease: Lease) -> None:
-        """The store may have lost it, or refused to answer."""
+        """Note that the server refused the request, or a request with which it was sent."""
 
     def take_failure(self, lease: Lease, reason: str) -> None:
-        """Why the store could not be reached."""
+        """Note that the store could not be reached, for this reason."""
 
 
 class LeaseRounds:
-    """Belongs to one event loop; `run` is a task of the process."""
+    """The renewals and looks of one process, on one event loop. `run` is a task of the process."""
 
     def __init__(self, leases: Leases, token: str, ttl_s: float, assignment: Callable[[], int]) -> None:
-        """token: names this process. assignment: the number of the current one; which process should follow a worker
-        changes only with it."""
+        """Begin without members.
+
+        Args:
+            leases: The leases in the store.
+            token: Identifies this process.
+            ttl_s: How long the process's lease lasts without renewal.
+            assignment: Returns the number of the current assignment of workers to processes. The answer to which
+                process should follow a worker changes only with this number.
+        """
         self._leases = leases
         self._token = token
         self._ttl_s = ttl_s
         self._assignment = assignment
         self._members: dict[RoundMember, None] = {}
-        # The assignment of the last look, and the members that are looked at again under it.
+        # The assignment of the last look.
         self._seen = -1
+        # The members whose answer can still change under this assignment.
         self._unsettled: dict[RoundMember, None] = {}
-        # Renewals; and whether the store has said nothing since the last that this process had not written.
+        # The number of renewals so far.
         self._count = 0
+        # Whether the store has answered for all members that the last round looked at.
         self._is_known = False
-        # The place among the members from which the next round looks.
+        # The index of the member with which the next round begins.
         self._next = 0
-        # Set from the first renewal on: before, what is taken would be free for all.
+        # Set from the first renewal on. A worker's lease that is taken earlier would be free for all processes.
         self.begun = asyncio.Event()
 
     def join(self, member: RoundMember) -> None:
-        """`member` takes part until it leaves."""
+        """Include `member` in the rounds until it leaves."""
         self._members[member] = self._unsettled[member] = None
 
     def leave(self, member: RoundMember) -> None:
+        """Take `member` out of the rounds."""
         del self._members[member]
         self._unsettled.pop(member, None)
 
     async def run(self) -> None:
+        """Renew the lease and look at the members, until cancelled."""
         for look in itertools.count():
             if look % LOOKS_PER_RENEWAL == 0:
                 await self._renew()
@@ -83,7 +104,7 @@ class LeaseRounds:
             self._look()
 
     def _look(self) -> None:
-        # Not in `run`, where the last member would be held until the next look.
+        # This is not part of `run`, where the loop variable would keep the last member alive until the next look.
         if (assignment := self._assignment()) != self._seen:
             self._seen, self._unsettled = assignment, dict.fromkeys(self._members)
         for member in list(self._unsettled):
@@ -91,6 +112,7 @@ class LeaseRounds:
                 del self._unsettled[member]
 
     async def _renew(self) -> None:
+        """Renew the process's lease, then look at the members whose turn it is; if data may be lost, look at all."""
         try:
             before = await self._leases.renew(self._token, self._count + 1, self._ttl_s)
         except StoreError as error:
@@ -99,25 +121,25 @@ class LeaseRounds:
                 if (offer := member.offer()) is not None:
                     member.take_failure(offer[0], str(error))
             return
-        # Another count, or none: the lease had ended, so that others may have taken workers, or the store lost writes.
+        # With another count, or none, the lease had ended and others may have taken workers, or the store lost writes.
         is_whole = self._is_known and before == self._count
         self._count += 1
         self.begun.set()
         self._is_known = await self._look_at_store(self._slice() if is_whole else list(self._members))
 
     def _slice(self) -> list[RoundMember]:
-        """The members whose turn it is."""
+        """Return the members whose turn it is."""
         members = list(self._members)
         first = self._next if self._next < len(members) else 0
         self._next = first + max(LOOKS_PER_REQUEST, math.ceil(len(members) / ROUNDS_PER_CYCLE))
         return members[first : self._next]
 
     async def _look_at_store(self, members: list[RoundMember]) -> bool:
-        """Whether the store answered for all of them."""
+        """Look at the members' leases in the store; return whether it could be reached for all of them."""
         offers = [(member, *offer) for member in members if (offer := member.offer()) is not None]
-        found = await self._leases.look([look for _, _, look in offers])
+        replies = await self._leases.look([look for _, _, look in offers])
         answered = True
-        for (member, lease, _), seen in zip(offers, found, strict=True):
+        for (member, lease, _), seen in zip(offers, replies, strict=True):
             if isinstance(seen, StoreError):
                 answered = False
                 member.take_failure(lease, str(seen))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker holds, as the process that follows it knows: into its own mirror at once, into the store behind that.
-Pure.
+"""The lead of a worker's mirror by the process that follows it. Pure.
 
-Invariant: after `draw` the mirror shows exactly what the worker holds, whatever the store does; and what the store has,
-with the backlog applied, is the same.
+The worker's changes go into the process's own mirror at once, and into the store later.
+
+Invariant: after `draw` the mirror shows exactly what the worker holds, whatever the store does. The content of the
+store with the backlog applied is the same.
 """
 
 from __future__ import annotations
@@ -19,43 +20,55 @@ from kvrouter.router.index.ingest.worker_epoch import WorkerEpoch
 
 
 class MirrorSource(Protocol):
-    """The mirror, for whoever follows a worker: it is written by its leader, or from its log in the store, never by
-    both."""
+    """The mirror as the follower of a worker uses it.
+
+    Invariant: a worker's part of the mirror is written either by the worker's leader or from its log in the store.
+    """
 
     async def lead(self, worker: WorkerKey) -> None:
-        """From now on the caller writes what the mirror shows of the worker, and its log is not read."""
+        """Stop reading the worker's log; from now on the caller writes the worker's part of the mirror."""
 
     async def follow_log(self, worker: WorkerKey) -> None:
         """End the lead: load the worker from the store, and follow its log from there. Raises StoreError."""
 
     def begin_epoch(self, worker: WorkerKey, epoch: str) -> None:
-        """Void what the mirror shows. Of a led worker only, as the three below."""
+        """Void a led worker's blocks in the mirror, and begin an empty epoch."""
 
     def load(self, worker: WorkerKey, epoch: str, places: Mapping[Place, Hashes]) -> None:
-        """Make the mirror show an epoch with what the worker holds already."""
+        """Begin an epoch of a led worker with the blocks that it holds already."""
 
-    def rename_epoch(self, worker: WorkerKey, epoch: str) -> None: ...
+    def rename_epoch(self, worker: WorkerKey, epoch: str) -> None:
+        """Give the epoch of a led worker another name, and keep its blocks."""
+        ...
 
-    def change(self, worker: WorkerKey, changes: Sequence[ResidencyDelta]) -> None: ...
+    def change(self, worker: WorkerKey, changes: Sequence[ResidencyDelta]) -> None:
+        """Apply changes of a led worker's residency."""
+        ...
 
 
 class MirrorLead:
-    """One worker's, for as long as this process leads its mirror."""
+    """One worker's changes on their way to the mirror and the store, while this process leads the worker's mirror."""
 
     def __init__(self, worker: WorkerKey, mirror: MirrorSource, *, max_blocks: int) -> None:
-        """max_blocks: transitions that may wait for the store."""
+        """Begin with an empty backlog.
+
+        Args:
+            worker: The worker.
+            mirror: The mirror, which the caller must lead for this worker.
+            max_blocks: How many transitions may wait for the store before the backlog is full.
+        """
         self._worker = worker
         self._mirror = mirror
         self.backlog = CommitBacklog(max_blocks)
 
     def show_all(self, held: WorkerEpoch) -> dict[Place, Hashes]:
-        """Make the mirror what the worker holds now, whatever it showed; returns that."""
+        """Replace the worker's part of the mirror by the blocks that it holds now, and return these by place."""
         places = {place: held.blocks.hashes(place) for place in held.blocks.places}
         self._mirror.load(self._worker, held.epoch, places)
         return places
 
     def draw(self, held: WorkerEpoch) -> PendingCommit | None:
-        """Bring the mirror up to what the worker holds; returns what was new."""
+        """Apply the worker's new changes to the mirror and the backlog, and return them; None if there are none."""
         flush = held.take()
         if flush is not None:
             if flush.opens_epoch:
@@ -65,21 +78,27 @@ class MirrorLead:
         return flush
 
     def take(self, held: WorkerEpoch) -> PendingCommit | None:
-        """The next commit, None when there is nothing to write. Call it with nothing left to draw."""
+        """Return the next commit for the store, or None if there is nothing to write.
+
+        Call `draw` before, so that nothing is left to draw.
+        """
         if self.backlog.overflowed:
             held.rewrite_epoch()
-            # The mirror holds all of it already.
+            # The mirror holds all blocks already.
             self._mirror.rename_epoch(self._worker, held.epoch)
             if (flush := held.take()) is not None:
                 self.backlog.add(flush)
         return self.backlog.take()
 
     def residents(self, held: WorkerEpoch) -> dict[Place, Hashes] | None:
-        """All that the store holds when it has what `take` returned; None: something waits, so memory is ahead."""
+        """Return everything that the store holds once it has the last commit of `take`.
+
+        Returns None if more changes wait, because then the blocks in memory are ahead of the store.
+        """
         if held.has_news or not self.backlog.is_empty:
             return None
         return {place: held.blocks.hashes(place) for place in held.blocks.places}
 
     def continues(self, held: WorkerEpoch, epoch: str | None, seq: int | None) -> bool:
-        """Whether the next commit can follow what (epoch, seq) in the store stands for."""
+        """Return whether the next commit can follow the (epoch, seq) that the store has."""
         return (held if self.backlog.is_empty else self.backlog).continues(epoch, seq)

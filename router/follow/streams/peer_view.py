@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker that another router process follows, as Redis describes it: catalog, hash scheme, state, block counts. Pure.
 
-The follower of a worker writes its state into `meta` with its commits; this module reads it back, so that all routers
-answer alike.
+The follower of a worker writes the worker's state into `meta` with its commits. This module reads the state back, so
+that all routers give the same answers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ log = logging.getLogger("kvrouter.told")
 META_STATE = "state"
 META_REASON = "reason"
 META_CREDITED = "credited"
-# When the engine's process started, by its HTTP: a router that takes the worker over sees that it is another one.
+# When the engine's process started, as its HTTP reports. A router that takes the worker over compares it, to notice
+# another process.
 META_ENGINE_START = "engine_start"
-# The problem of the disk below its offload tier.
+# The problem of the disk below the engine's offload tier.
 META_DISK = "disk"
-# The KV cache as its metrics page describes it.
+# The KV cache as the engine's metrics page describes it.
 META_ENGINE_CACHE = "engine_cache"
 # The number of the lease under which the state was written, to distinguish the former follower's state from the present
 # one's.
@@ -50,14 +51,14 @@ META_STATE_LEASE = "state_lease"
 # The errors that `restore` raises for meta of another version or another program.
 RESTORE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, KeyError, RecursionError)
 
-# Fields of meta that say what the catalog and the hash scheme are; they come with few commits.
+# The fields of meta that describe the catalog and the hash scheme. Few commits contain them.
 _SHAPING = frozenset({META_LEARNED, META_SCHEME, META_DECLARED})
 NOTHING_SAID = EngineCache()
 _STATES = {state.value.encode(): state for state in StreamState}
 
 
 def engine_start_s(meta: dict[str, bytes]) -> float | None:
-    """What META_ENGINE_START says, None where it says nothing."""
+    """Return when the engine's process started, or None if META_ENGINE_START is missing or no finite number."""
     try:
         start_s = float(meta.get(META_ENGINE_START, b""))
     except ValueError:
@@ -66,8 +67,10 @@ def engine_start_s(meta: dict[str, bytes]) -> float | None:
 
 
 def engine_cache(meta: dict[str, bytes]) -> EngineCache:
-    """Return the cache that META_ENGINE_CACHE describes, an empty description if another version wrote it
-    differently."""
+    """Return the cache that META_ENGINE_CACHE describes.
+
+    The description is empty if the field is missing, or if another version wrote it differently.
+    """
     try:
         return msgspec.json.decode(meta.get(META_ENGINE_CACHE, b"{}"), type=EngineCache)
     except RESTORE_ERRORS:
@@ -85,9 +88,12 @@ def state_fields(
     """Return the state as it is written into meta.
 
     Args:
-        start_s: When the engine's process started.
-        disk: The problem of its disk.
-        cache: The KV cache as its metrics page describes it.
+        state: The worker's state.
+        reason: Why it is in this state.
+        credited: Whether the worker is credited.
+        start_s: When the engine's process started, None if it is unknown.
+        disk: The problem of the engine's disk.
+        cache: The KV cache as the engine's metrics page describes it.
     """
     return {
         META_ENGINE_START: b"" if start_s is None else repr(start_s).encode(),
@@ -100,7 +106,10 @@ def state_fields(
 
 
 class PeerView:
-    """One worker as its log shows it. `profile` has no feed: Redis says what it is."""
+    """One worker as its log in Redis shows it.
+
+    `profile` is read from Redis, not learned from the worker's events.
+    """
 
     def __init__(self, registration: Registration, seed: str | None) -> None:
         self._registration = registration
@@ -113,12 +122,13 @@ class PeerView:
         self.profile = WorkerProfile(registration, seed)
 
     def _explain(self, epoch: str) -> None:
+        """Begin `epoch` with the catalog and the hash scheme that `_meta` describes."""
         self.epoch, self._shape_problem = epoch, ""
         self.profile = WorkerProfile(self._registration, self._seed)
         try:
             self.profile.load(self._meta)
         except RESTORE_ERRORS as error:
-            # Use nothing of a value whose meaning is unknown.
+            # Use no part of a value whose meaning is unknown.
             log.warning("stored state not readable", extra={"worker": self._registration.worker, "error": str(error)})
             self._shape_problem = (
                 f"Redis holds a catalog or hash scheme of it that no router writes ({printable(str(error))})"
@@ -126,7 +136,7 @@ class PeerView:
             self.profile = WorkerProfile(self._registration, self._seed)
 
     def take_image(self, image: WorkerImage) -> None:
-        """Take the image that was loaded from Redis. Nothing shows yet that its writer lives."""
+        """Take the image that was loaded from Redis. It does not prove that its writer still lives."""
         self._meta = dict(image.meta)
         self.position = Position(self._number(META_STATE_LEASE), image.commits)
         self._counts = {place: len(hashes) for place, hashes in image.places.items()}
@@ -149,43 +159,48 @@ class PeerView:
 
     @property
     def problem(self) -> str:
-        """What of it cannot be read, so that nothing explains the worker; empty: all can."""
+        """Why the stored values cannot be interpreted, or "" if they can."""
         if META_STATE in self._meta and self._meta[META_STATE] not in _STATES:
             return f"Redis holds a state of it that no router writes ({self._meta[META_STATE]!r})"
         return self._shape_problem
 
     @property
     def state(self) -> StreamState:
+        """The state that the follower published, CONNECTING if there is none."""
         return _STATES.get(self._meta.get(META_STATE, b""), StreamState.CONNECTING)
 
     @property
     def credited(self) -> bool:
-        """Whether the process that follows the worker credits it with what is known of it."""
+        """Whether the process that follows the worker credits it with its blocks."""
         return self._meta.get(META_CREDITED, b"0") == b"1"
 
     @property
     def reason(self) -> str:
+        """Why the worker is in its state, as its follower published it."""
         return self._meta.get(META_REASON, b"").decode("utf-8", "replace")
 
     @property
     def disk_problem(self) -> str:
+        """The problem of the engine's disk, as its follower published it; "" if there is none."""
         return self._meta.get(META_DISK, b"").decode(errors="replace")
 
     @property
     def engine_start_s(self) -> float | None:
-        """Return when the engine's process started, as its follower wrote it."""
+        """When the engine's process started, as the worker's follower published it."""
         return engine_start_s(self._meta)
 
     @property
     def cache(self) -> EngineCache:
-        """Return the engine's description of its KV cache, as its follower wrote it."""
+        """The engine's description of its KV cache, as the worker's follower published it."""
         return engine_cache(self._meta)
 
     @property
     def incidents(self) -> Incidents:
+        """The incidents of the worker's whole life, as its follower counted them."""
         return Incidents(*map(self._number, (META_GAPS, META_CLEARS, META_RESYNCS)))
 
     def _number(self, field: str) -> int:
+        """Return the number in this field of `meta`, 0 if it is missing or no number."""
         try:
             return keys.parse_number(self._meta.get(field, b"0"))
         except ValueError:
@@ -193,9 +208,9 @@ class PeerView:
 
     @property
     def places(self) -> list[Place]:
-        """Where it holds, or held, blocks."""
+        """The places where the worker holds, or held, blocks."""
         return list(self._counts)
 
     def counts(self) -> dict[str, int]:
-        """Blocks by the text of their place."""
+        """Return the number of blocks at each place, by the place's text."""
         return {place.text: count for place, count in sorted(self._counts.items(), key=lambda item: item[0].text)}

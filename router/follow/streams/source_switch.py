@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a worker's two streams is read under a lease: the patch's reports where the engine has them, else its own
-topic. `stream_machine.py` decides; this opens the sockets and reads."""
+"""The choice of the worker's stream that is read under a lease.
+
+The patch's reports are read if the engine has the patch, else the engine's own topic. `stream_machine.py` decides; this
+module opens the sockets and reads.
+"""
 
 from __future__ import annotations
 
@@ -26,32 +29,32 @@ from kvrouter.router.follow.streams.worker_record import WorkerRecord
 
 log = logging.getLogger("kvrouter.stream")
 
-# How long a patched engine may take to say hello before its own topic is followed: some round trips. One whose reports
-# are in Redis already is waited for longer, because going on from there saves loading everything.
+# How long a patched engine may take to answer the greeting before its own topic is followed: some round trips. An engine
+# whose reports are in Redis already gets longer, because continuing from there saves loading everything.
 GREET_FIRST_S = 0.25
 GREET_KNOWN_S = 3.0
 
-# While the engine's own topic is followed: how long one look for the patch lasts, and the pauses between them, each
-# sixteen times the one before. A new connection begins again: it may be another life of the engine, with the patch. So the
-# last pause only bounds how late a patch is found that comes to a running engine.
+# While the engine's own topic is followed, looks for the patch last PROBE_S each, and each pause between them is sixteen
+# times the one before. A new connection starts the pauses over, because it may be another life of the engine, with the
+# patch. The last pause therefore only bounds how late a patch is found that is added to a running engine.
 PROBE_S = 1.0
 PROBE_PAUSE_FIRST_S = 1.0
 PROBE_PAUSE_LAST_S = 300.0
 PROBE_PAUSE_GROWTH = 16
 
-# A patch silent for so long is given up, and the engine's own topic followed: longer than an engine stalls while it
-# compiles.
+# A patch that is silent for this long is given up, and the engine's own topic followed. The time is longer than an
+# engine stalls while it compiles.
 REPORTS_LOST_S = 15.0
 
 PAUSED = "followed again in a moment; the last known residency is shown"
 
 
 class SourceChanged(Exception):
-    """The other of the worker's two streams is to be followed from now on."""
+    """The end of reading one of the worker's two streams, because the other one should be followed."""
 
 
 class SourceSwitch:
-    """One worker's streams, under a lease that is held."""
+    """The reader of one worker's streams, while this process has the worker's lease."""
 
     def __init__(
         self,
@@ -66,11 +69,11 @@ class SourceSwitch:
         self._commits = commits
         self._engine = engine
         self._services = services
-        # Whether the patch did not admit this router, when it was greeted last.
+        # Whether the patch refused this router at the last greeting.
         self._is_refused = False
 
     async def follow(self, action: Action) -> None:
-        """Follow the worker until its hold ends: raises LeaseLost."""
+        """Follow the worker until its lease ends, which raises LeaseLost."""
         while True:
             try:
                 await self._follow(action)
@@ -80,6 +83,7 @@ class SourceSwitch:
                 log.info("stream changed", extra={"worker": self._record.registration.worker, "reason": str(change)})
 
     async def _follow(self, action: Action) -> None:
+        """Follow one stream. Raises SourceChanged if the other one should be followed, and LeaseLost."""
         epoch = ""
         if action is Action.GREET:
             hello = await self._greet()
@@ -102,7 +106,7 @@ class SourceSwitch:
             raise LeaseLost(problem)
 
     async def _greet(self) -> str | None:
-        """The epoch of the patch that answers, None where none does."""
+        """Greet the engine's patch; return its epoch, or None if no patch answers or the stock topic is to be used."""
         endpoints = self._record.endpoints
         if endpoints.patch is None:
             return None
@@ -179,8 +183,11 @@ class SourceSwitch:
             await subscriber.close()
 
     async def hold(self, *work: Coroutine[None, None, None]) -> None:
-        """Keep the lease and commit while `work` runs; what ends one ends all."""
-        # A new worker has an empty epoch to announce before its stream says anything.
+        """Keep the lease, commit and poll while `work` runs; the first failure ends all of them.
+
+        Raises SourceChanged, HandedOver or LeaseLost, or CancelledError if the worker is being stopped.
+        """
+        # A new worker has an empty epoch to announce before its stream brings anything.
         self._record.have_written()
         try:
             async with asyncio.TaskGroup() as group:
@@ -193,7 +200,8 @@ class SourceSwitch:
                     group.create_task(coroutine)
         except ExceptionGroup as group:
             if self._record.facts.stopping:
-                # A failure at the same moment swallows the cancellation, and whoever waits for the end would for ever.
+                # A failure at the same moment swallows the cancellation, and the task that awaits the end would wait
+                # forever.
                 raise asyncio.CancelledError from None
             expected, others = group.split((LeaseLost, StoreError, SourceChanged))
             if others is not None or expected is None:
@@ -202,16 +210,17 @@ class SourceSwitch:
             raise first if isinstance(first, SourceChanged | HandedOver) else LeaseLost(str(first)) from None
 
     def _can_move(self) -> bool:
-        """Whether another process could make up for what is said while the worker changes hands."""
+        """Return whether another process could recover the events that are sent while the worker changes hands."""
         registration = self._record.registration
         patched = self._record.ingest.profile.patch.epoch is not None
         return registration.events is None or registration.replay is not None or patched
 
     async def _look_for_patch(self, patch: str, connected: asyncio.Event) -> None:
+        """Greet the patch now and then, and raise SourceChanged once it answers."""
         pause_s = PROBE_PAUSE_FIRST_S
         while True:
             with contextlib.suppress(TimeoutError):
-                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                # wait_for is no choice here: up to Python 3.11 it swallows a cancellation at the moment of the event.
                 async with asyncio.timeout(pause_s):
                     await connected.wait()
             pause_s = (
@@ -259,13 +268,14 @@ class SourceSwitch:
             await self._commits.take_in(await reports.next(), apply)
 
     async def _give_up(self, lost: asyncio.Event) -> None:
+        """Raise SourceChanged once the patch's reports count as lost."""
         await lost.wait()
         problem = self._record.ingest.profile.patch.problem
         raise SourceChanged(problem or f"the engine's patch was not heard for {REPORTS_LOST_S:.0f} s")
 
 
 def _first_of(error: BaseException) -> BaseException:
-    """The first plain exception of a group."""
+    """Return the first exception that is no group, at any depth."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the following of one worker stands, and what comes next. Pure and synchronous.
+"""The state machine of following one worker. Pure and synchronous.
 
-The shell (`worker_stream.py`, `source_switch.py`) says what happened; `step` says where the following stands from then
-on, and what the shell is to do. Whose word is credited follows from the phase: in ELSEWHERE that of the router that
-follows the worker, in every other phase what this process knows (`stream_view.py`).
+The shell (`worker_stream.py`, `source_switch.py`) reports each event, and `step` returns the next phase and the action
+that the shell must take. The phase also decides which knowledge is shown: in ELSEWHERE the state that the worker's
+follower published, in every other phase what this process knows (`stream_view.py`).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from kvrouter.router.model.workers.registration import NO_PATCH, Registration
 
 
 class Phase(StrEnum):
-    """Where the following of one worker stands in this process."""
+    """The phase of following one worker in this process."""
 
-    # No lease, and nothing in memory that a lease could continue: what was read from Redis is shown.
+    # This process has no lease, and nothing in memory that a lease could continue. It shows the state from Redis.
     WAITING = "waiting"
-    # Another process follows it.
+    # Another process follows the worker.
     ELSEWHERE = "elsewhere"
-    # This process leads. Which of the two streams is followed is not decided yet.
+    # This process leads. It is not decided yet which of the two streams is followed.
     LOOKING = "looking"
-    # This process leads, by the engine's own topic.
+    # This process leads, and reads the engine's own topic.
     STOCK = "stock"
-    # This process leads, by the patch's reports.
+    # This process leads, and reads the patch's reports.
     REPORTS = "reports"
     # This process leads a worker that has no stream.
     UNFED = "unfed"
-    # The hold ended. The blocks in memory are whole, and are continued if no other router committed meanwhile.
+    # The lease ended. The blocks in memory are whole, and are continued if no other router committed meanwhile.
     PAUSED = "paused"
 
 
@@ -40,59 +40,63 @@ LEADING = frozenset({Phase.LOOKING, Phase.STOCK, Phase.REPORTS, Phase.UNFED})
 
 
 class Event(StrEnum):
-    """What happened to the following."""
+    """An event that moves the following of one worker."""
 
-    # The lease is another process's, or should be.
+    # Another process has the lease, or should have it.
     LEASE_ELSEWHERE = "lease_elsewhere"
-    # The lease was taken, and nobody else had it since this process did.
+    # This process took the lease, and no other process had it since this one did.
     LEASE_REGAINED = "lease_regained"
-    # The lease was taken, and others may have committed.
+    # This process took the lease, and others may have committed meanwhile.
     LEASE_TAKEN = "lease_taken"
-    # Mirror and memory stand where the next commit goes on; no batch of the engine's own topic is known.
+    # Mirror and memory are ready for the next commit, and no batch of the engine's own topic is known.
     LEAD_BEGUN = "lead_begun"
     # The same, and the engine's own topic can be continued after a known batch.
     LEAD_RESUMED = "lead_resumed"
     PATCH_ANSWERED = "patch_answered"
     PATCH_SILENT = "patch_silent"
-    # The other of the two streams is the one to follow.
+    # The other of the two streams should be followed.
     SOURCE_CHANGED = "source_changed"
+    # This process no longer has the lease.
     HOLD_ENDED = "hold_ended"
-    # A defect of ours: what is in memory may be anything.
+    # A bug in the router: the data in memory may be anything.
     DEFECT = "defect"
 
 
 class Action(StrEnum):
-    """What the shell is to do."""
+    """An action that the shell must take."""
 
     NOTHING = "nothing"
-    # Forget what was learned here, and show what the router says that follows the worker.
+    # Forget what was learned here, and show the state that the worker's follower publishes.
     SHOW_OTHERS = "show_others"
-    # Lead with what is in memory.
+    # Lead with the blocks in memory.
     CONTINUE = "continue"
-    # Lead with what Redis holds.
+    # Lead with the blocks in Redis.
     REBUILD = "rebuild"
-    # Ask whether the engine has the patch.
+    # Find out whether the engine has the patch.
     GREET = "greet"
     FOLLOW_STOCK = "follow_stock"
     FOLLOW_REPORTS = "follow_reports"
-    # Hold the lease; there is nothing to read.
+    # Keep the lease without reading a stream, because there is none.
     HOLD = "hold"
-    # End the hold, for `Endpoints.silence`.
+    # Give the lease up, for the reason in `Endpoints.silence`.
     GIVE_UP = "give_up"
-    # Keep what is held in memory, in doubt.
+    # Keep the blocks in memory, as doubtful.
     PAUSE = "pause"
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """Where one worker's streams are. patch: where the engine's patch answers, if it has one; key: what it must
-    prove."""
+    """The addresses of one worker's streams."""
 
+    # The engine's own topic, None if it has none.
     events: str | None
+    # The endpoint at which the engine's patch answers if there is one, None if no patch is possible.
     patch: str | None
+    # The public key that the patch must prove, None if it need not.
     key: str | None
 
     @classmethod
     def of(cls, registration: Registration) -> Endpoints:
+        """Return the endpoints of a registration; an unnamed patch endpoint is derived from that of the events."""
         patch, events = registration.patch, registration.events
         if patch == NO_PATCH:
             patch = None
@@ -102,28 +106,34 @@ class Endpoints(msgspec.Struct, frozen=True):
 
     @property
     def are_none(self) -> bool:
+        """Whether the worker has no stream at all."""
         return self.events is None and self.patch is None
 
     @property
     def has_stock(self) -> bool:
-        """Return whether the engine's own topic may be followed in place of the patch; it may not if a key must be
-        proven."""
+        """Whether the engine's own topic may be followed in place of the patch.
+
+        It may not if a key must be proven.
+        """
         return self.events is not None and self.key is None
 
     @property
     def silence(self) -> str:
-        """Why nothing can be followed when the patch does not answer."""
+        """Why no stream can be followed if the patch does not answer."""
         if self.key is None:
             return f"nothing answers at {self.patch}, and there is no other event endpoint"
-        # libzmq does not say which of these it is.
+        # libzmq does not report which of these causes it is.
         return (
             f"no engine patch at {self.patch} proves the patch_key of this worker: the key is another engine's, the engine "
             "has no KVROUTER_PATCH_CURVE_KEY, or it does not run"
         )
 
     def refusal(self, public: str | None) -> str:
-        """Why nothing can be followed when the patch does not admit this router. public: the key that it shows; None:
-        another one each time."""
+        """Return why no stream can be followed if the patch does not admit this router.
+
+        Args:
+            public: The public key that this router shows, or None if it shows another one at each connection.
+        """
         if public is None:
             return (
                 f"the engine patch at {self.patch} lists the clients that it admits, and this router has no key of its own: "
@@ -139,15 +149,16 @@ Step: TypeAlias = tuple[Phase, Action]
 
 
 def step(phase: Phase, event: Event, endpoints: Endpoints) -> Step:
-    """The next phase, and what to do. Raises RuntimeError where the event cannot come."""
-    found = _step_leading(phase, event, endpoints) if phase in LEADING else _step_idle(phase, event, endpoints)
-    if found is None:
+    """Return the next phase and the shell's action. Raises RuntimeError if the event is impossible in this phase."""
+    next_step = _step_leading(phase, event, endpoints) if phase in LEADING else _step_idle(phase, event, endpoints)
+    if next_step is None:
         raise RuntimeError(f"{event.value} cannot come while the following is {phase.value}")
-    return found
+    return next_step
 
 
 def _step_idle(phase: Phase, event: Event, endpoints: Endpoints) -> Step | None:
-    # The blocks in memory are not continued after this; until the lead is taken, the state that others wrote is shown.
+    # The phase in which the blocks in memory can no longer be continued. Until the lead begins, the state that others
+    # wrote is shown.
     spent = Phase.WAITING if phase is Phase.PAUSED else phase
     match event:
         case Event.LEASE_ELSEWHERE:
@@ -157,7 +168,7 @@ def _step_idle(phase: Phase, event: Event, endpoints: Endpoints) -> Step | None:
         case Event.LEASE_REGAINED | Event.LEASE_TAKEN:
             return spent, Action.REBUILD
         case Event.LEAD_RESUMED if endpoints.has_stock:
-            # At once: the look for the patch goes on beside.
+            # Follow the topic at once, because the look for the patch runs beside it.
             return Phase.STOCK, Action.FOLLOW_STOCK
         case Event.LEAD_RESUMED | Event.LEAD_BEGUN:
             return Phase.LOOKING, Action.GREET
@@ -179,7 +190,8 @@ def _step_leading(phase: Phase, event: Event, endpoints: Endpoints) -> Step | No
         case Event.PATCH_ANSWERED if phase is Phase.LOOKING:
             return Phase.REPORTS, Action.FOLLOW_REPORTS
         case Event.PATCH_SILENT if phase is Phase.LOOKING:
-            # Without the proof of its key not the engine's own topic either, which anybody could send in its place.
+            # Without the proof of the key, the engine's own topic is not followed either, as anybody could send it in
+            # the engine's place.
             if endpoints.key is not None:
                 return phase, Action.GIVE_UP
             if endpoints.events is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of following workers: what comes in of each, how its stream is, and how it gets to the store."""
+"""The metrics of following workers: each worker's incoming events, the state of its stream, and its way to the store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvrouter.router.base.telemetry.metric_registry import WORKER, MetricRegistr
 from kvrouter.router.index.store.commit import CommitOutcome
 from kvrouter.router.model.workers.stream_state import StreamState
 
-# Field of a worker's tally (`router/index/ingest/counters.py`) -> the metric that shows it.
+# The metric that shows each field of a worker's tally (`router/index/ingest/counters.py`).
 TALLIED = {
     "batches": ("ingest_batches_total", "Event batches taken in"),
     "events": ("ingest_events_total", "Events taken in"),
@@ -26,7 +26,7 @@ TALLIED = {
     "heartbeats": ("patch_heartbeats_total", "Heartbeats of the engine patch compared with the index"),
     "mismatches": ("patch_mismatches_total", "Heartbeats that disagreed with the index: each led to a snapshot"),
 }
-# How a worker came back to what its engine holds -> the field of its tally that counts it.
+# The field of a worker's tally that counts each way in which its index came to agree with the engine again.
 RESYNCS = {"replay": "replays", "snapshot": "snapshots", "relearned": "relearned"}
 
 FAILED = "failed"
@@ -35,6 +35,8 @@ LEASE_LOSSES = ("taken", "handed_over", "data_lost", "unreadable")
 
 
 class StreamMetrics:
+    """The metrics that all streams of a process share."""
+
     def __init__(self, registry: MetricRegistry) -> None:
         counters, worker_gauge = registry.counters, registry.worker_gauge
         self.worker_labels = registry.worker_labels

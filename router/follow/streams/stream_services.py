@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all streams of one router process share."""
+"""The services that all streams of one router process share."""
 
 from __future__ import annotations
 
@@ -32,32 +32,33 @@ class StreamServices:
     store: IndexStore
     # Renews the leases.
     leases: LeaseRounds
-    # The workers that are followed.
+    # The workers that the process follows.
     held: HeldWorkers
-    # The turns in which the streams take items in.
+    # The turns in which the streams apply items.
     turns: IngestTurns
-    # Names the process in leases.
+    # Identifies the process in leases.
     token: str
     config: Config
     metrics: StreamMetrics
     context: zmq.Context[zmq.Socket[bytes]]
     clock: Callable[[], float]
     rng: random.Random
-    # Polls engines for liveness; None: no polls.
+    # Polls engines for liveness; None disables the polls.
     http: EngineClient | None
     # Bounds how many polls run at once.
     polls: asyncio.Semaphore
     allowed: AllowList
     permits: Permits
     supervisor: TaskSupervisor
-    # Led while the process follows a worker.
+    # The process leads a worker's part of the mirror while it follows the worker.
     mirror: MirrorSource
-    # Where events of the fleet are published.
+    # Publishes the events of the fleet.
     feed: EventFeed
-    # Looks at the bytes that event sources bring.
+    # Bounds the bytes that event sources may bring.
     watch: FloodWatch = dataclasses.field(default_factory=FloodWatch)
-    # The CURVE key that engines' patches see; None: another for each connection.
+    # The secret CURVE key of the router for the engines' patches; None makes a new one for each connection.
     patch_secret: bytes | None = dataclasses.field(default=None, repr=False)
 
     def new_epoch(self) -> str:
+        """Return a random name for an epoch, 16 hex digits."""
         return f"{self.rng.getrandbits(64):016x}"

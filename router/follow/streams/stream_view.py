@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one worker as the matcher may know it, whether it is credited, and why. Pure.
+"""The state of one worker as the matcher sees it, whether the worker is credited, and why. Pure.
 
-A worker earns no credit while proof is missing here: its registration may not be followed or is contradicted, its image
-is not whole, its log or its follower is not heard, or doubt lasts too long.
+A worker earns no credit while proof is missing in this process: its registration may not be followed or is
+contradicted, its image is not whole, its log or its follower is not heard, or doubt lasts too long.
 """
 
 from __future__ import annotations
@@ -23,35 +23,38 @@ NO_FOLLOWER_YET = "no other router has been heard yet that follows this worker"
 
 
 class Facts(msgspec.Struct):
-    """Everything known of a worker except its events. A problem is a sentence; empty or None: there is none."""
+    """Everything that is known of a worker except its events.
+
+    A problem is a sentence. Empty or None means that there is none.
+    """
 
     # Why the worker may not be followed.
     refusal: str | None = None
-    # Why its events may be another engine's.
+    # Why the worker's events may come from another engine.
     contradiction: str = ""
-    # Why the mirror lacks what Redis holds of the worker.
+    # Why the mirror lacks the worker's blocks that Redis holds.
     image_problem: str = ""
-    # Whether the image in Redis was read, and the log from there on.
+    # Whether the worker's image was loaded from Redis, and its log is read from there on.
     log_loaded: bool = False
-    # Whether the store shows the entries that come after.
+    # Whether the store answers when the log is read further.
     log_heard: bool = True
-    # Why the router that follows the worker does not vouch for the state that is shown of it.
+    # Why the router that follows the worker does not vouch for the state that is shown here.
     follower_problem: str | None = NO_FOLLOWER_YET
-    # Why the last hold of the lease ended.
+    # Why this process last lost the lease.
     hold_problem: str | None = None
-    # The missing proof of its engine patch's key; it stays while the patch is greeted again.
+    # Why the engine's patch has not proven its key. It stays while the patch is greeted again.
     key_problem: str | None = None
     # Why the store takes no commits.
     store_problem: str | None = None
     # Whether doubt has lasted for longer than it is credited.
     overdue: bool = False
-    # Whether no other rank is registered beside it.
+    # Whether no other rank of the worker id is registered.
     alone: bool = True
-    # The ranks of its engine's cores.
+    # The ranks of the engine's cores.
     engine_ranks: tuple[int, ...] = ()
-    # Whether it is no longer to be followed.
+    # Whether the following is about to end.
     stopping: bool = False
-    # The three are read from the metrics page of the engine's present process.
+    # The next three fields are read from the metrics page of the engine's present process.
     disk: DiskWatch = msgspec.field(default_factory=DiskWatch)
     cpu_tier: CpuTierWatch = msgspec.field(default_factory=CpuTierWatch)
     cache: EngineCache = EngineCache()
@@ -63,16 +66,17 @@ class Facts(msgspec.Struct):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """How far this process has read the entries that a worker's follower writes.
+    """The position up to which this process has read the log entries of a worker's follower.
 
-    A heartbeat of the follower vouches only for a position: it says nothing about a state that another router wrote, or
-    about entries that were not read."""
+    A heartbeat of the follower vouches only for a position. It proves nothing about a state that another router wrote,
+    or about entries that were not read.
+    """
 
-    # The number of the lease under which the shown state was written; 0: none was.
+    # The number of the lease under which the shown state was written; 0 if none was written.
     lease: int = 0
     # The number of the last log entry that was applied.
     commits: int = 0
-    # When the first log entry of this lease was read, by this process's clock: it shows that its writer lived.
+    # When the first log entry of this lease was read, by this process's clock. Its writer was alive then.
     since_s: float = -math.inf
 
 
@@ -82,12 +86,12 @@ class Word(msgspec.Struct, frozen=True):
     state: StreamState
     reason: str
     credited: bool = True
-    # The part of it that cannot be read; empty: all can.
+    # Why the published values cannot be interpreted, or "" if they can.
     problem: str = ""
 
 
 class Credit(msgspec.Struct, frozen=True):
-    """What is shown of the worker."""
+    """The state that is shown of a worker, and whether it is credited."""
 
     state: StreamState
     credited: bool
@@ -95,7 +99,7 @@ class Credit(msgspec.Struct, frozen=True):
 
 
 def shown_state(phase: Phase, facts: Facts, word: Word) -> StreamState:
-    """Return the published state as it is shown here, which facts of this process may lower."""
+    """Return the state to show, which is the published state unless facts of this process lower it."""
     state = word.state
     if facts.refusal:
         return StreamState.DOWN
@@ -109,8 +113,15 @@ def shown_state(phase: Phase, facts: Facts, word: Word) -> StreamState:
 
 
 def credit(phase: Phase, facts: Facts, word: Word, state: StreamState, suspect_credit_s: float) -> Credit:
-    """Return whether a worker in `shown_state` is credited, and why. suspect_credit_s: for how long a doubtful worker
-    keeps its credit."""
+    """Return whether a worker is credited, and why.
+
+    Args:
+        phase: The phase of following the worker.
+        facts: Everything that is known of the worker except its events.
+        word: The state that the worker's follower published.
+        state: The result of `shown_state`.
+        suspect_credit_s: How long a doubtful worker keeps its credit.
+    """
     is_credited = credited(state, facts.overdue) and word.credited
     reason = _reason(phase, facts, word, state)
     if state is StreamState.SUSPECT and not is_credited:
@@ -136,7 +147,7 @@ def _reason(phase: Phase, facts: Facts, word: Word, state: StreamState) -> str:
 
 
 def _hearing_problem(facts: Facts) -> str | None:
-    """Return why the state that others wrote of the worker cannot be shown unchanged, or None if it can."""
+    """Return why the state that the worker's follower wrote cannot be shown unchanged, or None if it can."""
     if not facts.log_loaded:
         return "what other router processes learned of this worker is being loaded from Redis"
     if not facts.log_heard:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's part of the fleet's events: what changed since it was shown last, whoever follows it."""
+"""One worker's part of the fleet's events: the changes since the last publication, whichever router follows it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from kvrouter.router.model.workers.stream_state import StreamState
 
 
 class Incidents(NamedTuple):
-    """How often in the worker's life: batches went missing; its engine dropped a whole cache; what it holds became known
-    again after something was missing."""
+    """Counts over a worker's whole life."""
 
+    # How often batches went missing.
     gaps: int = 0
+    # How often the engine dropped a whole cache.
     clears: int = 0
+    # How often the index came to agree with the engine again after something was missing.
     resyncs: int = 0
 
 
@@ -29,7 +31,7 @@ _TYPES = (EventType.GAP, EventType.CLEARED, EventType.RESYNC)
 
 
 class WorkerEvents:
-    """Remembers what was published last, and publishes differences."""
+    """The publisher of one worker's events, which remembers what it published last."""
 
     def __init__(self, worker: WorkerKey, feed: EventFeed) -> None:
         self._worker = worker
@@ -38,11 +40,17 @@ class WorkerEvents:
         self._state: tuple[StreamState, bool] | None = None
 
     def begin_epoch(self, epoch: str, reason: str) -> None:
-        """What was known of it is void."""
+        """Publish that the worker's residency is void, and that an empty epoch begins."""
         self._publish(EventType.EPOCH, epoch=epoch, reason=reason or UNSET)
 
     def changed(self, epoch: str, seq: int | None, changes: Sequence[ResidencyDelta]) -> None:
-        """Its residency changed."""
+        """Publish changes of the worker's residency.
+
+        Args:
+            epoch: The worker's epoch.
+            seq: The last batch that is part of the changes, None if it is unknown.
+            changes: The changes at each place.
+        """
         for change in changes:
             for event_type, hashes in ((EventType.REMOVED, change.removed), (EventType.STORED, change.added)):
                 if len(hashes):
@@ -60,20 +68,22 @@ class WorkerEvents:
                     )
 
     def load(self, epoch: str, seq: int | None, places: Mapping[Place, Hashes]) -> None:
-        """It was loaded from Redis as a whole: the changes since what was published are not known, so all that it holds
-        is published."""
+        """Publish all blocks of a worker that was loaded from Redis as a whole.
+
+        The difference from the events published before is not known, so the worker begins an epoch.
+        """
         self.begin_epoch(epoch, "loaded from Redis as a whole; what it holds follows")
         self.changed(epoch, seq, [ResidencyDelta(place, hashes, NO_HASHES) for place, hashes in places.items()])
 
     def happened(self, incidents: Incidents, reason: str) -> None:
-        """incidents: so far."""
+        """Publish the incidents since the last call. `incidents` counts the worker's whole life."""
         before, self.incidents = self.incidents or incidents, incidents
         for event_type, was, is_now in zip(_TYPES, before, incidents, strict=True):
             if is_now > was:
                 self._publish(event_type, count=is_now - was, reason=reason or UNSET)
 
     def viewed(self, view: WorkerView) -> None:
-        """What may be known of it."""
+        """Publish the worker's state and credit if they changed."""
         state = view.state, view.credited
         if state != self._state:
             self._state = state

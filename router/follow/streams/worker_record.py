@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker as this process knows it: where its following stands, what its events and other routers said, and the view
-made of these. Synchronous; the parts of `worker_stream.py` share it.
+"""One worker as this process knows it.
 
-Invariant: after `refresh` the view, and during a lead the mirror, show all that is known.
+The record joins the phase of following the worker, the knowledge from its events and from other routers, and the view
+made of these. It is synchronous, and the parts of `worker_stream.py` share it.
+
+Invariant: after `refresh`, the view and (during a lead) the mirror show everything that is known.
 """
 
 from __future__ import annotations
@@ -32,54 +34,62 @@ from kvrouter.router.model.workers.stream_state import PROVEN, StreamState
 
 log = logging.getLogger("kvrouter.stream")
 
-# How long what is over is still said of a worker that is live: long enough to be read by who looks because of it.
+# How long a past incident stays in the reason of a live worker: long enough for a person who looks because of it.
 INCIDENT_SHOWN_S = 60.0
 
 
 class Shown(msgspec.Struct):
-    """How far the mirror shows the worker."""
+    """The position up to which the mirror shows the worker."""
 
-    # When the items in hand were received.
+    # When the items that are being applied were received.
     received_s: float
     epoch: str | None = None
     seq: int | None = None
-    # How long it took from receiving the last items until they were shown.
+    # The time from receiving the last items until the mirror showed them.
     lag_s: float | None = None
 
     def advance(self, epoch: str, seq: int | None) -> None:
-        """Note the epoch and seq that are shown now. seq: None if it did not change."""
+        """Note the epoch and the seq that are shown now; a `seq` of None keeps the seq of the same epoch."""
         self.seq = seq if seq is not None or epoch != self.epoch else self.seq
         self.epoch = epoch
 
 
 class WorkerRecord:
-    """The state that all parts of one worker's stream share. `view` is the part that the matcher may know; call
-    `refresh` after each change.
+    """The state that all parts of one worker's stream share; none of them keeps a copy.
 
-    It has 18 attributes, because everything that several parts need is here and none of them keeps a copy."""
+    `view` is what the matcher sees. Every change must be followed by `refresh`, which updates it.
+    """
 
     def __init__(self, registration: Registration, services: StreamServices, changed: Callable[[], None]) -> None:
-        """changed: called when `view` did."""
+        """Begin with nothing known.
+
+        Args:
+            registration: The worker's registration.
+            services: The services that all streams of the process share.
+            changed: Called when `view` changed.
+        """
         self.registration = registration
-        # A registration that changes them has a stream of its own.
+        # Constant, because a registration with other endpoints gets another stream.
         self.endpoints = Endpoints.of(registration)
         self._services = services
         self._changed = changed
         self.phase = Phase.WAITING
         self.facts = Facts(refusal=services.allowed.registration_problem(registration))
-        # Set when the store took what waited for it, or when it went away; and when something waits for it.
+        # Set when the waiting changes were taken for the store, or when the store's availability changed.
         self.drained = asyncio.Event()
+        # Set when something waits to be written to the store.
         self.dirty = asyncio.Event()
         self.peer = PeerView(registration, services.config.none_hash_seed)
         self.events = WorkerEvents(registration.worker, services.feed)
-        # Set from when this process leads the mirror until others may.
+        # Present from when this process leads the worker's mirror until others may.
         self.lead: MirrorLead | None = None
         self.shown = Shown(services.clock())
-        # Since when the state and the reason are what they are. A timer ends the credit of a state in doubt.
+        # When the state, and when the reason, last changed.
         self.since_s = self._reason_s = services.clock()
+        # Ends the credit of a state in doubt.
         self._credit_end: asyncio.TimerHandle | None = None
         self.lives = EngineLives()
-        # Since when nothing proves that the shown blocks are right; None: something does.
+        # Since when no proof supports the shown blocks, None while one does.
         self._doubted_since_s: float | None = None
         self.ingest = self._ingest()
         word = self._word()
@@ -87,35 +97,35 @@ class WorkerRecord:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether what others say of the worker is shown, as they follow it."""
+        """Whether another process follows the worker, so that the state which it publishes is shown."""
         return self.phase is Phase.ELSEWHERE
 
     @property
     def profile(self) -> WorkerProfile:
-        """What explains the worker: our own ingest, or what another process wrote."""
+        """The worker's catalog and identity, from this process's ingest or as another follower published them."""
         return self.peer.profile if self.is_elsewhere else self.ingest.profile
 
     @property
     def incidents(self) -> Incidents:
-        """Of the worker's life so far."""
+        """The incidents of the worker's life so far."""
         if self.is_elsewhere:
-            # Until it was loaded nothing is known that was not before.
+            # Until the log is loaded, the last known counts remain.
             return self.peer.incidents if self.facts.log_loaded else self.events.incidents or Incidents()
         tally = self.ingest.profile.tally
         return Incidents(tally.gaps, tally.clears, tally.resyncs)
 
     @property
     def disk_problem(self) -> str:
-        """What is wrong with the disk below the engine's offload tier; empty when nothing is."""
+        """The problem of the disk below the engine's offload tier, "" if there is none."""
         return self.peer.disk_problem if self.is_elsewhere else self.facts.disk.problem(self._services.clock())
 
     @property
     def cache(self) -> EngineCache:
-        """Return the engine's description of its KV cache."""
+        """The engine's description of its KV cache."""
         return self.peer.cache if self.is_elsewhere else self.facts.cache
 
     def state_fields(self) -> dict[str, bytes]:
-        """The state as the other processes are to know it."""
+        """Return the state as fields of `meta`, for the other processes."""
         ingest = self.ingest
         start_s = self.facts.vitals.start_s
         return state_fields(
@@ -123,11 +133,12 @@ class WorkerRecord:
         )
 
     def step(self, event: Event) -> Action:
+        """Move to the next phase, and return the action for the shell."""
         self.phase, action = step(self.phase, event, self.endpoints)
         return action
 
     def forget_ingest(self) -> None:
-        """Begin with nothing known; what was counted stays."""
+        """Replace the ingest by an empty one, but keep the counts."""
         tally = self.ingest.profile.tally
         self.ingest = self._ingest()
         self.ingest.profile.tally = tally
@@ -144,31 +155,31 @@ class WorkerRecord:
         return ingest
 
     def allowed_ranks(self) -> frozenset[int] | None:
-        """The ranks that its events may name; None: any."""
+        """Return the ranks that the worker's events may name, or None if any is allowed."""
         return ranks_allowed(self.registration.worker.dp_rank, self.facts.alone, self.facts.engine_ranks)
 
     def store_changed(self, problem: str | None) -> None:
-        """problem: why the store takes no commits."""
+        """Note why the store takes no commits, None if it takes them."""
         self.facts.store_problem = problem
         self.drained.set()
         self.refresh()
-        # The lease may be another one, under which nothing was written yet.
+        # The lease may be a new one, under which nothing was written yet.
         self.have_written()
 
     def have_written(self) -> None:
-        """Have what is known now written; from now on it waits, whatever the writer is busy with."""
+        """Schedule a write of the present state. Its waiting time counts from now, even if the writer is busy."""
         if self.lead is not None:
             waiting = self._services.held.unwritten_since_s
             waiting.setdefault(keys.worker_tag(self.registration.worker), self._services.clock())
         self.dirty.set()
 
     def pause(self, incident: str) -> None:
-        """Nobody reads its stream for now."""
+        """Note that the worker's stream is not read for now, and why."""
         self.ingest.pause(incident)
         self.refresh()
 
     def settle(self) -> None:
-        """What happened to a live worker is said for a while, and then only what holds now."""
+        """Drop a past incident from the reason of a live worker once it was shown for INCIDENT_SHOWN_S."""
         view = self.view
         is_over = self._services.clock() > self._reason_s + INCIDENT_SHOWN_S
         if view.state is StreamState.LIVE and view.reason and is_over:
@@ -176,7 +187,7 @@ class WorkerRecord:
             self.refresh()
 
     def refresh(self) -> None:
-        """Bring mirror and view up to what is known, both before anything else runs."""
+        """Bring the mirror and the view up to date with all knowledge, in one step of the event loop."""
         if (incidents := self.incidents) != self.events.incidents:
             self.events.happened(incidents, self._word().reason)
         self._draw()
@@ -196,11 +207,12 @@ class WorkerRecord:
                     "stream state",
                     extra={"worker": view.worker, "state": view.state.value, "reason": view.reason},
                 )
-                # The other processes must know, also when it is not the stream that says so.
+                # The other processes must learn this, even if the change does not come from the stream.
                 self.have_written()
             self._changed()
 
     def _draw(self) -> None:
+        """Apply new changes of the residency to the mirror, and publish them; do nothing without a lead."""
         if self.lead is None:
             return
         flush = self.lead.draw(self.ingest.held)
@@ -213,6 +225,7 @@ class WorkerRecord:
                 self.shown.lag_s = self._services.clock() - self.shown.received_s
 
     def _word(self) -> Word:
+        """Return the state that the worker's follower publishes, which may be this process's ingest."""
         if self.is_elsewhere:
             return Word(self.peer.state, self.peer.reason, self.peer.credited, self.peer.problem)
         return Word(self.ingest.state, self.ingest.reason)
@@ -245,15 +258,20 @@ class WorkerRecord:
         )
 
     def _is_guessed(self, state: StreamState) -> bool:
-        """Return whether the prompts sent there are all that is known of it. An engine that reuses nothing earns
-        nothing."""
+        """Return whether the worker's blocks are only guessed from the prompts that were sent to it.
+
+        An engine that reuses nothing earns nothing, so its blocks are not guessed.
+        """
         usable = not self.endpoints.are_none and state is not StreamState.UNHASHABLE
         wanted = bool(self._services.config.approximate_ttl_s)
         return wanted and not usable and state is not StreamState.DOWN and not self.cache.problem
 
     def _time_credit(self, state: StreamState) -> None:
-        """Credit doubt for a while from its beginning. A doubt that stops and returns without a proof in between keeps
-        its first beginning."""
+        """Set the timer that ends the credit of a doubtful worker, or stop it.
+
+        Credit lasts for `suspect_credit_s` from the beginning of the doubt. A doubt that stops and returns without a
+        proof in between keeps its first beginning.
+        """
         if state in PROVEN:
             self._doubted_since_s = None
         self.facts.overdue = False
@@ -272,6 +290,7 @@ class WorkerRecord:
         self.refresh()
 
     def end_timer(self) -> None:
+        """Cancel the timer that ends the credit of a state in doubt."""
         if self._credit_end is not None:
             self._credit_end.cancel()
             self._credit_end = None

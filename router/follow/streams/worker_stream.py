@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker, followed: one task takes the lease, has the lead, and follows the worker's streams until the hold ends.
+"""The following of one worker: one task takes the lease, leads the worker's mirror, and reads the worker's streams.
 
-While it holds the lease it leads the mirror (`mirror_lead.py`): its answers need no Redis. Whatever breaks its hold (a
-lost lease, a store that is elsewhere) makes it begin again: from memory where nobody else followed the worker
-meanwhile, else from what Redis holds. While another process follows it, `peer_view.py` says what it is, for as long as
-that process is heard. `stream_machine.py` has the decisions, `worker_record.py` what is known."""
+While the process has the lease, it leads the mirror (`mirror_lead.py`), so its answers need no Redis. If the lease is
+lost or the store was replaced, the task begins again: from memory if no other process followed the worker meanwhile,
+else from the state in Redis. While another process follows the worker, `peer_view.py` provides the state, as long as
+that process is heard. `stream_machine.py` makes the decisions, and `worker_record.py` holds the knowledge.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +43,13 @@ from kvrouter.router.model.workers.registration import Registration
 
 log = logging.getLogger("kvrouter.stream")
 
-# A worker that is not had within this part of a lease's life is another process's. A first taking is some round trips.
+# If the lease is not taken within this fraction of a lease's life, another process is assumed to have it. A first
+# taking of a free lease takes some round trips.
 LOOKS_BEFORE_ELSEWHERE = 10
 
 
 class WorkerStream:
-    """Follows one worker from registration to `stop`. What has no docstring here has one in `WorkerRecord`."""
+    """The following of one worker, from `start` to `stop`, and everything that this process shows of the worker."""
 
     def __init__(
         self,
@@ -58,15 +60,23 @@ class WorkerStream:
         changed: Callable[[], None],
         engine_load: Callable[[EngineLoad], None],
     ) -> None:
-        """changed: called when `view` did. engine_load: called with what the engine reports. mine: is it ours?"""
+        """Prepare to follow the worker; `start` begins.
+
+        Args:
+            registration: The worker's registration.
+            services: The services that all streams of the process share.
+            mine: Returns whether this process should follow the worker.
+            changed: Called when `view` changed.
+            engine_load: Called with each load that the engine reports.
+        """
         self.worker = worker = registration.worker
         # Names the worker in heartbeats.
         self.tag = keys.worker_tag(worker)
-        # A problem of its registration that takes no credit.
+        # A problem of the registration that does not end the worker's credit.
         self.note = ""
-        # Since when it has taken no new requests, as far as this process knows.
+        # Since when the worker gets no new requests, as far as this process knows; None if it gets them.
         self.drains_since_s = services.clock() if registration.drains else None
-        # Why its engine refuses this router's queries.
+        # Why the engine refuses this router's queries.
         self.refused = ""
         self._services = services
         self._record = WorkerRecord(registration, services, changed)
@@ -84,58 +94,65 @@ class WorkerStream:
         self.commits = CommitLoop(self._record, self._lease, services)
         self._engine = EnginePoller(self._record, self.commits, services, engine_load)
         self._sources = SourceSwitch(self._record, self._lease, self.commits, self._engine, services)
-        # The counts that are in the metrics already.
+        # The counts that the metrics include already.
         self.counted = IngestCounters()
-        # (epoch, seq) in Redis that the ingest was prepared from, None once it goes on from there.
+        # The (epoch, seq) in Redis from which the ingest was prepared, None once the ingest is ahead of it.
         self._prepared: tuple[str | None, int | None] | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def registration(self) -> Registration:
+        """The worker's present registration."""
         return self._record.registration
 
     @property
     def view(self) -> WorkerView:
+        """The worker as the matcher sees it."""
         return self._record.view
 
     @property
     def ingest(self) -> Ingest:
-        """What this process itself learns of the worker."""
+        """The ingest of the worker's events in this process."""
         return self._record.ingest
 
     @property
     def profile(self) -> WorkerProfile:
+        """The worker's catalog and identity, whichever process follows it."""
         return self._record.profile
 
     @property
     def visible_epoch(self) -> str | None:
+        """The epoch that the mirror shows, None before the first."""
         return self._record.shown.epoch
 
     @property
     def visible_seq(self) -> int | None:
+        """The last batch that the mirror shows, None before the first."""
         return self._record.shown.seq
 
     @property
     def lag_s(self) -> float | None:
+        """The time from receiving the last items until the mirror showed them; None before the first."""
         return self._record.shown.lag_s
 
     @property
     def since_s(self) -> float:
+        """When the worker's state last changed, by this process's clock."""
         return self._record.since_s
 
     @property
     def life(self) -> tuple[WorkerKey, int]:
-        """Return the number of the engine's life, as far as `EngineLives` distinguishes them."""
+        """The worker and the number of its engine's life, as far as `EngineLives` distinguishes them."""
         return self.worker, self._record.lives.number
 
     @property
     def cache(self) -> EngineCache:
-        """Return the engine's description of its KV cache."""
+        """The engine's description of its KV cache."""
         return self._record.cache
 
     @property
     def block_size(self) -> int | None:
-        """Return the tokens of one block as the engine describes it, else as registered; None if neither names it."""
+        """The tokens of one block as the engine describes them, else as registered; None if neither names them."""
         return self.cache.block_size or self.registration.block_size
 
     @property
@@ -145,47 +162,53 @@ class WorkerStream:
 
     @property
     def problem(self) -> str | None:
-        """Why what this process learns of the worker cannot reach Redis now."""
+        """Why this process's knowledge of the worker cannot reach Redis now, None if it can."""
         return self._record.facts.hold_problem or self._lease.problem
 
     @property
     def refusal(self) -> str | None:
-        """Why the worker is not followed: it was registered through another router, or before the setting was made."""
+        """Why this router may not follow the worker, None if it may.
+
+        Such a worker was registered through another router, or before the allow list was set.
+        """
         return self._record.facts.refusal
 
     @property
     def disk(self) -> DiskWatch:
+        """The disk below the engine's offload tier, as this process polls it."""
         return self._record.facts.disk
 
     @property
     def disk_problem(self) -> str:
+        """The problem of the disk below the engine's offload tier, "" if there is none."""
         return self._record.disk_problem
 
     @property
     def cpu_tier_problem(self) -> str:
-        """What is wrong with the CPU tier of the engine's offload tier, as far as this process polls it."""
+        """The problem of the engine's CPU tier, as this process polls it; "" if there is none."""
         return self._record.facts.cpu_tier.problem(self._services.clock())
 
     @property
     def withheld(self) -> str:
-        """Why what it holds beside the GPU earns less than its blocks could; empty where it does not."""
+        """Why the worker's blocks beside the GPU earn less than they could, or "" if they do not."""
         is_elsewhere = self._record.is_elsewhere
         return self.profile.withheld(self._record.peer.places if is_elsewhere else self.ingest.held.blocks.places)
 
     @property
     def gaps(self) -> int:
+        """The number of gaps in the worker's whole life."""
         return self._record.incidents.gaps
 
     def counts(self) -> dict[str, int]:
-        """Blocks by the text of their place."""
+        """Return the number of blocks at each place, by the place's text."""
         return self._record.peer.counts() if self._record.is_elsewhere else self.ingest.held.blocks.counts()
 
     def judge(self, *, alone: bool, contradiction: str, note: str, refused: str = "") -> None:
-        """Take the judgement of this worker beside the rest of the fleet.
+        """Take a judgement of this worker that considers the rest of the fleet.
 
         Args:
-            alone: Whether no other rank is registered beside it.
-            contradiction: Why its events must be another engine's.
+            alone: Whether no other rank of the worker id is registered.
+            contradiction: Why the worker's events must be another engine's.
             note: Another problem of its registration.
             refused: Why its engine refuses this router's queries.
         """
@@ -204,7 +227,7 @@ class WorkerStream:
             self._engine.judge_ranks()
 
     def update(self, registration: Registration) -> None:
-        """Take over a registration that differs in nothing that the stream depends on."""
+        """Take over a registration that differs only in fields on which the stream does not depend."""
         if registration.url not in (None, self.registration.url):
             self._engine.move(registration.url)
         if registration.drains != self.registration.drains:
@@ -214,10 +237,16 @@ class WorkerStream:
         self._record.refresh()
 
     def settle(self) -> None:
+        """Drop a past incident from the reason of a live worker once it was shown long enough."""
         self._record.settle()
 
     def prepare(self, image: WorkerImage, copies: dict[tuple[Place, int], int]) -> None:
-        """Begin from what Redis holds, before the stream says anything."""
+        """Prepare the ingest from the worker's state in Redis, before the stream brings anything.
+
+        Args:
+            image: The state of the worker in Redis.
+            copies: The number of copies of each block that has several, by place and block hash.
+        """
         record = self._record
         record.forget_ingest()
         self._prepared = (image.epoch, image.seq)
@@ -227,16 +256,16 @@ class WorkerStream:
             try:
                 record.ingest.restore(image.epoch, image.seq, image.places, copies, image.meta)
             except RESTORE_ERRORS as error:
-                # Use nothing of a value whose meaning is unknown.
+                # Use no part of a value whose meaning is unknown.
                 log.warning("stored state not readable", extra={"worker": self.worker, "error": str(error)})
                 record.forget_ingest()
                 record.ingest.begin_unreadable(str(error))
-            # Gaps of a worker's whole life, most of which others have counted.
+            # The tally has the gaps of the worker's whole life, and other processes have counted those in their metrics.
             self.counted.gaps = record.ingest.profile.tally.gaps
         record.refresh()
 
     def take_image(self, image: WorkerImage) -> None:
-        """What Redis held when it was loaded for the mirror."""
+        """Take the image that was loaded from Redis into the mirror."""
         self._record.peer.take_image(image)
         self._record.facts.log_loaded = True
         self._record.shown.epoch, self._record.shown.seq = image.epoch or "", image.seq
@@ -244,7 +273,7 @@ class WorkerStream:
         self._record.refresh()
 
     def take_entry(self, entry: LogEntry) -> None:
-        """What Redis's log says, as it goes into the mirror."""
+        """Take a log entry that was applied to the mirror."""
         record = self._record
         shapes = record.peer.take_entry(entry, self._services.clock())
         if entry.opened_epoch:
@@ -255,58 +284,58 @@ class WorkerStream:
             record.refresh()
 
     def shown(self, epoch: str, seq: int | None) -> None:
-        """The mirror shows everything up to `seq` of `epoch`."""
+        """Note that the mirror shows everything up to `seq` of `epoch`; None keeps the seq."""
         self._record.shown.advance(epoch, seq)
 
     def log_heard(self, heard: bool) -> None:
-        """Whether the worker's log in the store can be followed: it is how others tell."""
+        """Note whether the worker's log in the store can be read, through which other routers share their knowledge."""
         self._record.facts.log_heard = heard
         self._record.refresh()
 
     @property
     def position(self) -> Position:
-        """Return how far this process has read the entries of the worker's follower."""
+        """How far this process has read the log entries of the worker's follower."""
         return self._record.peer.position
 
     def follower_heard(self, problem: str | None) -> None:
-        """Note whether the other router that follows the worker is heard. problem: why it is not."""
+        """Note why the other router that follows the worker is not heard, None if it is."""
         if problem != self._record.facts.follower_problem:
             self._record.facts.follower_problem = problem
             if self._record.is_elsewhere:
                 self._record.refresh()
 
     def image_lost(self, reason: str) -> None:
-        """Why the mirror does not have what Redis holds of the worker, so that nothing of it is credited; empty: it
-        does."""
+        """Note why the mirror lacks the worker's blocks in Redis, so the worker earns no credit; "" if it has them."""
         self._record.facts.image_problem = reason
         self._record.refresh()
 
     def unreadable(self, image: WorkerImage) -> str:
-        """What of the image nobody could be shown, as it does not explain the worker; empty: all of it could."""
-        told = PeerView(self.registration, self._services.config.none_hash_seed)
-        told.take_image(image)
-        return told.problem
+        """Return why the stored image cannot be interpreted, or "" if it can."""
+        peer_view = PeerView(self.registration, self._services.config.none_hash_seed)
+        peer_view.take_image(image)
+        return peer_view.problem
 
     def start(self) -> None:
+        """Start the task that follows the worker, unless this router may not follow it."""
         if self.refusal:
             log.warning("worker not followed", extra={"worker": self.worker, "reason": self.refusal})
             return
         self._task = self._services.supervisor.start("stream", self._run, of=self.worker.route_name)
 
     async def stop(self) -> None:
-        """End the task; what was committed stays, the lease is given back to others."""
+        """End the task and give the lease back. Redis keeps all commits."""
         self._record.facts.stopping = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        # Where it was stopped between taking the lease and following.
+        # The task may have ended between taking the lease and following.
         await self._lease.release()
         self.commits.end_lead()
         self._record.end_timer()
 
     async def forget(self) -> None:
-        """End the task, and unlink what Redis holds of the worker unless another process follows it."""
+        """End the task, and delete the worker's index in Redis unless another process follows the worker."""
         await self.stop()
         await self._lease.forget()
 
@@ -314,11 +343,12 @@ class WorkerStream:
         try:
             await self._follow_always()
         except asyncio.CancelledError as error:
-            # A frame of TaskGroup's holds the error and its traceback the frame: all that the worker had would stay
-            # until a full collection, for which a router rarely has reason.
+            # A frame of TaskGroup refers to the error, and the error's traceback to the frame. This cycle would keep all
+            # of the worker's objects until a full garbage collection, for which a router rarely has reason.
             raise error.with_traceback(None) from None
 
     async def _follow_always(self) -> None:
+        """Take the lease and follow the worker, again after each error."""
         retry_s = RETRY_FIRST_S
         while True:
             try:
@@ -336,7 +366,7 @@ class WorkerStream:
                 self._say(f"cannot subscribe to {self.registration.events}: {error}")
                 await asyncio.sleep(RETRY_LAST_S)
             except Exception:
-                # It must not end the worker's task unseen; what Redis holds is begun from again.
+                # The error must not end the worker's task unseen. The next try begins from the state in Redis.
                 self._record.step(Event.DEFECT)
                 self._services.metrics.internal_errors.labels("stream").inc()
                 log.exception("stream failed", extra={"worker": self.worker})
@@ -344,11 +374,12 @@ class WorkerStream:
                 await asyncio.sleep(RETRY_LAST_S)
 
     def _say(self, hold_problem: str) -> None:
+        """Show why this process does not have the worker's lease."""
         self._record.facts.hold_problem = hold_problem
         self._record.refresh()
 
     async def _hold(self, action: Action) -> None:
-        """Follow the worker under one lease until something ends it, which is raised."""
+        """Follow the worker under one lease until an exception ends it. The lease is given back."""
         try:
             await self._sources.follow(action)
         except (asyncio.CancelledError, HandedOver):
@@ -360,7 +391,7 @@ class WorkerStream:
             await self._lease.release()
 
     async def _take_lease(self) -> Action:
-        """Wait for the lease, and have the lead; returns what is to be followed first."""
+        """Wait for the lease and take the lead; return the action with which the following begins."""
         record = self._record
         self.commits.sending = None
         if not self._lease.wanted:
@@ -390,11 +421,11 @@ class WorkerStream:
         return action
 
     async def _show_others(self) -> None:
-        """Another process follows the worker: show what it writes. Raises StoreError."""
+        """Show the state that the other process, which follows the worker, publishes. Raises StoreError."""
         record = self._record
         record.step(Event.LEASE_ELSEWHERE)
         record.facts.hold_problem = None
-        # Nobody vouches for what is stored before the next judgement of the followers.
+        # Until the next judgement of the followers, no router vouches for the stored state.
         record.facts.follower_problem = NO_FOLLOWER_YET
         record.forget_ingest()
         record.lead = self._prepared = None
@@ -404,7 +435,7 @@ class WorkerStream:
             await self._services.mirror.follow_log(self.worker)
 
     def _continue(self) -> None:
-        """Lead with what is in memory."""
+        """Lead with the blocks in memory."""
         record = self._record
         assert record.lead is not None
         if not record.lead.continues(record.ingest.held, *self._lease.written):
@@ -412,22 +443,22 @@ class WorkerStream:
             self.commits.rewrite()
 
     async def _rebuild(self) -> None:
-        """Lead with what Redis holds: have it in the ingest and in the mirror. Raises StoreError."""
+        """Lead with the blocks in Redis: load them into the ingest and the mirror. Raises StoreError."""
         record, store = self._record, self._services.store
         log_loaded, record.lead, record.facts.log_loaded = record.facts.log_loaded, None, False
         await self._services.mirror.lead(self.worker)
         if self._lease.written != self._prepared:
-            # Others have committed since, or what was seen here is broken.
+            # Others have committed since, or the ingest is broken.
             try:
                 image, copies = await store.load(self.worker), await store.load_copies(self.worker)
                 self.prepare(image, copies)
             except StoredValueError as error:
-                # The new epoch that an empty ingest opens voids it.
+                # An empty ingest opens a new epoch, which voids the stored values.
                 log.warning("stored values void", extra={"worker": self.worker, "reason": str(error)})
                 self.prepare(WorkerImage.empty(self.worker), {})
                 record.ingest.begin_unreadable(str(error))
         lead = MirrorLead(self.worker, self._services.mirror, max_blocks=MAX_PENDING_BLOCKS)
-        # A mirror that read the log up to the same commit shows the same.
+        # A mirror that read the log up to the same commit already shows the same blocks.
         held = record.ingest.held
         if not log_loaded or (self.visible_epoch, self.visible_seq) != (held.epoch, held.seq):
             record.events.load(held.epoch, held.seq, lead.show_all(held))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers from a file that is watched: the file of `workers_file`, or the settings file. The async shell around
-`FileWatch`."""
+"""Workers from a watched file: the file of the setting `workers_file`, or the settings file.
+
+This is the async shell around `FileWatch`.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,29 @@ from kvrouter.router.base.common.file_watch import FileWatch
 from kvrouter.router.base.common.hanging_call import HANG_S, CallHangs, HangingCall
 from kvrouter.router.follow.discovery.candidate import Candidate
 
-# A change counts when it has been there for one of these, so it is registered within a second and a half. A look is one
-# stat.
+# The interval of looks at the file. A change counts when it is the same at two looks, so it is registered within a
+# second and a half. A look is one stat.
 POLL_S = 0.5
-# Thousands of workers with catalogs; what is larger is no list of workers.
+# Enough for thousands of workers with catalogs; a larger file is no list of workers.
 MAX_FILE_BYTES = 16 * 1024**2
 
-# The workers that a text lists; None: it says nothing of workers. Raises SettingError.
+# Returns the workers that a text lists, or None if the text has no list of workers. Raises SettingError.
 Read: TypeAlias = Callable[[str], Sequence[Candidate] | None]
 
 
 class FileSource:
-    """A file that cannot be read, or is wrong, changes nothing."""
+    """The workers that a file lists. A file that cannot be read, or is wrong, leaves the last list unchanged."""
 
     def __init__(self, name: str, path: Path, read: Read, *, poll_s: float = POLL_S, hang_s: float = HANG_S) -> None:
-        """Read nothing yet. read: runs in a thread. hang_s: how long the file may take before that is a problem."""
+        """Read nothing yet.
+
+        Args:
+            name: The source's name.
+            path: The file.
+            read: Reads the file's text; called in a thread.
+            poll_s: The interval of looks at the file, in seconds.
+            hang_s: How many seconds reading the file may take before that is a problem.
+        """
         self.name = name
         self.shown: Sequence[Candidate] | None = None
         self.problem = ""
@@ -40,13 +50,14 @@ class FileSource:
         self._changed = HangingCall(f"read {name}", self._read_changed)
 
     def begin(self) -> None:
-        """Read it for the first time: a wrong one ends the start. Raises SettingError."""
+        """Read the file for the first time. Raises SettingError if it is wrong, which ends the router's start."""
         try:
             self.shown = HangingCall(f"read {self.name}", self._content).wait(self._hang_s)
         except CallHangs:
             raise SettingError(f"{self._hang()}; name a readable file") from None
 
     async def run(self, changed: Callable[[], None]) -> None:
+        """Look at the file every `poll_s` until cancelled; call `changed` when the list or the problem changed."""
         while True:
             await asyncio.sleep(self._poll_s)
             before = self.shown, self.problem
@@ -71,7 +82,7 @@ class FileSource:
                 self.problem = ""
 
     def _read_changed(self) -> list[Sequence[Candidate] | None]:
-        """Return the new content, or nothing where the file has not changed."""
+        """Return the new content as the only element, or an empty list if the file has not changed."""
         return [self._content()] if self._watch.due() else []
 
     def _content(self) -> Sequence[Candidate] | None:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed in the settings file while the router runs: its workers are taken over, everything else needs a new
-start."""
+"""Changes of the settings file while the router runs: its workers are applied, all other settings need a restart."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ WORKERS = "workers"
 
 
 def overridden(origin: Origin, environ: Mapping[str, str]) -> bool:
-    """Whether a flag or the environment names the workers, so that the file's do not count."""
+    """Return whether a flag or the environment names the workers, so that the file's do not count."""
     return WORKERS in origin.flags or bool(environ.get(ENV_PREFIX + WORKERS.upper()))
 
 
 class SettingsFile:
-    """Reads it as at the start, with the same flags and environment."""
+    """The settings file, read as at the start, with the same flags and environment."""
 
     def __init__(self, path: Path, origin: Origin, environ: Mapping[str, str]) -> None:
         self._path = path
@@ -38,9 +37,13 @@ class SettingsFile:
         self._told: frozenset[str] = frozenset()
 
     def read(self, text: str) -> Sequence[Candidate] | None:
-        """The workers that it names now; None where it names none by right. Raises SettingError."""
+        """Return the workers that the file's text names, and log which other settings changed.
+
+        Returns None if the file has no list of workers, or if a flag or the environment overrides the list. Raises
+        SettingError.
+        """
         if self._first is not None and not text.strip():
-            # What a writer that does not rename leaves for a moment.
+            # A writer that does not rename leaves the file empty for a moment.
             raise SettingError(f"{self._path} is empty: write lines like `port: 30000`")
         config = load_config(self._path, self._environ, self._origin.flags, text)
         self._compare(config)
@@ -49,6 +52,7 @@ class SettingsFile:
         return [candidate_of(parse_worker(spec), CONFIG) for spec in config.workers]
 
     def _compare(self, config: Config) -> None:
+        """Log which settings differ from those at the start, if their set changed since the last log."""
         first = self._first = self._first or config
         changed = frozenset(
             name for name in FIELDS if name != WORKERS and getattr(first, name) != getattr(config, name)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that lists workers, as YAML or JSON (which is YAML): its text to candidates. Pure; SettingError names the
-line.
+"""The parser of a file that lists workers, as YAML or JSON (which is YAML). Pure.
 
-An entry is a SPEC as for `--worker`, or a mapping with the fields of `POST /register` and `state`.
+A SettingError names the line. An entry is a SPEC as for `--worker`, or a mapping with the fields of `POST /register` and `state`.
 """
 
 from __future__ import annotations
@@ -29,13 +28,19 @@ FORM = "write a list of workers, like `- {worker_id: w0, url: http://10.0.0.5:80
 
 
 def parse_workers(text: str, where: str, source: str) -> list[Candidate]:
-    """The workers that the text lists. where: what to call it in an error. Raises SettingError."""
+    """Return the workers that the text lists. Raises SettingError.
+
+    Args:
+        text: The content of the file.
+        where: The name of the file in errors.
+        source: The name of the source in the registrations.
+    """
     loader: yaml.SafeLoader | None = None
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
-            # What a writer that does not rename leaves for a moment; a fleet must not vanish over it.
+            # A writer that does not rename leaves the file empty for a moment, which must not drop the fleet.
             raise SettingError(f"{where} is empty: {FORM}")
         if not isinstance(node, yaml.SequenceNode):
             raise SettingError(f"{where} line {node.start_mark.line + 1} is no list: {FORM}")
@@ -48,7 +53,7 @@ def parse_workers(text: str, where: str, source: str) -> list[Candidate]:
     finally:
         if loader is not None:
             loader.dispose()
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     lines: dict[Name, int] = {}
     for item, entry in entries:
         line = item.start_mark.line + 1
@@ -62,8 +67,8 @@ def parse_workers(text: str, where: str, source: str) -> list[Candidate]:
                 f"{where} line {line}: {name[0]!r} is in line {lines[name]} too; give each its own worker_id or dp_rank"
             )
         lines[name] = line
-        found.append(candidate)
-    return found
+        candidates.append(candidate)
+    return candidates
 
 
 def _candidate(entry: Any, source: str) -> Candidate:
@@ -84,19 +89,19 @@ def _candidate(entry: Any, source: str) -> Candidate:
     try:
         body = msgspec.convert(entry, RegisterBody)
     except msgspec.ValidationError as error:
-        # "Expected `int`, got `str` - at `$.dp_rank`"
+        # An example of the message is "Expected `int`, got `str` - at `$.dp_rank`".
         what, _, at = str(error).partition(" - at ")
         field = at.strip("`").removeprefix("$.") or "it"
         raise SettingError(f"{field} is wrong: {what}") from None
     registration = registration_of(body, UNKNOWN_MODEL)
     if registration.url is None and registration.worker.model == UNKNOWN_MODEL:
         raise SettingError("model is missing: without url the router cannot get it from the engine")
-    known = msgspec.structs.replace(registration, source=source, retiring=state == "draining")
-    return Candidate(known, any_rank=body.dp_rank is None)
+    described = msgspec.structs.replace(registration, source=source, retiring=state == "draining")
+    return Candidate(described, any_rank=body.dp_rank is None)
 
 
 def _line(item: yaml.Node, message: str) -> int:
-    """Of the field that the message begins with, or of the entry."""
+    """Return the line of the field with which the message begins, or else of the entry."""
     first = message.partition(" ")[0].partition(".")[0]
     if isinstance(item, yaml.MappingNode):
         for key, _ in item.value:

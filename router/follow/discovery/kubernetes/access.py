@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Kubernetes' API is, from the settings and from what a pod has."""
+"""The access to Kubernetes' API, from the settings and from the pod in which the router runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.regular_file import read_regular
 from kvrouter.router.model.workers.engine_answers import bracketed
 
-# Where a pod finds what its service account has.
+# Where a pod finds the credentials of its service account.
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# Bound on the file; the name of a namespace has 63 characters at most.
+# The bound on the file with the namespace, whose name has 63 characters at most.
 MAX_NAMESPACE_BYTES = 4_096
 
 
 class Access(msgspec.Struct, frozen=True):
-    """Where the API is and what one shows it. The files are read again and again, as tokens expire."""
+    """The address of the API and the files with the credentials. The files are reread, because tokens expire."""
 
     url: str
     namespace: str
@@ -36,7 +36,16 @@ def access_from(
     ca_file: str | None,
     account: Path = ACCOUNT,
 ) -> Access:
-    """The settings, and what the pod that this runs in has where there is none. Raises SettingError."""
+    """Return the access that the settings name, completed from the pod in which the router runs. Raises SettingError.
+
+    Args:
+        environ: The environment variables.
+        api: The URL of the API; None takes that of the pod's cluster, with the credentials of its service account.
+        namespace: The namespace of the workers' pods; None takes the router's own.
+        token_file: The file with the token, if one is set.
+        ca_file: The file with the certificates that sign the API's, if one is set.
+        account: The folder of the pod's service account.
+    """
     inside = api is None
     if api is None:
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes' API as far as it is needed: list pods, and watch them. Two GETs, as every API server since 1.16 has them
-(ADR 18).
+"""A client of Kubernetes' API that lists and watches pods (ADR 18).
+
+It needs two GETs, which every API server since 1.16 has.
 
 Source: Kubernetes documentation, API concepts: resource versions, watches, bookmarks, "410 Gone".
 """
@@ -23,29 +24,29 @@ from kvrouter.router.base.common.regular_file import read_regular
 from kvrouter.router.follow.discovery.kubernetes.access import Access
 from kvrouter.router.follow.discovery.kubernetes.pods import Pod, PodMetadata
 
-# A page of a list; pods have some ten kB each.
+# The pods on one page of a list; each has some ten kB.
 PAGE_PODS = 250
 LIST_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
-# A watch is ended by the server after this, and begun again from where it was: a connection that died unseen is noticed
-# by then.
+# The server ends a watch after a random time in this range, and the next watch continues from there. A connection that
+# died unseen is noticed by then.
 WATCH_S = (60, 90)
 WATCH_GRACE_S = 15.0
-# etcd holds objects up to 1.5 MB.
+# Ample, as etcd holds objects up to 1.5 MB.
 MAX_EVENT_BYTES = 8 * 1024**2
 MAX_PAGE_BYTES = 256 * 1024**2
 MAX_PAGES = 400
 MAX_REASON_CHARS = 300
-# Bound on one file; a token has some kB, a bundle of all public authorities 0.2 MB.
+# The bound on one file: a token has some kB, a bundle of all public authorities 0.2 MB.
 MAX_CREDENTIAL_BYTES = 4 * 1024**2
 
 
 class WatchExpired(Exception):
-    """The resource version is too old to go on from: everything is to be listed again."""
+    """The refusal of a resource version that is too old to continue from: all pods must be listed again."""
 
 
 class ClusterError(Exception):
-    """The API did not answer as required. The message says why, and what to do."""
+    """The failure of a request to the API. The message names the reason and the remedy."""
 
 
 class _ListMeta(msgspec.Struct, rename="camel"):
@@ -69,8 +70,9 @@ class _Event(msgspec.Struct):
 
 
 class PodEvent(msgspec.Struct, frozen=True):
-    """ADDED, MODIFIED, DELETED, or BOOKMARK with nothing but a resource version."""
+    """A change of one pod."""
 
+    # ADDED, MODIFIED, DELETED, or BOOKMARK, whose pod has nothing but a resource version.
     type: str
     pod: Pod
 
@@ -82,8 +84,9 @@ _statuses = msgspec.json.Decoder(_Status)
 
 
 class Credentials(NamedTuple):
-    """The contents of the files of an `Access`. tls: as aiohttp takes it."""
+    """The contents of the files of an `Access`."""
 
+    # As aiohttp takes it: True verifies by the system's authorities.
     tls: ssl.SSLContext | bool = True
     token: str | None = None
 
@@ -100,7 +103,15 @@ class ClusterApi:
         rng: random.Random,
         hang_s: float = HANG_S,
     ) -> None:
-        """Ask nothing yet. hang_s: how long the files of `access` may take to be read."""
+        """Begin without a request.
+
+        Args:
+            session: Sends the requests.
+            access: The address of the API and the files with the credentials.
+            selector: The label selector.
+            rng: Varies the duration of watches.
+            hang_s: How many seconds reading the files of `access` may take.
+        """
         self._hang_s = hang_s
         self._session = session
         self._access = access
@@ -111,15 +122,15 @@ class ClusterApi:
         self._read = HangingCall("read kubernetes credentials", self._read_files)
 
     async def pods(self) -> tuple[list[Pod], str]:
-        """All of them, and the resource version that they are of. Raises Gone and ClusterError."""
-        # A new certificate of the cluster's authority is taken over with the next list.
+        """Return all pods, and the resource version of the list. Raises WatchExpired and ClusterError."""
+        # A new certificate of the cluster's authority takes effect with the next list.
         await self._read_credentials()
-        found: list[Pod] = []
-        at = ""
+        pods: list[Pod] = []
+        continue_token = ""
         for _ in range(MAX_PAGES):
             params = {"labelSelector": self._selector, "limit": str(PAGE_PODS)}
-            if at:
-                params["continue"] = at
+            if continue_token:
+                params["continue"] = continue_token
             try:
                 async with asyncio.timeout(LIST_TIMEOUT_S), self._get(params, LIST_TIMEOUT_S) as answer:
                     await self._check(answer, "list")
@@ -130,17 +141,19 @@ class ClusterApi:
                 raise ClusterError(_unreached(self._access.url, error)) from None
             except (msgspec.MsgspecError, ValueError) as error:
                 raise ClusterError(f"{self._access.url} answers no list of pods: {error}") from None
-            found += page.items
-            at = page.metadata.continue_
-            if not at:
-                return found, page.metadata.resource_version
+            pods += page.items
+            continue_token = page.metadata.continue_
+            if not continue_token:
+                return pods, page.metadata.resource_version
         raise ClusterError(
             f"{self._access.url} lists more than {MAX_PAGES * PAGE_PODS} pods: narrow kubernetes_selector"
         )
 
     async def watch(self, version: str) -> AsyncIterator[PodEvent]:
-        """What changes after `version`, after an empty BOOKMARK as soon as the server agrees; ends when the server ends
-        it. Raises Gone and ClusterError."""
+        """Yield the changes after `version` until the server ends the watch. Raises WatchExpired and ClusterError.
+
+        The first event is an empty BOOKMARK, as soon as the server accepts the watch.
+        """
         await self._read_credentials()
         watch_s = self._rng.randint(*WATCH_S)
         params = {
@@ -157,7 +170,7 @@ class ClusterApi:
                 async for line in _lines(answer):
                     yield _event_of(line)
         except TimeoutError:
-            # The connection was dead, or the server does not keep to the time; nothing is lost by asking again.
+            # The connection was dead, or the server does not keep to the time. The next watch misses nothing.
             return
         except (aiohttp.ClientError, OSError) as error:
             raise ClusterError(_unreached(self._access.url, error)) from None
@@ -204,6 +217,7 @@ class ClusterApi:
         )
 
     async def _check(self, answer: aiohttp.ClientResponse, verb: str) -> None:
+        """Raise WatchExpired or ClusterError unless the status is 200."""
         if answer.status == HTTPStatus.OK:
             return
         if answer.status == HTTPStatus.GONE:
@@ -230,7 +244,8 @@ def _event_of(line: bytes) -> PodEvent:
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Not readline, which has a limit of its own."""
+    """Yield the lines of the answer. Raises ValueError for a line of more than MAX_EVENT_BYTES."""
+    # Not aiohttp's readline, which has a limit of its own.
     pieces: list[bytes] = []
     size_bytes = 0
     async for part in answer.content.iter_any():

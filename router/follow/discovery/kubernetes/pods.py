@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kubernetes' pods as workers. Pure. Source of the fields: Kubernetes API v1, Pod and PodStatus.
 
-worker_id: the pod's name. url: its IP, and the port of annotation `kvrouter/port`, else of the container port named
-`http`, else
-8000. events and replay: annotations `kvrouter/events-port` and `kvrouter/replay-port`, else the container ports named `kv-events`
-and `kv-replay`; without the first, those of the engine's answer, and if it has no such path, 5557 and 5558. Ranks:
-annotation `kvrouter/dp-ranks` (their number, with ports counted up), else those of the engine's answer. model, role,
-handover: annotation, else label `kvrouter/model`, `kvrouter/role`, `kvrouter/handover`; the engine's answer completes a
-missing model.
+A worker's fields come from its pod as follows; the engine's answer completes a missing model. A label may stand in
+place of an annotation.
+
+- worker_id: the pod's name.
+- url: the pod's IP and the port in annotation `kvrouter/port`, else the container port named `http`, else 8000.
+- events, replay: the ports in annotations `kvrouter/events-port` and `kvrouter/replay-port`, else the container ports
+  named `kv-events` and `kv-replay`. Without a port for events, the engine's answer names both; if the engine has no such
+  path, the ports are 5557 and 5558.
+- ranks: their number in annotation `kvrouter/dp-ranks`, with ports counted up, else the ranks of the engine's answer.
+- model, role, handover: annotations `kvrouter/model`, `kvrouter/role`, `kvrouter/handover`.
 """
 
 from __future__ import annotations
@@ -31,18 +34,18 @@ PREFIX = "kvrouter/"
 HTTP_PORT_NAME = "http"
 EVENTS_PORT_NAME = "kv-events"
 REPLAY_PORT_NAME = "kv-replay"
-# vLLM's own for HTTP and events (config/kv_events.py); its documentation's for the replay.
+# The ports for HTTP and events are vLLM's defaults (config/kv_events.py); that for the replay is in its documentation.
 HTTP_PORT = 8_000
 EVENTS_PORT = 5_557
 REPLAY_PORT = 5_558
 MAX_PORT = 65_535
 
-# It will not run again.
+# The phases of a pod that will not run again.
 ENDED_PHASES = ("Succeeded", "Failed")
 
 
 class PodMetadata(msgspec.Struct, rename="camel"):
-    """As much of it as matters here."""
+    """The fields of a pod's metadata that matter here."""
 
     name: str = ""
     labels: dict[str, str] | None = None
@@ -62,7 +65,7 @@ class _Container(msgspec.Struct, rename="camel"):
 
 class _Spec(msgspec.Struct, rename="camel"):
     containers: list[_Container] = []
-    # Sidecars that run beside the containers stand here.
+    # Kubernetes lists sidecars here, which run beside the containers.
     init_containers: list[_Container] | None = None
     host_network: bool | None = None
 
@@ -79,7 +82,7 @@ class _Status(msgspec.Struct, rename="camel"):
 
 
 class Pod(msgspec.Struct, rename="camel"):
-    """As much of a pod as matters here."""
+    """The fields of a pod that matter here."""
 
     metadata: PodMetadata
     spec: _Spec = msgspec.field(default_factory=_Spec)
@@ -87,11 +90,14 @@ class Pod(msgspec.Struct, rename="camel"):
 
 
 class PodError(Exception):
-    """An annotation or label that cannot be what it says."""
+    """An annotation, label or name that no worker can have. The message names it."""
 
 
 def candidates_of(pod: Pod) -> list[Candidate]:
-    """One for each rank that the pod names, or one for all; empty while it has no address, and when it has ended."""
+    """Return a candidate for each rank that the pod names, or one for all ranks.
+
+    The list is empty while the pod has no address, and after it has ended.
+    """
     host = pod.status.pod_ip
     if not host or pod.status.phase in ENDED_PHASES or not pod.metadata.name:
         return []
@@ -105,18 +111,19 @@ def candidates_of(pod: Pod) -> list[Candidate]:
 
 
 def _described(pod: Pod, host: str) -> list[Candidate]:
-    said = {**(pod.metadata.labels or {}), **(pod.metadata.annotations or {})}
+    """Return the candidates that the pod's metadata describe. Raises PodError."""
+    metadata = {**(pod.metadata.labels or {}), **(pod.metadata.annotations or {})}
     ports = _named_ports(pod)
-    http = _port(said, "port") or ports.get(HTTP_PORT_NAME, HTTP_PORT)
-    events = _port(said, "events-port") or ports.get(EVENTS_PORT_NAME)
-    replay = _port(said, "replay-port") or ports.get(REPLAY_PORT_NAME)
+    http = _port(metadata, "port") or ports.get(HTTP_PORT_NAME, HTTP_PORT)
+    events = _port(metadata, "events-port") or ports.get(EVENTS_PORT_NAME)
+    replay = _port(metadata, "replay-port") or ports.get(REPLAY_PORT_NAME)
     if problem := worker_id_problem(pod.metadata.name):
         raise PodError(f"its name {problem}")
-    model = said.get(PREFIX + "model", UNKNOWN_MODEL)
+    model = metadata.get(PREFIX + "model", UNKNOWN_MODEL)
     if model and (problem := name_problem(model)):
         raise PodError(f"{PREFIX}model {problem}")
-    role = said.get(PREFIX + "role", Role.BOTH)
-    handover = said.get(PREFIX + "handover", HandoverWay.KV_TRANSFER_PARAMS)
+    role = metadata.get(PREFIX + "role", Role.BOTH)
+    handover = metadata.get(PREFIX + "handover", HandoverWay.KV_TRANSFER_PARAMS)
     for name, problem in (("role", role_problem(role)), ("handover", handover_problem(handover))):
         if problem:
             raise PodError(f"{PREFIX}{name} {problem}")
@@ -138,33 +145,34 @@ def _described(pod: Pod, host: str) -> list[Candidate]:
             note=leaving,
         ),
         any_rank=True,
-        # On the pod's own address; with the host's network another pod's engine may listen there.
+        # Only if the address is the pod's own: in the host's network another pod's engine may listen on these ports.
         fallback=None if pod.spec.host_network else Stream(at(EVENTS_PORT), at(replay or REPLAY_PORT)),
         only_known=bool(leaving),
     )
-    ranks = _number(said, "dp-ranks", MAX_DP_RANK + 1)
+    ranks = _number(metadata, "dp-ranks", MAX_DP_RANK + 1)
     return [candidate] if ranks is None else ranked(candidate, ranks)
 
 
 def _leaving(pod: Pod) -> str:
-    """Why it takes no new request; empty when it does."""
+    """Return why the pod takes no new requests, or "" if it does."""
     if pod.metadata.deletion_timestamp is not None:
         return "its pod is terminating"
-    ready = any(one.type == "Ready" and one.status == "True" for one in pod.status.conditions or ())
+    ready = any(condition.type == "Ready" and condition.status == "True" for condition in pod.status.conditions or ())
     return "" if ready else "its pod is not ready"
 
 
 def _named_ports(pod: Pod) -> dict[str, int]:
     containers = [*pod.spec.containers, *(pod.spec.init_containers or ())]
-    return {port.name: port.container_port for one in containers for port in one.ports or () if port.name}
+    return {port.name: port.container_port for container in containers for port in container.ports or () if port.name}
 
 
-def _port(said: Mapping[str, str], name: str) -> int | None:
-    return _number(said, name, MAX_PORT)
+def _port(metadata: Mapping[str, str], name: str) -> int | None:
+    return _number(metadata, name, MAX_PORT)
 
 
-def _number(said: Mapping[str, str], name: str, most: int) -> int | None:
-    text = said.get(PREFIX + name)
+def _number(metadata: Mapping[str, str], name: str, most: int) -> int | None:
+    """Return the number from 1 to `most` in an annotation or label, None if it is absent. Raises PodError."""
+    text = metadata.get(PREFIX + name)
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]{1,7}", text) or not 1 <= int(text) <= most:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers from Kubernetes' pods: listed once, then watched. The async shell around `pods.py` and `api.py`."""
+"""Workers from Kubernetes' pods, which are listed once and then watched: the async shell around `pods.py` and `api.py`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvrouter.router.follow.discovery.kubernetes.api import ClusterApi, ClusterE
 from kvrouter.router.follow.discovery.kubernetes.pods import Pod, candidates_of
 from kvrouter.router.model.workers.source_precedence import KUBERNETES
 
-# Pauses before a retry, doubled from the first to the last, each at random between half of it and all of it: all
-# routers of a fleet lose an API server at once, and must not return at once.
+# The pause before a retry, doubled from the first to the last. Each is varied at random between half of it and all of
+# it, because all routers of a fleet lose an API server at once and must not return at once.
 RETRY_FIRST_S = 0.5
 RETRY_LAST_S = 30.0
 
 
 class KubernetesSource:
-    """Pods that a selector selects."""
+    """The workers in the pods that a label selector selects."""
 
     name = KUBERNETES
 
@@ -32,6 +32,7 @@ class KubernetesSource:
         self._pods: dict[str, Pod] = {}
 
     async def run(self, changed: Callable[[], None]) -> None:
+        """List the pods, then watch them, until cancelled; call `changed` when the workers or the problem changed."""
         pause_s = self._first_s
         failures = 0
         version: str | None = None
@@ -50,7 +51,7 @@ class KubernetesSource:
                         self._pods.pop(event.pod.metadata.name, None)
                     if event.type != "BOOKMARK" or self.problem:
                         self._show(changed)
-                # Ended by the server, as agreed; a server that ends every watch at once must not be queried in a loop.
+                # The server ended the watch, as agreed. The pause is for a server that ends every watch at once.
                 self._show(changed)
                 await asyncio.sleep(self._first_s * self._rng.uniform(0.5, 1.0))
             except WatchExpired:
@@ -58,7 +59,7 @@ class KubernetesSource:
                 await asyncio.sleep(self._first_s * self._rng.uniform(0.5, 1.0))
             except ClusterError as error:
                 failures += 1
-                # A watch that is cut is simply renewed: proxies cut silent connections.
+                # The first failure of a watch is no problem, because proxies cut silent connections.
                 if (failures > 1 or version is None) and self.problem != str(error):
                     self.problem = str(error)
                     changed()
@@ -66,7 +67,8 @@ class KubernetesSource:
                 pause_s = min(2 * pause_s, RETRY_LAST_S)
 
     def _show(self, changed: Callable[[], None]) -> None:
-        shown = [one for _, pod in sorted(self._pods.items()) for one in candidates_of(pod)]
+        """Update the shown workers from the known pods, and clear the problem."""
+        shown = [candidate for _, pod in sorted(self._pods.items()) for candidate in candidates_of(pod)]
         if self.problem or shown != self.shown:
             self.shown, self.problem = shown, ""
             changed()
