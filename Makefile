@@ -72,42 +72,39 @@ test-engine:
 HEADS ?= 10000000
 fuzz: $(VENV)/installed sanitize
 	$(PIP) install 'atheris>=3,<4'
-	$(BIN)/python tests/fuzz/run.py
-	$(BIN)/python tests/property/test_plain_head.py $(HEADS) $(shell date +%s)
-	$(BIN)/python tests/property/test_plain_answer.py $(HEADS) $(shell date +%s)
+	$(BIN)/python -m tests.fuzz.run
+	$(BIN)/python -m tests.property.test_plain_head $(HEADS) $(shell date +%s)
+	$(BIN)/python -m tests.property.test_plain_answer $(HEADS) $(shell date +%s)
 	KVROUTER_TEST_FUZZ_EXAMPLES=150 KVROUTER_TEST_FUZZ_PHASES=coverage,fuzzing,stateful \
 	    $(BIN)/python -m pytest -s tests/fuzz/test_openapi.py
 
 # ARGS: --inputs N, --heads N, --seed N.
 sanitize: $(VENV)/installed
-	$(BIN)/python tests/fuzz/sanitize.py $(ARGS)
+	$(BIN)/python -m tests.fuzz.sanitize $(ARGS)
 
 # ARGS: --seed N, --schedules N, --only KIND, --json FILE.
 chaos: $(VENV)/installed
-	$(BIN)/python tests/chaos/run.py $(ARGS)
+	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 # ARGS: --kills N, --stops N, --seed N.
 takeover: $(VENV)/installed
-	$(BIN)/python benchmarks/takeover.py $(ARGS)
+	$(BIN)/python -m benchmarks.takeover $(ARGS)
 
 # ARGS: --minutes N, --blocks N, --questions N, --seed N.
 soak: $(VENV)/installed
-	$(BIN)/python benchmarks/soak.py $(ARGS)
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 # ARGS: --only NAME, --seconds N.
 floods: $(VENV)/installed
-	$(BIN)/python benchmarks/floods.py $(ARGS)
+	$(BIN)/python -m benchmarks.floods $(ARGS)
 
 # ARGS: --world power|store|restarts (required), --cycles N, --replay-pause-ms N, --seed N.
 live-proof: $(VENV)/installed
-	$(BIN)/python benchmarks/live_proof.py $(ARGS)
+	$(BIN)/python -m benchmarks.live_proof $(ARGS)
 
 # ARGS: --world finding|hot|restart, --engine sim|vllm, --no-patch, --policy NAME, --seed N, --json FILE.
 choice-live: $(VENV)/installed
-	$(BIN)/python benchmarks/choice_live.py $(ARGS)
-
-# Folders whose modules tests import by their bare names.
-HELPERS := tests/engine:tests/sglang:tests/contract:tests/property:tests/chaos:tests/fuzz:tests/golden
+	$(BIN)/python -m benchmarks.choice_live $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -116,8 +113,7 @@ lint: $(VENV)/installed
 	$(BIN)/python .ci/prose.py
 	$(BIN)/python .ci/names.py
 	$(BIN)/mypy -p kvrouter.client -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator -p kvrouter.replay -p kvrouter.shadow
-	MYPYPATH=$(HELPERS) $(BIN)/mypy tests
-	MYPYPATH=benchmarks:tests/chaos $(BIN)/mypy benchmarks
+	$(BIN)/mypy tests benchmarks
 
 # The chart's table of values, made of what values.yaml says of each.
 chart-readme: $(VENV)/installed
@@ -129,10 +125,10 @@ format: $(VENV)/installed
 
 # ARGS: --quick, --only ROW, --json FILE.
 bench-peers: $(VENV)/installed
-	PYTHONPATH=benchmarks $(BIN)/python -m peers $(ARGS)
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
 # An environment of its own: nothing of it is needed anywhere else.
 DOCS := .venv-docs
@@ -184,7 +180,7 @@ sbom: $(VENV)/installed
 # The steps of the router's image in a system of Debian's packages alone, and what it then runs: as root, minutes.
 # ARGS: the python of an environment with vLLM, which then loads the patch from the image.
 image-check: $(VENV)/installed
-	$(BIN)/python tests/system/image_chroot.py $(ARGS)
+	$(BIN)/python -m tests.system.image_chroot $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(DOCS) build .engine-site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

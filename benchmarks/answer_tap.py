@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from report import Result, machine, markdown, save
 
+from benchmarks.report import Result, machine, markdown, save
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.question import Hit, Question

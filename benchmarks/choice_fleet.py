@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from fleet import until
-from ports import free_port
-from replica_process import ReplicaProcess
-from router_process import RouterProcess
+from tests.support.fleet import until
+from tests.support.ports import free_port
+from tests.support.replica_process import ReplicaProcess
+from tests.support.router_process import RouterProcess
 
 MODEL = "choice"
 # No policy of the router: the client itself sends each session to the engine that a hash of its name picks.
@@ -97,10 +97,9 @@ class LiveFleet:
 def real(patched: bool) -> MakeEngine:
     """Return what creates a vLLM on the CPU, with the engine patch or without it."""
     # Only vLLM's environment has what these need.
-    from chat_model import write_chat_model
-    from chat_server import ChatServer
-
     from kvrouter.engine_patch.setup.settings import SWITCH
+    from tests.engine.chat_model import write_chat_model
+    from tests.engine.chat_server import ChatServer
 
     def make(folder: Path, flags: Sequence[str]) -> LiveEngine:
         model = write_chat_model(folder / "model")

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 POLICIES = ("kv", "round_robin", "least_load", "session")
 
 
@@ -47,13 +46,13 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     if arguments.engine == "vllm":
-        import engine_venv
+        from benchmarks import engine_venv
 
         # Continues only where vLLM is installed.
         engine_venv.enter()
-    import choice_worlds
-    from choice_fleet import real, simulated
-    from report import machine
+    from benchmarks import choice_worlds
+    from benchmarks.choice_fleet import real, simulated
+    from benchmarks.report import machine
 
     # Ctrl-C ends what was started, also where a shell has background jobs ignore it; SIGTERM does the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -82,8 +81,8 @@ def main() -> int:
 
 def measure(make: Any, scenario: Any, policy: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the result of a scenario under a policy, on a fleet of its own."""
-    from choice_fleet import LiveFleet
-    from choice_worlds import engine_flags, run
+    from benchmarks.choice_fleet import LiveFleet
+    from benchmarks.choice_worlds import engine_flags, run
 
     # Not the system's choice: the path of the router's own store must stay short.
     with tempfile.TemporaryDirectory(prefix="kvr-choice-", dir="/tmp") as folder, ExitStack() as stack:
@@ -100,7 +99,7 @@ def commit() -> str:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Return a table with a line for each figure and a column for each policy."""
-    from report import markdown
+    from benchmarks.report import markdown
 
     figures = list(next(iter(results.values())))
     lines = [["", *results]]

@@ -5,7 +5,7 @@ Chats of four turns begin at random; three simulated replicas hold them all. One
 compared with the 30 s after, over some seeds: with one run, p99 would be the third longest of some 250 first tokens.
 In virtual time, so the machine does not matter.
 
-    python benchmarks/choice_restart.py [--rate CHATS_PER_S]... [--seeds N] [--policy NAME]...
+    python -m benchmarks.choice_restart [--rate CHATS_PER_S]... [--seeds N] [--policy NAME]...
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
-from traffic.outcome import mean
-from traffic.prompts import Pieces
-from traffic.shape import PIECE_TOKENS
 
+from benchmarks.traffic.outcome import mean
+from benchmarks.traffic.prompts import Pieces
+from benchmarks.traffic.shape import PIECE_TOKENS
 from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, Restart, blocks_of, geometry_of
 from kvrouter.replay.policies.names import NAMES
 from kvrouter.replay.runs.simulate import simulate

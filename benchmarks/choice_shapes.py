@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: on any shape of traffic, the router's policy is as good as the best simpler rule.
 
-    python benchmarks/choice_shapes.py run --results FILE [--seed N] [--shapes FROM:TO,...] [--rotations FROM:TO,...]
+    python -m benchmarks.choice_shapes run --results FILE [--seed N] [--shapes FROM:TO,...] [--rotations FROM:TO,...]
         [--longer N] [--vary FIELD=VALUE]... [--chance N] [--policy NAME]... [--label NAME] [--set CONSTANT=VALUE]...
         [--jobs N]
-    python benchmarks/choice_shapes.py report --results FILE... [--label NAME] [--json FILE] [--plot FOLDER]
-    python benchmarks/choice_shapes.py chance --results FILE --again FILE... [--policy NAME]...
-    python benchmarks/choice_shapes.py list [--seed N] [--shapes FROM:TO,...]
+    python -m benchmarks.choice_shapes report --results FILE... [--label NAME] [--json FILE] [--plot FOLDER]
+    python -m benchmarks.choice_shapes chance --results FILE --again FILE... [--policy NAME]...
+    python -m benchmarks.choice_shapes list [--seed N] [--shapes FROM:TO,...]
 
 `run` draws shapes from a seed (traffic/shape.py) and runs each policy over each in virtual time, as `kvrouter replay`
 does. `pooled` is one cache with all the memory, and `endless` one whose memory never ends, which no choice can surpass.
@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import get_type_hints
 
 import msgspec
-from traffic.outcome import ENDLESS, POOLED, Outcome, by_shape, mean, verdict
-from traffic.prompts import trace_and_fleet
-from traffic.report import BAR, report_text, report_values
-from traffic.shape import Shape, draw, draw_rotation
 
+from benchmarks.traffic.outcome import ENDLESS, POOLED, Outcome, by_shape, mean, verdict
+from benchmarks.traffic.prompts import trace_and_fleet
+from benchmarks.traffic.report import BAR, report_text, report_values
+from benchmarks.traffic.shape import Shape, draw, draw_rotation
 from kvrouter.replay.policies.names import COMPARED, OWN
 from kvrouter.replay.runs.pooled import endless_reuse, pooled_reuse
 from kvrouter.replay.runs.simulate import simulate
@@ -150,7 +150,7 @@ def report(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(msgspec.to_builtins(found), indent=1) + "\n")
     if arguments.plot is not None:
-        from traffic.plots import write_plots
+        from benchmarks.traffic.plots import write_plots
 
         write_plots(arguments.plot, found)
     print(report_text(found))

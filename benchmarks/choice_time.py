@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: choosing costs little beside matching, with few workers and with hundreds.
 
-    python benchmarks/choice_time.py [--rounds N]
+    python -m benchmarks.choice_time [--rounds N]
 
 Hits of every worker are given; timed is what comes after the matching: load, cost, policy, reason (`choose`), and the
 whole of a reservation (`reserve`: names of the prompt's beginnings, pending credit, choice, reservation), each released
@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from report import machine
 
+from benchmarks.report import machine
 from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.cache_writes import ModelWrites

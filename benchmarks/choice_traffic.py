@@ -12,7 +12,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 import aiohttp
-from choice_fleet import MODEL
+
+from benchmarks.choice_fleet import MODEL
 
 # Present in every vocabulary that is used here, and none of them special.
 FIRST_TOKEN, LAST_TOKEN = 10, 1_000

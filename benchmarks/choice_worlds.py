@@ -16,8 +16,18 @@ from random import Random
 from typing import Any, NamedTuple
 
 import aiohttp
-from choice_fleet import LiveFleet
-from choice_traffic import READ_BUFFER_BYTES, Answer, Chat, Client, by_worker, percentile, random_tokens, reuse
+
+from benchmarks.choice_fleet import LiveFleet
+from benchmarks.choice_traffic import (
+    READ_BUFFER_BYTES,
+    Answer,
+    Chat,
+    Client,
+    by_worker,
+    percentile,
+    random_tokens,
+    reuse,
+)
 
 Result = dict[str, Any]
 # Longer than the longest queue here, which a policy builds that sends all prompts to one engine.

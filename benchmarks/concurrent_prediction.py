@@ -2,7 +2,7 @@
 """Claim: with requests beside each other, nothing that was predicted is missing, and what is reused beyond it is
 expected, to a few percent.
 
-    python benchmarks/concurrent_prediction.py [--shape gpt-oss]... [--traffic bursts]... [--requests 240] [--seed 1]...
+    python -m benchmarks.concurrent_prediction [--shape gpt-oss]... [--traffic bursts]... [--requests 240] [--seed 1]...
         [--rate 4] [--cache-tokens 200000] [--cpu-tokens 0] [--results FILE]
 
 Simulated replicas in virtual time, whose decisions and events are those of vLLM's scheduler, and this router's own
@@ -24,8 +24,8 @@ from random import Random
 
 import msgspec
 import numpy as np
-from report import machine
 
+from benchmarks.report import machine
 from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, blocks_of
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.request import Request, Trace

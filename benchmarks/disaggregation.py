@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: with long prompts among running answers, prefill and decode workers keep the pauses within answers short.
 
-    python benchmarks/disaggregation.py [--seconds N] [--rate R] [--prompt-tokens N]
+    python -m benchmarks.disaggregation [--seconds N] [--rate R] [--prompt-tokens N]
 
 The same number of simulated replicas in real time (`simulator/engine/timing.py`: an 8 B model on an H100), all of them
 doing both, or half of them each. Requests come at random times; each has a fresh prompt, and streams its answer through
@@ -23,14 +23,12 @@ from pathlib import Path
 
 import aiohttp
 import zmq
-from report import machine
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from router_process import RouterProcess
-
+from benchmarks.report import machine
 from kvrouter.simulator.cache.shapes import llama
 from kvrouter.simulator.engine.timing import Timing
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.router_process import RouterProcess
 
 MODEL = "m"
 FLEETS = {"4 both": ("both",) * 4, "2 prefill, 2 decode": ("prefill", "prefill", "decode", "decode")}

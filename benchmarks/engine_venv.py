@@ -41,10 +41,10 @@ def enter() -> None:
             shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
             tests.pip(python, "install", "--no-deps", "--target", site, str(ROOT))
             environment = {**os.environ, "PYTHONPATH": site}
-            sys.exit(subprocess.run([python, *sys.argv], env=environment, check=False).returncode)
+            module = f"benchmarks.{Path(sys.argv[0]).stem}"
+            command = [python, "-m", module, *sys.argv[1:]]
+            sys.exit(subprocess.run(command, env=environment, check=False).returncode)
     os.environ.update(ENVIRONMENT)
-    # First: this folder has a `workload` of its own.
-    sys.path[:0] = [str(ENGINE_TESTS), str(ROOT / "tests" / "support")]
 
 
 def _engine_tests() -> ModuleType:

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from processes import HERE, Publisher, child
-from workload import WORKERS, Chain, Publishing, Workload, chains_for, write_frames
+from benchmarks.processes import Publisher, child
+from benchmarks.workload import WORKERS, Chain, Publishing, Workload, chains_for, write_frames
 
 BLOCKS_PER_EVENT = 32
 # What 16 busy engines make together; at full speed commits and so log entries would be larger than they are in service.
@@ -39,7 +39,7 @@ def make_load(folder: Path, entries: int) -> Load:
 def fill_ours(folder: Path, load: Load) -> dict[str, Any]:
     """Runs the whole way once; the store is in folder/data afterwards. Returns what our_process.fill reported."""
     with Publisher.run(load.path, WORKERS) as publisher:
-        command = [sys.executable, str(HERE / "our_process.py"), "fill", str(folder / "data")]
+        command = [sys.executable, "-m", "benchmarks.our_process", "fill", str(folder / "data")]
         command += ["--endpoints", *publisher.endpoints, "--last-seqs", *map(str, load.last_seqs)]
         with child(command, folder / "fill.log", stdout=subprocess.PIPE) as process:
             answer(process, folder / "fill.log")

@@ -2,7 +2,7 @@
 """Claim: on a request trace over hybrid models, the router's cost reuses more and answers sooner than what else is
 done.
 
-    python benchmarks/fleet_trace.py TRACE [--shape gpt-oss]... [--policy kv]... [--seed 1]... [--cache-tokens 400000]
+    python -m benchmarks.fleet_trace TRACE [--shape gpt-oss]... [--policy kv]... [--seed 1]... [--cache-tokens 400000]
         [--speedup 1] [--requests N] [--count-from N] [--results FILE]
 
 Simulated replicas in virtual time, whose decisions and events are those of vLLM's scheduler; the router's own ingest,
@@ -27,8 +27,8 @@ from itertools import groupby, product
 from pathlib import Path
 
 import msgspec
-from report import machine
 
+from benchmarks.report import machine
 from kvrouter.replay.fleet.fleet_shape import (
     CACHE_TOKENS,
     REPLICAS,

@@ -19,10 +19,9 @@ from typing import Any
 
 import zmq
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-from fake_engine import FakeEngine, prompt, stored
-from processes import rss_bytes
-from router_process import RouterProcess
+from benchmarks.processes import rss_bytes
+from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.router_process import RouterProcess
 
 FLOODER = Path(__file__).resolve().parents[1] / "tests" / "support" / "flooder.py"
 MODEL, NOISY = "quiet", "noisy"

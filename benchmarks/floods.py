@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import argparse
 import socket
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
+from tests.support.flooding import flooding
+from tests.support.router_process import RouterProcess
+from tests.support.zmtp_flooder import MODES
+
 HERE = Path(__file__).parent
 SUPPORT = HERE.parent / "tests" / "support"
-sys.path.insert(0, str(SUPPORT))
 
-from flooding import flooding  # noqa: E402
-from router_process import RouterProcess  # noqa: E402
-from zmtp_flooder import MODES  # noqa: E402
 
 MODEL = "flooded"
 CLIENTS = 256

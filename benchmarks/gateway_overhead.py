@@ -26,17 +26,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
-from processes import HERE, cpu_s, serving
-from proxy_overhead import CHUNKS, Prompts, at, ordered, streamed
-from proxy_ways import load_now
-from report import Others, Result, machine, markdown, progress, save
-from workload import MODEL
 
-sys.path.insert(0, str(HERE.parent / "tests" / "support"))
-
-from envoy_process import BUFFERED, ROUND_ROBIN, EnvoyProcess
-from ports import free_port
-from router_process import RouterProcess
+from benchmarks.processes import cpu_s, serving
+from benchmarks.proxy_overhead import CHUNKS, Prompts, at, ordered, streamed
+from benchmarks.proxy_ways import load_now
+from benchmarks.report import Others, Result, machine, markdown, progress, save
+from benchmarks.workload import MODEL
+from tests.support.envoy_process import BUFFERED, ROUND_ROBIN, EnvoyProcess
+from tests.support.ports import free_port
+from tests.support.router_process import RouterProcess
 
 SIZES = (256, 4_096, 32_768)
 COUNTS = {256: 300, 4_096: 150, 32_768: 40}
@@ -109,7 +107,7 @@ def ways(folder: Path) -> Iterator[Ways]:
     with ExitStack() as stack:
         engines = [free_port(), free_port()]
         for port in engines:
-            command = [sys.executable, str(HERE / "proxy_stub.py"), str(port)]
+            command = [sys.executable, "-m", "benchmarks.proxy_stub", str(port)]
             stack.enter_context(serving(command, port, folder / "stub.log"))
         urls = [f"http://127.0.0.1:{port}" for port in engines]
         workers = [part for n, url in enumerate(urls) for part in ("--worker", f"w{n}={url},model={MODEL}")]

@@ -14,24 +14,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import aiohttp
 import httpx
 import uvloop
-from http_client import HttpClient
-from ports import free_port
-from processes import HERE
-from proxy_overhead import Prompts
-from report import machine, markdown
 
+from benchmarks.http_client import HttpClient
+from benchmarks.proxy_overhead import Prompts
+from benchmarks.report import machine, markdown
 from kvrouter.router.base.common.direct_task import directly
 from kvrouter.router.model.upstream.origin import target_of
 from kvrouter.router.model.upstream.pool import Pool
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.serve.proxy.headers import request_head
+from tests.support.ports import free_port
 
 PATH = "/v1/completions"
 HEADERS = {"content-type": "application/json", "x-request-id": "x"}
@@ -87,7 +83,7 @@ def main() -> None:
     count = parser.parse_args().count
     body = Prompts("ids", 256).body()
     port = free_port()
-    stub = subprocess.Popen([sys.executable, str(HERE / "proxy_stub.py"), str(port)])
+    stub = subprocess.Popen([sys.executable, "-m", "benchmarks.proxy_stub", str(port)])
     try:
         while True:
             try:

@@ -20,15 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
 import uvicorn
 import uvloop
-from certificates import Authority
-from http_client import HttpClient
-from processes import cpu_s
-from report import machine, markdown
 
+from benchmarks.http_client import HttpClient
+from benchmarks.processes import cpu_s
+from benchmarks.report import machine, markdown
 from kvrouter.router.base.common.shutdown import Shutdown
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.model.config.settings import Config
@@ -42,6 +39,7 @@ from kvrouter.router.serve.api.http.request import HttpRequest
 from kvrouter.router.serve.api.http_metrics import HttpMetrics
 from kvrouter.router.serve.api.scopes import OPEN_PATHS, RouteTable
 from kvrouter.router.serve.api.versioned_paths import VersionedPaths
+from tests.support.certificates import Authority
 
 OWN, ASGI, TLS = WAYS = ("own connection", "ASGI under uvicorn", "own connection, TLS")
 # A hot path, and one of the ASGI application behind it.
@@ -136,7 +134,14 @@ def measure(rounds: int, requests: int, folder: Path) -> list[list[str]]:
     rows = []
     servers = [
         subprocess.Popen(
-            [sys.executable, __file__, "--serve", way, *(("--pair", *map(str, pair)) if way == TLS else ())],
+            [
+                sys.executable,
+                "-m",
+                "benchmarks.http_server",
+                "--serve",
+                way,
+                *(("--pair", *map(str, pair)) if way == TLS else ()),
+            ],
             stdout=subprocess.PIPE,
             text=True,
         )

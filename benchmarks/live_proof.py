@@ -35,12 +35,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
-from churn import BLOCK, HASHES, Churn
-from fleet import MODEL, register, rows, wait_live, wait_shared
-from router_process import RouterProcess
-from store_server import StoreServer
+from tests.support.churn import BLOCK, HASHES, Churn
+from tests.support.fleet import MODEL, register, rows, wait_live, wait_shared
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 ENGINES = 6
 RATE = 6_000.0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workload that llm-d publishes figures on, as a trace for `kvrouter replay`.
 
-    python benchmarks/llm_d_workload.py --rate 20 > llm_d.jsonl
+    python -m benchmarks.llm_d_workload --rate 20 > llm_d.jsonl
     kvrouter replay --trace llm_d.jsonl --piece-tokens 16
 
 150 groups of 5 prompts, 6,000 shared and 1,200 own tokens, 1,000 output tokens, Poisson arrivals. Each prompt comes

@@ -2,7 +2,7 @@
 """Claim: what one router process places is load in the other's eyes well within a tenth of a second, and placing waits
 for nobody.
 
-    python benchmarks/load_share.py [--placements 1000] [--per-second 100]
+    python -m benchmarks.load_share [--placements 1000] [--per-second 100]
 
 Two processes share a real Valkey. One places prompts (`Placer.reserve`, 8 workers, no hits) at random moments, the
 other notes when it hears how many there are. Both read one clock, so the time from placing to being counted there is
@@ -27,8 +27,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-from report import machine
 
+from benchmarks.report import machine
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.redis_client.servers import Servers
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
@@ -43,10 +43,7 @@ from kvrouter.router.route.placement.cost import NO_WRITES
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
-from store_server import StoreServer
+from tests.support.store_server import StoreServer
 
 WORKERS = 8
 NUM_TOKENS = 4_096

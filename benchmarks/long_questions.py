@@ -2,7 +2,7 @@
 """How long one question about a long prompt holds up the others: small questions beside a client that asks about 10^6
 token ids again and again, held whole by four workers, or its first half alone.
 
-    python benchmarks/long_questions.py [--tokens N] [--seconds S]
+    python -m benchmarks.long_questions [--tokens N] [--seconds S]
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from http_client import HttpClient
-from processes import Ours, Publisher
-from report import Others, machine, markdown, progress
-from workload import BLOCK_TOKENS, MODEL, VOCABULARY, Chain, Frame, stored, write_frames
 
+from benchmarks.http_client import HttpClient
+from benchmarks.processes import Ours, Publisher
+from benchmarks.report import Others, machine, markdown, progress
+from benchmarks.workload import BLOCK_TOKENS, MODEL, VOCABULARY, Chain, Frame, stored, write_frames
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_chain
 

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from processes import HERE, Ours, Publisher, child, cpu_s
-from report import Others, Result, Row, machine, progress, save, table
-from workload import Publishing, Workload, write_frames
+
+from benchmarks.processes import Ours, Publisher, child, cpu_s
+from benchmarks.report import Others, Result, Row, machine, progress, save, table
+from benchmarks.workload import Publishing, Workload, write_frames
 
 WORKERS = 16
 RATE_BLOCKS_S = 50_000
@@ -29,7 +30,7 @@ PROMPTS = 64
 def watchers(port: int, count: int, query: str, folder: Path) -> Iterator[dict[str, int]]:
     """`count` clients; what they received once the block has ended."""
     found: dict[str, int] = {}
-    command = [sys.executable, str(HERE / "event_watchers.py"), str(port), str(count), f"--query={query}"]
+    command = [sys.executable, "-m", "benchmarks.event_watchers", str(port), str(count), f"--query={query}"]
     with child(command, folder / "watchers.log", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.readline()

@@ -20,11 +20,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from http_client import HttpClient
-from processes import HERE, Ours, Publisher, child, cpu_s, rss_bytes
-from report import Others, Result, Row, machine, progress, save, table
-from workload import BLOCK_TOKENS, CHAIN_BLOCKS, EVENTS_PER_BATCH, MODEL, Chain, Frame, Workload, stored, write_frames
 
+from benchmarks.http_client import HttpClient
+from benchmarks.processes import Ours, Publisher, child, cpu_s, rss_bytes
+from benchmarks.report import Others, Result, Row, machine, progress, save, table
+from benchmarks.workload import (
+    BLOCK_TOKENS,
+    CHAIN_BLOCKS,
+    EVENTS_PER_BATCH,
+    MODEL,
+    Chain,
+    Frame,
+    Workload,
+    stored,
+    write_frames,
+)
 from kvrouter.events.vllm.codec import encode_batch
 
 BLOCKS_PER_EVENT = 32
@@ -53,7 +63,7 @@ def frames(chain: Chain, workers: int) -> Iterator[Frame]:
 @contextlib.contextmanager
 def http_engines(count: int, folder: Path) -> Iterator[list[str]]:
     """The URLs of `count` engines that answer their health checks."""
-    command = [sys.executable, str(HERE / "http_engines.py"), str(count)]
+    command = [sys.executable, "-m", "benchmarks.http_engines", str(count)]
     with child(command, folder / "http_engines.log", stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield json.loads(process.stdout.readline())

@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from report import Row, Settings, below, median_row, progress, run
-from workload import BLOCK_TOKENS, CHAIN_BLOCKS, MODEL, WORKERS, Chain, Workload, chains_for, places
 
+from benchmarks.report import Row, Settings, below, median_row, progress, run
+from benchmarks.workload import BLOCK_TOKENS, CHAIN_BLOCKS, MODEL, WORKERS, Chain, Workload, chains_for, places
 from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.index.matching.mirror import Mirror

@@ -2,7 +2,7 @@
 """What a page of metrics costs a router of many workers: its size, its time, the longest that the loop is held by it, and
 the part of `kvrouter_resident_blocks`.
 
-    python benchmarks/metrics_page.py [--workers 1000] [--rounds 5]
+    python -m benchmarks.metrics_page [--workers 1000] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import asyncio
 import statistics
 import time
 
-from report import machine
-
+from benchmarks.report import machine
 from kvrouter.router.app.server.router_metrics import RouterMetrics
 from kvrouter.router.base.common.ids import TIERS, WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry

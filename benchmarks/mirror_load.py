@@ -10,9 +10,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from filling import answer, fill_ours, make_load
-from processes import HERE, child
-from report import Row, Settings, below, median_row, progress, run
+from benchmarks.filling import answer, fill_ours, make_load
+from benchmarks.processes import child
+from benchmarks.report import Row, Settings, below, median_row, progress, run
 
 GOAL_S = 1.0
 
@@ -24,7 +24,8 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
     fill_ours(settings.folder, load)
     command = [
         sys.executable,
-        str(HERE / "our_process.py"),
+        "-m",
+        "benchmarks.our_process",
         "load",
         str(settings.folder / "data"),
         "--rounds",

@@ -19,9 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import engine_venv
 import msgspec
-from report import Others, Result, machine, markdown, number, progress, quartiles, save
+
+from benchmarks import engine_venv
+from benchmarks.report import Others, Result, machine, markdown, number, progress, quartiles, save
 
 if TYPE_CHECKING:
     from kvrouter.engine_patch.offload.memory.slot_layout import Plan

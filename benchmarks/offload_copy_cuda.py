@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import engine_venv
 import msgspec
-from offload_copy import (
+
+from benchmarks import engine_venv
+from benchmarks.offload_copy import (
     BLOCKS_PER_CHUNK,
     QUICK_ROUNDS,
     QUICK_TRANSFER_BYTES,
@@ -28,7 +29,7 @@ from offload_copy import (
     TRANSFER_BYTES,
     gigabytes_per_s,
 )
-from report import Others, Result, machine, markdown, number, progress, quartiles, save
+from benchmarks.report import Others, Result, machine, markdown, number, progress, quartiles, save
 
 if TYPE_CHECKING:
     from kvrouter.engine_patch.offload.memory.slot_layout import Plan

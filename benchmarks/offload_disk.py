@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from report import Others, Result, machine, markdown, number, progress, quartiles, save
 
+from benchmarks.report import Others, Result, machine, markdown, number, progress, quartiles, save
 from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity, GroupIdentity
 from kvrouter.engine_patch.offload.disk.tier import DEFAULT_THREADS, DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey, pack

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from report import Result, Row, machine, progress, save
 
+from benchmarks.report import Result, Row, machine, progress, save
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
 from kvrouter.engine_patch.offload.tiers.policy import PolicyError, make_policy

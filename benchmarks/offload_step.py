@@ -15,9 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import engine_venv
-from patch_comparison import Comparison, compared, table
-from report import Others, Result, machine, progress, save
+from benchmarks import engine_venv
+from benchmarks.patch_comparison import Comparison, compared, table
+from benchmarks.report import Others, Result, machine, progress, save
 
 CASE = "cpu 3-way, placeholder, 1 a chunk"
 CHUNKS = 100_000
@@ -58,8 +58,8 @@ def main() -> None:
     arguments = parser.parse_args()
     engine_venv.enter()
     # Only there are vLLM and the helpers of the engine tests.
-    from engine_config import write_model
-    from patch_engines import Engine, Steps
+    from benchmarks.patch_engines import Engine, Steps
+    from tests.engine.engine_config import write_model
 
     chunks = 2_000 if arguments.quick else arguments.chunks
     rounds = 4 if arguments.quick else 40

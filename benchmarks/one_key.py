@@ -6,25 +6,20 @@ Three keys have chats that fill the memory of three of four simulated replicas, 
 4,096 tokens (`tests/support/key_traffic.py`); one replica can answer them. In virtual time, so the machine does not
 matter.
 
-    python benchmarks/one_key.py [--prompts 10000] [--price 30] [--policy kv]
+    python -m benchmarks.one_key [--prompts 10000] [--price 30] [--policy kv]
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Iterable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
-from key_traffic import ATTACK_BEGINS_S, ATTACK_EVERY_S, PIECE_TOKENS, keys_traffic, run_keys
 
 from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, geometry_of
 from kvrouter.replay.policies.names import NAMES
 from kvrouter.router.route.load import key_shares
 from kvrouter.simulator.engine.timing import Timing
+from tests.support.key_traffic import ATTACK_BEGINS_S, ATTACK_EVERY_S, PIECE_TOKENS, keys_traffic, run_keys
 
 REPLICAS, BLOCKS = 4, 1_800
 TIMING = Timing(prefill_tokens_per_s=10_000.0, step_base_s=0.01)

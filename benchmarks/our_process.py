@@ -22,9 +22,9 @@ from typing import Any
 
 import uvloop
 import zmq
-from processes import rss_bytes
-from workload import BLOCK_TOKENS, MODEL
 
+from benchmarks.processes import rss_bytes
+from benchmarks.workload import BLOCK_TOKENS, MODEL
 from kvrouter.router.app.core.core_metrics import CoreMetrics
 from kvrouter.router.app.core.router_core import Core
 from kvrouter.router.base.common.ids import WorkerKey

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 import msgspec
-from report import markdown, number, quartiles
+
+from benchmarks.report import markdown, number, quartiles
 
 
 class Comparison(msgspec.Struct):

@@ -22,10 +22,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from group_sets import GPU_SETS, OFFLOAD_SETS, OffloadSet
-from oracle import Oracle
-from patched import ENVIRONMENT, patched, tap_of
-from workload import PromptTree  # type: ignore[attr-defined]  # of the engine tests: engine_venv.py
+from benchmarks.workload import PromptTree  # type: ignore[attr-defined]  # of the engine tests: engine_venv.py
+from tests.engine.group_sets import GPU_SETS, OFFLOAD_SETS, OffloadSet
+from tests.engine.oracle import Oracle
+from tests.engine.patched import ENVIRONMENT, patched, tap_of
 
 VOCAB_SIZE = 512
 MAX_UNFINISHED = 5
@@ -50,10 +50,12 @@ class Engine(Oracle):
         self, case: str, model: Path, patch: bool, seed: int = 1, settings: dict[str, Any] | None = None
     ) -> None:
         """settings: of the connector, in place of or beside the case's own."""
-        found = next(one for one in (*GPU_SETS, *OFFLOAD_SETS) if one.name == case)
-        group_set, offload = found, None
-        if isinstance(found, OffloadSet):
-            group_set, offload = found.group_set, found.connector_config() | (settings or {})
+        chosen = next(known for known in (*GPU_SETS, *OFFLOAD_SETS) if known.name == case)
+        group_set, offload = (
+            (chosen.group_set, chosen.connector_config() | (settings or {}))
+            if isinstance(chosen, OffloadSet)
+            else (chosen, None)
+        )
         rng = Random(seed)
         with patched(PATCHED) if patch else nullcontext():
             super().__init__(group_set, model, rng, offload)

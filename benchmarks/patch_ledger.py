@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import zmq
-from report import Row, Settings, below, median_row, progress, run
 
+from benchmarks.report import Row, Settings, below, median_row, progress, run
 from kvrouter.engine_patch.reporter.counters import Counters
 from kvrouter.engine_patch.reporter.event_queue import Message
 from kvrouter.engine_patch.reporter.ledger import Ledger

@@ -13,9 +13,9 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import engine_venv
-from patch_comparison import Comparison, table
-from report import Others, Result, machine, progress, save
+from benchmarks import engine_venv
+from benchmarks.patch_comparison import Comparison, table
+from benchmarks.report import Others, Result, machine, progress, save
 
 PARTS = ("scheduler", "memory", "stuck", "full", "snapshots", "real")
 
@@ -28,8 +28,8 @@ def main() -> None:
     arguments = parser.parse_args()
     engine_venv.enter()
     # Only there are vLLM and the helpers of the engine tests.
-    import patch_parts
-    from engine_config import write_model
+    from benchmarks import patch_parts
+    from tests.engine.engine_config import write_model
 
     result: Result[Comparison] = Result("patch_overhead", arguments.quick, machine(), [], [])
     others = Others()

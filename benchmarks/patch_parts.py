@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from patch_comparison import Comparison, compared
-from patch_engines import Engine, Steps, alone, resident_bytes
-from patch_reader import Reader
-from patch_real_engine import RealEngine
 from vllm.distributed.kv_events import KVEventBatch
 
+from benchmarks.patch_comparison import Comparison, compared
+from benchmarks.patch_engines import Engine, Steps, alone, resident_bytes
+from benchmarks.patch_reader import Reader
+from benchmarks.patch_real_engine import RealEngine
 from kvrouter.events.patch.messages import ReportEvent, ReportStored, pack_hashes
 
 CASES = ("full+window", "3-way", "cpu 3-way, placeholder, 1 a chunk")

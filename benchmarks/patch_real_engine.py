@@ -8,11 +8,10 @@ from pathlib import Path
 from random import Random
 from typing import Self
 
-from engine_process import EngineProcess
-from patch_engines import VOCAB_SIZE
-from ports import free_port
-
+from benchmarks.patch_engines import VOCAB_SIZE
 from kvrouter.engine_patch.setup.settings import SWITCH
+from tests.engine.engine_process import EngineProcess
+from tests.support.ports import free_port
 
 # Half of a prompt is one of a few beginnings, so that blocks are reused, stored and evicted.
 BEGINNINGS = 12

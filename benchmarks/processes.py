@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
 import numpy as np
-from http_client import HttpClient
 from numpy.typing import NDArray
-from ports import free_port
-from workload import BLOCK_TOKENS, CHAIN_BLOCKS, MODEL, Chain
+
+from benchmarks.http_client import HttpClient
+from benchmarks.workload import BLOCK_TOKENS, CHAIN_BLOCKS, MODEL, Chain
+from tests.support.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 START_TIMEOUT_S = 120.0
@@ -109,7 +108,7 @@ class Publisher:
     @classmethod
     @contextlib.contextmanager
     def run(cls, frames: Path, workers: int) -> Iterator[Publisher]:
-        command = [sys.executable, str(HERE / "publisher.py"), str(frames), "--workers", str(workers)]
+        command = [sys.executable, "-m", "benchmarks.publisher", str(frames), "--workers", str(workers)]
         log = frames.with_suffix(".log")
         with child(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             yield cls(process)

@@ -28,13 +28,14 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from http_client import TIMEOUT_S, HttpClient
-from peers.packages import environment
-from processes import cpu_s
-from proxy_stub import CHUNKS
-from proxy_ways import DIRECT, NAMES, load_now, ways
-from report import Others, Result, machine, markdown, progress, save
-from workload import MODEL
+
+from benchmarks.http_client import TIMEOUT_S, HttpClient
+from benchmarks.peers.packages import environment
+from benchmarks.processes import cpu_s
+from benchmarks.proxy_stub import CHUNKS
+from benchmarks.proxy_ways import DIRECT, NAMES, load_now, ways
+from benchmarks.report import Others, Result, machine, markdown, progress, save
+from benchmarks.workload import MODEL
 
 SIZES = (256, 4_096, 32_768)
 KINDS = ("ids", "text")

@@ -11,14 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from http_client import HttpClient
-from processes import HERE, START_TIMEOUT_S, Publisher, serving
-from workload import MODEL, Publishing, Workload, write_frames
-
-sys.path.insert(0, str(HERE.parent / "tests" / "support"))
-
-from ports import free_port
-from tiny_tokenizer import write_tokenizer
+from benchmarks.http_client import HttpClient
+from benchmarks.processes import START_TIMEOUT_S, Publisher, serving
+from benchmarks.workload import MODEL, Publishing, Workload, write_frames
+from tests.support.ports import free_port
+from tests.support.tiny_tokenizer import write_tokenizer
 
 ENGINES = 2
 
@@ -45,7 +42,7 @@ def ways(
         publisher = stack.enter_context(Publisher.run(frames, ENGINES))
         engines = [free_port() for _ in range(ENGINES)]
         for port in engines:
-            stub = [sys.executable, str(HERE / "proxy_stub.py"), str(port), "--tokenizer", str(tokenizer)]
+            stub = [sys.executable, "-m", "benchmarks.proxy_stub", str(port), "--tokenizer", str(tokenizer)]
             stack.enter_context(serving(stub, port, folder / "stub.log"))
         ports, pids = {DIRECT: engines[0]}, {}
         commands: dict[str, list[str]] = {}

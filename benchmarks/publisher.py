@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from workload import Frame, read_frames
+
+from benchmarks.workload import Frame, read_frames
 
 # Batches between two looks at the clock when paced: 1 ms at 50,000 blocks/s and 128 blocks a batch would be 0.4 of one.
 MIN_SLEEP_S = 0.0005

@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from processes import HERE
-from report import PAGE, Result, Row, machine, table, write_part
+
+from benchmarks.processes import HERE
+from benchmarks.report import PAGE, Result, Row, machine, table, write_part
 
 NAMES = ("match_in_process", "mirror_load")
 RESULTS = HERE / "results"
@@ -47,7 +48,7 @@ def main() -> None:
                 if saved.exists():
                     results[name] = msgspec.json.decode(saved.read_bytes(), type=Result[Row])
                 continue
-            command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(saved)]
+            command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(saved)]
             command += ["--quick"] if arguments.quick else []
             if subprocess.run(command, check=False).returncode:
                 failed.append(name)

@@ -6,7 +6,7 @@ All but the last are measured in process (`Matcher.match`, a question after anot
 says cold), connections on a whole router. Writes the table of docs/reference/benchmarks.md and docs/images/scale.png;
 --quick prints only.
 
-    python benchmarks/scale.py [--quick] [--only SWEEP]
+    python -m benchmarks.scale [--quick] [--only SWEEP]
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,11 +24,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from http_client import HttpClient
 from numpy.typing import NDArray
-from processes import rss_bytes
-from report import PAGE, Others, Result, machine, markdown, number, progress, save, write_part
 
+from benchmarks.http_client import HttpClient
+from benchmarks.processes import rss_bytes
+from benchmarks.report import PAGE, Others, Result, machine, markdown, number, progress, save, write_part
 from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.index.matching.mirror import Mirror
@@ -190,10 +189,9 @@ def by_groups(quick: bool) -> Iterator[Point]:
 
 def by_connections(quick: bool) -> Iterator[Point]:
     """Idle connections beside one that asks a whole router; and what the one says that is too many."""
-    sys.path.insert(0, str(HERE.parent / "tests" / "support"))
-    from replica_process import MODEL as SERVED
-    from replica_process import replicas, worker_flags
-    from router_process import RouterProcess
+    from tests.support.replica_process import MODEL as SERVED
+    from tests.support.replica_process import replicas, worker_flags
+    from tests.support.router_process import RouterProcess
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvr-scale-", dir="/tmp"))

@@ -31,13 +31,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
-from churn import BLOCK, HASHES, Churn
-from fleet import MODEL, check, register
-from processes import peak_rss_bytes, rss_bytes
-from router_process import RouterProcess
-from store_server import StoreServer
+from benchmarks.processes import peak_rss_bytes, rss_bytes
+from tests.support.churn import BLOCK, HASHES, Churn
+from tests.support.fleet import MODEL, check, register
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 RESULTS = Path(__file__).parent / "results" / "soak.json"
 

@@ -18,12 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from processes import cpu_s
-from report import machine, markdown
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
-from router_process import RouterProcess
+from benchmarks.processes import cpu_s
+from benchmarks.report import machine, markdown
+from tests.support.router_process import RouterProcess
 
 KVROUTER = [sys.executable, "-m", "kvrouter.router.cli"]
 # What ends by itself: what it is, its arguments, its exit code.

@@ -21,15 +21,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "chaos"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
-from harness.engines import Engine
-from harness.history import Life
-from harness.process_router import ProcessRouter
-from harness.process_schedule import STORE_HANGS, ProcessSchedule, _true_hit
-from harness.scene import Scene
-from harness.stage import LIVE
+from tests.chaos.harness.engines import Engine
+from tests.chaos.harness.history import Life
+from tests.chaos.harness.process_router import ProcessRouter
+from tests.chaos.harness.process_schedule import STORE_HANGS, ProcessSchedule, _true_hit
+from tests.chaos.harness.scene import Scene
+from tests.chaos.harness.stage import LIVE
 
 RESULTS = Path(__file__).parent / "results" / "store_hang.json"
 HANG_S = 30.0

@@ -22,12 +22,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
-
-from churn import Churn
-from fleet import check, register, wait_seqs, wait_shared
-from router_process import RouterProcess
-from store_server import StoreServer
+from tests.support.churn import Churn
+from tests.support.fleet import check, register, wait_seqs, wait_shared
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 RESULTS = Path(__file__).parent / "results" / "takeover.json"
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from examples import examples
 from hypothesis import HealthCheck, settings
+
+from tests.support.examples import examples
 
 os.environ.setdefault("KVROUTER_TEST_PRELOAD", "1")
 

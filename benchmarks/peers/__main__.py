@@ -23,14 +23,14 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
-from processes import HERE
-from report import PAGE, Others, machine, progress, write_part
-from workload import SIX_GROUPS
 
+from benchmarks.peers import ingest, memory, proxy, query, selection, two_processes
+from benchmarks.peers.packages import VERSIONS, Package, PeerSettings, environment
+from benchmarks.peers.table import Findings, Group, PeerRow, page_part, table
+from benchmarks.processes import HERE
+from benchmarks.report import PAGE, Others, machine, progress, write_part
+from benchmarks.workload import SIX_GROUPS
 from kvrouter.router.base.common.compiled import caution, wanted
-from peers import ingest, memory, proxy, query, selection, two_processes
-from peers.packages import VERSIONS, Package, PeerSettings, environment
-from peers.table import Findings, Group, PeerRow, page_part, table
 
 MEASURES: dict[str, Callable[[PeerSettings], Findings]] = {
     "query": query.measure,

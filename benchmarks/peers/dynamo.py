@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from ports import free_port
-from processes import Ours, Served, serving
-from workload import BLOCK_TOKENS, Chain
+
+from benchmarks.processes import Ours, Served, serving
+from benchmarks.workload import BLOCK_TOKENS, Chain
+from tests.support.ports import free_port
 
 INDEXER = "dynamo.indexer"
 SELECT_SERVICE = "dynamo.select_service"

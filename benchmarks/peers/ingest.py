@@ -9,13 +9,12 @@ keeps them in memory only.
 
 from __future__ import annotations
 
-from processes import Publisher, Served, cpu_s
-from report import progress
-from workload import EVENTS_PER_BATCH, Chain, Publishing, Workload, chains_for, write_frames
-
-from peers.dynamo import INDEXER, check_equal, rotate, run_servers
-from peers.packages import PeerSettings
-from peers.table import Findings, peer_row
+from benchmarks.peers.dynamo import INDEXER, check_equal, rotate, run_servers
+from benchmarks.peers.packages import PeerSettings
+from benchmarks.peers.table import Findings, peer_row
+from benchmarks.processes import Publisher, Served, cpu_s
+from benchmarks.report import progress
+from benchmarks.workload import EVENTS_PER_BATCH, Chain, Publishing, Workload, chains_for, write_frames
 
 SIZES = (32, 1, 512)
 GOAL, CPU_GOAL = 1.2, 1.0

@@ -14,17 +14,16 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from filling import FILL_BLOCKS_S, Load, fill_ours, make_load
-from our_process import info, private_store
-from processes import Publisher, rss_bytes
-from report import progress
-from workload import WORKERS, last_placed
-
+from benchmarks.filling import FILL_BLOCKS_S, Load, fill_ours, make_load
+from benchmarks.our_process import info, private_store
+from benchmarks.peers import llm_d
+from benchmarks.peers.dynamo import INDEXER, Dynamo
+from benchmarks.peers.packages import PeerSettings
+from benchmarks.peers.table import OURS, Findings, PeerRow, peer_row
+from benchmarks.processes import Publisher, rss_bytes
+from benchmarks.report import progress
+from benchmarks.workload import WORKERS, last_placed
 from kvrouter.router.index.store.store import IndexStore
-from peers import llm_d
-from peers.dynamo import INDEXER, Dynamo
-from peers.packages import PeerSettings
-from peers.table import OURS, Findings, PeerRow, peer_row
 
 PROCESS_GOAL, VALKEY_GOAL = 2.0, 10.0
 SETTLE_S = 1.5

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import msgspec
-from report import CACHE, Settings, progress
+
+from benchmarks.report import CACHE, Settings, progress
 
 VERSIONS = {"ai-dynamo-runtime": "1.6.1", "vllm-router": "0.1.17"}
 # Folders have the name by which the tests look for dynamo's.

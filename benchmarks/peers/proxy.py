@@ -4,13 +4,12 @@ proxy_overhead.py, which measures more ways and also texts."""
 
 from __future__ import annotations
 
-from proxy_overhead import SIZES, StreamRow
-from proxy_overhead import measure as measure_ways
-from proxy_ways import CACHE_AWARE, KV_AWARE
-from proxy_ways import OURS as OUR_WAY
-
-from peers.packages import PeerSettings
-from peers.table import OURS, Findings, PeerRow, peer_row
+from benchmarks.peers.packages import PeerSettings
+from benchmarks.peers.table import OURS, Findings, PeerRow, peer_row
+from benchmarks.proxy_overhead import SIZES, StreamRow
+from benchmarks.proxy_overhead import measure as measure_ways
+from benchmarks.proxy_ways import CACHE_AWARE, KV_AWARE
+from benchmarks.proxy_ways import OURS as OUR_WAY
 
 # The least ratio by the prompt's tokens, for what is added and for requests a CPU second; against kv_aware alone.
 GOALS = dict(zip(SIZES, (1.0, 1.3, 2.0), strict=True))

@@ -16,10 +16,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from ports import free_port
-from processes import HERE, Publisher, Served, cpu_s, serving
-from report import progress
-from workload import (
+
+from benchmarks.peers.dynamo import INDEXER, check_equal, rotate, run_servers
+from benchmarks.peers.packages import PeerSettings
+from benchmarks.peers.samples import Samples
+from benchmarks.peers.table import Findings, latency_rows, peer_row
+from benchmarks.processes import Publisher, Served, cpu_s, serving
+from benchmarks.report import progress
+from benchmarks.workload import (
     CHAIN_BLOCKS,
     MODEL,
     ONE_GROUP,
@@ -33,11 +37,7 @@ from workload import (
     last_placed,
     write_frames,
 )
-
-from peers.dynamo import INDEXER, check_equal, rotate, run_servers
-from peers.packages import PeerSettings
-from peers.samples import Samples
-from peers.table import Findings, latency_rows, peer_row
+from tests.support.ports import free_port
 
 BLOCKS_PER_EVENT = 32
 INGEST_BLOCKS_S = 50_000
@@ -88,7 +88,7 @@ def bare_server(folder: Path, answer: bytes) -> Iterator[Served]:
     head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(answer)}\r\n\r\n"
     path.write_bytes(head.encode() + answer)
     with serving(
-        [sys.executable, str(HERE / "bare_server.py"), str(port), str(path)], port, folder / "bare.log"
+        [sys.executable, "-m", "benchmarks.bare_server", str(port), str(path)], port, folder / "bare.log"
     ) as pid:
         yield Served(pid, port, BARE)
 

@@ -18,10 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ports import free_port
-from processes import HERE, POLL_S, VISIBLE_TIMEOUT_S, Publisher, Served, cpu_s, serving
-from report import progress
-from workload import (
+
+from benchmarks.peers.dynamo import SELECT_SERVICE, rotate, run_servers
+from benchmarks.peers.packages import PeerSettings
+from benchmarks.peers.samples import Samples
+from benchmarks.peers.table import Findings, latency_rows, peer_row
+from benchmarks.processes import POLL_S, VISIBLE_TIMEOUT_S, Publisher, Served, cpu_s, serving
+from benchmarks.report import progress
+from benchmarks.workload import (
     BLOCK_TOKENS,
     MODEL,
     VOCABULARY,
@@ -33,11 +37,7 @@ from workload import (
     last_placed,
     write_frames,
 )
-
-from peers.dynamo import SELECT_SERVICE, rotate, run_servers
-from peers.packages import PeerSettings
-from peers.samples import Samples
-from peers.table import Findings, latency_rows, peer_row
+from tests.support.ports import free_port
 
 BLOCKS_PER_EVENT = 32
 NEW_TOKENS = 256
@@ -131,7 +131,7 @@ def timed(server: Served, requests: Sequence[Sequence[bytes]]) -> np.ndarray:
 def engine(folder: Path) -> Iterator[str]:
     """The URL of something that answers the router's health checks, for all workers."""
     port = free_port()
-    with serving([sys.executable, str(HERE / "proxy_stub.py"), str(port)], port, folder / "stub.log"):
+    with serving([sys.executable, "-m", "benchmarks.proxy_stub", str(port)], port, folder / "stub.log"):
         yield f"http://127.0.0.1:{port}"
 
 

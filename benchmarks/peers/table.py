@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from report import markdown, number
+
+from benchmarks.report import markdown, number
 
 # The name under which every measurement keeps this router's values.
 OURS = "kvrouter"

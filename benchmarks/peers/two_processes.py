@@ -17,15 +17,15 @@ from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
-from http_client import TIMEOUT_S, HttpClient
-from processes import Ours, Publisher, cpu_by_process
-from report import progress
-from workload import MODEL, WORKERS, Publishing, Workload, chains_for, last_placed, write_frames
 
-from peers.dynamo import rotate
-from peers.packages import PeerSettings
-from peers.samples import capacity
-from peers.table import OURS, Findings, peer_row
+from benchmarks.http_client import TIMEOUT_S, HttpClient
+from benchmarks.peers.dynamo import rotate
+from benchmarks.peers.packages import PeerSettings
+from benchmarks.peers.samples import capacity
+from benchmarks.peers.table import OURS, Findings, peer_row
+from benchmarks.processes import Ours, Publisher, cpu_by_process
+from benchmarks.report import progress
+from benchmarks.workload import MODEL, WORKERS, Publishing, Workload, chains_for, last_placed, write_frames
 
 PEER = "itself, one process"
 GOAL = 1.7

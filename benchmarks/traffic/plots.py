@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from traffic.report import BAR, Report
+from benchmarks.traffic.report import BAR, Report
 
 SIZE_INCHES = (9.0, 4.5)
 DOTS_PER_INCH = 120

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.traffic.shape import PIECE_TOKENS, Shape
 from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, Restart, blocks_of, geometry_of
 from kvrouter.replay.traces.request import Request, Trace
 from kvrouter.simulator.engine.timing import Timing
-from traffic.shape import PIECE_TOKENS, Shape
 
 # A pool must have room for some of the longest texts at once, or requests wait for blocks that only they hold.
 TEXTS_IN_POOL_IDLE = 2

@@ -7,8 +7,18 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from traffic.outcome import ENDLESS, POOLED, Outcome, Verdict, geometric_mean, mean, reuse_ratio, ttft_ratio, verdict
-from traffic.shape import Shape, classes, draw, draw_rotation
+from benchmarks.traffic.outcome import (
+    ENDLESS,
+    POOLED,
+    Outcome,
+    Verdict,
+    geometric_mean,
+    mean,
+    reuse_ratio,
+    ttft_ratio,
+    verdict,
+)
+from benchmarks.traffic.shape import Shape, classes, draw, draw_rotation
 
 # A ratio below this counts as worse.
 BAR = 0.97

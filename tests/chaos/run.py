@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make chaos`: random schedules of faults against the router, judged block by block.
 
-    python tests/chaos/run.py [--seed N] [--schedules N] [--only KIND] [--at-once N] [--json FILE]
+    python -m tests.chaos.run [--seed N] [--schedules N] [--only KIND] [--at-once N] [--json FILE]
 
 Exits 1 when any schedule credited a block wrongly or did not settle; the seed that is printed repeats it.
 """
@@ -20,12 +20,9 @@ from pathlib import Path
 
 import msgspec
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from harness.fleet import KINDS, run_all, schedule
-from harness.report import rows, table
-from harness.stage import Outcome
+from tests.chaos.harness.fleet import KINDS, run_all, schedule
+from tests.chaos.harness.report import rows, table
+from tests.chaos.harness.stage import Outcome
 
 # As many as keep two cores busy while each of them mostly waits.
 AT_ONCE = 8
@@ -60,7 +57,7 @@ def main() -> int:
         )
         if outcome.failures:
             print("\n".join(["", *outcome.failures, "", *outcome.trace, ""]), flush=True)
-            print(f"repeat: python tests/chaos/run.py --seed {outcome.seed} --only {outcome.fault}\n", flush=True)
+            print(f"repeat: python -m tests.chaos.run --seed {outcome.seed} --only {outcome.fault}\n", flush=True)
 
     print(f"{count} schedules from seed {first}", flush=True)
     interrupted = False

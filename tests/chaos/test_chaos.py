@@ -8,8 +8,9 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from harness.fleet import KINDS, run_all, schedule
-from harness.report import table
+
+from tests.chaos.harness.fleet import KINDS, run_all, schedule
+from tests.chaos.harness.report import table
 
 FIRST_SEED = 20_000
 AT_ONCE = 8
@@ -30,7 +31,7 @@ def test_no_ghosts_through_any_fault(capsys: pytest.CaptureFixture[str]) -> None
     texts = [
         "\n".join(
             [
-                f"seed {o.seed}, {o.fault} (python tests/chaos/run.py --seed {o.seed} --only {o.fault})",
+                f"seed {o.seed}, {o.fault} (python -m tests.chaos.run --seed {o.seed} --only {o.fault})",
                 *o.failures,
                 *o.trace,
             ]

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from harness.fleet import run_all
-from harness.schedule import Schedule
-from harness.stage import Outcome
 
 from kvrouter.events.patch.items import NewEpoch, ReportBatch, ReportGap
 from kvrouter.events.vllm.stream_items import Batch, GapLost, Restarted
 from kvrouter.router.index.ingest.ingest import Ingest
+from tests.chaos.harness.fleet import run_all
+from tests.chaos.harness.schedule import Schedule
+from tests.chaos.harness.stage import Outcome
 
 # A defect need not show in each schedule, but does in one of these.
 SEEDS = range(30_000, 30_004)

@@ -15,7 +15,6 @@ from urllib.parse import quote
 
 import msgspec
 import numpy as np
-from bare_services import bare_feed
 from uvicorn.server import ServerState
 
 from kvrouter.router.base.common.errors import UnknownModel
@@ -41,6 +40,7 @@ from kvrouter.router.serve.api.http.fastapi_app import build_api
 from kvrouter.router.serve.api.http.http_api import HttpApi
 from kvrouter.router.serve.api.http.http_connection import connection_factory
 from kvrouter.router.serve.api.http_metrics import HttpMetrics
+from tests.support.bare_services import bare_feed
 
 HASH_BLOCK_SIZE = 16
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import redis
 import zmq
-from fake_engine import FakeEngine
-from ports import free_port
-from store_server import StoreCluster, StoreServer
-from tls_redis import TlsRedis, tls_redis
 
 from kvrouter.router.base.redis_client.embedded_valkey import EmbeddedStore
+from tests.support.fake_engine import FakeEngine
+from tests.support.ports import free_port
+from tests.support.store_server import StoreCluster, StoreServer
+from tests.support.tls_redis import TlsRedis, tls_redis
 
 # Their assertions are a test's, wherever they are imported from.
 pytest.register_assert_rewrite("index_support", "index_commit_laws", "index_lease_laws", "index_follow_laws")

@@ -5,15 +5,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_support import APPLIED, FENCED, GPU, PLACES, STALE, Residency, World, change, checkpoint, held, take
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.commit import Commit, Lease
 from kvrouter.router.index.store.store import IndexStore
+from tests.contract.index_support import (
+    APPLIED,
+    FENCED,
+    GPU,
+    PLACES,
+    STALE,
+    Residency,
+    World,
+    change,
+    checkpoint,
+    held,
+    take,
+)
+from tests.support.examples import examples
 
 STEPS = st.lists(
     st.tuples(

@@ -8,7 +8,14 @@ import itertools
 from typing import Any
 
 import pytest
-from index_support import (
+
+from kvrouter.router.base.common.checksum import checksum
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.index.store.log_follower import LogFollower
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.index.store.transactions import Transactions
+from tests.contract.index_support import (
     APPLIED,
     CPU,
     DISK,
@@ -26,13 +33,6 @@ from index_support import (
     supervisor,
     take,
 )
-
-from kvrouter.router.base.common.checksum import checksum
-from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Commit, CommitOutcome, Lease
-from kvrouter.router.index.store.log_follower import LogFollower
-from kvrouter.router.index.store.store import IndexStore
-from kvrouter.router.index.store.transactions import Transactions
 
 
 class CommitLaws:

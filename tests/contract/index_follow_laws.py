@@ -11,10 +11,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_support import (
+
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.redis_client.errors import StoredValueError, StoreUnavailable
+from kvrouter.router.index.ingest.net_changes import ResidencyDelta
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store import store as stores
+from kvrouter.router.index.store.commit import Commit
+from kvrouter.router.index.store.log_entry import LogEntry
+from kvrouter.router.index.store.log_follower import LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.store.store import IndexStore
+from tests.contract.index_support import (
     APPLIED,
     FENCED,
     GPU,
@@ -35,16 +44,7 @@ from index_support import (
     supervisor,
     take,
 )
-
-from kvrouter.router.base.common.ids import Place, WorkerKey
-from kvrouter.router.base.redis_client.errors import StoredValueError, StoreUnavailable
-from kvrouter.router.index.ingest.net_changes import ResidencyDelta
-from kvrouter.router.index.store import keys
-from kvrouter.router.index.store import store as stores
-from kvrouter.router.index.store.commit import Commit
-from kvrouter.router.index.store.log_entry import LogEntry
-from kvrouter.router.index.store.log_follower import LogFollower, Reload, StoreBack, StoreLost
-from kvrouter.router.index.store.store import IndexStore
+from tests.support.examples import examples
 
 STEPS = st.lists(
     st.tuples(

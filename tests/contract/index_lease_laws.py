@@ -6,7 +6,15 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from index_support import (
+
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import Commit, Head, Lease
+from kvrouter.router.index.store.common_keys import PROBES
+from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
+from kvrouter.router.index.store.store import IndexStore
+from tests.contract.index_support import (
     APPLIED,
     FENCED,
     GPU,
@@ -19,14 +27,6 @@ from index_support import (
     held,
     take,
 )
-
-from kvrouter.router.base.common.ids import Place, WorkerKey
-from kvrouter.router.base.redis_client.errors import StoreError
-from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Commit, Head, Lease
-from kvrouter.router.index.store.common_keys import PROBES
-from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
-from kvrouter.router.index.store.store import IndexStore
 
 
 class LeaseLaws:

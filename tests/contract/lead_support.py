@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import zmq
-from fake_engine import FakeEngine, hashes, prompt
-from store_server import StoreServer
-from stored_residency import read_residency
 
 from kvrouter.router.app.core.core_metrics import CoreMetrics
 from kvrouter.router.app.core.router_core import Core
@@ -28,6 +25,9 @@ from kvrouter.router.model.upstream.engine_client import EngineClient
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.registration import NO_PATCH, Registration
+from tests.support.fake_engine import FakeEngine, hashes, prompt
+from tests.support.store_server import StoreServer
+from tests.support.stored_residency import read_residency
 
 WORKER = WorkerKey("m", "w")
 TOKENS = prompt(1, 12)

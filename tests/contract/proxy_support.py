@@ -20,11 +20,6 @@ import numpy as np
 import uvicorn
 import uvloop
 
-# pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore
-from certificates import OverTls
-from scripted_engine import Script, ScriptedEngine, plain
-
 from kvrouter.router.app.server.checks import tracing_of
 from kvrouter.router.app.server.router_metrics import RouterMetrics
 from kvrouter.router.base.common.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
@@ -48,6 +43,9 @@ from kvrouter.router.serve.api.http.fastapi_app import build_api
 from kvrouter.router.serve.api.http.http_connection import connection_factory
 from kvrouter.router.serve.proxy.admission import Admission
 from kvrouter.router.serve.proxy.proxy import Proxy
+from tests.contract.api_support import TinyCore
+from tests.support.certificates import OverTls
+from tests.support.scripted_engine import Script, ScriptedEngine, plain
 
 WAIT_S = 30.0
 CHAT = "/v1/chat/completions"

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-# pytest's importlib mode leaves sys.path alone.
-from monitoring_files import ROOT, RULES, alert_rules, dashboard_queries, panels
+from tests.support.monitoring_files import ROOT, RULES, alert_rules, dashboard_queries, panels
 
 DOCTOR = ROOT / "docs" / "how-to" / "doctor.md"
 

@@ -10,12 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, TinyTokens, build, call, exchange, hit
-
 from kvrouter.router.base.common.json_arrays import LONG_BODY_BYTES
 from kvrouter.router.serve.api.http.plain_head import plain_head
 from kvrouter.router.serve.api.http.request import HttpRequest
+from tests.contract.api_support import TinyCore, TinyTokens, build, call, exchange, hit
 
 
 @pytest.fixture

@@ -11,11 +11,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, ask_app, build, call, exchange, hit
-
 from kvrouter.router.route.tokens.proxied_paths import PATHS
 from kvrouter.router.serve.api.examples import EXAMPLES
+from tests.contract.api_support import TinyCore, ask_app, build, call, exchange, hit
 
 QUERY = {"model": "m", "token_ids": [1]}
 KEY = "s3cret-key"

@@ -13,12 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from proxy_support import CHAT, ProxyServer, fleet, raw_request, received, until
-from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
-
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.serve.api.http.request import SINGLE, split_target
+from tests.contract.proxy_support import CHAT, ProxyServer, fleet, raw_request, received, until
+from tests.support.scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 
 CHAT_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
 # One of each way: proxied, answered in the protocol, and by the ASGI application.

@@ -15,14 +15,12 @@ from contextlib import contextmanager
 import pytest
 import uvicorn
 
-# pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, build, hit
-from certificates import OverTls
-
 from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
 from kvrouter.router.serve.api.http.deadlines import HttpLimits
 from kvrouter.router.serve.api.http.http_connection import LAST_REQUEST_S, connection_factory
 from kvrouter.router.serve.api.http_metrics import CUT_REASONS
+from tests.contract.api_support import TinyCore, build, hit
+from tests.support.certificates import OverTls
 
 # Short, so that the tests are; far above what a loopback exchange takes.
 SMALL = HttpLimits(

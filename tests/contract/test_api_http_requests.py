@@ -14,10 +14,8 @@ import msgspec
 import pytest
 import uvicorn
 
-# pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, TinyTokens, build, hit
-
 from kvrouter.router.serve.api.http.http_connection import connection_factory
+from tests.contract.api_support import TinyCore, TinyTokens, build, hit
 
 GOOD = json.dumps({"model": "m", "block_hashes": list(range(1, 400))}).encode()
 LIMIT_BYTES = 4_096

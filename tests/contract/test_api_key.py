@@ -8,11 +8,10 @@ import hmac
 from pathlib import Path
 
 import pytest
-
-# pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, build, call, hit
 from fastapi import FastAPI
 from starlette.routing import Route
+
+from tests.contract.api_support import TinyCore, build, call, hit
 
 KEY = "correct-horse-battery"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")

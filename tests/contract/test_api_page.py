@@ -7,9 +7,9 @@ import hashlib
 import re
 
 import pytest
-from api_support import TinyCore, build, call
 
 from kvrouter.router.serve.page.page_files import FILES, INDEX, KEY_WANTED, MEDIA_TYPES, page_files
+from tests.contract.api_support import TinyCore, build, call
 
 KEY = "correct-horse-battery"
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

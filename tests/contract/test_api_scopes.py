@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-# pytest's importlib mode leaves sys.path alone.
-from api_support import Answer, TinyCore, ask_app, build, call, hit
 from fastapi.routing import APIRoute
 
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
@@ -24,6 +21,7 @@ from kvrouter.router.serve.access.scope import Scope
 from kvrouter.router.serve.api.http.http_api import HttpApi
 from kvrouter.router.serve.api.openapi import EVENTS, HOT_OPERATIONS
 from kvrouter.router.serve.api.scopes import ADMIN, ANY, SCOPES, Route, RouteTable
+from tests.contract.api_support import Answer, TinyCore, ask_app, build, call, hit
 
 WAIT_S = 20.0
 OPEN = {"/health", "/ready"}
@@ -136,7 +134,7 @@ def test_no_spelling_of_a_path_gets_past_its_scope(core: TinyCore, file: Path, p
 
 
 async def raw(app: HttpApi, sent: bytes) -> bytes:
-    from api_support import exchange
+    from tests.contract.api_support import exchange
 
     return await exchange(app, sent)
 

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from api_support import Answer, TinyCore, TinyTokens, ask_app, build, call, exchange, hit
-
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.route.tokens.proxied_paths import PATHS
 from kvrouter.router.serve.api.examples import EXAMPLES, MODEL, PATH_PARTS, SECOND_WORKER, SELECTION, WORKER
 from kvrouter.router.serve.api.http.http_api import HttpApi
 from kvrouter.router.serve.api.http.plain_head import plain_head
+from tests.contract.api_support import Answer, TinyCore, TinyTokens, ask_app, build, call, exchange, hit
 
 OURS = [way for way in EXAMPLES if way[1] not in PATHS and not way[1].startswith("/v1/")]
 HOT = ("/query", "/query_by_hash", "/select", "/select_and_reserve")

@@ -2,7 +2,7 @@
 """One flipped bit anywhere in Valkey's file of commands: the loaded state is the one after some commit, or the value is
 refused by name. Real files of a real Valkey, which reads them again after each flip.
 
-    python tests/contract/test_bit_rot.py --flips 500 --seed 1
+    python -m tests.contract.test_bit_rot --flips 500 --seed 1
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ import argparse
 import asyncio
 import random
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from index_support import CPU, GPU, Residency, change, checkpoint, held, take
-from store_server import StoreServer
-
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.redis_client.errors import StoredValueError, StoreUnavailable
 from kvrouter.router.index.store.commit import Commit
 from kvrouter.router.index.store.store import IndexStore
+from tests.contract.index_support import CPU, GPU, Residency, change, checkpoint, held, take
+from tests.support.store_server import StoreServer
 
 WORKER = WorkerKey("m", "w")
 # Commands go to the file at once, and its first part is not rewritten meanwhile.

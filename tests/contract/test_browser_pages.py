@@ -9,9 +9,6 @@ import asyncio
 from typing import Any
 
 import pytest
-
-# pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, build, call, exchange, hit
 from fastapi.routing import APIRoute
 
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
@@ -19,6 +16,7 @@ from kvrouter.router.model.config.settings import Config
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS
 from kvrouter.router.serve.access.browser_policy import MAX_KNOWN_HOSTS
 from kvrouter.router.serve.api.openapi import EVENTS, HOT_OPERATIONS
+from tests.contract.api_support import TinyCore, build, call, exchange, hit
 
 EVIL = "evil.example"
 KEY = "correct-horse-battery"

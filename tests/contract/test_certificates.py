@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from certificates import Authority, openssl
 
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
 from kvrouter.router.serve.access.validity import validity_of
+from tests.support.certificates import Authority, openssl
 
 DAY_S = 86_400.0
 

@@ -16,14 +16,14 @@ import jsonschema
 import msgspec
 import pytest
 import yaml
-from chart import CHART, PROFILES, ROOT, check_object, container, one, rendered
-from helm_template import HelmError, helm_template
 
 from kvrouter.router.app.server.supervisor import CLOSE_TIMEOUT_S
 from kvrouter.router.follow.discovery.kubernetes.pods import Pod, candidates_of
 from kvrouter.router.model.config.loading import load_config
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.serve.access.browser_policy import BrowserPolicy
+from tests.support.chart import CHART, PROFILES, ROOT, check_object, container, one, rendered
+from tests.support.helm_template import HelmError, helm_template
 
 Objects = list[dict[str, Any]]
 WORKLOADS = ("Deployment", "StatefulSet")

@@ -7,8 +7,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from fake_engine import FakeEngine, removed, stored
-from lead_support import (
+
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.follow.streams import commit_loop
+from kvrouter.router.index.store import checkpoint, keys
+from tests.contract.lead_support import (
     CHAIN,
     FIRST,
     SECOND,
@@ -21,11 +24,8 @@ from lead_support import (
     run,
     until,
 )
-from store_server import StoreServer
-
-from kvrouter.router.app.core.router_core import Core
-from kvrouter.router.follow.streams import commit_loop
-from kvrouter.router.index.store import checkpoint, keys
+from tests.support.fake_engine import FakeEngine, removed, stored
+from tests.support.store_server import StoreServer
 
 META = keys.meta(WORKER)
 

@@ -12,8 +12,7 @@ from signal import SIGINT
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from stub_router import LOAD, WORKER, StubRouter, loads
+from tests.support.stub_router import LOAD, WORKER, StubRouter, loads
 
 INTERRUPTED = 130
 CTRL_C = b"\x03"

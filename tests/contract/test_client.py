@@ -15,12 +15,6 @@ from typing import Any
 import pytest
 import zmq
 
-# pytest's importlib mode leaves sys.path alone.
-from client_callers import CALLERS, Caller
-from router_process import RouterProcess
-from tls_front import TlsFront
-from tls_redis import certificates
-
 from kvrouter.client import (
     AsyncClient,
     BadRequest,
@@ -40,6 +34,10 @@ from kvrouter.client import (
 )
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.client_callers import CALLERS, Caller
+from tests.support.router_process import RouterProcess
+from tests.support.tls_front import TlsFront
+from tests.support.tls_redis import certificates
 
 MODEL, WORKER = "gemma", "w0"
 PROMPT = list(range(2, 402))

@@ -17,11 +17,6 @@ from typing import Any
 import msgspec
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from client_callers import CALLERS, Caller
-from ports import free_port
-from scripted_engine import Asked, Script, ScriptedEngine, Wire, hang, plain, reset
-
 from kvrouter.client import (
     AnswerLate,
     AnswerLost,
@@ -43,6 +38,9 @@ from kvrouter.client import (
     Unavailable,
 )
 from kvrouter.client.answers import EndedReply, Overlap
+from tests.support.client_callers import CALLERS, Caller
+from tests.support.ports import free_port
+from tests.support.scripted_engine import Asked, Script, ScriptedEngine, Wire, hang, plain, reset
 
 ROOT = Path(__file__).resolve().parents[2]
 QUERY, SELECT = QueryBody(model="m", token_ids=[1]), SelectBody(model="m", token_ids=[1])

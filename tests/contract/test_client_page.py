@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-# pytest's importlib mode leaves sys.path alone.
-from router_process import RouterProcess
-from tls_redis import certificates
-
 import kvrouter.client
 from kvrouter.client import RequestRefused, RouterError
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.router_process import RouterProcess
+from tests.support.tls_redis import certificates
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "client.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

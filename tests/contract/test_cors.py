@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from proxy_support import CHAT, RAW, WAIT_S, ProxyServer, fleet
-from scripted_engine import Script, plain, stream
-
 from kvrouter.router.route.tokens.proxied_paths import PATHS
 from kvrouter.router.serve.api.http.cors import EXPOSED
+from tests.contract.proxy_support import CHAT, RAW, WAIT_S, ProxyServer, fleet
+from tests.support.scripted_engine import Script, plain, stream
 
 APP, OTHER = "https://app.example", "https://other.example"
 # An engine with its own mind: vLLM's default allows all.

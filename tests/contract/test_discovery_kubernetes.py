@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
 
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.follow.discovery.kubernetes import api as cluster_api
@@ -22,6 +21,7 @@ from kvrouter.router.follow.discovery.kubernetes.access import Access, access_fr
 from kvrouter.router.follow.discovery.kubernetes.api import ClusterApi
 from kvrouter.router.follow.discovery.kubernetes.source import KubernetesSource
 from kvrouter.router.model.workers.registration import Registration
+from tests.support.fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
 
 TIMEOUT_S = 10.0
 

@@ -14,9 +14,6 @@ import aiohttp
 import msgspec
 import pytest
 import redis
-from engine_http import EngineHttp
-from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
-from listed_routers import STILL_S, TIMEOUT_S, Listed, routing
 
 from kvrouter.router.base.common.errors import Conflict
 from kvrouter.router.base.common.ids import WorkerKey
@@ -29,6 +26,9 @@ from kvrouter.router.index.store.registry import Registry
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import FILE, KUBERNETES, STATIC
 from kvrouter.router.model.workers.worker_spec import parse_worker
+from tests.support.engine_http import EngineHttp
+from tests.support.fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
+from tests.support.listed_routers import STILL_S, TIMEOUT_S, Listed, routing
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
-from index_support import take
 
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.ids import Place, WorkerKey
@@ -30,6 +29,7 @@ from kvrouter.router.index.ingest.net_changes import ResidencyDelta
 from kvrouter.router.index.store.commit import Commit, CommitOutcome
 from kvrouter.router.index.store.log_follower import LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.store.store import IndexStore
+from tests.contract.index_support import take
 
 WAIT_S = 20.0
 WORKER = WorkerKey("m", "w")

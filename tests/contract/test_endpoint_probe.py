@@ -14,16 +14,16 @@ from pathlib import Path
 import aiohttp
 import pytest
 import zmq
-from engine_http import EngineHttp
-from fake_engine import FakeEngine, prompt, stored
-from ports import free_port
-from store_server import StoreServer
 
 from kvrouter.router.app.diagnosis import endpoint_probe
 from kvrouter.router.app.diagnosis.endpoint_probe import EndpointAnswer, probe_endpoint, probe_endpoints, probe_engines
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.base.redis_client.servers import Servers
 from kvrouter.router.index.store.server_settings import server_settings
+from tests.support.engine_http import EngineHttp
+from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.ports import free_port
+from tests.support.store_server import StoreServer
 
 
 def look(endpoint: str) -> EndpointAnswer:

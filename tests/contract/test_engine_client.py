@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 import uvloop
-from ports import free_port
 
 from kvrouter.router.model.upstream.engine_client import EngineClient
 from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.model.upstream.origin import target_of
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
+from tests.support.ports import free_port
 
 MOST_BYTES = 64 * 1024
 TIMEOUT_S = 0.5

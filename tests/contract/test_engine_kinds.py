@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 import redis
-from engine_http import EngineHttp
-from listed_routers import STILL_S, TIMEOUT_S, Listed, Router, routing
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import FILE
+from tests.support.engine_http import EngineHttp
+from tests.support.listed_routers import STILL_S, TIMEOUT_S, Listed, Router, routing
 
 SERVER_INFO = {"disable_radix_cache": False, "kv_events": {"publisher": "zmq", "endpoint_port_base": 5557}}
 WORKER = WorkerKey("m", "w")

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from certificates import Authority
 
 from kvrouter.router.follow.discovery.engine_prober import EngineProber, ProbeRequest
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_answers import EngineAnswers
 from kvrouter.router.model.workers.engine_key import EngineKey
+from tests.support.certificates import Authority
 
 WHOLE = ProbeRequest(model=True, streams=True)
 MODELS = b'{"data": [{"id": "m"}]}'

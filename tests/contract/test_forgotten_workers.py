@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import zmq
-from engine_http import EngineHttp
-from fake_reporter import FakeReporter
 
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.router.app.core.core_metrics import CoreMetrics
@@ -28,6 +26,8 @@ from kvrouter.router.model.upstream.engine_client import EngineClient
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.registration import NO_PATCH, Registration
+from tests.support.engine_http import EngineHttp
+from tests.support.fake_reporter import FakeReporter
 
 pytestmark = pytest.mark.slow
 

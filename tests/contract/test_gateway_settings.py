@@ -12,7 +12,6 @@ from typing import Any
 
 import envoy
 import pytest
-from ports import free_port
 
 from kvrouter.router.app.cli import serve as serve_module
 from kvrouter.router.app.cli.commands import run
@@ -20,6 +19,7 @@ from kvrouter.router.app.server.checks import check_settings
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.model.config.loading import Origin
 from kvrouter.router.model.config.settings import EPP_PORT, Config
+from tests.support.ports import free_port
 
 CONFIGURATION = Path(__file__).resolve().parents[2] / "deploy" / "gateway" / "envoy.yaml"
 

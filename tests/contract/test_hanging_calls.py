@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from certificates import Authority
 
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.hanging_call import CallHangs, HangingCall
@@ -25,6 +24,7 @@ from kvrouter.router.serve.access.access import Access
 from kvrouter.router.serve.access.access_metrics import AccessMetrics
 from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
 from kvrouter.router.serve.access.reloaded import Reloaded
+from tests.support.certificates import Authority
 
 # Any time will do, because a read hangs until the pipe is fed.
 HANG_S = 0.01

@@ -12,11 +12,18 @@ from typing import Any
 
 import pytest
 import redis
-from index_checkpoint_laws import CheckpointLaws
-from index_commit_laws import CommitLaws
-from index_follow_laws import FollowLaws, ScanLaws
-from index_lease_laws import LeaseLaws
-from index_support import (
+
+from kvrouter.router.base.redis_client.errors import StoreError, StoreUnavailable
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import Commit
+from kvrouter.router.index.store.log_entry import LogEntry
+from kvrouter.router.index.store.log_follower import LogFollower, Reload
+from kvrouter.router.index.store.store import IndexStore
+from tests.contract.index_checkpoint_laws import CheckpointLaws
+from tests.contract.index_commit_laws import CommitLaws
+from tests.contract.index_follow_laws import FollowLaws, ScanLaws
+from tests.contract.index_lease_laws import LeaseLaws
+from tests.contract.index_support import (
     APPLIED,
     GPU,
     ME,
@@ -27,14 +34,7 @@ from index_support import (
     next_items,
     supervisor,
 )
-from tls_redis import TlsRedis
-
-from kvrouter.router.base.redis_client.errors import StoreError, StoreUnavailable
-from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Commit
-from kvrouter.router.index.store.log_entry import LogEntry
-from kvrouter.router.index.store.log_follower import LogFollower, Reload
-from kvrouter.router.index.store.store import IndexStore
+from tests.support.tls_redis import TlsRedis
 
 
 class IndexContract(CommitLaws, CheckpointLaws, LeaseLaws, FollowLaws):

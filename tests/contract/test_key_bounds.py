@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, TinyTokens, build, call, hit
-from proxy_support import proxying, worker
-from scripted_engine import ScriptedEngine, plain
-
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.route.load.key_shares import KeyShares
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS, WITHOUT_PROMPT
 from kvrouter.router.serve.access.api_keys import parse_keys
 from kvrouter.router.serve.api.http.http_api import HttpApi
+from tests.contract.api_support import TinyCore, TinyTokens, build, call, hit
+from tests.contract.proxy_support import proxying, worker
+from tests.support.scripted_engine import ScriptedEngine, plain
 
 # The keys in the file, by name.
 KEYS = {

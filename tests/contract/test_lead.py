@@ -12,9 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_http import EngineHttp
-from fake_engine import FakeEngine, removed, stored
-from lead_support import (
+
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.base.common.ids import Place, WorkerKey
+from kvrouter.router.follow.fleet.assignment import assign_workers
+from kvrouter.router.follow.streams.commit_loop import MAX_PENDING_BLOCKS
+from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE
+from kvrouter.router.index.ingest.net_changes import NO_HASHES, ResidencyDelta
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.model.workers.registration import NO_PATCH, Registration
+from kvrouter.router.model.workers.stream_state import CREDITED, StreamState
+from tests.contract.lead_support import (
     CHAIN,
     FIRST,
     SECOND,
@@ -31,18 +40,9 @@ from lead_support import (
     status,
     until,
 )
-from store_server import StoreServer
-
-from kvrouter.router.app.core.router_core import Core
-from kvrouter.router.base.common.ids import Place, WorkerKey
-from kvrouter.router.follow.fleet.assignment import assign_workers
-from kvrouter.router.follow.streams.commit_loop import MAX_PENDING_BLOCKS
-from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE
-from kvrouter.router.index.ingest.net_changes import NO_HASHES, ResidencyDelta
-from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Commit, CommitOutcome, Lease
-from kvrouter.router.model.workers.registration import NO_PATCH, Registration
-from kvrouter.router.model.workers.stream_state import CREDITED, StreamState
+from tests.support.engine_http import EngineHttp
+from tests.support.fake_engine import FakeEngine, removed, stored
+from tests.support.store_server import StoreServer
 
 
 def test_answers_are_exact_while_the_store_hangs_and_the_other_router_is_in_doubt(

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from disk_child import RECORD_BYTES, STRIDE_BYTES, HandExecutor, Slots, identity, key, payload
 
 from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.health import State
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey
+from tests.support.disk_child import RECORD_BYTES, STRIDE_BYTES, HandExecutor, Slots, identity, key, payload
 
 RETRY_S = 10.0
 ROOM_BYTES = 256 * 1024

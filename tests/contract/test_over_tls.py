@@ -9,15 +9,16 @@ from types import ModuleType
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-import test_api_http_limits
-import test_proxy
-import test_proxy_broken_answers
-import test_proxy_clients
-import test_proxy_faults
-import test_proxy_short_ways
-from certificates import Authority, OverTls, Tls
-from test_api_http_limits import patient, small
+from tests.contract import (
+    test_api_http_limits,
+    test_proxy,
+    test_proxy_broken_answers,
+    test_proxy_clients,
+    test_proxy_faults,
+    test_proxy_short_ways,
+)
+from tests.contract.test_api_http_limits import patient, small
+from tests.support.certificates import Authority, OverTls, Tls
 
 __all__ = ["patient", "small"]
 

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from proxy_support import CHAT, COMPLETIONS, fleet, proxying, raw_request, worker
-from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain, stream
-
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS
+from tests.contract.proxy_support import CHAT, COMPLETIONS, fleet, proxying, raw_request, worker
+from tests.support.scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain, stream
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hällo"}]}
 TOKENS = {"model": "m", "prompt": list(range(1, 100)), "max_tokens": 4}

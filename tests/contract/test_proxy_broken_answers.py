@@ -10,12 +10,10 @@ import json
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from proxy_support import BODY, CHAT, OK, RAW, code, fleet, raw_request, until
-from scripted_engine import STREAM_HEAD, Asked, Wire, chunk, hang, plain, stream
-
 from kvrouter.router.model.upstream.connection import MAX_INTERIM_ANSWERS
 from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN, PAUSE_FIRST_S
+from tests.contract.proxy_support import BODY, CHAT, OK, RAW, code, fleet, raw_request, until
+from tests.support.scripted_engine import STREAM_HEAD, Asked, Wire, chunk, hang, plain, stream
 
 
 def test_a_silent_engine_is_given_up_after_the_timeout() -> None:

@@ -9,13 +9,11 @@ import time
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from proxy_support import CHAT, OK, RAW, fleet, raw_request, received, until
-from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, hang, plain, stream
-
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.serve.api.http.deadlines import HttpLimits
 from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN
+from tests.contract.proxy_support import CHAT, OK, RAW, fleet, raw_request, received, until
+from tests.support.scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, hang, plain, stream
 
 W0 = WorkerKey("m", "w0")
 # Long enough for a loop that is not held back to send some megabytes more.

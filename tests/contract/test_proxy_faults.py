@@ -11,10 +11,6 @@ from contextlib import ExitStack
 import pytest
 import uvloop
 
-# pytest's importlib mode leaves sys.path alone.
-from proxy_support import BODY, CHAT, OK, RAW, WAIT_S, code, fleet, proxying, raw_request, received, until, worker
-from scripted_engine import STREAM_HEAD, Asked, Script, ScriptedEngine, Wire, chunk, hang, plain, reset, stream
-
 from kvrouter.router.base.common.direct_task import directly
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.matcher import WorkerView
@@ -22,6 +18,32 @@ from kvrouter.router.model.upstream.connection import Connection
 from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN
+from tests.contract.proxy_support import (
+    BODY,
+    CHAT,
+    OK,
+    RAW,
+    WAIT_S,
+    code,
+    fleet,
+    proxying,
+    raw_request,
+    received,
+    until,
+    worker,
+)
+from tests.support.scripted_engine import (
+    STREAM_HEAD,
+    Asked,
+    Script,
+    ScriptedEngine,
+    Wire,
+    chunk,
+    hang,
+    plain,
+    reset,
+    stream,
+)
 
 RESPONSES = "/v1/responses"
 W0 = WorkerKey("m", "w0")

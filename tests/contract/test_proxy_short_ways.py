@@ -6,30 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import itertools
 import json
 import random
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import httptools
 import msgspec
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from proxy_support import CHAT, COMPLETIONS, fleet, until
-from scripted_engine import Asked, Wire, chunk
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-import itertools
-
-from examples import examples
-
 from kvrouter.router.model.upstream.connection import Connection
 from kvrouter.router.serve.api.http import http_connection
 from kvrouter.router.serve.api.http.plain_head import plain_head
+from tests.contract.proxy_support import CHAT, COMPLETIONS, fleet, until
+from tests.support.examples import examples
+from tests.support.scripted_engine import Asked, Wire, chunk
 
 USAGE = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}}}'
 EVENTS = [b"data: {}\n\n", b"data: \xff\x00\n\n", b"data: " + USAGE + b"\n\n", b"data: [DONE]\n\n"]

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from proxy_support import CHAT, COMPLETIONS, ProxyServer, fleet, raw_request, until
-from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, plain, reset, stream
-
 from kvrouter.router.observe.quality.prediction_judge import ALONE_MIN, COUNTED_MIN, SILENT_MIN
+from tests.contract.proxy_support import CHAT, COMPLETIONS, ProxyServer, fleet, raw_request, until
+from tests.support.scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, plain, reset, stream
 
 # Of 99 tokens, `FirstFit` predicts 96.
 TOKENS = {"model": "m", "prompt": list(range(1, 100)), "max_tokens": 4}

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import zmq
-from fake_reporter import FakeReporter
-from flooding import flooding
 
 from kvrouter.events.patch.hello import greet
 from kvrouter.events.patch.subscriber import ReportSubscriber
 from kvrouter.events.vllm.stream_items import Connected, Disconnected, Flooded
+from tests.support.fake_reporter import FakeReporter
+from tests.support.flooding import flooding
 
 TIMEOUT_S = 60.0
 

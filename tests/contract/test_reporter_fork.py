@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from report_peer import TIMEOUT_MS
+from tests.support.report_peer import TIMEOUT_MS
 
 FORKING = """
 import os, sys, time, zmq

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from ports import free_port
-from router_process import RouterProcess, end_process
+from tests.support.ports import free_port
+from tests.support.router_process import RouterProcess, end_process
 
 PATIENCE_S = 60.0
 

@@ -9,7 +9,6 @@ import time
 
 import pytest
 import zmq
-from bare_services import bare_feed
 
 from kvrouter.events.transport.permits import Permits
 from kvrouter.router.app.core.core_metrics import CoreMetrics
@@ -32,6 +31,7 @@ from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.registration import Registration
+from tests.support.bare_services import bare_feed
 
 WORKER = WorkerKey("m", "stopping")
 

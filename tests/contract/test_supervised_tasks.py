@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import zmq
-from fake_engine import FakeEngine, prompt, stored
 
 from kvrouter.router.app.core.core_metrics import CoreMetrics
 from kvrouter.router.app.core.router_core import Core
@@ -26,6 +25,7 @@ from kvrouter.router.index.store.log_follower import _Reader
 from kvrouter.router.index.store.store import IndexStore
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.workers.registration import NO_PATCH, Registration
+from tests.support.fake_engine import FakeEngine, prompt, stored
 
 TIMEOUT_S = 30.0
 BLOCKS = 4

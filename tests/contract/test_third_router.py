@@ -10,9 +10,18 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, stored
-from ingest_steps import batch, live
-from lead_support import (
+
+from kvrouter.router.app.core.router_core import Core
+from kvrouter.router.follow.fleet.assignment import assign_workers
+from kvrouter.router.follow.streams import source_switch
+from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE, state_fields
+from kvrouter.router.index.ingest.worker_profile import META_REPORT_EPOCH
+from kvrouter.router.index.store import keys
+from kvrouter.router.index.store.commit import Commit
+from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.workers.registration import Registration
+from kvrouter.router.model.workers.stream_state import StreamState
+from tests.contract.lead_support import (
     FIRST,
     SECOND,
     TOKENS,
@@ -26,19 +35,10 @@ from lead_support import (
     status,
     until,
 )
-from ports import free_port
-from store_server import StoreServer
-
-from kvrouter.router.app.core.router_core import Core
-from kvrouter.router.follow.fleet.assignment import assign_workers
-from kvrouter.router.follow.streams import source_switch
-from kvrouter.router.follow.streams.peer_view import META_STATE_LEASE, state_fields
-from kvrouter.router.index.ingest.worker_profile import META_REPORT_EPOCH
-from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import Commit
-from kvrouter.router.index.store.store import IndexStore
-from kvrouter.router.model.workers.registration import Registration
-from kvrouter.router.model.workers.stream_state import StreamState
+from tests.support.fake_engine import FakeEngine, stored
+from tests.support.ingest_steps import batch, live
+from tests.support.ports import free_port
+from tests.support.store_server import StoreServer
 
 # How often the follower gives the worker up and takes it again.
 GIVE_UPS = 3

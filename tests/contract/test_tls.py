@@ -18,15 +18,13 @@ import pytest
 import uvicorn
 import uvloop
 
-# pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, build, hit
-from certificates import Authority, Pair
-
 from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
 from kvrouter.router.serve.api.http import tls as tls_module
 from kvrouter.router.serve.api.http.deadlines import HttpLimits
 from kvrouter.router.serve.api.http.http_connection import connection_factory
 from kvrouter.router.serve.api.http_metrics import CUT_REASONS
+from tests.contract.api_support import TinyCore, build, hit
+from tests.support.certificates import Authority, Pair
 
 WAIT_S = 20.0
 HOST = "127.0.0.1"

@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tokenizer_stage import MODEL, PATIENCE_S, RENDER_CHAT, RENDER_TEXT, case, run, until
 
 from kvrouter.router.route.tokens import tokenizer as module
 from kvrouter.router.route.tokens.engine.client import ASKS_PER_ENGINE
+from tests.support.tokenizer_stage import MODEL, PATIENCE_S, RENDER_CHAT, RENDER_TEXT, case, run, until
 
 
 @pytest.mark.slow

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from token_engine import tokens_of
-from tokenizer_stage import CHAT, MODEL, RENDER_CHAT, Here, case, ids, run
 
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, read_client_body
+from tests.support.token_engine import tokens_of
+from tests.support.tokenizer_stage import CHAT, MODEL, RENDER_CHAT, Here, case, ids, run
 
 
 def test_an_engine_that_wants_a_key_gets_the_clients() -> None:

@@ -8,11 +8,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from token_engine import tokens_of
-from tokenizer_stage import CHAT, MODEL, NO_RENDER, RENDER_CHAT, RENDER_TEXT, Here, case, ids, run, until
 
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH
 from kvrouter.router.route.tokens.engine import verified_engines as judged_engines
+from tests.support.token_engine import tokens_of
+from tests.support.tokenizer_stage import CHAT, MODEL, NO_RENDER, RENDER_CHAT, RENDER_TEXT, Here, case, ids, run, until
 
 
 def test_an_engine_renders_a_chat_and_a_text() -> None:

@@ -13,16 +13,14 @@ import time
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from collector import Collector, Seen
-from proxy_support import CHAT, COMPLETIONS, fleet, until
-from scripted_engine import Asked, ScriptedEngine, hang, plain, reset, stream
-
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.observe.quality import tracing
 from kvrouter.router.observe.quality.tracing import traces_url
+from tests.contract.proxy_support import CHAT, COMPLETIONS, fleet, until
+from tests.support.collector import Collector, Seen
+from tests.support.scripted_engine import Asked, ScriptedEngine, hang, plain, reset, stream
 
 TOKENS = {"model": "m", "prompt": list(range(1, 100)), "max_tokens": 4}
 USAGE = {"prompt_tokens": 99, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 80}}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fake_engine import BLOCK, FakeEngine, prompt, stored
-from router_process import RouterProcess
 
 from kvrouter.router.base.common.compiled import UNCOMPILED
+from tests.support.fake_engine import BLOCK, FakeEngine, prompt, stored
+from tests.support.router_process import RouterProcess
 
 TOKENS = prompt(1)
 HELD_BLOCKS = 7

@@ -13,9 +13,10 @@ from typing import Any
 # vLLM brings it.
 import openai
 import zmq
-from chat_server import ChatServer
-from engine_process import last_published
-from router_process import RouterProcess
+
+from tests.engine.chat_server import ChatServer
+from tests.engine.engine_process import last_published
+from tests.support.router_process import RouterProcess
 
 MODEL = "chat-tiny"
 WAIT_S = 120.0

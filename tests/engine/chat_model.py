@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine_process import gemma3_config
-from tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+from tests.engine.engine_process import gemma3_config
+from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
 
 def chat_config() -> dict[str, Any]:

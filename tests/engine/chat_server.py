@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from engine_process import EXECUTOR, MAX_MODEL_LEN
-from ports import free_port
-from router_process import end_process
+from tests.engine.engine_process import EXECUTOR, MAX_MODEL_LEN
+from tests.support.ports import free_port
+from tests.support.router_process import end_process
 
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 120.0

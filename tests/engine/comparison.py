@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from oracle import Answer, Oracle
-from router_process import RouterProcess
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
-from workload import Prompt, PromptTree
+
+from tests.engine.oracle import Answer, Oracle
+from tests.engine.workload import Prompt, PromptTree
+from tests.support.router_process import RouterProcess
 
 # Requests that wait or run at once: more than may run, so that the queue is never empty.
 MAX_UNFINISHED = 5

@@ -23,8 +23,6 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     VLLM_LOGGING_LEVEL="ERROR",
 )
-# pytest's importlib mode leaves sys.path alone; the helpers of this folder are imported by their plain names.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 SEED_VARIABLE = "KVROUTER_TEST_SEED"
 DEFAULT_SEED = 20261
@@ -112,14 +110,14 @@ def seed() -> int:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from engine_config import write_model
+    from tests.engine.engine_config import write_model
 
     return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    from router_process import RouterProcess
+    from tests.support.router_process import RouterProcess
 
     with RouterProcess(tmp_path_factory.mktemp("router")) as process:
         yield process
@@ -128,7 +126,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a model of `offload_engine.py`, by its name."""
-    import offload_engine
+    from tests.engine import offload_engine
 
     folder = tmp_path_factory.mktemp("models")
     return cache(lambda name: getattr(offload_engine, name)(folder / name))
@@ -139,8 +137,8 @@ def plain(
     models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> Callable[[str], list[Any]]:
     """What an engine without offloading says to the prompts of a shape of `offload_workload.py`."""
-    from offload_engine import OffloadEngine
-    from offload_workload import SHAPES, workload
+    from tests.engine.offload_engine import OffloadEngine
+    from tests.engine.offload_workload import SHAPES, workload
 
     @cache
     def answers(shape: str) -> list[Any]:

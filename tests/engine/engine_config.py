@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from group_sets import GroupSet
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -20,6 +19,8 @@ from vllm.config import (
 )
 from vllm.config.kv_events import KVEventsConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+
+from tests.engine.group_sets import GroupSet
 
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 512

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 MAX_REQUEST_BYTES = 256 * 1024
 CUDA_DEVICE = Path("/dev/nvidiactl")
 
@@ -55,7 +56,9 @@ class ForkedEngine:
 def _forker() -> socket.socket:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
-        process = subprocess.Popen([sys.executable, __file__, str(its.fileno())], pass_fds=[its.fileno()])
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine.engine_forks", str(its.fileno())], cwd=ROOT, pass_fds=[its.fileno()]
+        )
 
     def end() -> None:
         ours.close()
@@ -66,7 +69,7 @@ def _forker() -> socket.socket:
 
 
 def _serve(forker: socket.socket) -> None:
-    import offload_child
+    from tests.engine import offload_child
 
     # A process that has looked at a CUDA device cannot be forked for one.
     if not CUDA_DEVICE.exists():

@@ -16,10 +16,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from engine_process import HYBRID_LAYERS
 from PIL import Image
-from tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, PAD, VOCAB_SIZE, build_tokenizer, write_tokenizer
 from tokenizers import AddedToken, Tokenizer
+
+from tests.engine.engine_process import HYBRID_LAYERS
+from tests.support.tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, PAD, VOCAB_SIZE, build_tokenizer, write_tokenizer
 
 IMAGE, AROUND_IMAGE, GLOBAL_IMAGE, END_OF_UTTERANCE = (
     "<image>",

@@ -15,14 +15,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from group_sets import OFFLOAD_SETS
-from offload_engine import SPEC
-from oracle import Oracle
 from vllm.v1.kv_offload.base import Medium
-from workload import PromptTree
 
 from kvrouter.engine_patch.offload.manager import TAKES_METADATA_ONLY, TELLS_FLUSHES
 from kvrouter.engine_patch.offload.spec import HybridOffloadingSpec
+from tests.engine.group_sets import OFFLOAD_SETS
+from tests.engine.offload_engine import SPEC
+from tests.engine.oracle import Oracle
+from tests.engine.workload import PromptTree
 
 SEED = 11
 STEPS = 400

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_forks import ForkedEngine
-from engine_process import VOCAB_SIZE, EngineProcess, gemma3_config
-from ports import free_port
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.engine.engine_forks import ForkedEngine
+from tests.engine.engine_process import VOCAB_SIZE, EngineProcess, gemma3_config
+from tests.support.ports import free_port
 
 SPEC = {"spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec"}
 HEARTBEAT_S = "0.05"

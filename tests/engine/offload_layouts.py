@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from strided_pages import LayerCache, strided_pages
 
 from kvrouter.engine_patch.offload.memory.canonical import CanonicalCaches
+from tests.engine.strided_pages import LayerCache, strided_pages
 
 Views = Mapping[str, torch.Tensor | LayerCache]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from engine_process import VOCAB_SIZE
-from offload_engine import OffloadEngine
-from router_process import RouterProcess
+from tests.engine.engine_process import VOCAB_SIZE
+from tests.engine.offload_engine import OffloadEngine
+from tests.support.router_process import RouterProcess
 
 MODEL = "tiny"
 WORKER = "offloading"

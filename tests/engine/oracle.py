@@ -15,9 +15,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from engine_config import VOCAB_SIZE, build_kv_cache_config, build_vllm_config
-from group_sets import GroupSet
-from offload_worker import MultiOffloadWorker, OffloadWorker, SimpleOffloadWorker
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams
@@ -30,9 +27,12 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.structured_output import StructuredOutputManager
-from workload import Prompt, PromptTree
 
 from kvrouter.engine_patch.offload.manager import HybridOffloadingManager
+from tests.engine.engine_config import VOCAB_SIZE, build_kv_cache_config, build_vllm_config
+from tests.engine.group_sets import GroupSet
+from tests.engine.offload_worker import MultiOffloadWorker, OffloadWorker, SimpleOffloadWorker
+from tests.engine.workload import Prompt, PromptTree
 
 # Tokens that most requests generate, so that many prompts come and go, and that one in five generates: past a block, a
 # window's edge and a Mamba boundary.

@@ -12,14 +12,10 @@ from random import Random
 from typing import Any, Self
 
 import zmq
-from group_sets import GroupSet
-from oracle import Oracle
-from report_peer import TIMEOUT_MS, Copies, Peer, apply, copies_of, eventually, summed
 from vllm.distributed.kv_events import EventPublisherFactory
 from vllm.v1.core.kv_cache_utils import get_group_id
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core
-from workload import PromptTree
 
 from kvrouter.engine_patch.hooks.event_tap import EventTap
 from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE
@@ -29,6 +25,10 @@ from kvrouter.engine_patch.reporter.reporter import Reporter
 from kvrouter.engine_patch.reporter.translate import short_hash
 from kvrouter.engine_patch.setup.settings import SWITCH
 from kvrouter.events.patch.messages import Events, ReportStored, unpack_hashes
+from tests.engine.group_sets import GroupSet
+from tests.engine.oracle import Oracle
+from tests.engine.workload import PromptTree
+from tests.support.report_peer import TIMEOUT_MS, Copies, Peer, apply, copies_of, eventually, summed
 
 ENVIRONMENT = {
     SWITCH: "1",

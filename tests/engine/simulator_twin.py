@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from offload_worker import OffloadWorker
-
 from kvrouter.simulator.cache.cpu_tier import CacheEvent, EvictedChunk, OffloadedChunk
 from kvrouter.simulator.cache.groups import make_group
 from kvrouter.simulator.cache.pool import BlockPool, Cleared, Key, Removed, Stored
@@ -27,6 +25,7 @@ from kvrouter.simulator.cache.shapes import (
 )
 from kvrouter.simulator.cache.text import next_token
 from kvrouter.simulator.engine.replica import Completion
+from tests.engine.offload_worker import OffloadWorker
 
 Batch = list[CacheEvent]
 

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from comparison import Comparison, Tally, verdict
-from group_sets import OFFLOAD_SETS, OffloadSet
-from oracle import Oracle
-from router_process import RouterProcess
-from workload import PromptTree
+from tests.engine.comparison import Comparison, Tally, verdict
+from tests.engine.group_sets import OFFLOAD_SETS, OffloadSet
+from tests.engine.oracle import Oracle
+from tests.engine.workload import PromptTree
+from tests.support.router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
 

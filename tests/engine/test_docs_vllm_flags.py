@@ -7,9 +7,9 @@ import shlex
 from typing import Any
 
 import pytest
-from doc_blocks import all_blocks
 
 from kvrouter.engine_patch.setup.settings import SWITCH
+from tests.support.doc_blocks import all_blocks
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine

@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from chat_model import write_chat_model
-from chat_server import ChatServer
-from router_process import RouterProcess
+from tests.engine.chat_model import write_chat_model
+from tests.engine.chat_server import ChatServer
+from tests.support.router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
 

@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from chat_fleet import MODEL, Fleet, ask, chat_fleet, predicted
-from media_model import IMAGE_LENGTH, image_part, image_png, write_media_model
+from tests.engine.chat_fleet import MODEL, Fleet, ask, chat_fleet, predicted
+from tests.engine.media_model import IMAGE_LENGTH, image_part, image_png, write_media_model
 
 pytestmark = pytest.mark.engine
 

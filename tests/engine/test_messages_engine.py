@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from anthropic_bodies import message
-from chat_fleet import MODEL, WAIT_S, Fleet, chat_fleet, until
-from chat_model import write_chat_model
+from tests.engine.chat_fleet import MODEL, WAIT_S, Fleet, chat_fleet, until
+from tests.engine.chat_model import write_chat_model
+from tests.support.anthropic_bodies import message
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from anthropic_bodies import message
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 
@@ -20,6 +19,7 @@ from kvrouter.router.route.tokens.anthropic_messages import as_chat
 from kvrouter.router.route.tokens.client_body import MESSAGES_PATH, read_client_body
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_request import TokenRequest, read
+from tests.support.anthropic_bodies import message
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from versions import NEWEST, run_under
+from tests.engine.versions import NEWEST, run_under
 
 pytestmark = pytest.mark.engine
 

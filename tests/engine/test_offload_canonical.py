@@ -11,9 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.engine
 
-from offload_layouts import LAYOUTS, NUM_BLOCKS, Layout, take  # noqa: E402
-
 from kvrouter.engine_patch.offload.memory.canonical import CanonicalCaches, from_vllm  # noqa: E402
+from tests.engine.offload_layouts import LAYOUTS, NUM_BLOCKS, Layout, take  # noqa: E402
 
 N = NUM_BLOCKS
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

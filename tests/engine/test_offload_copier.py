@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.engine
 
-from offload_layouts import LAYOUTS, NUM_BLOCKS, Layout  # noqa: E402
-from strided_pages import strided_pages  # noqa: E402
-
 from kvrouter.engine_patch.offload.memory import copier as copier_module  # noqa: E402
 from kvrouter.engine_patch.offload.memory.copier import Copier, CpuCopier  # noqa: E402
 from kvrouter.engine_patch.offload.memory.region import Region  # noqa: E402
 from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, Plan, SlotLayout, num_chunks  # noqa: E402
+from tests.engine.offload_layouts import LAYOUTS, NUM_BLOCKS, Layout  # noqa: E402
+from tests.engine.strided_pages import strided_pages  # noqa: E402
 
 NUM_SLOTS = 20
 # Of a device: a quarter of a second and more of work.

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from offload_engine import OffloadEngine
-from offload_workload import (
+from tests.engine.offload_engine import OffloadEngine
+from tests.engine.offload_workload import (
     FEWER_PROMPTS,
     HEADINGS,
     MODEL,
@@ -26,7 +26,7 @@ from offload_workload import (
     settled,
     workload,
 )
-from router_process import RouterProcess
+from tests.support.router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
 

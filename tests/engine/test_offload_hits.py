@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from comparison import Comparison, Tally, verdict
-from group_sets import OFFLOAD_SETS, OffloadSet
-from offload_engine import SPEC
-from oracle import Oracle
-from patched import last_reported, patched, tap_of
-from router_process import RouterProcess
+from tests.engine.comparison import Comparison, Tally, verdict
+from tests.engine.group_sets import OFFLOAD_SETS, OffloadSet
+from tests.engine.offload_engine import SPEC
+from tests.engine.oracle import Oracle
+from tests.engine.patched import last_reported, patched, tap_of
+from tests.support.router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
 

@@ -15,8 +15,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from offload_engine import OffloadEngine
-from offload_workload import (
+from kvrouter.engine_patch.offload.disk.reader import LOOK_S
+from tests.engine.offload_engine import OffloadEngine
+from tests.engine.offload_workload import (
     FEWER_PROMPTS,
     HEADINGS,
     MODEL,
@@ -29,9 +30,7 @@ from offload_workload import (
     settled,
     workload,
 )
-from router_process import RouterProcess
-
-from kvrouter.engine_patch.offload.disk.reader import LOOK_S
+from tests.support.router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
 

@@ -14,11 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.engine
 
-from offload_layouts import LAYOUTS, NUM_BLOCKS  # noqa: E402
-
 from kvrouter.engine_patch.offload.memory.copier import CpuCopier  # noqa: E402
 from kvrouter.engine_patch.offload.memory.region import Region, shared_path  # noqa: E402
 from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, SlotLayout  # noqa: E402
+from tests.engine.offload_layouts import LAYOUTS, NUM_BLOCKS  # noqa: E402
 
 LAYOUT = LAYOUTS[0]
 RANK_BYTES = LAYOUT.block_bytes[0]

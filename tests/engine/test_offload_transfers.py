@@ -14,12 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.engine
 
-from offload_layouts import LAYOUTS  # noqa: E402
-
 from kvrouter.engine_patch.offload.memory.copier import CpuCopier  # noqa: E402
 from kvrouter.engine_patch.offload.memory.region import Region  # noqa: E402
 from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, Plan, SlotLayout  # noqa: E402
 from kvrouter.engine_patch.offload.memory.transfers import TransferResult, Transfers  # noqa: E402
+from tests.engine.offload_layouts import LAYOUTS  # noqa: E402
 
 # Longer than any copy here takes: only a thread that never ends one waits for it.
 PATIENCE_S = 30.0

@@ -12,22 +12,22 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine_config import MAX_MODEL_LEN
-from group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
-from oracle import Oracle
-from patched import WatchedOracle, patched, tap_of
-from report_peer import eventually
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
-from workload import Prompt
 
 from kvrouter.engine_patch.hooks import event_tap as tap
 from kvrouter.engine_patch.hooks.declared_catalog import spec_classes
 from kvrouter.events.patch.messages import CatalogMessage, DeclaredCatalog
 from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, reduce_hash
+from tests.engine.engine_config import MAX_MODEL_LEN
+from tests.engine.group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
+from tests.engine.oracle import Oracle
+from tests.engine.patched import WatchedOracle, patched, tap_of
+from tests.engine.workload import Prompt
+from tests.support.report_peer import eventually
 
 pytestmark = pytest.mark.engine
 

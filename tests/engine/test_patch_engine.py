@@ -16,15 +16,15 @@ import zmq
 
 pytest.importorskip("vllm")
 
-from engine_process import MAX_MODEL_LEN, NUM_BLOCKS, VOCAB_SIZE, EngineProcess
-from patched import StockTopic
-from ports import free_port
-from report_peer import Copies, Peer, apply, copies_of, eventually, summed
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch
 
 from kvrouter.engine_patch.setup.features import FEATURES
 from kvrouter.events.patch.messages import ReportCleared, reports_endpoint, requests_endpoint
 from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, reduce_hash
+from tests.engine.engine_process import MAX_MODEL_LEN, NUM_BLOCKS, VOCAB_SIZE, EngineProcess
+from tests.engine.patched import StockTopic
+from tests.support.ports import free_port
+from tests.support.report_peer import Copies, Peer, apply, copies_of, eventually, summed
 
 pytestmark = pytest.mark.engine
 

@@ -17,10 +17,6 @@ import pytest
 pytest.importorskip("vllm")
 
 import vllm
-from group_sets import GPU_SETS, OFFLOAD_SETS, SIMPLE_SETS
-from oracle import Oracle
-from patched import ENVIRONMENT, PLACES, WatchedOracle, last_reported, patched, reporter_of, tap_of
-from report_peer import eventually
 from vllm.distributed import kv_events
 from vllm.distributed.kv_events import EventPublisherFactory, ZmqEventPublisher
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
@@ -28,7 +24,6 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core
-from workload import PromptTree
 
 from kvrouter.engine_patch import plugin
 from kvrouter.engine_patch.hooks import event_tap as tap
@@ -38,6 +33,11 @@ from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE, ORIGINAL
 from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.engine_patch.setup.features import FAILED, FEATURES, NEWEST_KNOWN_VERSION, OLDEST_VERSION, ON
 from kvrouter.engine_patch.setup.settings import SWITCH
+from tests.engine.group_sets import GPU_SETS, OFFLOAD_SETS, SIMPLE_SETS
+from tests.engine.oracle import Oracle
+from tests.engine.patched import ENVIRONMENT, PLACES, WatchedOracle, last_reported, patched, reporter_of, tap_of
+from tests.engine.workload import PromptTree
+from tests.support.report_peer import eventually
 
 pytestmark = pytest.mark.engine
 

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
-from patched import WatchedOracle, patched, positions_of
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvrouter.events.patch.messages import ReportCleared, ReportRemoved, ReportStored
+from tests.engine.group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
+from tests.engine.patched import WatchedOracle, patched, positions_of
 
 pytestmark = pytest.mark.engine
 

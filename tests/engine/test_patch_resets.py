@@ -14,13 +14,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from group_sets import GPU_SETS, OFFLOAD_SETS
-from patched import Records, StockTopic, WatchedOracle, patched, tap_of
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import core
 from vllm.v1.kv_offload.base import Medium, OffloadingEvent, make_offload_key
 
 from kvrouter.events.patch.messages import ReportCleared, ReportStored
+from tests.engine.group_sets import GPU_SETS, OFFLOAD_SETS
+from tests.engine.patched import Records, StockTopic, WatchedOracle, patched, tap_of
 
 pytestmark = pytest.mark.engine
 

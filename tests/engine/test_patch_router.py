@@ -16,15 +16,15 @@ import zmq
 
 pytest.importorskip("vllm")
 
-from comparison import Comparison, Tally, verdict
-from engine_process import VOCAB_SIZE, EngineProcess
-from group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
-from oracle import Oracle
-from patched import ENVIRONMENT, last_reported, patched, tap_of
-from ports import free_port
-from report_peer import eventually
-from router_process import RouterProcess
-from workload import PromptTree
+from tests.engine.comparison import Comparison, Tally, verdict
+from tests.engine.engine_process import VOCAB_SIZE, EngineProcess
+from tests.engine.group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
+from tests.engine.oracle import Oracle
+from tests.engine.patched import ENVIRONMENT, last_reported, patched, tap_of
+from tests.engine.workload import PromptTree
+from tests.support.ports import free_port
+from tests.support.report_peer import eventually
+from tests.support.router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
 

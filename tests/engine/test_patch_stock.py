@@ -16,16 +16,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
-from oracle import Oracle
-from patched import ENVIRONMENT, StockTopic, patched
-from report_peer import eventually
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, EventPublisherFactory, KVEventBatch
 from vllm.v1.core.sched import scheduler
-from workload import PromptTree
 
 from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE, DroppingQueue
+from tests.engine.group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
+from tests.engine.oracle import Oracle
+from tests.engine.patched import ENVIRONMENT, StockTopic, patched
+from tests.engine.workload import PromptTree
+from tests.support.report_peer import eventually
 
 pytestmark = pytest.mark.engine
 

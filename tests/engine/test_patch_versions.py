@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from versions import INSTALLED, NEWEST, REFUSED, SUPPORTED, run_under
+from tests.engine.versions import INSTALLED, NEWEST, REFUSED, SUPPORTED, run_under
 
 pytestmark = pytest.mark.engine
 

@@ -16,9 +16,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from chat_fleet import MODEL, WAIT_S, Fleet, ask, chat_fleet, predicted, until
-from chat_model import VOCAB_SIZE, write_chat_model
-from chat_server import ChatServer
+from tests.engine.chat_fleet import MODEL, WAIT_S, Fleet, ask, chat_fleet, predicted, until
+from tests.engine.chat_model import VOCAB_SIZE, write_chat_model
+from tests.engine.chat_server import ChatServer
 
 pytestmark = pytest.mark.engine
 

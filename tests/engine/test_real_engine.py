@@ -12,9 +12,9 @@ import zmq
 
 pytest.importorskip("vllm")
 
-from engine_process import VOCAB_SIZE, EngineProcess
-from ports import free_port
-from router_process import RouterProcess
+from tests.engine.engine_process import VOCAB_SIZE, EngineProcess
+from tests.support.ports import free_port
+from tests.support.router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
 

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from chat_model import write_chat_model
-from chat_server import ChatServer
-from engine_process import MAX_MODEL_LEN
-from request_checks import CONTEXT_TOKENS, statuses_of
+from tests.engine.chat_model import write_chat_model
+from tests.engine.chat_server import ChatServer
+from tests.engine.engine_process import MAX_MODEL_LEN
+from tests.support.request_checks import CONTEXT_TOKENS, statuses_of
 
 pytestmark = pytest.mark.engine
 

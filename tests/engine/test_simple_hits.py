@@ -13,15 +13,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from comparison import Comparison, Tally, verdict
-from group_sets import SIMPLE_SETS, SimpleSet
-from oracle import Oracle
-from patched import last_reported, patched, reporter_of, tap_of
-from router_process import RouterProcess
-from workload import PromptTree
-
 from kvrouter.router.index.ingest.declared_catalog import declared_spec
 from kvrouter.router.model.workers.registration import CatalogSpec
+from tests.engine.comparison import Comparison, Tally, verdict
+from tests.engine.group_sets import SIMPLE_SETS, SimpleSet
+from tests.engine.oracle import Oracle
+from tests.engine.patched import last_reported, patched, reporter_of, tap_of
+from tests.engine.workload import PromptTree
+from tests.support.router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
 

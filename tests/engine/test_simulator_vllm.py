@@ -13,7 +13,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from simulator_twin import (
+from kvrouter.simulator.cache.cpu_tier import EvictedChunk, OffloadedChunk
+from kvrouter.simulator.cache.pool import Removed, Stored
+from kvrouter.simulator.cache.shapes import Geometry
+from kvrouter.simulator.engine.replica import Replica
+from tests.engine.simulator_twin import (
     DENSE,
     GEOMETRIES,
     LONGEST_TOKENS,
@@ -24,11 +28,6 @@ from simulator_twin import (
     requests,
     tuplify,
 )
-
-from kvrouter.simulator.cache.cpu_tier import EvictedChunk, OffloadedChunk
-from kvrouter.simulator.cache.pool import Removed, Stored
-from kvrouter.simulator.cache.shapes import Geometry
-from kvrouter.simulator.engine.replica import Replica
 
 pytestmark = [
     pytest.mark.engine,

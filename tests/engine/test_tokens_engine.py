@@ -20,18 +20,17 @@ import zmq
 
 pytest.importorskip("vllm")
 
-from chat_model import write_adapter, write_chat_model
-from chat_server import ChatServer
-from chats import chat, completion, requests
-from engine_process import last_published
-from engine_tokens import tokenized
-from router_process import RouterError, RouterProcess
-
 from kvrouter.router.model.engines.vllm.description import VLLM
 from kvrouter.router.route.tokens.engine.client import Engine
 from kvrouter.router.route.tokens.forward_ids import forwarded_body
 from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
 from kvrouter.router.route.tokens.prompt_tokens import Prompt
+from tests.engine.chat_model import write_adapter, write_chat_model
+from tests.engine.chat_server import ChatServer
+from tests.engine.engine_process import last_published
+from tests.support.chats import chat, completion, requests
+from tests.support.engine_tokens import tokenized
+from tests.support.router_process import RouterError, RouterProcess
 
 pytestmark = pytest.mark.engine
 

@@ -16,7 +16,6 @@ from random import Random
 from typing import Any
 
 import torch
-from version_layouts import Layout
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -39,7 +38,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheT
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
-from workload import PromptTree
+
+from tests.engine.version_layouts import Layout
+from tests.engine.workload import PromptTree
 
 # The one that the tests' model folder names.
 ARCHITECTURE = "LlamaForCausalLM"

@@ -22,11 +22,6 @@ from typing import Any
 
 import vllm
 import zmq
-from report_peer import Peer, copies_of, summed
-from version_engine import Engine
-from version_footprint import changes, places
-from version_layouts import Layout, layouts
-from version_reports import PATIENCE_S, VERSION, Listener, declared, expected_catalog, held, resident_copies, text_of
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import scheduler as scheduler_module
 
@@ -34,6 +29,20 @@ from kvrouter.engine_patch import plugin
 from kvrouter.events.patch.messages import REPORTS_PORT_OFFSET, REQUESTS_PORT_OFFSET, requests_endpoint
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.messages import BlockRemoved, BlockStored
+from tests.engine.version_engine import Engine
+from tests.engine.version_footprint import changes, places
+from tests.engine.version_layouts import Layout, layouts
+from tests.engine.version_reports import (
+    PATIENCE_S,
+    VERSION,
+    Listener,
+    declared,
+    expected_catalog,
+    held,
+    resident_copies,
+    text_of,
+)
+from tests.support.report_peer import Peer, copies_of, summed
 
 SEED = 7
 # Enough for every layout to evict from all of its groups.

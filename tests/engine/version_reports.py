@@ -8,9 +8,6 @@ from collections import Counter
 from typing import Any
 
 import vllm
-from report_peer import Peer, apply
-from version_engine import MAX_MODEL_LEN, Engine
-from version_layouts import FULL
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 
@@ -23,6 +20,9 @@ from kvrouter.events.patch.messages import (
     ReportStored,
     unpack_hashes,
 )
+from tests.engine.version_engine import MAX_MODEL_LEN, Engine
+from tests.engine.version_layouts import FULL
+from tests.support.report_peer import Peer, apply
 
 _major, _minor, *_ = vllm.__version__.split(".")
 VERSION = int(_major), int(_minor)

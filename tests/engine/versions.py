@@ -19,7 +19,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from run import ROOT, cache_folder, pip
+from tests.engine.run import ROOT, cache_folder, pip
 
 INSTALLED = "0.32.0"
 # Not built for the CPU; of its 336 MB, the Python files are as good.
@@ -71,7 +71,7 @@ def run_under(version: str, script: Path, *arguments: str, timeout_s: float, has
     """Run a script of the tests under this version of vLLM; what it wrote. Raises RuntimeError with that when it fails.
 
     hash_seed: PYTHONHASHSEED; None: none, so hashes are those of an engine without one."""
-    paths = [str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     if version != INSTALLED:
         paths.insert(0, str(fetch(version)))
     # Hashes of the versions before 0.29 start from a random number unless this is set, and sets of bytes have a fixed

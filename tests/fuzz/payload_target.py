@@ -5,7 +5,6 @@ Redis."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,8 @@ from kvrouter.router.index.ingest.event_runs import RunReader
 from kvrouter.router.index.ingest.net_changes import ResidencyDelta
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.log_entry import EntryKind, entry_fields, parse_entry
-
-# pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from event_sections import sections
-from script import Step, pack, unpack
+from tests.fuzz.script import Step, pack, unpack
+from tests.support.event_sections import sections
 
 STOCK, STOCK_TOKENS, REPORT, ANSWER, CHANGES, META, KINDS = range(7)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fuzz targets with the project's own changes to inputs and without coverage guidance: needs no atheris.
 
-python tests/fuzz/plain_fuzz.py INPUTS SEED
+python -m tests.fuzz.plain_fuzz INPUTS SEED
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import importlib
 import random
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
-# pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from script import mutated
+from tests.fuzz.script import mutated
 
 # Of all inputs, by target: a payload is one decoder's work, a story goes through everything that follows.
 SHARES = {"payload_target": 0.90, "stock_target": 0.03, "report_target": 0.07}
@@ -49,7 +46,7 @@ class Watchdog:
 
 def fuzz(name: str, inputs: int, seed: int) -> None:
     """Raises AssertionError, with the input, where the target fails or hangs."""
-    target = importlib.import_module(name)
+    target = importlib.import_module(f"tests.fuzz.{name}")
     corpus = target.corpus()
     rng = random.Random(seed)
     pool = list(corpus)

@@ -9,9 +9,7 @@ recount.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
-from pathlib import Path
 
 import msgspec
 
@@ -36,14 +34,10 @@ from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import CREDITED, StreamState
-
-# pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from downstream import Copies, Downstream, Recount
-from fake_reporter import Ledger, apply, parts, removed, stored, summary
-from payload_target import golden_reports
-from script import Step, pack, unpack
+from tests.fuzz.downstream import Copies, Downstream, Recount
+from tests.fuzz.payload_target import golden_reports
+from tests.fuzz.script import Step, pack, unpack
+from tests.support.fake_reporter import Ledger, apply, parts, removed, stored, summary
 
 LIVE, ANSWER, ASKED, CONNECTED, DISCONNECTED, OVERDUE, SILENT, FLUSH, KINDS = range(9)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make fuzz`: the decoders and all that follows them under atheris, a coverage-guided fuzzer (libFuzzer).
 
-    python tests/fuzz/run.py [--inputs N] [--seed N] [--keep FOLDER]
-    python tests/fuzz/run.py replay TARGET FILE
+    python -m tests.fuzz.run [--inputs N] [--seed N] [--keep FOLDER]
+    python -m tests.fuzz.run replay TARGET FILE
 
 Two processes at most. An input that fails, hangs or takes too much memory is saved, named, and replayed by the second
 form, which needs no atheris. The seed is printed; the same seed and the same code give the same inputs.
@@ -22,8 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # Run as a file, and imported by none.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from script import mutated
+from tests.fuzz.script import mutated
 
 HERE = Path(__file__).resolve().parent
 
@@ -46,7 +45,7 @@ def fuzz(target: str, arguments: list[str]) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["kvrouter.events", "kvrouter.router"]):
-        module = importlib.import_module(target)
+        module = importlib.import_module(f"tests.fuzz.{target}")
     donors = module.corpus()
     for data in donors:
         module.run(data)
@@ -65,7 +64,7 @@ def start(target: str, inputs: int, seed: int, keep: Path) -> str | None:
     """Fuzzes one target; the failing input's file with its error, None when there is none."""
     keep.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for number, data in enumerate(importlib.import_module(target).corpus()):
+        for number, data in enumerate(importlib.import_module(f"tests.fuzz.{target}").corpus()):
             (Path(folder) / f"{number:03}").write_bytes(data)
         options = [
             f"-runs={inputs}",
@@ -80,7 +79,7 @@ def start(target: str, inputs: int, seed: int, keep: Path) -> str | None:
             folder,
         ]
         begin = time.monotonic()
-        command = [sys.executable, str(HERE / "run.py"), "child", target, *options]
+        command = [sys.executable, "-m", "tests.fuzz.run", "child", target, *options]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         took_s = time.monotonic() - begin
     said = done.stdout + done.stderr
@@ -95,11 +94,11 @@ def start(target: str, inputs: int, seed: int, keep: Path) -> str | None:
         return None
     saved = re.search(r"Test unit written to (\S+)", said)
     file = saved[1] if saved else "(none saved)"
-    return f"{target}: failed on {file}\n{said[-4_000:]}\nreplay: python tests/fuzz/run.py replay {target} {file}"
+    return f"{target}: failed on {file}\n{said[-4_000:]}\nreplay: python -m tests.fuzz.run replay {target} {file}"
 
 
 def replay(target: str, file: Path) -> None:
-    importlib.import_module(target).run(file.read_bytes())
+    importlib.import_module(f"tests.fuzz.{target}").run(file.read_bytes())
     print("passed")
 
 

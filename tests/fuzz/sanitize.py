@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make sanitize`: the compiled modules under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-    python tests/fuzz/sanitize.py [--inputs N] [--heads N] [--seed N]
+    python -m tests.fuzz.sanitize [--inputs N] [--heads N] [--seed N]
 
 Builds the package into a temporary folder with gcc's sanitizers and runs the fuzz targets, the plain heads and the
 property tests of what is compiled against that build. Python's objects come from malloc, so that a read past the end of
@@ -111,7 +111,7 @@ def main() -> int:
         site = build(folder)
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(site), str(HERE), str(ROOT / "tests" / "support"), str(ROOT / "tests")]),
+            "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
             "LD_PRELOAD": " ".join(map(runtime, ("libasan.so", "libubsan.so"))),
             "PYTHONMALLOC": "malloc",
             # CPython frees little at its end: leaks are no finding here.
@@ -123,8 +123,8 @@ def main() -> int:
         where = f"import kvrouter.router as found; assert found.__file__.startswith({str(site)!r}), found.__file__"
         passed = [
             run(environment, ["-c", where]),
-            run(environment, [str(HERE / "plain_fuzz.py"), str(given.inputs), str(given.seed)]),
-            run(environment, [str(ROOT / "tests/property/test_plain_head.py"), str(given.heads), str(given.seed)]),
+            run(environment, ["-m", "tests.fuzz.plain_fuzz", str(given.inputs), str(given.seed)]),
+            run(environment, ["-m", "tests.property.test_plain_head", str(given.heads), str(given.seed)]),
             run(environment, ["-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", *properties]),
         ]
     print("no finding" if all(passed) else "FAILED: see above")

@@ -8,8 +8,6 @@ Nothing may raise, and what comes out is held against slow recounts that share n
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -23,12 +21,9 @@ from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.index.ingest.counters import IngestCounters
 from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.model.workers.registration import Registration
-
-# pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-from downstream import Downstream, Recount
-from payload_target import REMOVING, golden_batches, read_stock
-from script import Step, pack, unpack
+from tests.fuzz.downstream import Downstream, Recount
+from tests.fuzz.payload_target import REMOVING, golden_batches, read_stock
+from tests.fuzz.script import Step, pack, unpack
 
 LIVE, REPLAYED, ENDED, CONNECTED, DISCONNECTED, OVERDUE, FAILED, CHECK, FLUSH, KINDS = range(10)
 

@@ -17,12 +17,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-# pytest's importlib mode leaves sys.path alone.
-from http_hooks import MODEL
-from router_process import RouterProcess
-
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.fuzz.http_hooks import MODEL
+from tests.support.router_process import RouterProcess
 
 # Examples an operation; more where somebody waits for it.
 EXAMPLES = int(os.environ.get("KVROUTER_TEST_FUZZ_EXAMPLES", "12"))

@@ -7,11 +7,9 @@ import importlib
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from plain_fuzz import fuzz
-from script import pack, unpack
-
 from kvrouter.router.index.ingest.residency import Residency
+from tests.fuzz.plain_fuzz import fuzz
+from tests.fuzz.script import pack, unpack
 
 # Some seconds each.
 INPUTS = {"payload_target": 50_000, "stock_target": 1_500, "report_target": 4_000}
@@ -32,5 +30,5 @@ def test_a_miscount_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", list(INPUTS))
 def test_no_story_of_the_corpus_is_cut(name: str) -> None:
-    for data in importlib.import_module(name).corpus():
+    for data in importlib.import_module(f"tests.fuzz.{name}").corpus():
         assert pack(unpack(data)) == data

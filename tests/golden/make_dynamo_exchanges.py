@@ -7,17 +7,16 @@ Run it with this project's Python; the services run in the venv of ai-dynamo-run
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
 import zmq
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "support"), str(TESTS / "system")]
+from tests.support.fake_engine import FakeEngine
+from tests.system.test_dynamo_client import GOLDEN, VERSION, indexer_exchanges, selection_exchanges, service, written
 
-from fake_engine import FakeEngine  # noqa: E402
-from test_dynamo_client import GOLDEN, VERSION, indexer_exchanges, selection_exchanges, service, written  # noqa: E402
+TESTS = Path(__file__).parents[1]
+
 
 if __name__ == "__main__":
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

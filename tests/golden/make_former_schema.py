@@ -2,7 +2,7 @@
 """Write schema_2.json: the keys that two routers of the version before (`tests/support/former_release.py` names the commit)
 left in a Valkey, with engines that stored and evicted, and workers of every kind that can be registered.
 
-    PYTHONPATH=tests/support .venv/bin/python tests/golden/make_former_schema.py
+    .venv/bin/python -m tests.golden.make_former_schema
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from churn import Churn
-from fleet import held, paused, register, until, wait_seqs
-from former_release import dump, environment, write
-from router_process import RouterProcess
-from store_server import StoreServer
+from tests.support.churn import Churn
+from tests.support.fleet import held, paused, register, until, wait_seqs
+from tests.support.former_release import dump, environment, write
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 FILE = Path(__file__).with_name("schema_2.json")
 ENGINES = 2

@@ -13,15 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
-
-# pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, ask_app, build, hit
-from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.workers.registration import Registration
+from tests.contract.api_support import TinyCore, ask_app, build, hit
+from tests.support.examples import examples
 
 GROUP = {"group_idx": 0, "kind": "sliding_window", "block_size": 16, "sliding_window": 128, "eagle": True}
 CATALOG = {

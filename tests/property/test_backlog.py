@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from kvrouter.router.base.common.ids import Place
 from kvrouter.router.index.ingest.commit_backlog import CommitBacklog
 from kvrouter.router.index.ingest.net_changes import ResidencyDelta
 from kvrouter.router.index.ingest.pending_commit import PendingCommit
+from tests.support.examples import examples
 
 PLACES = (Place(0, "GPU"), Place(1, "GPU"), Place(None, "CPU", "o"))
 EXAMPLES = examples(300)

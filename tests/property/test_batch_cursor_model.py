@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,6 +27,7 @@ from kvrouter.events.vllm.stream_items import (
     ResumePoint,
     fingerprint,
 )
+from tests.support.examples import examples
 
 RING = 6
 MAX_HELD = 5

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from kvrouter.router.model.kvcache.block_hash import (
     hash_chain,
     reduce_hash,
 )
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.skipif(chain_hash.__file__.endswith(".py"), reason="installed without a C compiler")
 

@@ -5,7 +5,6 @@ the union."""
 from __future__ import annotations
 
 import msgspec
-from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -14,6 +13,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.discovery.reconcile import Name, name_of, plan
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.source_precedence import FILE, KUBERNETES, PRECEDENCE, REGISTER, STATIC, wins
+from tests.support.examples import examples
 
 NAMES: tuple[Name, ...] = tuple((worker_id, rank) for worker_id in ("a", "b", "c") for rank in (0, 1))
 SOURCES = (STATIC, FILE, KUBERNETES)

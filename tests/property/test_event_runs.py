@@ -10,11 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from event_sections import sections
-from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ingest_steps import live
 
 from kvrouter.events.vllm.codec import BatchDecoder, CodecError, encode_batch
 from kvrouter.events.vllm.messages import GPU
@@ -24,6 +21,9 @@ from kvrouter.router.base.common.compiled import wanted
 from kvrouter.router.index.ingest.event_runs import EventRun, RunBatch, RunReader
 from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.model.kvcache.scheme_verification import SchemeState
+from tests.support.event_sections import sections
+from tests.support.examples import examples
+from tests.support.ingest_steps import live
 
 HASHES = st.integers(-(1 << 63), (1 << 64) - 1) | st.sampled_from([0, 127, 128, 1 << 16, 1 << 32, -1, -33, -(1 << 20)])
 ANY_HASHES = HASHES | st.binary(min_size=16, max_size=16) | st.binary(min_size=32, max_size=32)

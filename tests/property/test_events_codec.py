@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.events.vllm.codec import BatchDecoder, CodecError, encode_batch
 from kvrouter.events.vllm.messages import BlockRemoved, BlockStored, EventBatch
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
+from tests.support.examples import examples
 
 texts = st.none() | st.text(max_size=5)
 hashes = (

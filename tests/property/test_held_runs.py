@@ -7,12 +7,12 @@ from __future__ import annotations
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
-from judging import judge
 
 from kvrouter.router.base.common.ids import CPU, GPU, STORAGE, Place
 from kvrouter.router.model.kvcache.catalog import Group, build_catalog
 from kvrouter.router.model.kvcache.offload_connectors import DISK_OWNER, OFFLOADING
 from kvrouter.router.model.workers.registration import CatalogSpec
+from tests.support.judging import judge
 
 HASH_BLOCK = 16
 MAX_HASHES = 40

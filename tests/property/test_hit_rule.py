@@ -15,18 +15,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from judging import judge
 
 from kvrouter.router.base.common.compiled import UNCOMPILED
 from kvrouter.router.base.common.ids import CPU, GPU, STORAGE, Place
 from kvrouter.router.model.kvcache.catalog import Group
 from kvrouter.router.model.kvcache.offload_connectors import DISK_OWNER, OFFLOADING, SIMPLE_CPU
 from kvrouter.router.model.workers.registration import CatalogSpec
+from tests.support.examples import examples
+from tests.support.judging import judge
 
 # One block size with Mamba or chunked groups, as vLLM wants it; full and sliding window may differ.
 UNIFORM_KINDS = (
@@ -305,8 +303,8 @@ def sample() -> list[tuple[int, int, int]]:
 
 
 def test_the_rule_gives_the_same_uncompiled() -> None:
-    support = Path(__file__).resolve().parents[1] / "support"
-    environ = {**os.environ, UNCOMPILED: "1", "PYTHONPATH": str(support)}
+    root = Path(__file__).resolve().parents[2]
+    environ = {**os.environ, UNCOMPILED: "1", "PYTHONPATH": str(root)}
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__], env=environ, capture_output=True, text=True, check=False, timeout=300
     )

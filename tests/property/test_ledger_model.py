@@ -9,12 +9,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
-from report_peer import Copies, apply, copies_of, removed, stored, summed
 
 from kvrouter.engine_patch.reporter import hash_counts
 from kvrouter.engine_patch.reporter.ledger import FrozenLedger, Ledger, Scope
 from kvrouter.engine_patch.reporter.snapshots import Moment, parts
 from kvrouter.events.patch.messages import PlaceSummary, ReportCleared, ReportEvent, pack_hashes
+from tests.support.report_peer import Copies, apply, copies_of, removed, stored, summed
 
 # Few, so that they come again; both ends, so that sums overflow.
 hashes = st.lists(st.integers(0, 12) | st.integers(2**64 - 4, 2**64 - 1), max_size=8)

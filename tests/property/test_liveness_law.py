@@ -2,7 +2,7 @@
 """Safety and liveness of one worker's credit, through random lives of its engine and every fault of its wire:
 `stream_world.py`.
 
-python tests/property/test_liveness_law.py --worlds 10000 --seed 1
+python -m tests.property.test_liveness_law --worlds 10000 --seed 1
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ import re
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from stream_world import World
+from tests.support.stream_world import World
 
 # The steps of one world: enough for some ten lives and as many changes of the router.
 WORLD_STEPS = 220

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
-from examples import examples
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import astuple
@@ -12,6 +11,7 @@ from msgspec.structs import astuple
 from kvrouter.router.base.common.errors import Conflict
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.route.load.load_table import NOTHING, LoadTable, Totals
+from tests.support.examples import examples
 
 WORKERS = [WorkerKey("m", name) for name in "abc"]
 TTL_S, PREFILL_TTL_S, MOST = 100.0, 20.0, 6

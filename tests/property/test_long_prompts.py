@@ -9,7 +9,6 @@ import asyncio
 import msgspec
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from kvrouter.router.model.kvcache.catalog import Group, build_catalog
 from kvrouter.router.model.kvcache.prompt_hasher import SEGMENT_BLOCKS, SegmentMemory
 from kvrouter.router.model.workers.registration import CatalogSpec
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.support.examples import examples
 
 BLOCK_TOKENS = 2
 SEGMENTS = 5

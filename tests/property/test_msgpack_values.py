@@ -10,7 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from examples import examples
+
+from tests.support.examples import examples
 
 TESTS = Path(__file__).parents[1]
 PIECES = 400_000

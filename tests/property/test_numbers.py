@@ -7,12 +7,12 @@ import json
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvrouter.router.base.common.compiled import caution
 from kvrouter.router.base.common.json_numbers import integers_of, split_integers
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.skipif(caution() is not None, reason="uncompiled, it leaves all arrays to msgspec")
 

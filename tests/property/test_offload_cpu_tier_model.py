@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from kvrouter.engine_patch.offload.tiers.arc import ArcPolicy
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier, Usage, WrongState
 from kvrouter.engine_patch.offload.tiers.lru import LruPolicy
 from kvrouter.engine_patch.offload.tiers.policy import Policy
+from tests.support.examples import examples
 
 # Few, so that they come again, and more than there are slots, so that some must go.
 NUM_KEYS = 14

@@ -14,8 +14,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from disk_child import FaultyFiles, HandExecutor, Killed, Slots, identity, key, payload, salt_of
-from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -24,6 +22,8 @@ from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE
 from kvrouter.engine_patch.offload.disk.health import MAX_RETRY_S, State
 from kvrouter.engine_patch.offload.disk.tier import UNCLEARED, DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey
+from tests.support.disk_child import FaultyFiles, HandExecutor, Killed, Slots, identity, key, payload, salt_of
+from tests.support.examples import examples
 
 RECORD_BYTES = 64
 STRIDE_BYTES = 4_096

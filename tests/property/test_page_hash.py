@@ -9,13 +9,13 @@ import struct
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.router.model.kvcache import chain_hash, page_hash
 from kvrouter.router.model.kvcache.block_hash import HashScheme, HashSpace
 from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher, SegmentMemory
+from tests.support.examples import examples
 
 PAGES = st.sampled_from([1, 2, 3, 16, 32, 64])
 IDS = st.integers(0, 200_000) | st.sampled_from([0, 2**31, 2**32 - 1])

@@ -5,26 +5,21 @@ wherever its bytes are cut, and whatever is wrong with them."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-import itertools
-
-from examples import examples
 
 from kvrouter.router.base.common.direct_task import DirectTask
 from kvrouter.router.model.upstream.connection import Connection
 from kvrouter.router.model.upstream.failure import Failure
 from kvrouter.router.model.upstream.plain_answer import plain_answer, whole_chunks
+from tests.support.examples import examples
 
 VERSIONS = [b"HTTP/1.1"] * 30 + [b"HTTP/1.0", b"HTTP/1.2", b"http/1.1", b"HTTP/2"]
 STATUSES = [b"200 OK"] * 20 + [b"404 Not Found", b"500 ", b"200", b"200  OK", b"204 No", b"304 No", b"99 x", b"1000 x"]

@@ -6,19 +6,15 @@ from __future__ import annotations
 
 import random
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from examples import examples
 
 from kvrouter.router.serve.api.http.deadlines import HttpLimits
 from kvrouter.router.serve.api.http.plain_head import PlainHead, plain_head
 from kvrouter.router.serve.api.http.request import HttpRequest
 from kvrouter.router.serve.api.http.request_parser import RequestParser
+from tests.support.examples import examples
 
 LIMITS = HttpLimits()
 BELOW = (b"/reservations/", b"/v1/reservations/")

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import argparse
 
-import concurrent_prediction
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import concurrent_prediction
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.kvcache.catalog import Group, build_catalog

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from kvrouter.router.model.kvcache.catalog import Catalog
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.serve.api.query import PLACEHOLDER, make_template
 from kvrouter.router.serve.api.responses import JSON, encode, query_reply
+from tests.support.examples import examples
 
 NAMES = st.text(max_size=8) | st.sampled_from(['"', "\\", ":7,", "é", "\u2028", f":{PLACEHOLDER},", f"{PLACEHOLDER}"])
 TOKENS = st.integers(0, 2**31 - 1) | st.sampled_from([0, 9, 10, 99, 100, 2**31 - 1])

@@ -8,13 +8,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.replay.traces.formats import AUTO, FORMATS, read_trace
 from kvrouter.replay.traces.pieces import ID_BITS
 from kvrouter.replay.traces.request import TraceError
+from tests.support.examples import examples
 
 GOOD = {
     "mooncake": '{"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}',

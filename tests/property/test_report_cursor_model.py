@@ -12,8 +12,6 @@ from __future__ import annotations
 import copy
 from collections import Counter, deque
 
-from examples import examples
-from fake_reporter import Ledger, apply, parts, removed, stored, summary
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -43,6 +41,8 @@ from kvrouter.events.patch.messages import (
     ReportEvent,
     SnapshotPart,
 )
+from tests.support.examples import examples
+from tests.support.fake_reporter import Ledger, apply, parts, removed, stored, summary
 
 MAX_HELD = 4
 MAX_HELD_BYTES = 60

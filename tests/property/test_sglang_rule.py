@@ -8,21 +8,17 @@ unified_radix_cache.py:1857.
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from judging import judge
 
 from kvrouter.router.base.common.ids import CPU, GPU, Place
 from kvrouter.router.model.kvcache.catalog import Group, build_catalog
 from kvrouter.router.model.kvcache.offload_connectors import HICACHE
 from kvrouter.router.model.workers.registration import CatalogSpec
+from tests.support.examples import examples
+from tests.support.judging import judge
 
 FULL, SWA, MAMBA = "full_attention", "sliding_window", "mamba"
 LAYOUTS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrouter.simulator.cache.pool import Block, BlockPool, Key, Removed
+from tests.support.examples import examples
 
 BLOCKS = 9
 

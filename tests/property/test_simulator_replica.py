@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from kvrouter.simulator.cache.cpu_tier import CacheEvent
 from kvrouter.simulator.cache.pool import Cleared, Key, Removed, Stored
 from kvrouter.simulator.cache.shapes import Geometry, GroupShape
 from kvrouter.simulator.engine.replica import Replica, RequestRefused
+from tests.support.examples import examples
 
 FULL: Final = "full_attention"
 SWA: Final = "sliding_window"

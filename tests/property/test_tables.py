@@ -8,7 +8,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from kvrouter.router.index.ingest.net_changes import NetChanges
 from kvrouter.router.index.matching.mirror import Mirror, MirrorFull
 from kvrouter.router.index.matching.mirror_table import MIN_CAPACITY
 from kvrouter.router.model.kvcache.hit_tables import BANK_BITS
+from tests.support.examples import examples
 
 BUDGET_BYTES = 1 << 26
 

@@ -16,9 +16,7 @@ import pytest
 
 # SGLang reads these when it is imported. The Python core of its radix cache, where a test asks for no other.
 os.environ.update(SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND="python", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-# pytest's importlib mode leaves sys.path alone; the helpers of this folder are imported by their plain names.
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / folder) for folder in ("sglang", "support", "engine")]
 
 if importlib.util.find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py"]

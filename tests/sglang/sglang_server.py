@@ -21,8 +21,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 
-from ports import free_port
-from tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+from tests.support.ports import free_port
+from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
 MODEL = "m"
 PAGE_TOKENS = 16

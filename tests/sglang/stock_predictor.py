@@ -7,7 +7,6 @@ import itertools
 from typing import Any
 
 import numpy as np
-from tree_oracle import TreePrompt
 
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.stream_items import Batch, StreamItem, fingerprint
@@ -19,6 +18,7 @@ from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.sglang.tree_oracle import TreePrompt
 
 WORKER = WorkerKey("m", "w")
 

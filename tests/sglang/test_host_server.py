@@ -13,9 +13,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from router_process import RouterProcess
-from sglang_server import MODEL, SglangServer
-from tiny_tokenizer import VOCAB_SIZE
+
+from tests.sglang.sglang_server import MODEL, SglangServer
+from tests.support.router_process import RouterProcess
+from tests.support.tiny_tokenizer import VOCAB_SIZE
 
 # Of each server; 1,000 make 2,000 in all.
 PROMPTS = int(os.environ.get("KVROUTER_TEST_SGLANG_HOST_PROMPTS", "120"))

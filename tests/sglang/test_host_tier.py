@@ -12,13 +12,13 @@ import logging
 from random import Random
 
 import pytest
-from tree_layouts import LAYOUTS, TreeLayout
-from tree_oracle import TreeOracle
-from tree_predictor import TreePredictor
 
 from kvrouter.engine_patch.setup.features import Features
 from kvrouter.engine_patch.sglang.tree_residency import HOST
 from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
+from tests.sglang.tree_layouts import LAYOUTS, TreeLayout
+from tests.sglang.tree_oracle import TreeOracle
+from tests.sglang.tree_predictor import TreePredictor
 
 PROBES = 350
 NAMES = ("full-1", "full-16", "swa-1-4", "swa-16-17", "swa-16-40", "mamba-16")

@@ -16,19 +16,19 @@ from typing import Any
 
 import pytest
 import zmq
-from chat_fleet import Fleet, until
-from chat_model import write_chat_model
-from chat_server import ChatServer
-from chats import WORDS, chat, completion
-from engine_tokens import tokenized
-from router_process import RouterProcess
-from sglang_server import MODEL, PAGE_TOKENS, SglangServer, post
-from tiny_tokenizer import VOCAB_SIZE
 
 from kvrouter.router.model.engines.engine_metrics import engine_life, parse_engine_load
 from kvrouter.router.model.engines.known import ENGINES
 from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH
 from kvrouter.router.route.tokens.engine.client import Engine
+from tests.engine.chat_fleet import Fleet, until
+from tests.engine.chat_model import write_chat_model
+from tests.engine.chat_server import ChatServer
+from tests.sglang.sglang_server import MODEL, PAGE_TOKENS, SglangServer, post
+from tests.support.chats import WORDS, chat, completion
+from tests.support.engine_tokens import tokenized
+from tests.support.router_process import RouterProcess
+from tests.support.tiny_tokenizer import VOCAB_SIZE
 
 # Each goes to either engine; then some through the proxy.
 PROMPTS, PROXIED = 60, 30

@@ -10,9 +10,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from router_process import RouterProcess
-from sglang_server import MODEL, WINDOW_TOKENS, SglangServer, post
-from tiny_tokenizer import VOCAB_SIZE
+
+from tests.sglang.sglang_server import MODEL, WINDOW_TOKENS, SglangServer, post
+from tests.support.router_process import RouterProcess
+from tests.support.tiny_tokenizer import VOCAB_SIZE
 
 # Of each server.
 PROMPTS = int(os.environ.get("KVROUTER_TEST_SGLANG_PROMPTS", "100"))

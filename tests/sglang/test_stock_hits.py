@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 from sglang.srt.disaggregation.kv_events import KVEventBatch
-from stock_predictor import StockPredictor, full_attention, positional
-from tree_layouts import LAYOUTS, TreeLayout
-from tree_oracle import TreeOracle
 
 from kvrouter.events.vllm.stream_items import Connected
+from tests.sglang.stock_predictor import StockPredictor, full_attention, positional
+from tests.sglang.tree_layouts import LAYOUTS, TreeLayout
+from tests.sglang.tree_oracle import TreeOracle
 
 # Questions of each layout; 200 make over 6,000 in all.
 PROBES = int(os.environ.get("KVROUTER_TEST_SGLANG_STOCK_PROBES", "60"))

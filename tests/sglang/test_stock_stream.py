@@ -13,8 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from event_stream import PATIENCE_S, QUIET, Context, Stream, kinds, seqs
-from ports import free_port, until_free
 from sglang.srt.disaggregation.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -23,9 +21,6 @@ from sglang.srt.disaggregation.kv_events import (
     StorageMedium,
     ZmqEventPublisher,
 )
-from stock_predictor import StockPredictor, full_attention
-from tree_layouts import LAYOUTS
-from tree_oracle import TreeOracle
 
 from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.codec import BatchDecoder
@@ -33,6 +28,11 @@ from kvrouter.events.vllm.stream_items import Batch, Connected, Proven, Restarte
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.router.base.common.ids import CPU, STORAGE
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.sglang.stock_predictor import StockPredictor, full_attention
+from tests.sglang.tree_layouts import LAYOUTS
+from tests.sglang.tree_oracle import TreeOracle
+from tests.support.event_stream import PATIENCE_S, QUIET, Context, Stream, kinds, seqs
+from tests.support.ports import free_port, until_free
 
 LAYOUT = next(layout for layout in LAYOUTS if layout.name == "full-16")
 TOPIC = "kv-events"

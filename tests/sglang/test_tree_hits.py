@@ -10,12 +10,12 @@ from collections import Counter
 from random import Random
 
 import pytest
-from tree_layouts import LAYOUTS, NAMESPACED, TreeLayout
-from tree_oracle import TreeOracle
-from tree_predictor import TreePredictor
 
 from kvrouter.engine_patch.setup.features import Features
 from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
+from tests.sglang.tree_layouts import LAYOUTS, NAMESPACED, TreeLayout
+from tests.sglang.tree_oracle import TreeOracle
+from tests.sglang.tree_predictor import TreePredictor
 
 # Questions of each layout; 700 make over 20,000 in all.
 PROBES = int(os.environ.get("KVROUTER_TEST_SGLANG_PROBES", "150"))

@@ -12,16 +12,16 @@ from random import Random
 from typing import Any
 
 import pytest
-from ports import free_port
 from sglang.srt.managers.scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
-from tree_layouts import LAYOUTS, LORAS, TreeLayout
-from tree_oracle import TreeOracle, TreePrompt
-from tree_predictor import TreePredictor
 
 from kvrouter.engine_patch.setup.features import FAILED, Features
 from kvrouter.engine_patch.setup.settings import SWITCH
 from kvrouter.engine_patch.sglang.plugin import ORIGINAL, TAP, patch
 from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
+from tests.sglang.tree_layouts import LAYOUTS, LORAS, TreeLayout
+from tests.sglang.tree_oracle import TreeOracle, TreePrompt
+from tests.sglang.tree_predictor import TreePredictor
+from tests.support.ports import free_port
 
 LAYOUT = next(layout for layout in LAYOUTS if layout.name == "all-16-24")
 STEPS = 150

@@ -19,10 +19,10 @@ from sglang.srt.mem_cache.rust_tree_core import adapter
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
-from tree_layouts import TreeLayout
 
 from kvrouter.engine_patch.sglang.tree_catalog import adapters_of
 from kvrouter.engine_patch.sglang.tree_tap import TreeTap
+from tests.sglang.tree_layouts import TreeLayout
 
 # There is no accelerator to ask for.
 kit.get_device = lambda: "cpu"

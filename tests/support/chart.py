@@ -11,7 +11,8 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import yaml
-from helm_template import helm_template, merged
+
+from tests.support.helm_template import helm_template, merged
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "kvrouter"

@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from router_process import RouterError, RouterProcess
-
 from kvrouter.router.app.cli.api_client import Client
 from kvrouter.router.app.cli.doctor_report import DoctorReport, diagnose
 from kvrouter.router.observe.findings.finding import Finding
+from tests.support.router_process import RouterError, RouterProcess
 
 TIMEOUT_S = 40.0
 POLL_S = 0.05

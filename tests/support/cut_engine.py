@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
-from fake_engine import FakeEngine
-from wire import Wire
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.wire import Wire
 
 
 class CutEngine(FakeEngine):

@@ -8,11 +8,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, HandExecutor, Slots, identity, key, payload
-
 from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Finished
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey
+from tests.support.disk_child import (
+    RECORD_BYTES,
+    STRIDE_BYTES,
+    FaultyFiles,
+    HandExecutor,
+    Slots,
+    identity,
+    key,
+    payload,
+)
 
 A, B, C, D = (key(number) for number in range(4))
 SLOTS = 8

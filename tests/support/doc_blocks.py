@@ -4,7 +4,7 @@
 A fence without a language, or with `sh` or `bash`, is a shell block. `<!-- not run: REASON -->` on the line before it
 says why no test runs it; all others run, in the world of their page (`doc_worlds.py`).
 
-    python tests/support/doc_blocks.py      # how many there are of each, page by page
+    python -m tests.support.doc_blocks      # how many there are of each, page by page
 """
 
 from __future__ import annotations
@@ -114,6 +114,6 @@ def counts(run_pages: set[str]) -> str:
 
 
 if __name__ == "__main__":
-    from doc_worlds import WORLDS
+    from tests.support.doc_worlds import WORLDS
 
     print(counts(set(WORLDS)))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from doc_blocks import blocks_of
+from tests.support.doc_blocks import blocks_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def written(page: str, language: str) -> str:
 
 def tokenizer(folder: Path) -> None:
     """A model's folder with a tokenizer."""
-    from tiny_tokenizer import write_tokenizer
+    from tests.support.tiny_tokenizer import write_tokenizer
 
     write_tokenizer(folder / "gemma-3-27b-it")
 

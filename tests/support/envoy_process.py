@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import envoy
-from ports import free_port
-from router_process import end_process
+
+from tests.support.ports import free_port
+from tests.support.router_process import end_process
 
 START_TIMEOUT_S = 60.0
 ENDPOINT = "x-gateway-destination-endpoint"

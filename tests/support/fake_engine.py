@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import zmq
-from ports import free_port
 
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
 from kvrouter.router.model.kvcache.block_hash import HashScheme, HashSpace
 from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher, SegmentMemory
+from tests.support.ports import free_port
 
 BLOCK = 16
 WINDOW = 64

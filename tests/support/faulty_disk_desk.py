@@ -9,11 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, HandExecutor, Slots, identity, key, payload
 
 from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Finished
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey
+from tests.support.disk_child import (
+    RECORD_BYTES,
+    STRIDE_BYTES,
+    FaultyFiles,
+    HandExecutor,
+    Slots,
+    identity,
+    key,
+    payload,
+)
 
 A, B, C, D, E = (key(number) for number in range(5))
 RETRY_S = 10.0

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from router_end import RouterEnd
-
 from kvrouter.events.patch.cursor import ReportCursor
 from kvrouter.events.patch.messages import Events, Heartbeat
 from kvrouter.events.vllm.batch_cursor import Cursor
+from tests.support.router_end import RouterEnd
 
 
 class FaultyWire(RouterEnd):

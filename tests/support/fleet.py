@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from churn import BLOCK, HASHES, KINDS, Churn
-from router_process import RouterError, RouterProcess
-from sentinel_store import SentinelStore
-from store_server import StoreServer, wait_stored
-from stored_residency import read_residency
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.store import keys
+from tests.support.churn import BLOCK, HASHES, KINDS, Churn
+from tests.support.router_process import RouterError, RouterProcess
+from tests.support.sentinel_store import SentinelStore
+from tests.support.store_server import StoreServer, wait_stored
+from tests.support.stored_residency import read_residency
 
 MODEL = "m"
 TIMEOUT_S = 40.0

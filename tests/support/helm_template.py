@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`helm template` without the helm binary: Helm's own Go engine, from the package helm-python-sdk.
 
-python tests/support/helm_template.py CHART [VALUES.yaml ...] prints the manifests. It runs in a process of its own: the
+python -m tests.support.helm_template CHART [VALUES.yaml ...] prints the manifests. It runs in a process of its own: the
 engine's runtime stays out of the process that asks.
 """
 

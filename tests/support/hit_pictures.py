@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures of docs/explanation/hit-rule.md, drawn from the hits that the router's own rule gives.
 
-PYTHONPATH=tests/support python tests/support/hit_pictures.py    # writes docs/images/hit-*.svg
+python -m tests.support.hit_pictures    # writes docs/images/hit-*.svg
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from judging import judge
-
 from kvrouter.router.base.common.ids import CPU, GPU, Place
 from kvrouter.router.model.kvcache.catalog import Group
+from tests.support.judging import judge
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 BLOCK = 16

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import zmq
-from fake_engine import BLOCK, SCHEME, FakeEngine, hashes
 
 from kvrouter.engine_patch.reporter.client_gate import ClientList
 from kvrouter.engine_patch.reporter.reporter import Reporter
@@ -25,6 +24,7 @@ from kvrouter.events.patch.messages import (
     reports_endpoint,
     requests_endpoint,
 )
+from tests.support.fake_engine import BLOCK, SCHEME, FakeEngine, hashes
 
 # Fast enough for tests that wait for the next one.
 HEARTBEAT_S = 0.1

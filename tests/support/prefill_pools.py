@@ -16,13 +16,11 @@ from typing import Any
 
 import zmq
 
-# pytest's importlib mode leaves sys.path alone.
-from router_process import RouterProcess
-from scripted_engine import ScriptedEngine
-
 from kvrouter.simulator.cache.shapes import llama
 from kvrouter.simulator.engine.timing import INSTANT, Timing
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.router_process import RouterProcess
+from tests.support.scripted_engine import ScriptedEngine
 
 WAIT_S = 60.0
 COMPLETIONS = "/v1/completions"

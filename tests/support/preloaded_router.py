@@ -32,7 +32,7 @@ class PreloadedRouter:
         )
         with pytest.MonkeyPatch.context() as patch:
             # The fork server imports these before it learns of our search path.
-            patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+            patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
             multiprocessing.forkserver.ensure_running()
         self._arguments = arguments
         # A test process that ends takes those with it that a test left running.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from router_process import end_process
+from tests.support.router_process import end_process
 
 HTTP_TIMEOUT_S = 30.0
 STOP_S = 30.0

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from fake_reporter import parts, stored
-
 from kvrouter.events.patch.cursor import ReportCursor
 from kvrouter.events.patch.items import ReportBatch, ReportItem
 from kvrouter.events.patch.messages import DeclaredCatalog, Events, Heartbeat, Hello, SnapshotPart
+from tests.support.fake_reporter import parts, stored
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 CATALOG = DeclaredCatalog([])

@@ -7,8 +7,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from fake_reporter import Context, FakeReporter, Ledger, apply, stored
-
 from kvrouter.events.patch.items import (
     HeartbeatSeen,
     Loaded,
@@ -22,6 +20,7 @@ from kvrouter.events.patch.settings import ReportSettings
 from kvrouter.events.patch.subscriber import ReportSubscriber
 from kvrouter.events.transport.permits import Permits
 from kvrouter.events.transport.progress import CaughtUp
+from tests.support.fake_reporter import Context, FakeReporter, Ledger, apply, stored
 
 # Nothing here waits this long unless it fails.
 PATIENCE_S = 15.0

@@ -4,7 +4,7 @@ with the flags and times of the chart, while clients hold streams open.
 
 As with a Service: a client connects to whichever endpoint is listed, and keeps its connection until an answer closes
 it. A pod is listed once /ready says so. One that ends gets SIGTERM at once, leaves the list some time later, and is
-killed at its grace period's end. By hand, with the chart's own times: python tests/support/rollout.py --streams 200
+killed at its grace period's end. By hand, with the chart's own times: python -m tests.support.rollout --streams 200
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from chart import CHART, container, one
-from helm_template import helm_template
-from replica_process import MODEL, ReplicaProcess
-from router_process import RouterProcess
-from store_server import StoreServer
+
+from tests.support.chart import CHART, container, one
+from tests.support.helm_template import helm_template
+from tests.support.replica_process import MODEL, ReplicaProcess
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 REPLICAS = 2
 WAIT_S = 60.0

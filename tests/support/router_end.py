@@ -7,8 +7,6 @@ import random
 from collections import deque
 
 import msgspec
-from model_engine import Life
-from store_image import WORKER, Misled, StoreImage
 
 from kvrouter.events.patch.cursor import ReportCursor
 from kvrouter.events.patch.items import Declared, Greeted, HeartbeatSeen, Loaded, ReportBatch
@@ -27,6 +25,8 @@ from kvrouter.router.index.ingest.engine_liveness import (
 from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.model.workers.registration import NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.support.model_engine import Life
+from tests.support.store_image import WORKER, Misled, StoreImage
 
 MAX_HELD = 6
 TRACE_LINES = 80

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import redis
-from ports import free_port
-from preloaded_router import PreloadedRouter
 
 from kvrouter.router.base.common.compiled import UNCOMPILED
+from tests.support.ports import free_port
+from tests.support.preloaded_router import PreloadedRouter
 
 # On a machine with much other work.
 START_TIMEOUT_S = 60.0

@@ -10,7 +10,8 @@ from typing import Any, Self
 from urllib.parse import quote
 
 import redis
-from store_server import StoreServer
+
+from tests.support.store_server import StoreServer
 
 PASSWORD, SENTINEL_PASSWORD = "pa/ss@word", "sen&tinel"
 SERVICE = "kv-index"

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Self
 
-from fleet import until
+from tests.support.fleet import until
 
 STOP_S = 30.0
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from model_engine import Held
 
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.index.ingest.pending_commit import PendingCommit
 from kvrouter.router.index.matching.mirror import Mirror
+from tests.support.model_engine import Held
 
 WORKER = WorkerKey("m", "w")
 MIRROR_BYTES = 1 << 24

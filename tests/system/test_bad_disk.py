@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import zmq
-from engine_http import EngineHttp
-from fake_engine import FakeEngine
-from router_process import RouterProcess
-from store_server import StoreServer
+
+from tests.support.engine_http import EngineHttp
+from tests.support.fake_engine import FakeEngine
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 TIMEOUT_S = 30.0
 BAD = "its offload disk returned bad data: 2 records"

@@ -9,18 +9,19 @@ import sys
 from pathlib import Path
 
 import msgspec
-from peers.table import Group
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from benchmarks.peers.table import Group
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_peer_that_cannot_be_installed_is_named_and_the_rest_is_measured(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     environment = os.environ | {
-        "KVROUTER_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1", "PYTHONPATH": str(BENCHMARKS)
+        "KVROUTER_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1", "PYTHONPATH": str(ROOT)
     }  # fmt: skip
     environment.pop("PIP_FIND_LINKS", None)
-    command = [sys.executable, "-m", "peers", "--quick", "--only", "ingest", "--json", str(found)]
+    command = [sys.executable, "-m", "benchmarks.peers", "--quick", "--only", "ingest", "--json", str(found)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     rows = msgspec.json.decode(found.read_bytes(), type=dict[str, Group])["ingest"].rows

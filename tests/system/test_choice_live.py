@@ -9,8 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from choice_fleet import LiveFleet, simulated
-from choice_worlds import Finding, run
+
+from benchmarks.choice_fleet import LiveFleet, simulated
+from benchmarks.choice_worlds import Finding, run
 
 # How much less may be reused than under round robin, which no choice between equals can avoid.
 TOLERANCE = 0.03

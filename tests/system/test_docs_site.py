@@ -18,8 +18,9 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
-from browser_page import BrowserPage, browser
 from playwright.sync_api import Browser, expect
+
+from tests.support.browser_page import BrowserPage, browser
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_S = 400.0

@@ -16,13 +16,6 @@ from typing import Any
 
 import pytest
 import zmq
-from clinic import Clinic
-from engine_http import EngineHttp
-from fake_engine import BLOCK, FakeEngine, prompt, stored
-from fleet import until
-from ports import free_port
-from router_process import RouterError, RouterProcess
-from scripted_engine import Asked, ScriptedEngine, Wire, plain, reset
 
 from kvrouter.router.app.diagnosis.endpoint_probe import GREETING
 from kvrouter.router.app.diagnosis.event_checks import UNHEARD_PROMPTS
@@ -33,6 +26,13 @@ from kvrouter.router.observe.quality.prediction_judge import ALONE_MIN, COUNTED_
 from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.clinic import Clinic
+from tests.support.engine_http import EngineHttp
+from tests.support.fake_engine import BLOCK, FakeEngine, prompt, stored
+from tests.support.fleet import until
+from tests.support.ports import free_port
+from tests.support.router_process import RouterError, RouterProcess
+from tests.support.scripted_engine import Asked, ScriptedEngine, Wire, plain, reset
 
 MODEL = "sim"
 POOL_BLOCKS = 2_000

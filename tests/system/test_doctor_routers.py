@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from clinic import Clinic
-from fake_engine import FakeEngine, prompt, stored
-from fleet import until
-from ports import free_port
-from router_process import COMMAND_VARIABLE, RouterProcess
-from store_server import StoreServer
 
 from kvrouter.events.vllm.wire import WireStored
 from kvrouter.router.base.common.compiled import UNCOMPILED
 from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.index.store import keys
+from tests.support.clinic import Clinic
+from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.fleet import until
+from tests.support.ports import free_port
+from tests.support.router_process import COMMAND_VARIABLE, RouterProcess
+from tests.support.store_server import StoreServer
 
 KEY = "open-sesame"
 SMALL_BUDGET = 16 * 1024**2

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from dynamo_client import LARGEST_ID, Client, Exchange, drive_indexer, drive_ranks, drive_selection
-from fake_engine import FakeEngine, hashes, prompt, removed, stored
-from ports import free_port
-from router_process import RouterProcess
 
 from kvrouter.events.vllm.codec import encode_batch
+from tests.support.dynamo_client import LARGEST_ID, Client, Exchange, drive_indexer, drive_ranks, drive_selection
+from tests.support.fake_engine import FakeEngine, hashes, prompt, removed, stored
+from tests.support.ports import free_port
+from tests.support.router_process import RouterProcess
 
 VERSION = "1.6.1"
 DYNAMO = (

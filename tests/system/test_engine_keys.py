@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from clinic import Clinic
-from engine_http import EngineHttp
-from fleet import until
-from router_process import RouterError, RouterProcess
-from scripted_engine import Asked, ScriptedEngine, Wire, plain
 
 from kvrouter.router.route.tokens.unknown_prompts import COUNTED_MIN
+from tests.support.clinic import Clinic
+from tests.support.engine_http import EngineHttp
+from tests.support.fleet import until
+from tests.support.router_process import RouterError, RouterProcess
+from tests.support.scripted_engine import Asked, ScriptedEngine, Wire, plain
 
 KEY = "Bearer sesame"
 MODELS = plain(json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}).encode())

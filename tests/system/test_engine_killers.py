@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from mortal_engine import POISON, MortalEngine
-from router_process import RouterProcess
+from tests.support.mortal_engine import POISON, MortalEngine
+from tests.support.router_process import RouterProcess
 
 ENGINES = 5
 WAIT_S = 30.0

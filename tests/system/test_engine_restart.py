@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clinic import Clinic
-from fake_engine import BLOCK, FakeEngine, prompt, stored
-from fleet import held, rows, until
-from router_process import RouterProcess
-from scripted_engine import Asked, ScriptedEngine, Wire, plain
-from store_server import StoreServer
 
 from kvrouter.router.app.diagnosis.event_checks import UNHEARD_PROMPTS
+from tests.support.clinic import Clinic
+from tests.support.fake_engine import BLOCK, FakeEngine, prompt, stored
+from tests.support.fleet import held, rows, until
+from tests.support.router_process import RouterProcess
+from tests.support.scripted_engine import Asked, ScriptedEngine, Wire, plain
+from tests.support.store_server import StoreServer
 
 MODEL = "m"
 CACHED = prompt(1)

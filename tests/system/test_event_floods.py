@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, prompt, stored
-from fleet import until
-from flooding import flooding
-from router_process import RouterProcess
+
+from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.fleet import until
+from tests.support.flooding import flooding
+from tests.support.router_process import RouterProcess
 
 MODEL = "m"
 # The most memory that one source may add, whatever it sends: a message of 64 MiB and the bytes between two looks (large

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from churn import KINDS, Churn
-from event_reader import EventReader
-from fleet import paused, register, rows, until, until_right, wait_seqs
-from flooding import flood
-from router_process import RouterError, RouterProcess
-from store_server import StoreServer
+
+from tests.support.churn import KINDS, Churn
+from tests.support.event_reader import EventReader
+from tests.support.fleet import paused, register, rows, until, until_right, wait_seqs
+from tests.support.flooding import flood
+from tests.support.router_process import RouterError, RouterProcess
+from tests.support.store_server import StoreServer
 
 ENGINES = 4
 RATE = 4_000

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from fake_engine import FakeEngine, prompt, stored
-from flooding import flood
-from router_process import RouterError, RouterProcess
 
 from kvrouter.events.vllm.wire import WireStored
+from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.flooding import flood
+from tests.support.router_process import RouterError, RouterProcess
 
 MODEL, NOISY = "quiet-model", "noisy-model"
 ROUNDS = 25

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from churn import Churn
-from fleet import check, held, register, rows, until, wait_shared, wait_well
-from router_process import RouterProcess
-from store_server import StoreServer
 
 from kvrouter.router.follow.fleet.heartbeat import VERSION, Heartbeat, Hold, encode_heartbeat
 from kvrouter.router.index.store import keys
+from tests.support.churn import Churn
+from tests.support.fleet import check, held, register, rows, until, wait_shared, wait_well
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 ENGINES = 4
 RATE = 2_000.0

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import zmq
-from fake_engine import FakeEngine, prompt, stored
 from hypothesis import HealthCheck, given, settings
-from router_process import RouterProcess
-from test_api_fuzz import bodies
+
+from tests.property.test_api_fuzz import bodies
+from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.router_process import RouterProcess
 
 TOKENS = prompt(1)
 MODEL = "m"

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from fake_engine import FakeEngine, hashes, prompt, removed, stored
-from router_process import RouterProcess
 
 from kvrouter.events.vllm.codec import encode_batch
+from tests.support.fake_engine import FakeEngine, hashes, prompt, removed, stored
+from tests.support.router_process import RouterProcess
 
 MESSAGES = 10_000
 # Sent at once before the router is queried for how far it is, so that the PUB's high-water mark drops nothing.

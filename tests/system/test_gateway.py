@@ -18,7 +18,8 @@ import anthropic
 import grpc
 import openai
 import pytest
-from envoy_process import (
+
+from tests.support.envoy_process import (
     BUFFERED,
     FULL_DUPLEX,
     ORIGINAL_DST,
@@ -28,10 +29,10 @@ from envoy_process import (
     EnvoyProcess,
     endpoint_of,
 )
-from fleet import settle, until, wait_live
-from ports import free_port
-from replica_process import MODEL, replicas, worker_flags
-from router_process import RouterProcess
+from tests.support.fleet import settle, until, wait_live
+from tests.support.ports import free_port
+from tests.support.replica_process import MODEL, replicas, worker_flags
+from tests.support.router_process import RouterProcess
 
 pytestmark = pytest.mark.smoke
 

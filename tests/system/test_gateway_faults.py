@@ -23,14 +23,15 @@ from typing import Any
 
 import grpc
 import pytest
-from certificates import Authority, Pair
-from envoy_process import BUFFERED, FULL_DUPLEX, ORIGINAL_DST, OVERRIDE_HOST, EnvoyProcess
-from fleet import until
-from ports import free_port
-from prefill_pools import COMPLETIONS, ROUTER_FLAGS, Pools, tokens
-from replica_process import ReplicaProcess, worker_flags
-from router_process import RouterProcess
-from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain
+
+from tests.support.certificates import Authority, Pair
+from tests.support.envoy_process import BUFFERED, FULL_DUPLEX, ORIGINAL_DST, OVERRIDE_HOST, EnvoyProcess
+from tests.support.fleet import until
+from tests.support.ports import free_port
+from tests.support.prefill_pools import COMPLETIONS, ROUTER_FLAGS, Pools, tokens
+from tests.support.replica_process import ReplicaProcess, worker_flags
+from tests.support.router_process import RouterProcess
+from tests.support.scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain
 
 pytestmark = pytest.mark.smoke
 

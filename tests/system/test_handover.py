@@ -12,11 +12,20 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from prefill_pools import COMPLETIONS, MODELS, WAIT_S, Pools, is_idle, outcomes, router_of_pools, tokens, until
 
-# pytest's importlib mode leaves sys.path alone.
-from router_process import RouterProcess
-from scripted_engine import Asked, ScriptedEngine, Wire, hang, plain, reset
+from tests.support.prefill_pools import (
+    COMPLETIONS,
+    MODELS,
+    WAIT_S,
+    Pools,
+    is_idle,
+    outcomes,
+    router_of_pools,
+    tokens,
+    until,
+)
+from tests.support.router_process import RouterProcess
+from tests.support.scripted_engine import Asked, ScriptedEngine, Wire, hang, plain, reset
 
 ANSWER = json.dumps({"choices": [], "usage": {"completion_tokens": 1}}).encode()
 GIVES = json.dumps({"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1]]}}).encode()

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from certificates import Authority
-from router_process import RouterProcess
+from tests.support.certificates import Authority
+from tests.support.router_process import RouterProcess
 
 WAIT_S = 20.0
 OLD_KEY, NEW_KEY = "a-key-that-is-revoked", "a-key-that-takes-its-place"

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from fake_engine import FakeEngine, hashes, prompt, removed, stored
-from router_process import RouterProcess
-from store_server import wait_stored
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.store import keys
+from tests.support.fake_engine import FakeEngine, hashes, prompt, removed, stored
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import wait_stored
 
 TOKENS = prompt(1)
 MODEL = "m"

@@ -15,12 +15,12 @@ from urllib.parse import quote
 
 import pytest
 import zmq
-from fake_engine import FakeEngine, prompt, stored
 from prometheus_client.parser import text_string_to_metric_families
-from router_process import RouterProcess
-from store_server import wait_stored
 
 from kvrouter.router.base.common.ids import WorkerKey
+from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import wait_stored
 
 HOSTILE = [
     "}",

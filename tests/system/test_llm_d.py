@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from replica_process import MODEL, ReplicaProcess
-from router_process import RouterProcess
+
+from tests.support.replica_process import MODEL, ReplicaProcess
+from tests.support.router_process import RouterProcess
 
 ADAPTER = Path(__file__).resolve().parents[2] / "deploy" / "llm-d"
 WAIT_S = 60.0

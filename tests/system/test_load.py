@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_http import EngineHttp
-from fleet import until
-from router_process import RouterError, RouterProcess
-from store_server import StoreServer
+
+from tests.support.engine_http import EngineHttp
+from tests.support.fleet import until
+from tests.support.router_process import RouterError, RouterProcess
+from tests.support.store_server import StoreServer
 
 MODEL = "m"
 WORKERS = ("w0", "w1", "w2")

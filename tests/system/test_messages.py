@@ -11,10 +11,9 @@ import anthropic
 import httpx
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from fleet import rows, settle, until, wait_live
-from replica_process import MODEL, STOP_S, replicas, worker_flags
-from router_process import RouterProcess
+from tests.support.fleet import rows, settle, until, wait_live
+from tests.support.replica_process import MODEL, STOP_S, replicas, worker_flags
+from tests.support.router_process import RouterProcess
 
 # Some blocks of the shape.
 SYSTEM = [{"type": "text", "text": "You are brief." + " bada bede" * 200, "cache_control": {"type": "ephemeral"}}]

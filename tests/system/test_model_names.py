@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from engine_http import EngineHttp
-from fake_engine import BLOCK, SCHEME, FakeEngine, hashes, prompt, stored
-from router_process import RouterError, RouterProcess
 
 from kvrouter.router.model.kvcache.block_hash import HashSpace
 from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher, SegmentMemory
+from tests.support.engine_http import EngineHttp
+from tests.support.fake_engine import BLOCK, SCHEME, FakeEngine, hashes, prompt, stored
+from tests.support.router_process import RouterError, RouterProcess
 
 WAIT_S = 30.0
 BASE, ADAPTER, PATH = "base", "style", "/adapters/style"

@@ -11,18 +11,16 @@ from pathlib import Path
 
 import pytest
 import zmq
-
-# pytest's importlib mode leaves sys.path alone.
-from fleet import until
-from monitoring_files import alert_rules, dashboard_queries
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from replica_process import worker_flags
-from router_process import RouterProcess
 
 from kvrouter.router.base.common.version import VERSION
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.fleet import until
+from tests.support.monitoring_files import alert_rules, dashboard_queries
+from tests.support.replica_process import worker_flags
+from tests.support.router_process import RouterProcess
 
 MODEL = "sim"
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "metrics.json"

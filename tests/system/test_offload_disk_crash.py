@@ -15,9 +15,7 @@ import pytest
 from kvrouter.engine_patch.offload.disk.format.folder import FolderInUse
 from kvrouter.engine_patch.offload.disk.reader import LOOK_S, DiskReader
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
-
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-from disk_child import (  # noqa: E402
+from tests.support.disk_child import (
     CHILD_KEYS,
     CHILD_RECORD_BYTES,
     CHILD_RECORDS,
@@ -29,6 +27,8 @@ from disk_child import (  # noqa: E402
     payload,
     salt_of,
 )
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 KILLS = 20
 # From nearly nothing to a few hundred writes.

@@ -11,12 +11,10 @@ from typing import Any
 
 import jsonschema
 
-# pytest's importlib mode leaves sys.path alone.
-from ports import free_port
-from router_process import RouterProcess
-from scripted_engine import ScriptedEngine, plain
-
 from kvrouter.router.serve.api.examples import EXAMPLES, MODEL, PATH_PARTS, WORKER
+from tests.support.ports import free_port
+from tests.support.router_process import RouterProcess
+from tests.support.scripted_engine import ScriptedEngine, plain
 
 WAIT_S = 30.0
 # Addresses of the examples, where nobody is; those of the second worker here are those of closed ports.

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from browser_page import BrowserPage, browser
-from fleet import until
 from playwright.sync_api import Browser, Page, expect
-from replica_process import ReplicaProcess, worker_flags
-from router_process import RouterProcess
+
+from tests.support.browser_page import BrowserPage, browser
+from tests.support.fleet import until
+from tests.support.replica_process import ReplicaProcess, worker_flags
+from tests.support.router_process import RouterProcess
 
 MODEL = "sim-gemma3"
 VIEWS = ("fleet", "reuse", "decisions", "prompt", "events", "store")

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import zmq
-from fake_engine import FakeEngine, hashes, prompt, stored
-from patched_engine import PatchedEngine, catalog, removes, stores
-from report_peer import said
-from router_process import RouterProcess
 
 from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.events.patch.messages import DeclaredGroup, ReportCleared
+from tests.support.fake_engine import FakeEngine, hashes, prompt, stored
+from tests.support.patched_engine import PatchedEngine, catalog, removes, stores
+from tests.support.report_peer import said
+from tests.support.router_process import RouterProcess
 
 pytestmark = pytest.mark.smoke
 

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from fake_engine import FULL, MAMBA, SLIDING, FakeEngine, hashes, placeholder, prompt, removed, stored
-from router_process import RouterProcess
+
+from tests.support.fake_engine import FULL, MAMBA, SLIDING, FakeEngine, hashes, placeholder, prompt, removed, stored
+from tests.support.router_process import RouterProcess
 
 TOKENS = prompt(1)
 CHAIN = hashes(TOKENS)

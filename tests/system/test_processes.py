@@ -11,10 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from churn import Churn
-from event_reader import EventReader
-from fleet import MODEL, register, rows, until, wait_seqs, wrong_answers
-from router_process import RouterProcess
+
+from tests.support.churn import Churn
+from tests.support.event_reader import EventReader
+from tests.support.fleet import MODEL, register, rows, until, wait_seqs, wrong_answers
+from tests.support.router_process import RouterProcess
 
 ENGINES = 5
 COUNT = 3

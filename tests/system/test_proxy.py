@@ -19,9 +19,8 @@ from typing import Any
 import openai
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from router_process import RouterProcess
-from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
+from tests.support.router_process import RouterProcess
+from tests.support.scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 
 pytestmark = pytest.mark.smoke
 

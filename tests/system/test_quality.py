@@ -16,11 +16,10 @@ from typing import Any
 import openai
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from collector import Collector
-from fleet import rows, settle, until, wait_live
-from replica_process import MODEL, STOP_S, replicas, worker_flags
-from router_process import RouterProcess
+from tests.support.collector import Collector
+from tests.support.fleet import rows, settle, until, wait_live
+from tests.support.replica_process import MODEL, STOP_S, replicas, worker_flags
+from tests.support.router_process import RouterProcess
 
 REQUESTS = 40
 # Some blocks of the shape, so that prefixes are reused and the pool evicts.

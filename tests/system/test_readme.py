@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import zmq
-from router_process import RouterProcess
 
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.router_process import RouterProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/how-to/discovery.md", "docs/how-to/containers.md", "docs/how-to/offload.md")

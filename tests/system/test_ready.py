@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 import zmq
 
-# pytest's importlib mode leaves sys.path alone.
-from fake_engine import BLOCK, FakeEngine, stored
-from fleet import until
-from replica_process import ReplicaProcess
-from router_process import RouterProcess
-from scripted_engine import ScriptedEngine, plain
+from tests.support.fake_engine import BLOCK, FakeEngine, stored
+from tests.support.fleet import until
+from tests.support.replica_process import ReplicaProcess
+from tests.support.router_process import RouterProcess
+from tests.support.scripted_engine import ScriptedEngine, plain
 
 WAIT_S = 30.0
 # Some blocks.

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import zmq
-from cut_engine import CutEngine
-from engine_http import EngineHttp
-from fake_engine import FakeEngine, prompt, stored
-from router_process import RouterError, RouterProcess
+
+from tests.support.cut_engine import CutEngine
+from tests.support.engine_http import EngineHttp
+from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.router_process import RouterError, RouterProcess
 
 MODEL = "m"
 TOKENS, OTHER = prompt(1), prompt(2)

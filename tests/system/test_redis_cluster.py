@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from churn import Churn
-from fleet import MODEL, check, register, rows, until, wait_busy, wait_shared, wait_well
-from router_process import RouterProcess
-from store_server import StoreCluster
 
 from kvrouter.router.index.store import keys
+from tests.support.churn import Churn
+from tests.support.fleet import MODEL, check, register, rows, until, wait_busy, wait_shared, wait_well
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreCluster
 
 ENGINES = 6
 RATE = 3_000.0

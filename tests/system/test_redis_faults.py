@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from churn import Churn
-from fleet import check, rows, two_routers, until, wait_well
-from router_process import RouterProcess
-from store_server import StoreServer
+
+from tests.support.churn import Churn
+from tests.support.fleet import check, rows, two_routers, until, wait_well
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 ENGINES = 4
 RATE = 5_000.0

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from churn import Churn
-from fleet import (
+
+from kvrouter.router.base.common.ids import WorkerKey
+from kvrouter.router.index.store import keys
+from tests.support.churn import Churn
+from tests.support.fleet import (
     MODEL,
     check,
     paused,
@@ -23,11 +26,8 @@ from fleet import (
     wait_well,
     wrong_answers,
 )
-from router_process import RouterError, RouterProcess
-from store_server import StoreServer, wait_stored
-
-from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.index.store import keys
+from tests.support.router_process import RouterError, RouterProcess
+from tests.support.store_server import StoreServer, wait_stored
 
 ENGINES = 3
 RATE = 2_000.0

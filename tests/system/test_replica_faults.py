@@ -15,9 +15,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-# pytest's importlib mode leaves sys.path alone.
-from replica_process import ReplicaProcess
-from router_process import RouterProcess
+from tests.support.replica_process import ReplicaProcess
+from tests.support.router_process import RouterProcess
 
 WAIT_S = 60.0
 CLIENTS = 8

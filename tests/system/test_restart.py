@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import zmq
-from engine_http import EngineHttp
-from fake_engine import FakeEngine, hashes, prompt, removed, stored
-from router_process import RouterProcess
-from store_server import wait_stored
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.streams.peer_view import META_ENGINE_START
 from kvrouter.router.index.store import keys
+from tests.support.engine_http import EngineHttp
+from tests.support.fake_engine import FakeEngine, hashes, prompt, removed, stored
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import wait_stored
 
 TOKENS = prompt(1)
 OTHER = prompt(2)

@@ -19,13 +19,12 @@ from pathlib import Path
 
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from chart import CHART
-from hammer import Hammer
-from replica_process import ReplicaProcess
-from rollout import rollout
-from router_process import RouterProcess
-from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain
+from tests.support.chart import CHART
+from tests.support.hammer import Hammer
+from tests.support.replica_process import ReplicaProcess
+from tests.support.rollout import rollout
+from tests.support.router_process import RouterProcess
+from tests.support.scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -155,7 +154,7 @@ def test_a_client_whose_stream_outlives_the_listener_may_send_one_more_request(t
 
 
 def test_two_routers_are_replaced_one_after_the_other_and_no_stream_breaks(tmp_path: Path) -> None:
-    """The chart's rollout, with shorter times; `python tests/support/rollout.py` has its own, and 200 streams."""
+    """The chart's rollout, with shorter times; `python -m tests.support.rollout` has its own, and 200 streams."""
     values = {"router": {"shutdownDelaySeconds": 3, "drainSeconds": 30}}
     found, opened, took = rollout(tmp_path, 24, values)
     assert set(found) == {"whole"} and found["whole"] > 48, found

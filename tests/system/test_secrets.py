@@ -15,10 +15,11 @@ from urllib.error import HTTPError
 
 import pytest
 import zmq
-from fake_engine import FakeEngine, prompt, stored
-from ports import free_port
-from router_process import RouterProcess
-from tls_redis import TlsRedis, certificates, tls_redis
+
+from tests.support.fake_engine import FakeEngine, prompt, stored
+from tests.support.ports import free_port
+from tests.support.router_process import RouterProcess
+from tests.support.tls_redis import TlsRedis, certificates, tls_redis
 
 # In everything that must stay hidden, so that one search finds any of it.
 MARK = "Hush"

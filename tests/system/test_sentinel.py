@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from churn import Churn
-from fleet import MODEL, check, rows, two_routers, until, wait_busy, wait_well
-from ports import free_port
-from router_process import RouterProcess
-from sentinel_store import PASSWORD, SENTINEL_PASSWORD, SERVICE, SentinelStore
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.redis_client.errors import StoreError, StoreUnavailable
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.store import IndexStore
+from tests.support.churn import Churn
+from tests.support.fleet import MODEL, check, rows, two_routers, until, wait_busy, wait_well
+from tests.support.ports import free_port
+from tests.support.router_process import RouterProcess
+from tests.support.sentinel_store import PASSWORD, SENTINEL_PASSWORD, SERVICE, SentinelStore
 
 ENGINES = 4
 RATE = 5_000.0

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from churn import Churn
-from fleet import MODEL, check, held, register, rows, until, wait_busy, wait_seqs, wait_shared
-from router_process import RouterProcess
-from store_server import StoreServer
 
 from kvrouter.router.index.store import keys
+from tests.support.churn import Churn
+from tests.support.fleet import MODEL, check, held, register, rows, until, wait_busy, wait_seqs, wait_shared
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 ENGINES = 5
 RATE = 5_000.0

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import pytest
-from fleet import until, wait_live
-from replica_process import MODEL, replicas, worker_flags
-from router_process import RouterProcess
-from shadow_process import ShadowProcess
+
+from tests.support.fleet import until, wait_live
+from tests.support.replica_process import MODEL, replicas, worker_flags
+from tests.support.router_process import RouterProcess
+from tests.support.shadow_process import ShadowProcess
 
 TURNS, CHATS = 4, 3
 COMPLETIONS = "/v1/completions"

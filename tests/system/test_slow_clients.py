@@ -7,7 +7,7 @@ import select
 import socket
 import time
 
-from router_process import RouterProcess
+from tests.support.router_process import RouterProcess
 
 SLOW_CLIENTS = 200
 # The limit for a head is 10 s.

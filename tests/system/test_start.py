@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import zmq
-from fleet import rows, until
-from ports import free_port
-from router_process import RouterError, RouterProcess
-from store_server import StoreServer
 
 from kvrouter.router.base.common import compiled
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.fleet import rows, until
+from tests.support.ports import free_port
+from tests.support.router_process import RouterError, RouterProcess
+from tests.support.store_server import StoreServer
 
 pytestmark = pytest.mark.smoke
 

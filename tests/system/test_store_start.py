@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clinic import Clinic
-from fake_engine import FakeEngine
-from fleet import until
-from router_process import RouterProcess
-from store_server import StoreServer
 
 from kvrouter.router.index.store import keys
+from tests.support.clinic import Clinic
+from tests.support.fake_engine import FakeEngine
+from tests.support.fleet import until
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 MODEL = "m"
 DISK_BYTES = 6 * 1024**2

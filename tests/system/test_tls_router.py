@@ -18,9 +18,10 @@ from pathlib import Path
 import aiohttp
 import httpx
 import pytest
-from certificates import HOST, Authority, Pair
-from router_process import RouterProcess
-from scripted_engine import Asked, ScriptedEngine, Wire, chunk
+
+from tests.support.certificates import HOST, Authority, Pair
+from tests.support.router_process import RouterProcess
+from tests.support.scripted_engine import Asked, ScriptedEngine, Wire, chunk
 
 WAIT_S = 30.0
 JSON = {"content-type": "application/json"}

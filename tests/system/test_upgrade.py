@@ -14,16 +14,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import former_release
 import pytest
-from churn import BLOCK, HASHES, Churn
-from fleet import MODEL, check, paused, register, rows, until, wait_busy, wait_seqs, wait_shared, wrong_answers
-from former_release import Stored
-from router_process import RouterProcess
-from store_server import StoreServer
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.store import keys
+from tests.support import former_release
+from tests.support.churn import BLOCK, HASHES, Churn
+from tests.support.fleet import (
+    MODEL,
+    check,
+    paused,
+    register,
+    rows,
+    until,
+    wait_busy,
+    wait_seqs,
+    wait_shared,
+    wrong_answers,
+)
+from tests.support.former_release import Stored
+from tests.support.router_process import RouterProcess
+from tests.support.store_server import StoreServer
 
 FIXTURE = Path(__file__).parents[1] / "golden" / "schema_2.json"
 RATE = 3_000.0

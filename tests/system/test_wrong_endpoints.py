@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import zmq
-from fake_engine import hashes, prompt
-from patched_engine import PatchedEngine, stores
-from router_process import RouterError, RouterProcess
 
 from kvrouter.events.patch.messages import requests_endpoint
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.fake_engine import hashes, prompt
+from tests.support.patched_engine import PatchedEngine, stores
+from tests.support.router_process import RouterError, RouterProcess
 
 MODEL = "sim"
 TOKENS = list(range(96))

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import uvloop
 import zmq
-from report_peer import start
 
 from kvrouter.engine_patch.reporter import snapshots
 from kvrouter.engine_patch.reporter.reporter import Reporter
+from tests.support.report_peer import start
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

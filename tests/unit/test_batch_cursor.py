@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from batch_cursor_steps import again, asked, batch, following, live, point, replay
-
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.seen_batches import REMEMBERED_BATCHES
@@ -24,6 +22,7 @@ from kvrouter.events.vllm.stream_items import (
     StreamItem,
     fingerprint,
 )
+from tests.support.batch_cursor_steps import again, asked, batch, following, live, point, replay
 
 
 class TestStart:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pytest
-from batch_cursor_steps import again, asked, batch, following, live, point, replay
 
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.batch_cursor import Cursor
@@ -21,6 +20,7 @@ from kvrouter.events.vllm.stream_items import (
     Restarted,
     ResumePoint,
 )
+from tests.support.batch_cursor_steps import again, asked, batch, following, live, point, replay
 
 
 class TestGap:

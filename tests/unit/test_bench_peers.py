@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from peers.llm_d import JSON_FIELDS, TIER_FIELDS, commands
-from peers.packages import reason
-from peers.samples import Samples, capacity
-from peers.table import OURS, Group, PeerRow, latency_rows, page_part, peer_row, table
-from report import END, write_part
+
+from benchmarks.peers.llm_d import JSON_FIELDS, TIER_FIELDS, commands
+from benchmarks.peers.packages import reason
+from benchmarks.peers.samples import Samples, capacity
+from benchmarks.peers.table import OURS, Group, PeerRow, latency_rows, page_part, peer_row, table
+from benchmarks.report import END, write_part
 
 
 def cells(row: PeerRow) -> list[str]:

@@ -9,7 +9,6 @@ import statistics
 
 import numpy as np
 import pytest
-from key_traffic import keys_traffic, run_keys
 
 from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, Restart, geometry_of
 from kvrouter.replay.fleet.virtual_fleet import VirtualFleet
@@ -20,6 +19,7 @@ from kvrouter.replay.runs.policy_run import PolicyRun
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.request import Request, Trace
 from kvrouter.simulator.engine.timing import Timing
+from tests.support.key_traffic import keys_traffic, run_keys
 
 PIECE_TOKENS = 16
 TIMING = Timing(prefill_tokens_per_s=10_000.0, step_base_s=0.01)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
-from stub_router import SELECTED, StubRouter, unset_client_variables
 
 from kvrouter.router.app.cli.api_client import router_url
 from kvrouter.router.app.cli.commands import run
@@ -20,6 +19,7 @@ from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.model.config.loading import load_config
 from kvrouter.router.model.config.settings import FIELDS, flag_of, metavar_of
+from tests.support.stub_router import SELECTED, StubRouter, unset_client_variables
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from ports import free_port
 from rich.text import Text
 
 from kvrouter.router.app.cli.commands import run
 from kvrouter.router.app.cli.doctor_report import DoctorReport, findings_text
 from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.observe.findings.finding import ROUTER, DiagnosisReport, Finding, Severity, found
+from tests.support.ports import free_port
 
 # By itself, away from what a test's own clock says.
 LONG_AGO_S = 1_000_000_000.0

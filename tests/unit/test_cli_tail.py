@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from stub_router import SELECTED, StubRouter, unset_client_variables
 
 from kvrouter.router.app.cli.commands import run
+from tests.support.stub_router import SELECTED, StubRouter, unset_client_variables
 
 BASE = {"time_s": 1_795_493_999.29, "model": "m", "worker_id": "w0", "dp_rank": 1}
 EVENTS: tuple[tuple[dict[str, Any], str], ...] = (

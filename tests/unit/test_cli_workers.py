@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from stub_router import LOAD, WORKER, StubRouter, loads, unset_client_variables
 
 from kvrouter.router.app.cli.commands import run
 from kvrouter.router.app.cli.worker_table import loads_by_worker, narrow_table, wide_table
+from tests.support.stub_router import LOAD, WORKER, StubRouter, loads, unset_client_variables
 
 LIVE = WORKER | {"state": "live", "reason": "", "dp_rank": 0}
 TERMINAL_WIDTH = 80

@@ -10,10 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, build, call
-
 from kvrouter.client import answers, bodies, calls
+from tests.contract.api_support import TinyCore, build, call
 
 REF = "#/components/schemas/{name}"
 # Of bodies: other names of the same fields, and Dynamo's form of a worker.

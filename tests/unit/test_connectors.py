@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from judging import judge
 
 from kvrouter.events.patch.messages import DeclaredCatalog
 from kvrouter.events.transport.progress import CaughtUp
@@ -27,6 +26,7 @@ from kvrouter.router.model.kvcache.offload_connectors import (
     effective_connector,
 )
 from kvrouter.router.model.workers.registration import CatalogSpec, Registration
+from tests.support.judging import judge
 
 BLOCK = 16
 

@@ -10,7 +10,8 @@ import tomllib
 
 import pytest
 import yaml
-from container_files import COMPOSE, ROOT, SERVICES, dockerfile, last
+
+from tests.support.container_files import COMPOSE, ROOT, SERVICES, dockerfile, last
 
 ROUTERS = ("router-0", "router-1")
 REPLICAS = ("replica-0", "replica-1", "replica-2")

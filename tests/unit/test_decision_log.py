@@ -8,9 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from bare_services import bare_feed
 from msgspec import UnsetType
-from placing_stage import TOKENS, Stage, ask, hit
 
 from kvrouter.router.base.common.errors import Saturated
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
@@ -19,6 +17,8 @@ from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
 from kvrouter.router.observe.decisions.decision import KEPT_CANDIDATES, Outcome
 from kvrouter.router.observe.decisions.decision_log import ENTRY_BYTES, MAX_ATTEMPTS, SHOWN_PER_S, DecisionLog
 from kvrouter.router.serve.api.decision_reply import Proof, decision_reply
+from tests.support.bare_services import bare_feed
+from tests.support.placing_stage import TOKENS, Stage, ask, hit
 
 OUTCOME = Outcome("ok", 64, 48, TOKENS, 5, 0.1, 0.2)
 

@@ -12,9 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-# pytest's importlib mode leaves sys.path alone.
-from placing_stage import Stage, ask, hit
-
 from kvrouter.router.base.common.errors import NoWorker, UnknownWorker
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
@@ -30,6 +27,7 @@ from kvrouter.router.route.placement.prefill_split import (
     SplitRules,
     with_prefill,
 )
+from tests.support.placing_stage import Stage, ask, hit
 
 LONG = 8_192
 RULES = SplitRules(1_024, 0.2)

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_cluster import pod
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.discovery.candidate import Candidate
@@ -17,6 +16,7 @@ from kvrouter.router.model.workers.engine_answers import Stream
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.role import HandoverWay, Role
 from kvrouter.router.model.workers.source_precedence import KUBERNETES
+from tests.support.fake_cluster import pod
 
 
 def candidates(*args: Any, **given: Any) -> list[Candidate]:

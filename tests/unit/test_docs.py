@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from doc_blocks import PAGES as BLOCK_PAGES
-from doc_blocks import all_blocks, counts, stray_marks
-from doc_worlds import WORLDS
+
+from tests.support.doc_blocks import PAGES as BLOCK_PAGES
+from tests.support.doc_blocks import all_blocks, counts, stray_marks
+from tests.support.doc_worlds import WORLDS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Each package and each wing of the router has a page that says which file to open.

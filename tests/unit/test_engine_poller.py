@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from bare_services import bare_services
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.streams.engine_poller import POLLS_AT_ONCE, TIMEOUT_S, EnginePoller
@@ -17,6 +16,7 @@ from kvrouter.router.model.upstream.failure import Failure, Kind
 from kvrouter.router.model.upstream.origin import Target
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.support.bare_services import bare_services
 
 
 class Stage:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bare_services import bare_feed
 
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.ids import WorkerKey
@@ -22,6 +21,7 @@ from kvrouter.router.follow.feed.event_ring import EVENT_BYTES, EventRing
 from kvrouter.router.follow.feed.fleet_event import EventFilter, EventType, FleetEvent
 from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
 from kvrouter.router.serve.api.events import _Subscriber, filter_of
+from tests.support.bare_services import bare_feed
 
 W0, W1 = WorkerKey("m", "w0"), WorkerKey("m", "w1", 1)
 ALL = EventFilter()

@@ -8,10 +8,10 @@ import select
 from collections.abc import Iterator
 
 import pytest
-from report_peer import fails, removed, said, stored
 
 from kvrouter.engine_patch.reporter.event_queue import EventQueue, EventsDropped, EventsLost, Message
 from kvrouter.events.patch.messages import ReportCleared, ReportStored
+from tests.support.report_peer import fails, removed, said, stored
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import zmq
-from event_stream import ANY, IMPATIENT, PATIENCE_S, QUIET, Stream, answer, kinds, seqs, subscribe
 
 from kvrouter.events.transport.permits import Permits
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
@@ -30,6 +29,7 @@ from kvrouter.events.vllm.stream_items import (
     fingerprint,
 )
 from kvrouter.events.vllm.subscriber import Subscriber
+from tests.support.event_stream import ANY, IMPATIENT, PATIENCE_S, QUIET, Stream, answer, kinds, seqs, subscribe
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

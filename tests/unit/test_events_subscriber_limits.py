@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import zmq
-from event_stream import ANY, END, PATIENCE_S, QUIET, Stream, kinds, seq8, seqs, subscribe
 
 from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.transport.subscription import SubscriberClosed
@@ -16,6 +15,7 @@ from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import Batch, GapClosed, GapLost, Malformed, Restarted
 from kvrouter.events.vllm.subscriber import Subscriber
+from tests.support.event_stream import ANY, END, PATIENCE_S, QUIET, Stream, kinds, seq8, seqs, subscribe
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

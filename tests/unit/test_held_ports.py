@@ -8,10 +8,10 @@ import socket
 
 import pytest
 import zmq
-from ports import free_port
 
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.simulator.http.held_ports import held_ports
+from tests.support.ports import free_port
 
 
 def is_free(port: int) -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hit_pictures import IMAGES, PICTURES, PROMPT_TOKENS, Picture, draw
 
 from kvrouter.router.base.common.ids import CPU, Place
+from tests.support.hit_pictures import IMAGES, PICTURES, PROMPT_TOKENS, Picture, draw
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/explanation/hit-rule.md").read_text()
 BY_NAME = {picture.name: picture for picture in PICTURES}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import numpy as np
-from ingest_steps import batch, feed, live, make, removed, stored
 
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.stream_items import (
@@ -25,6 +24,7 @@ from kvrouter.router.base.common.ids import GPU, Place
 from kvrouter.router.index.ingest.engine_liveness import EngineAbsent, EnginePresent
 from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.support.ingest_steps import batch, feed, live, make, removed, stored
 
 G0 = Place(0, GPU)
 

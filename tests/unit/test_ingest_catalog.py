@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from ingest_steps import batch, feed, live, make, removed, stored
 
 from kvrouter.events.transport.progress import FellBehind
 from kvrouter.events.vllm.codec import encode_batch
@@ -17,6 +16,7 @@ from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, red
 from kvrouter.router.model.kvcache.catalog_learner import UNNAMED_BLOCK_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.support.ingest_steps import batch, feed, live, make, removed, stored
 
 TOKENS = list(range(100, 116))
 

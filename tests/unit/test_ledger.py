@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import pytest
-from report_peer import removed, stored
 
 from kvrouter.engine_patch.reporter.ledger import Ledger
 from kvrouter.events.patch.messages import PlaceSummary, ReportCleared, ReportEvent, ReportStored, unpack_hashes
+from tests.support.report_peer import removed, stored
 
 BIG = 2**64 - 1
 

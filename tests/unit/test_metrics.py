@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 import pytest
-from metric_labels import label_names
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.router.app.core.resident_blocks import ResidentBlocks
@@ -22,6 +21,7 @@ from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.quality.prediction_judge import PredictionOutcome
 from kvrouter.router.serve.proxy.circuit_breaker import BreakerState
 from kvrouter.router.serve.proxy.proxy_metrics import ANSWER_OUTCOMES
+from tests.support.metric_labels import label_names
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "metrics.json"
 

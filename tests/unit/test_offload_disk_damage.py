@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from disk_child import RECORD_BYTES, STRIDE_BYTES, identity, payload, salt_of
-from faulty_disk_desk import A, B, C, D, Desk, desks_in, files_of, lines, patch
 
 from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.format.manifest import ENTRY_BYTES, HEADER_BYTES
 from kvrouter.engine_patch.offload.disk.format.record_store import DONE, Found, RecordOutcome, Store
 from kvrouter.engine_patch.setup.throttled_log import INTERVAL_S
+from tests.support.disk_child import RECORD_BYTES, STRIDE_BYTES, identity, payload, salt_of
+from tests.support.faulty_disk_desk import A, B, C, D, Desk, desks_in, files_of, lines, patch
 
 
 @pytest.fixture

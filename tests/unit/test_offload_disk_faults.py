@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, Slots, identity, payload
-from faulty_disk_desk import RETRY_S, A, B, C, D, Desk, E, desks_in, files_of, lines
 
 from kvrouter.engine_patch.offload.disk.format.folder import DiskFolderError
 from kvrouter.engine_patch.offload.disk.health import State
 from kvrouter.engine_patch.offload.disk.tier import UNCLEARED, DiskTier
 from kvrouter.engine_patch.setup.throttled_log import INTERVAL_S
+from tests.support.disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, Slots, identity, payload
+from tests.support.faulty_disk_desk import RETRY_S, A, B, C, D, Desk, E, desks_in, files_of, lines
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from disk_child import STRIDE_BYTES, identity, key
-from disk_desk import A, B, C, D, Desk, desks_in
 
 from kvrouter.engine_patch.offload.disk.format.folder import DiskFolderError, FolderInUse, ForeignFolder
+from tests.support.disk_child import STRIDE_BYTES, identity, key
+from tests.support.disk_desk import A, B, C, D, Desk, desks_in
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import os
 from pathlib import Path
 
 import pytest
-from disk_child import identity
 
 from kvrouter.engine_patch.offload.disk.format import checksum as checksums
 from kvrouter.engine_patch.offload.disk.format.checksum import CRC32, XXH3, checksum, default_checksum
 from kvrouter.engine_patch.offload.disk.format.folder import DiskFolderError, FolderInUse, ForeignFolder, claim
 from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity, GroupIdentity
+from tests.support.disk_child import identity
 
 LOG = logging.getLogger("t")
 GROUP = GroupIdentity("full_attention", (512, 256), 16)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from disk_child import RECORD_BYTES, STRIDE_BYTES, HandExecutor, Slots, identity, key, payload
 
 from kvrouter.engine_patch.offload.disk.disk_events import READ, Finished
 from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
@@ -21,6 +20,7 @@ from kvrouter.engine_patch.offload.disk.health import MAX_RETRY_S, State
 from kvrouter.engine_patch.offload.disk.reader import LOOK_S, NO_HEADER, RESETS_DIFFER, DiskReader
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey
+from tests.support.disk_child import RECORD_BYTES, STRIDE_BYTES, HandExecutor, Slots, identity, key, payload
 
 A, B, C, D = (key(number) for number in range(4))
 # Another salt: what an engine with other weights writes.

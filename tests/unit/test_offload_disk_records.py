@@ -8,10 +8,10 @@ import zlib
 from pathlib import Path
 
 import pytest
-from disk_child import RECORD_BYTES, FaultyFiles, payload
 
 from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.format.records import PAGE_BYTES, Records, stride_bytes
+from tests.support.disk_child import RECORD_BYTES, FaultyFiles, payload
 
 SIZE = RECORD_BYTES
 A, B = payload(b"a", SIZE), payload(b"b", SIZE)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import logging
 
 import pytest
-from disk_child import key
 
 from kvrouter.engine_patch.offload.disk.health import MAX_RETRY_S, Health, Permit, State
 from kvrouter.engine_patch.offload.disk.record_table import RecordTable, Room
+from tests.support.disk_child import key
 
 A, B, C, D = (key(number) for number in range(4))
 

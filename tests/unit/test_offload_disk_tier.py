@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from disk_child import RECORD_BYTES, STRIDE_BYTES, Slots, identity, key, payload
-from disk_desk import A, B, C, D, Desk, desks_in
 
 from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Finished
 from kvrouter.engine_patch.offload.disk.format.checksum import CRC32
 from kvrouter.engine_patch.offload.disk.health import State
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey
+from tests.support.disk_child import RECORD_BYTES, STRIDE_BYTES, Slots, identity, key, payload
+from tests.support.disk_desk import A, B, C, D, Desk, desks_in
 
 
 @pytest.fixture

@@ -11,9 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-# pytest's importlib mode leaves sys.path alone.
-from placing_stage import TOKENS, Stage, ask, hit
-
 from kvrouter.router.base.common.errors import Conflict, NoWorker, QueueFull, Saturated, UnknownSelection, UnknownWorker
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Question
@@ -23,6 +20,7 @@ from kvrouter.router.route.load.load_table import PREFILL_TTL_S, RESERVATION_TTL
 from kvrouter.router.route.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S
 from kvrouter.router.route.load.prompts_ahead import ARRIVAL_S
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
+from tests.support.placing_stage import TOKENS, Stage, ask, hit
 
 PATIENCE_S = 20.0
 

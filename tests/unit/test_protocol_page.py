@@ -24,10 +24,10 @@ from kvrouter.engine_patch.reporter.request_handler import MAX_UNSENT
 from kvrouter.engine_patch.reporter.snapshots import Moment, parts
 from kvrouter.engine_patch.setup.settings import DEFAULT_MAX_BLOCKS, ReporterSettings
 from kvrouter.events.patch import messages as report
+from tests.golden.make_report_messages import CASES, message, plain
+from tests.support.report_peer import TIMEOUT_MS, eventually, fails, removed, said, start, stored
 
 TESTS = Path(__file__).resolve().parents[1]
-from make_report_messages import CASES, message, plain  # noqa: E402
-from report_peer import TIMEOUT_MS, eventually, fails, removed, said, start, stored  # noqa: E402
 
 PAGE = (TESTS.parent / "docs" / "reference" / "protocol.md").read_text()
 EXAMPLES = {case["name"]: case for case in json.loads(CASES.read_text())}

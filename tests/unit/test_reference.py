@@ -12,10 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 import typer
-from api_support import TinyCore, build
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from metric_labels import label_names
 
 from kvrouter.router.app.cli.commands import app as cli
 from kvrouter.router.app.server.router_metrics import RouterMetrics
@@ -25,6 +23,8 @@ from kvrouter.router.route.tokens.proxied_paths import PATHS
 from kvrouter.router.serve.api.http import fastapi_app
 from kvrouter.router.serve.api.openapi import EVENTS, HOT_OPERATIONS, SCHEMAS
 from kvrouter.simulator.command import app as simulator
+from tests.contract.api_support import TinyCore, build
+from tests.support.metric_labels import label_names
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from replay_traces import conversation_rows, write_rows
 
 from kvrouter.replay.policies.names import COMPARED
 from kvrouter.replay.report.comparison import FleetRow, compared, sentence
@@ -19,6 +18,7 @@ from kvrouter.replay.report.table import COLUMNS, text
 from kvrouter.replay.runs.policy_run import Summary
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.router.app.cli.commands import run
+from tests.support.replay_traces import conversation_rows, write_rows
 
 ROW = Summary(
     "kv", 10, False, 0, 4_000_000, 2_000_000, 2_000_000, 0.5, 0.9, 1.0, 1.0, 2.0, 3.0, 200.0, 0.1, 1.5, 60, 1, 0.2, 9.0

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fleet_trace import Setting, endless, simulated
-from replay_traces import PIECE_TOKENS, conversation_rows, small_trace, write_rows
 
+from benchmarks.fleet_trace import Setting, endless, simulated
 from kvrouter.replay.fleet.fleet_shape import (
     CACHE_TOKENS,
     REPLICAS,
@@ -32,6 +31,7 @@ from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.index.matching.question import Question
 from kvrouter.simulator.cache.pool import Stored
 from kvrouter.simulator.engine.timing import Timing
+from tests.support.replay_traces import PIECE_TOKENS, conversation_rows, small_trace, write_rows
 
 # For 150 requests: reused, achievable and predicted tokens and the sum of times to first tokens in ms, as the fleet
 # benchmark found them when it had this machinery itself. The figures of kv and full_attention_only are those since the

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replay_traces import conversation_rows, write_rows
 
 from kvrouter.replay.traces import formats
 from kvrouter.replay.traces.formats import AUTO, read_trace, recognised
 from kvrouter.replay.traces.pieces import pieces_of_text, pieces_of_tokens
 from kvrouter.replay.traces.reader import ReadOptions
 from kvrouter.replay.traces.request import Trace, TraceError
+from tests.support.replay_traces import conversation_rows, write_rows
 
 ROW = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
 
@@ -303,9 +303,8 @@ def test_a_time_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def test_a_models_own_tokenizer_reads_chats_by_their_template(tmp_path: Path) -> None:
-    from tiny_tokenizer import write_tokenizer
-
     from kvrouter.replay.traces.local_tokens import tokenizer_of
+    from tests.support.tiny_tokenizer import write_tokenizer
 
     tokenize = tokenizer_of(write_tokenizer(tmp_path / "model"))
     first = [{"role": "user", "content": "How are you today? " * 20}]

@@ -6,8 +6,23 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fake_reporter import parts
-from report_cursor_steps import (
+from kvrouter.events.patch.cursor import REMEMBERED_EPOCHS, ReportCursor
+from kvrouter.events.patch.items import (
+    Declared,
+    Greeted,
+    HeartbeatSeen,
+    Loaded,
+    NewEpoch,
+    PatchHeard,
+    PatchSilent,
+    ReportGap,
+    ReportResume,
+)
+from kvrouter.events.patch.messages import CatalogMessage, PlaceSummary
+from kvrouter.events.transport.outbox import Outbox
+from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
+from tests.support.fake_reporter import parts
+from tests.support.report_cursor_steps import (
     CATALOG,
     MAX_SEQ,
     A,
@@ -24,22 +39,6 @@ from report_cursor_steps import (
     seqs,
     snapshot,
 )
-
-from kvrouter.events.patch.cursor import REMEMBERED_EPOCHS, ReportCursor
-from kvrouter.events.patch.items import (
-    Declared,
-    Greeted,
-    HeartbeatSeen,
-    Loaded,
-    NewEpoch,
-    PatchHeard,
-    PatchSilent,
-    ReportGap,
-    ReportResume,
-)
-from kvrouter.events.patch.messages import CatalogMessage, PlaceSummary
-from kvrouter.events.transport.outbox import Outbox
-from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
 
 
 class TestStart:

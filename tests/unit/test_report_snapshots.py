@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_reporter import Context, FakeReporter, refused, stored
-from report_stream import eventually, kinds, only, read, seqs
 
 from kvrouter.events.patch.items import Loaded, SnapshotFailed
 from kvrouter.events.patch.messages import Refused, SnapshotRequest
 from kvrouter.events.transport.permits import Permits
 from kvrouter.events.vllm.stream_items import Malformed
+from tests.support.fake_reporter import Context, FakeReporter, refused, stored
+from tests.support.report_stream import eventually, kinds, only, read, seqs
 
 
 def test_no_more_snapshots_at_once_than_are_permitted(context: Context, run: Any) -> None:

@@ -9,8 +9,6 @@ import time
 from typing import Any
 
 import pytest
-from fake_reporter import HOST, Context, FakeReporter, apply, stored
-from report_stream import MOVED, eventually, kinds, only, read, seqs
 
 from kvrouter.events.patch.items import (
     Declared,
@@ -25,6 +23,8 @@ from kvrouter.events.patch.items import (
 )
 from kvrouter.events.patch.messages import DeclaredCatalog, HelloRequest, SnapshotRequest
 from kvrouter.events.vllm.stream_items import Connected, Disconnected
+from tests.support.fake_reporter import HOST, Context, FakeReporter, apply, stored
+from tests.support.report_stream import MOVED, eventually, kinds, only, read, seqs
 
 
 def test_a_late_reader_loads_a_snapshot_and_follows(context: Context, run: Any) -> None:

@@ -10,9 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from fake_reporter import HOST, Context, FakeReporter, stored
-from ports import free_port
-from report_stream import PATIENCE_S, Stream, eventually, kinds, only, read, seqs
 
 from kvrouter.events.patch.hello import greet
 from kvrouter.events.patch.items import Greeted, HeartbeatSeen, Loaded, ReportBatch, ReportGap
@@ -21,6 +18,9 @@ from kvrouter.events.patch.subscriber import ReportSubscriber
 from kvrouter.events.transport.link import Link
 from kvrouter.events.transport.subscription import SubscriberClosed
 from kvrouter.events.vllm.stream_items import Malformed
+from tests.support.fake_reporter import HOST, Context, FakeReporter, stored
+from tests.support.ports import free_port
+from tests.support.report_stream import PATIENCE_S, Stream, eventually, kinds, only, read, seqs
 
 
 def test_garbage_is_reported_and_costs_only_itself(context: Context, run: Any) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import msgspec
 import pytest
 import zmq
-from report_peer import CATALOG, Copies, Peer, Plug, apply, copies_of, eventually, fails, removed, said, stored, summed
 
 from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.engine_patch.reporter.reporter import Reporter
@@ -23,6 +22,20 @@ from kvrouter.events.patch.messages import (
     ReportEvent,
     ReportStored,
     unpack_hashes,
+)
+from tests.support.report_peer import (
+    CATALOG,
+    Copies,
+    Peer,
+    Plug,
+    apply,
+    copies_of,
+    eventually,
+    fails,
+    removed,
+    said,
+    stored,
+    summed,
 )
 
 Context = zmq.Context[zmq.Socket[bytes]]

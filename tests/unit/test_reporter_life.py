@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import zmq
-from report_peer import ANY, CATALOG, Peer, Plug, eventually, reporting, said, start, stored, takes
 
 from kvrouter.engine_patch.reporter import reporter as reporter_module
 from kvrouter.engine_patch.reporter.reporter import Reporter
 from kvrouter.events.transport import binding
+from tests.support.report_peer import ANY, CATALOG, Peer, Plug, eventually, reporting, said, start, stored, takes
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 import zmq
-from report_peer import Copies, Peer, apply, copies_of, eventually, fails, removed, said, stored
 
 from kvrouter.engine_patch.reporter.reporter import MAX_MESSAGE_BYTES, Reporter
 from kvrouter.engine_patch.reporter.request_handler import MAX_UNSENT
@@ -23,6 +22,7 @@ from kvrouter.events.patch.messages import (
     SnapshotPart,
     SnapshotRequest,
 )
+from tests.support.report_peer import Copies, Peer, apply, copies_of, eventually, fails, removed, said, stored
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

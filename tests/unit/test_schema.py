@@ -2,7 +2,7 @@
 """All that routers write into Redis for each other, as forms. Who changes one decides by ADR 42 whether routers of the
 version before would misread it, or write it away: then `keys.SCHEMA` rises, and `keys.FORMER_PREFIX` follows it.
 
-To write the file: `python tests/unit/test_schema.py`."""
+To write the file: `python -m tests.unit.test_schema`."""
 
 from __future__ import annotations
 

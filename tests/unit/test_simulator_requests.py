@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import zmq
-from request_checks import CHAT, COMPLETIONS, CONTEXT_TOKENS, JSON, Checked, answer_to, statuses_of
 
 from kvrouter.simulator.cache.shapes import gpt_oss
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.request_checks import CHAT, COMPLETIONS, CONTEXT_TOKENS, JSON, Checked, answer_to, statuses_of
 
 # `tests/engine/test_request_checks.py` compares it with vLLM.
 GOLDEN: dict[str, int] = json.loads((Path(__file__).parents[1] / "golden" / "request_checks.json").read_text())

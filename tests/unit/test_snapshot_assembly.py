@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_reporter import Ledger, packed, parts, summary
-from report_cursor_steps import MAX_SEQ, A, B, greeted, in_order, kinds, live, load, seqs, snapshot
 
 from kvrouter.events.patch.items import SnapshotFailed
 from kvrouter.events.patch.messages import PlaceSummary, SnapshotPart
 from kvrouter.events.patch.snapshot_assembly import MAX_PLACES, SnapshotAssembly, SnapshotError
 from kvrouter.events.vllm.messages import MAX_NAME_CHARS
+from tests.support.fake_reporter import Ledger, packed, parts, summary
+from tests.support.report_cursor_steps import MAX_SEQ, A, B, greeted, in_order, kinds, live, load, seqs, snapshot
 
 LEDGER: Ledger = {(0, "GPU"): Counter((5, 6, 6, 7)), (None, "CPU"): Counter((5, 2**64 - 1))}
 

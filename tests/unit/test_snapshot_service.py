@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from report_peer import copies_of, stored
 
 from kvrouter.engine_patch.reporter.counters import Counters
 from kvrouter.engine_patch.reporter.ledger import Ledger
 from kvrouter.engine_patch.reporter.snapshots import Moment, Sent, SnapshotService
 from kvrouter.events.patch.messages import SnapshotPart
+from tests.support.report_peer import copies_of, stored
 
 
 class Wire:

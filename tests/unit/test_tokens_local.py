@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tiny_tokenizer import BOS, write_tokenizer
 from tokenizers import Tokenizer
 
 from kvrouter.router.base.common.errors import SettingError
@@ -20,6 +19,7 @@ from kvrouter.router.route.tokens.engine.wire import RenderQuirks
 from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
 from kvrouter.router.route.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.route.tokens.token_request import TokenRequest, read
+from tests.support.tiny_tokenizer import BOS, write_tokenizer
 
 USER = {"role": "user", "content": "Hi there, Größe 12"}
 

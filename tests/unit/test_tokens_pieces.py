@@ -9,11 +9,11 @@ from random import Random
 
 import numpy as np
 import pytest
-from chats import text
-from tiny_tokenizer import END, START, build_tokenizer
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from kvrouter.router.route.tokens.local.piece_cache import PieceCache
+from tests.support.chats import text
+from tests.support.tiny_tokenizer import END, START, build_tokenizer
 
 # A character in four texts is one that special tokens are made of, so that halves of them occur too.
 NOISE = (

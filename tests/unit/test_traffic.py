@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from traffic.outcome import ENDLESS, POOLED, Outcome, verdict
-from traffic.prompts import trace_and_fleet
-from traffic.report import report_values
-from traffic.shape import PIECE_TOKENS, QUOTA, Shape, classes, draw, draw_rotation
+
+from benchmarks.traffic.outcome import ENDLESS, POOLED, Outcome, verdict
+from benchmarks.traffic.prompts import trace_and_fleet
+from benchmarks.traffic.report import report_values
+from benchmarks.traffic.shape import PIECE_TOKENS, QUOTA, Shape, classes, draw, draw_rotation
 
 SEED = 7
 

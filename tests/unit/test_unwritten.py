@@ -8,8 +8,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from bare_services import bare_services
-from ingest_steps import REPLAY, batch, stored
 
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.stream_items import Connected
@@ -20,6 +18,8 @@ from kvrouter.router.follow.streams.worker_record import WorkerRecord
 from kvrouter.router.index.store import keys
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.support.bare_services import bare_services
+from tests.support.ingest_steps import REPLAY, batch, stored
 
 WORKER = WorkerKey("m", "w")
 GREETING_S = 3.0

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pytest
-from bare_services import bare_services
 
 from kvrouter.events.vllm.stream_items import Connected
 from kvrouter.router.base.common.ids import WorkerKey
@@ -12,6 +11,7 @@ from kvrouter.router.follow.streams.worker_record import INCIDENT_SHOWN_S
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.support.bare_services import bare_services
 
 
 class Stage:

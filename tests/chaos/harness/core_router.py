@@ -23,10 +23,9 @@ from kvrouter.router.model.upstream.engine_client import EngineClient
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.registration import NO_PATCH, CatalogSpec, Registration
-
-from .engines import MODEL, Engine
-from .history import Place
-from .shape import Kind
+from tests.chaos.harness.engines import MODEL, Engine
+from tests.chaos.harness.history import Place
+from tests.chaos.harness.shape import Kind
 
 LEASE_S = 2.0
 # Shorter than the default, so that a replay that does not come costs a schedule little; longer than our own loop ever

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import zmq
-from wire import Wire
 
 from kvrouter.engine_patch.reporter.reporter import Reporter
 from kvrouter.engine_patch.setup.settings import ReporterSettings
@@ -36,12 +35,12 @@ from kvrouter.simulator.cache.pool import Cleared, Removed, Stored
 from kvrouter.simulator.cache.shapes import Geometry
 from kvrouter.simulator.engine.replica import Replica
 from kvrouter.simulator.http.event_stream import to_wire
-
-from .history import Held, History, Life, Place
-from .publisher import ANY_PORT, ChaosPublisher
-from .pulse import PulseServer
-from .shape import Kind, Shape
-from .tiers import Moved, Tiers, short
+from tests.chaos.harness.history import Held, History, Life, Place
+from tests.chaos.harness.publisher import ANY_PORT, ChaosPublisher
+from tests.chaos.harness.pulse import PulseServer
+from tests.chaos.harness.shape import Kind, Shape
+from tests.chaos.harness.tiers import Moved, Tiers, short
+from tests.support.wire import Wire
 
 # Between two looks at requests for a replay: vLLM needs up to 100 ms.
 TURN_S = 0.005

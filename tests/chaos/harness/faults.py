@@ -9,11 +9,10 @@ from typing import TypeAlias
 
 from kvrouter.simulator.cache.hashing import DEFAULT_SEED
 from kvrouter.simulator.cache.shapes import gemma3, gpt_oss, llama, qwen3_next
-
-from .engines import Engine
-from .publisher import Replay
-from .scene import LONG_S, SHORT_S, Fault, Scene
-from .shape import Kind
+from tests.chaos.harness.engines import Engine
+from tests.chaos.harness.publisher import Replay
+from tests.chaos.harness.scene import LONG_S, SHORT_S, Fault, Scene
+from tests.chaos.harness.shape import Kind
 
 # Far longer than leases, than any timeout, and than doubt is credited.
 SILENT_S = 30.0

@@ -8,10 +8,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 
-from .faults import FAULTS
-from .process_schedule import PROCESS_FAULTS, ProcessSchedule
-from .schedule import MIXED, Schedule
-from .stage import Outcome, Stage
+from tests.chaos.harness.faults import FAULTS
+from tests.chaos.harness.process_schedule import PROCESS_FAULTS, ProcessSchedule
+from tests.chaos.harness.schedule import MIXED, Schedule
+from tests.chaos.harness.stage import Outcome, Stage
 
 # What a schedule can be about; seeds take them in turn.
 KINDS = (*FAULTS, MIXED, *PROCESS_FAULTS)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .core_router import Sample
-from .history import NOTHING, Held, History, Life, Place
+from tests.chaos.harness.core_router import Sample
+from tests.chaos.harness.history import NOTHING, Held, History, Life, Place
 
 # From a broken connection, or the first word of a new life, to what the router shows: milliseconds; longer under load.
 NEWS_S = 2.0

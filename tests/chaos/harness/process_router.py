@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from .engines import MODEL, Engine
+from tests.chaos.harness.engines import MODEL, Engine
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0

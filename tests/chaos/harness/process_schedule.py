@@ -12,8 +12,6 @@ import time
 from typing import Any, cast
 
 import httpx
-from stored_residency import place_keys, residency_of
-from wire import Wire
 
 from kvrouter.router.base.common.ids import Place as RouterPlace
 from kvrouter.router.base.common.ids import WorkerKey
@@ -21,15 +19,16 @@ from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.log_follower import BLOCK_S, SILENT_S
 from kvrouter.simulator.cache.hit import find_prefix
 from kvrouter.simulator.cache.pool import Block, BlockPool
-
-from .engines import MODEL, Engine
-from .faults import FAULTS
-from .history import Held
-from .oracle import NEWS_S, admissible
-from .process_router import LEASE_S, ProcessRouter
-from .scene import Scene
-from .stage import AFTER_S, BEFORE_S, HOPELESS_S, LIVE, SAMPLE_S, START_S, Stage
-from .tiers import short
+from tests.chaos.harness.engines import MODEL, Engine
+from tests.chaos.harness.faults import FAULTS
+from tests.chaos.harness.history import Held
+from tests.chaos.harness.oracle import NEWS_S, admissible
+from tests.chaos.harness.process_router import LEASE_S, ProcessRouter
+from tests.chaos.harness.scene import Scene
+from tests.chaos.harness.stage import AFTER_S, BEFORE_S, HOPELESS_S, LIVE, SAMPLE_S, START_S, Stage
+from tests.chaos.harness.tiers import short
+from tests.support.stored_residency import place_keys, residency_of
+from tests.support.wire import Wire
 
 ROUTER_KILLED, ROUTER_STOPPED, ROUTER_CUT_OFF = "router_killed", "router_stopped", "router_cut_off"
 STORE_HANGS, ROUTER_REFUSES = "store_hangs", "router_refuses"

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from .shape import Kind
-from .stage import LIVE, Outcome
+from tests.chaos.harness.shape import Kind
+from tests.chaos.harness.stage import LIVE, Outcome
 
 HEAD = (
     "| fault | schedules | faults | samples | live but behind | ghosts while live | ghosts while marked | ghosts after "

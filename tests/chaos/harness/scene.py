@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .core_router import CoreRouter
-from .engines import Engine
-from .shape import Kind
-from .valkey import Valkey
+from tests.chaos.harness.core_router import CoreRouter
+from tests.chaos.harness.engines import Engine
+from tests.chaos.harness.shape import Kind
+from tests.chaos.harness.valkey import Valkey
 
 # Longer than a dead connection takes to be noticed where the kernel says so, and than the router's replay timeout.
 SHORT_S, LONG_S = 0.2, 1.5

@@ -9,13 +9,12 @@ import random
 import time
 
 from kvrouter.router.model.workers.stream_state import CREDITED
-
-from .core_router import CoreRouter, Sample
-from .engines import Engine
-from .faults import FAULTS
-from .oracle import NEWS_S, Verdict, judge
-from .scene import Fault, Scene
-from .stage import AFTER_S, BEFORE_S, HOPELESS_S, LIVE, SAMPLE_S, SETTLE_S, START_S, Stage
+from tests.chaos.harness.core_router import CoreRouter, Sample
+from tests.chaos.harness.engines import Engine
+from tests.chaos.harness.faults import FAULTS
+from tests.chaos.harness.oracle import NEWS_S, Verdict, judge
+from tests.chaos.harness.scene import Fault, Scene
+from tests.chaos.harness.stage import AFTER_S, BEFORE_S, HOPELESS_S, LIVE, SAMPLE_S, SETTLE_S, START_S, Stage
 
 MIXED = "mixed"
 

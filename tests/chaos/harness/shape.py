@@ -10,8 +10,7 @@ from enum import StrEnum
 from kvrouter.events.patch.messages import DeclaredCatalog, DeclaredGroup, HashExample
 from kvrouter.simulator.cache.hashing import extend_hashes, root_hash
 from kvrouter.simulator.cache.shapes import Geometry
-
-from .tiers import short
+from tests.chaos.harness.tiers import short
 
 # Other prompts share a prefix with their like, so that blocks are reused, doubled and evicted.
 FAMILIES, PROMPTS = 4, 24

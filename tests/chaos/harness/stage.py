@@ -22,11 +22,10 @@ import zmq
 
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.simulator.cache.shapes import Geometry, gemma3, gpt_oss, llama, qwen3_next
-
-from .engines import Engine
-from .scene import Fault, Scene
-from .shape import Kind, Shape
-from .valkey import Valkey
+from tests.chaos.harness.engines import Engine
+from tests.chaos.harness.scene import Fault, Scene
+from tests.chaos.harness.shape import Kind, Shape
+from tests.chaos.harness.valkey import Valkey
 
 SAMPLE_S = 0.02
 # Load before the first fault, and after the last: ghosts of a missed batch may show with the next one only.

@@ -8,7 +8,7 @@ import random
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from .history import Place
+from tests.chaos.harness.history import Place
 
 # Who owns the disk, as a secondary tier's events name it.
 OWNER = "chaos-disk"
