@@ -29,6 +29,7 @@ DEFAULT_SEED = 20261
 
 # These start engines and take minutes: last, one process would still be at them when the others are done.
 LONGEST = (
+    "hits",
     "offload_engine",
     "offload_lives",
     "tokens_engine",

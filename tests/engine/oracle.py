@@ -10,6 +10,8 @@ same, because vLLM walks sets of byte keys there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -30,7 +32,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvrouter.engine_patch.offload.manager import HybridOffloadingManager
 from tests.engine.engine_config import VOCAB_SIZE, build_kv_cache_config, build_vllm_config
-from tests.engine.group_sets import GroupSet
+from tests.engine.group_sets import GroupSet, OffloadSet, SimpleSet
 from tests.engine.offload_worker import MultiOffloadWorker, OffloadWorker, SimpleOffloadWorker
 from tests.engine.workload import Prompt, PromptTree
 
@@ -332,3 +334,18 @@ class Oracle:
             sorted(offload._chunks_being_loaded),
             sorted(tracker._pending_event_metadata),
         )
+
+
+@contextmanager
+def running(layout: GroupSet | OffloadSet | SimpleSet, model: Path, rng: Random) -> Iterator[Oracle]:
+    """Yield an oracle with the layout's groups and CPU tier, and close it."""
+    if isinstance(layout, GroupSet):
+        oracle = Oracle(layout, model, rng)
+    elif isinstance(layout, OffloadSet):
+        oracle = Oracle(layout.group_set, model, rng, layout.connector_config())
+    else:
+        oracle = Oracle(layout.group_set, model, rng, layout.connector_config(), layout.CONNECTOR)
+    try:
+        yield oracle
+    finally:
+        oracle.close()

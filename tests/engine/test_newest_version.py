@@ -23,11 +23,11 @@ TIMEOUT_S = 1_500.0
 # files, some ten minutes.
 WHOLE = os.environ.get("KVROUTER_TEST_NEWEST_WHOLE") == "1"
 FILES = {
-    "test_gpu_hits.py": "eagle",
+    "test_hits.py": "hit_equals and eagle and not cpu and not simple",
     "test_offload_hits.py": "self-describing and window or eagle",
     "test_patch_catalog.py": "eagle",
 }
-MORE_FILES = ("test_cpu_hits.py", "test_simple_hits.py", "test_patch_reports.py", "test_patch_resets.py")
+MORE_FILES = ("test_simple_connector.py", "test_patch_reports.py", "test_patch_resets.py")
 
 
 @pytest.mark.parametrize("name", [*FILES, *MORE_FILES] if WHOLE else FILES)
