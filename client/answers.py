@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the router answers. Names and types are those of its OpenAPI document, which `tests/unit/test_client_shapes.py`
-holds them to; fields that are there for other clients are left out, and fields of newer routers are ignored.
+"""The router's answers.
 
-All counts are tokens unless a name ends in `_blocks`. None: absent, or null."""
+Names and types are those of the router's OpenAPI document; `tests/unit/test_client_shapes.py` compares them. Fields
+that exist for other clients are left out, and fields of newer routers are ignored.
+
+All counts are tokens unless a name ends in `_blocks`. A field is None if it is absent or null.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import msgspec
 
 
 class GroupCover(msgspec.Struct, frozen=True):
-    """How far one KV cache group alone would let the GPU hit reach."""
+    """The part of the GPU hit that one KV cache group alone would allow."""
 
     group_idx: int | None
     kind: str
@@ -20,7 +23,7 @@ class GroupCover(msgspec.Struct, frozen=True):
 
 
 class HitLimit(msgspec.Struct, frozen=True):
-    """The group that kept the hit from being longer, and a sentence why."""
+    """The group that kept the hit from being longer, and a sentence that says why."""
 
     group_idx: int | None
     kind: str
@@ -28,27 +31,32 @@ class HitLimit(msgspec.Struct, frozen=True):
 
 
 class HeldRuns(msgspec.Struct, frozen=True):
-    """Blocks of the prompt that one place holds. runs: of tokens, [first, end), ascending and apart."""
+    """Blocks of the prompt that one place holds."""
 
     group_idx: int | None
     medium: str
     owner: str | None
     block_size: int
+    # Ranges of tokens, [first, end), ascending, with gaps between them.
     runs: tuple[tuple[int, int], ...]
 
 
 class InstanceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker: the numbers of its best rank, and the longest match of each rank in `dp`. gpu: reused from the GPU
-    cache alone, cpu: with the CPU tier, disk: with the disk tier too. reason: why credit is withheld. approximate: an
-    estimate from what was sent there."""
+    """One worker's hit: the numbers of its best rank."""
 
     longest_matched: int
+    # Reused from the GPU cache alone.
     gpu: int
+    # Reused with the CPU tier.
     cpu: int
+    # Reused with the CPU tier and the disk tier.
     disk: int
+    # The longest match of each rank.
     dp: dict[str, int]
     state: str
+    # Why credit is withheld.
     reason: str | None = None
+    # Whether the hit is an estimate from the prompts that were sent to the worker.
     approximate: bool | None = None
     groups: tuple[GroupCover, ...] | None = None
     limited_by: HitLimit | None = None
@@ -56,14 +64,15 @@ class InstanceReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueryReply(msgspec.Struct, frozen=True):
-    """instances: every worker of the model, also those without a hit; scores: the longest match by worker and rank."""
+    """The hits of all workers of the model, also of workers without a hit."""
 
     instances: dict[str, InstanceReply]
+    # The longest match by worker and rank.
     scores: dict[str, dict[str, int]]
 
 
 class Overlap(msgspec.Struct, frozen=True):
-    """Tokens that would not be computed again, cumulative; longest_matched equals disk."""
+    """Tokens that would not be computed again. Each tier includes those before it; longest_matched equals disk."""
 
     longest_matched: int
     gpu: int
@@ -73,7 +82,7 @@ class Overlap(msgspec.Struct, frozen=True):
 
 
 class CostTerms(msgspec.Struct, frozen=True):
-    """The terms of one worker's cost; copy, junction and session are taken off."""
+    """The terms of one worker's cost; copy, junction and session are subtracted."""
 
     prefill: int
     queued: int
@@ -86,120 +95,135 @@ class CostTerms(msgspec.Struct, frozen=True):
 
 
 class CandidateReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as compared in the choice; the lowest cost wins. load: the part of the cost that is other prompts'
-    work. pending: tokens of this prompt that are being computed there."""
+    """One worker as the choice compared it. The lowest cost wins."""
 
     worker_id: str | int
     dp_rank: int
     overlap: Overlap
+    # The part of the cost that other prompts cause.
     load: int
     cost: int
     parts: CostTerms
     saturated: bool
     state: str
     limited_by: HitLimit | None
+    # Tokens of this prompt that the worker is computing now.
     pending: int | None = None
     reason: str | None = None
     approximate: bool | None = None
 
 
 class TokensReply(msgspec.Struct, frozen=True):
-    """Where a text's tokens come from (given, render, tokenize, local, none), how many are known, and why not all."""
+    """The source of a text's tokens, and how many of them are known."""
 
+    # given, render, tokenize, local or none.
     source: str
     num_tokens: int
     known_tokens: int
+    # Why not all tokens are known.
     problem: str
 
 
 class PrefillReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker that is to compute the prompt first. handover: how the prompt is handed over to the chosen one."""
+    """The worker that is to compute the prompt first."""
 
     worker_id: str | int
     dp_rank: int
     endpoint: str | None
     overlap: Overlap
     effective_prefill_tokens: int
+    # How the prompt is handed over to the chosen worker.
     handover: str
     reason: str
     candidates: tuple[CandidateReply, ...] | None = None
 
 
 class SelectReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The chosen worker. endpoint: the engine's URL, None for a worker that was registered without one.
-    effective_prefill_tokens: what it must compute; expected_tokens: what it will reuse of the prompt by the time it
-    schedules it, 0 from a router of before. reserved: whether its load counts. tokens: of texts. prefill: where
-    another worker is to compute the prompt. candidates: with explain."""
+    """The chosen worker."""
 
     selection_id: str
     model: str
     worker_id: str | int
     dp_rank: int
+    # The engine's URL; None for a worker that was registered without one.
     endpoint: str | None
     overlap: Overlap
+    # Tokens of the prompt that the worker must compute.
     effective_prefill_tokens: int
     reason: str
+    # Whether the prompt's load counts.
     reserved: bool
+    # Tokens of the prompt that the worker will reuse by the time it schedules the prompt; 0 from an older router.
     expected_tokens: int = 0
+    # For texts.
     tokens: TokensReply | None = None
+    # With `explain`.
     candidates: tuple[CandidateReply, ...] | None = None
+    # If another worker is to compute the prompt.
     prefill: PrefillReply | None = None
 
 
 class EndedReply(msgspec.Struct, frozen=True):
-    """Of what ends a reservation, or a part of it."""
+    """The answer to a call that ends a reservation, or a part of it."""
 
     status: str
 
 
 class RegisteredReply(msgspec.Struct, frozen=True):
-    """Of registering and dropping a worker. dropped: ranks that were dropped. endpoint: the engine's HTTP address. note:
-    what the engine did not report, and what follows from that."""
+    """The answer to registering or dropping a worker."""
 
     status: str
     worker_id: str | int
+    # How many ranks were dropped.
     dropped: int | None = None
     model_name: str | None = None
     lifecycle: str | None = None
+    # The engine's HTTP address.
     endpoint: str | None = None
     kv_events_endpoint: str | None = None
     replay_endpoint: str | None = None
     block_size: int | None = None
+    # Facts that the engine did not report, and the consequences.
     note: str | None = None
 
 
 class PatchStatus(msgspec.Struct, frozen=True):
-    """The engine patch of a worker. mismatches: heartbeats that disagreed with the index."""
+    """The engine patch of a worker."""
 
     version: str
     epoch: str
     heartbeat_age_s: float | None
     heartbeats: int
+    # Heartbeats that disagreed with the index.
     mismatches: int
     snapshots: int
     features: dict[str, str]
 
 
 class Recovery(msgspec.Struct, frozen=True):
-    """What went missing, how it was recovered, and by how many blocks a snapshot showed the index to be wrong."""
+    """The losses of a worker's stream, how they were recovered, and the errors of the index that snapshots showed."""
 
     missed_batches: int = 0
     replays: int = 0
     snapshots: int = 0
     relearned: int = 0
+    # Blocks that the index held and a snapshot did not.
     ghost_blocks: int = 0
+    # Blocks that a snapshot held and the index did not.
     lost_blocks: int = 0
 
 
 class TokensStatus(msgspec.Struct, frozen=True):
-    """How the tokens of texts are found for a worker (local, render, tokenize, none), and what is wrong with that."""
+    """The way in which the tokens of texts are found for a worker."""
 
+    # local, render, tokenize or none.
     way: str
+    # A problem with that; empty if there is none.
     problem: str = ""
 
 
 class ReuseStatus(msgspec.Struct, frozen=True):
-    """What was predicted to be reused, and what the engine reported, of all answers where both are known."""
+    """The predicted reuse and the reuse that the engine reported, over all answers for which both are known."""
 
     predicted_tokens: int
     delivered_tokens: int
@@ -207,21 +231,20 @@ class ReuseStatus(msgspec.Struct, frozen=True):
 
 
 class EngineCache(msgspec.Struct, frozen=True):
-    """An engine's KV cache as its metrics page describes it; a field is None where the page does not say it."""
+    """An engine's KV cache as its metrics page describes it; a field is None if the page lacks it."""
 
-    # Whether prompts are reused at all.
+    # Whether the engine reuses prompts at all.
     prefix_caching: bool | None = None
-    # Tokens of one block.
+    # Tokens in one block.
     block_size: int | None = None
     # Blocks on the accelerator.
     blocks: int | None = None
-    # Tokens of context that fit there.
+    # Tokens of context that fit into these blocks.
     tokens: int | None = None
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """One rank of one worker; docs/reference/http.md describes the fields. residency: blocks by group and medium, like
-    g0:GPU. closed: why it takes no requests now, empty if it does."""
+    """One rank of one worker; docs/reference/http.md describes the fields."""
 
     worker_id: str
     dp_rank: int
@@ -237,6 +260,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     catalog: dict[str, Any] | None
     catalog_source: str | None
     hash_scheme: str
+    # Blocks by group and medium, like g0:GPU.
     residency: dict[str, int]
     lag_ms: float | None
     gaps: int
@@ -247,6 +271,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     tokens: TokensStatus | None = None
     source: str = ""
     draining: bool = False
+    # Why the worker takes no requests now; empty if it does.
     closed: str = ""
     role: str = ""
     handover: str = ""
@@ -257,21 +282,24 @@ class WorkerStatus(msgspec.Struct, frozen=True):
 
 
 class WorkersReply(msgspec.Struct, frozen=True):
-    """All workers."""
+    """The status of all workers."""
 
     workers: list[WorkerStatus]
 
 
 class HealthReply(msgspec.Struct, frozen=True):
-    """status: ok, or degraded by the reasons. warnings: risks that degrade nothing yet."""
+    """The health of the router."""
 
+    # ok or degraded.
     status: str
+    # Why the router is degraded.
     reasons: list[str]
+    # Risks that degrade nothing yet.
     warnings: list[str] | None = None
 
 
 class ErrorDetailReply(msgspec.Struct, frozen=True):
-    """Cause and fix for people, type and code for programs."""
+    """The cause and the fix for people, the type and the code for programs."""
 
     message: str
     type: str
@@ -279,6 +307,6 @@ class ErrorDetailReply(msgspec.Struct, frozen=True):
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """Of everything that fails."""
+    """The answer to every call that fails."""
 
     error: ErrorDetailReply

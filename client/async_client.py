@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class AsyncClient:
-    """As `Client`, in one asyncio loop. Close it: it then waits for releases that are under way."""
+    """A client like `Client` for one asyncio loop. `close` waits for releases that are under way."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class AsyncClient:
     ) -> None:
         self._http = httpx2.AsyncClient(**options(url, api_key, timeouts or Timeouts(), tls))
         self._retries = retries or Retries()
-        # What goes on though who began it was cancelled. Each ends by its timeouts.
+        # Tasks that continue after a cancellation of their caller. Each ends by its timeouts.
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:
@@ -48,48 +48,54 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
+        """Wait for releases under way, and close the connections."""
         while self._tasks:
             await asyncio.wait(self._tasks)
         await self._http.aclose()
 
     async def query(self, body: QueryBody) -> QueryReply:
-        """How much of a prompt each worker would reuse, by token ids."""
+        """Return how much of a prompt each worker would reuse, by token ids."""
         return await self._ask(calls.query(body))
 
     async def query_by_hash(self, body: QueryByHashBody) -> QueryReply:
-        """The same by block hashes."""
+        """Return how much of a prompt each worker would reuse, by block hashes."""
         return await self._ask(calls.query_by_hash(body))
 
     async def select(self, body: SelectBody) -> SelectReply:
-        """The worker with the lowest cost for a prompt, and why; reserves nothing."""
+        """Choose the worker with the lowest cost for a prompt, and reserve nothing."""
         return await self._ask(calls.select(body))
 
     async def select_and_reserve(self, body: SelectBody) -> SelectReply:
-        """The same, and its load counts until it is released or expires. `reserve` releases by itself."""
+        """Choose a worker, and count the prompt's load there until the reservation is released or expires.
+
+        `reserve` releases the reservation without a further call.
+        """
         return await self._ask(calls.select_and_reserve(body))
 
     @asynccontextmanager
     async def reserve(self, body: SelectBody) -> AsyncIterator[SelectReply]:
-        """A worker whose load counts as long as the body of `async with` runs. The reservation is released however that
-        ends, also by a cancellation, and also while the choice is still awaited: a cancelled task ends at once, and the
-        answer is awaited and released behind it. One that cannot be released now is logged, and expires at the
-        router."""
+        """Choose a worker, and count the prompt's load there while the body of `async with` runs.
+
+        The reservation is released however the body ends, also by a cancellation, and also if the choice has not been
+        answered yet: a cancelled task ends at once, and another task waits for the answer and releases the reservation.
+        A release that fails is logged; the reservation then expires at the router.
+        """
         call, selection_id = calls.own_reservation(body)
         asking = self._begin(self._ask(call))
         try:
             yield await asyncio.shield(asking)
         finally:
             leaving = self._begin(self._leave(asking, selection_id))
-            # Whoever is cancelled does not wait for the answer.
+            # A cancelled task does not wait for the answer.
             if asking.done():
                 await asyncio.shield(leaving)
 
     async def prefill_complete(self, selection_id: str) -> None:
-        """The first token came: the prefill part of a reservation counts no longer."""
+        """Report the first token: the prefill part of a reservation no longer counts."""
         await self._ask(calls.prefill_complete(selection_id))
 
     async def release(self, selection_id: str) -> bool:
-        """Ends a reservation; False if there is none: it was released, has expired, or was never made."""
+        """End a reservation. Returns False if it does not exist: it was released, has expired, or was never made."""
         try:
             await self._ask(calls.release(selection_id))
         except NotFound as error:
@@ -99,19 +105,19 @@ class AsyncClient:
         return True
 
     async def workers(self) -> list[WorkerStatus]:
-        """All workers, rank by rank."""
+        """Return the status of all workers, rank by rank."""
         return (await self._ask(calls.workers())).workers
 
     async def register(self, body: RegisterBody) -> RegisteredReply:
-        """Adds a worker, or replaces it. The same again changes nothing."""
+        """Add a worker, or replace it. Repeating the call changes nothing."""
         return await self._ask(calls.register(body))
 
     async def unregister(self, body: UnregisterBody) -> RegisteredReply:
-        """Drops a worker and its residency."""
+        """Drop a worker and its residency."""
         return await self._ask(calls.unregister(body))
 
     async def health(self) -> HealthReply:
-        """Whether the router is well, and why not."""
+        """Return whether the router is well, and why not."""
         return await self._ask(calls.health())
 
     def _begin(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
@@ -121,7 +127,7 @@ class AsyncClient:
         return task
 
     async def _leave(self, asking: asyncio.Task[SelectReply], selection_id: str) -> None:
-        """Releases what `asking` reserves, once it is known to be over."""
+        """Wait until `asking` is done, and release the reservation that it may have made."""
         await asyncio.wait({asking})
         error = None if asking.cancelled() else asking.exception()
         if isinstance(error, RouterError) and not error.may_have_acted:

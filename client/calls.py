@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of the API: what is sent where, and what an answer means. Pure; both clients send and read nothing else."""
+"""The calls of the API: their paths and bodies, and the meaning of their answers. Pure, and used by both clients."""
 
 from __future__ import annotations
 
@@ -23,30 +23,32 @@ Reply = TypeVar("Reply")
 
 
 class Call(NamedTuple, Generic[Reply]):
-    """route: as the OpenAPI document has it. is_repeatable: whether a second one does nothing that the first did not."""
+    """One call of the API."""
 
     method: str
+    # As the OpenAPI document has it.
     route: str
     reply: type[Reply]
     body: msgspec.Struct | None = None
     selection_id: str = ""
+    # Whether a repetition changes nothing that the first call did not change.
     is_repeatable: bool = True
 
     @property
     def path(self) -> str:
-        """The path below the router's URL."""
-        # A dot, escaped: clients take a part of dots alone out of a path.
+        """Path below the router's URL."""
+        # Dots are escaped, as HTTP clients remove a part of a path that consists of dots.
         return VERSION + self.route.replace(SELECTION, quote(self.selection_id, safe="").replace(".", "%2E"))
 
     def content(self) -> bytes | None:
-        """The body as JSON. Raises TypeError for a value that JSON does not have."""
+        """Return the body as JSON. Raises TypeError for a value that JSON does not have."""
         if self.body is None:
             return None
         fields = {name: value for name, value in msgspec.structs.asdict(self.body).items() if value is not None}
         return msgspec.json.encode(fields.pop("extra", {}) | fields)
 
     def read(self, status: int, headers: Mapping[str, str], content: bytes) -> Reply:
-        """What an answer means. Raises RequestRefused, AnswerUnreadable."""
+        """Decode an answer. Raises RequestRefused or AnswerUnreadable."""
         if status >= ERROR:
             raise refusal(status, headers, content)
         if not SUCCESS <= status < REDIRECTION:
@@ -58,52 +60,64 @@ class Call(NamedTuple, Generic[Reply]):
 
 
 def query(body: QueryBody) -> Call[QueryReply]:
+    """Build the call for every worker's hit by token ids."""
     return Call("POST", "/query", QueryReply, body)
 
 
 def query_by_hash(body: QueryByHashBody) -> Call[QueryReply]:
+    """Build the call for every worker's hit by block hashes."""
     return Call("POST", "/query_by_hash", QueryReply, body)
 
 
 def select(body: SelectBody) -> Call[SelectReply]:
+    """Build the call for a choice that reserves nothing."""
     return Call("POST", "/select", SelectReply, body)
 
 
 def select_and_reserve(body: SelectBody) -> Call[SelectReply]:
+    """Build the call for a choice with a reservation. It is not repeatable, as each call reserves."""
     return Call("POST", "/select_and_reserve", SelectReply, body, is_repeatable=False)
 
 
 def own_reservation(body: SelectBody) -> tuple[Call[SelectReply], str]:
-    """The same under an id that is known before the answer, so that it can be released whatever becomes of that."""
+    """Build the call for a choice with a reservation, and return it with the reservation's id.
+
+    The id is known before the answer, so the reservation can be released even if the answer is lost.
+    """
     selection_id = body.selection_id or uuid4().hex
     return select_and_reserve(msgspec.structs.replace(body, selection_id=selection_id)), selection_id
 
 
 def prefill_complete(selection_id: str) -> Call[EndedReply]:
+    """Build the call that ends the prefill part of a reservation."""
     return Call("POST", f"{RELEASE}/prefill_complete", EndedReply, None, selection_id)
 
 
 def release(selection_id: str) -> Call[EndedReply]:
+    """Build the call that ends a reservation."""
     return Call("DELETE", RELEASE, EndedReply, None, selection_id)
 
 
 def is_gone(error: NotFound) -> bool:
-    """Whether it says of a reservation that there is none, and not of a path."""
+    """Return whether the error says that the reservation does not exist, and not the path."""
     return error.code == "unknown_selection"
 
 
 def workers() -> Call[WorkersReply]:
+    """Build the call for the status of all workers."""
     return Call("GET", "/workers", WorkersReply)
 
 
 def register(body: RegisterBody) -> Call[RegisteredReply]:
+    """Build the call that adds or replaces a worker."""
     return Call("POST", "/register", RegisteredReply, body)
 
 
 def unregister(body: UnregisterBody) -> Call[RegisteredReply]:
-    # The second one would find no worker.
+    """Build the call that drops a worker. It is not repeatable, as a second call would find no worker."""
     return Call("POST", "/unregister", RegisteredReply, body, is_repeatable=False)
 
 
 def health() -> Call[HealthReply]:
+    """Build the call for the router's health."""
     return Call("GET", "/health", HealthReply)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong with a call, as types."""
+"""The errors that a call can raise."""
 
 from __future__ import annotations
 
@@ -10,78 +10,84 @@ import msgspec
 
 from kvrouter.client.answers import ErrorReply
 
-# Of what is not this API's, as much as names its sender.
+# Enough of an answer that is not this API's to recognise its sender.
 SHOWN_CHARS = 200
 
 
 class RouterError(Exception):
-    """Base of all that a call raises. may_have_acted: whether the router may have done what it was sent."""
+    """The base of all errors that a call raises."""
 
+    # Whether the router may have executed the call.
     may_have_acted: bool = True
 
 
 class RouterUnreachable(RouterError):
-    """There is no connection to the router, so nothing was sent."""
+    """A failed connection to the router, so nothing was sent."""
 
     may_have_acted = False
 
 
 class AnswerLost(RouterError):
-    """The connection broke before the whole answer came."""
+    """A connection that broke before the whole answer came."""
 
 
 class AnswerLate(RouterError):
-    """The answer did not come in time."""
+    """An answer that did not come in time."""
 
 
 class AnswerUnreadable(RouterError):
-    """An answer came that is not this API's: most likely the URL is not a router's."""
+    """An answer that is not this API's. Most likely the URL is not a router's."""
 
 
 class RequestRefused(RouterError):
-    """The answer is an error.
-
-    status: of HTTP. code: what went wrong, for programs, as docs/reference/http.md lists them; empty where something in
-    front of the router answered. sentence: cause and fix, for people. retry_after_s: when the router says that trying
-    again is worth it, else None."""
+    """An answer that is an error."""
 
     def __init__(self, status: int, code: str, sentence: str, retry_after_s: float | None) -> None:
+        """Create the error.
+
+        Args:
+            status: The HTTP status.
+            code: The problem for programs, as docs/reference/http.md lists them; empty if something in front of the
+                router answered.
+            sentence: The cause and the fix for people.
+            retry_after_s: When to try again, if the router says that this is worthwhile, else None.
+        """
         super().__init__(f"{sentence} ({status}{' ' if code else ''}{code})")
         self.status = status
         self.code = code
         self.sentence = sentence
         self.retry_after_s = retry_after_s
-        # Whoever stands in front of a router may say 503 for a connection that broke behind it.
+        # A proxy in front of a router may answer 503 for a connection that broke behind it.
         by_router = bool(code) and status == HTTPStatus.SERVICE_UNAVAILABLE
         self.may_have_acted = status >= HTTPStatus.INTERNAL_SERVER_ERROR and not by_router
 
 
 class BadRequest(RequestRefused):
-    """400, 413: the request does not fit the endpoint, or is too large."""
+    """Status 400 or 413: the request does not fit the endpoint, or is too large."""
 
 
 class Unauthorized(RequestRefused):
-    """401: the API key is missing or wrong."""
+    """Status 401: the API key is missing or wrong."""
 
 
 class Forbidden(RequestRefused):
-    """403: this is not allowed here, or not to this key."""
+    """Status 403: the call is not allowed here, or not with this key."""
 
 
 class NotFound(RequestRefused):
-    """404: no such model, worker or reservation; with the code `not_found` no such path."""
+    """Status 404: the model, worker or reservation does not exist; with the code `not_found`, the path does not."""
 
 
 class Conflict(RequestRefused):
-    """409: it contradicts what is registered or reserved."""
+    """Status 409: the request contradicts what is registered or reserved."""
 
 
 class TooManyRequests(RequestRefused):
-    """429: over a limit of requests."""
+    """Status 429: the client is over a limit of requests."""
 
 
 class Unavailable(RequestRefused):
-    """502, 503, 504: nobody can take it now; `code` says why."""
+    """Status 502, 503 or 504: the request cannot be served now; `code` says why."""
 
 
 BY_STATUS: Mapping[int, type[RequestRefused]] = {
@@ -99,7 +105,7 @@ BY_STATUS: Mapping[int, type[RequestRefused]] = {
 
 
 def refusal(status: int, headers: Mapping[str, str], content: bytes) -> RequestRefused:
-    """The error that an answer of this status is."""
+    """Return the error for an answer with an error status."""
     try:
         error = msgspec.json.decode(content, type=ErrorReply).error
         code, sentence = error.code, error.message
@@ -108,5 +114,5 @@ def refusal(status: int, headers: Mapping[str, str], content: bytes) -> RequestR
         sentence = f"no router's error: {content[:SHOWN_CHARS].decode(errors='replace')!r}"
     wait = headers.get("retry-after", "")
     kind = BY_STATUS.get(status, RequestRefused)
-    # HTTP also has dates there, which the router does not send.
+    # HTTP also allows dates in this header, which the router does not send.
     return kind(status, code, sentence, float(wait) if wait.isdecimal() else None)

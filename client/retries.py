@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call that failed is sent again, and when. Pure."""
+"""The decision whether and when a failed call is sent again. Pure."""
 
 from __future__ import annotations
 
@@ -9,21 +9,29 @@ from kvrouter.client.errors import AnswerLost, RequestRefused, RouterError
 
 
 class Retries(msgspec.Struct, frozen=True, kw_only=True):
-    """A call is sent again where that cannot do anything twice: if it never reached the router, if the router refused it
-    and said when to come again (`Retry-After`), and if its answer was lost and repeating it changes nothing. An answer
-    that is late is not waited for again.
+    """The rule for repeating calls, which repeats a call only if that cannot do anything twice.
 
-    count: further attempts; 0 turns them off. A pause doubles from the first to the longest, and a `Retry-After` beyond
-    the longest is not waited for."""
+    A call is sent again if it never reached the router; if the router refused it and said when to come again
+    (`Retry-After`); or if its answer was lost and repeating it changes nothing. A call whose answer is late is not sent
+    again.
+    """
 
+    # Further attempts; 0 turns them off.
     count: int = 2
-    # A router that is replaced listens again within a second or two.
+    # A pause doubles from the first to the longest; a router that is replaced listens again within a second or two.
     first_pause_s: float = 0.2
+    # A longer `Retry-After` ends the attempts.
     longest_pause_s: float = 2.0
 
     def pause_s(self, error: RouterError, attempt: int, *, is_repeatable: bool, chance: float) -> float | None:
-        """Seconds until the next attempt; None: there is none. attempt: how many were made before this one. chance: 0 to
-        1, which spreads clients that failed at once."""
+        """Return the seconds until the next attempt, or None if there is none.
+
+        Args:
+            error: The failure.
+            attempt: How many attempts were made before the one that failed.
+            is_repeatable: Whether repeating the call changes nothing.
+            chance: A random number from 0 to 1, which spreads clients that failed at the same time.
+        """
         if attempt >= self.count:
             return None
         if isinstance(error, RequestRefused):

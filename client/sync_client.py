@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client that blocks. `async_client.py` has the same methods for asyncio; what they send and read is `calls.py`'s."""
+"""The client that blocks. `async_client.py` has the same methods for asyncio; both use the calls of `calls.py`."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ log = logging.getLogger(__name__)
 
 
 class Client:
-    """Calls one router; a context manager, which closes its connections. Threads may share it.
+    """A client of one router, and a context manager that closes its connections. Threads may share it.
 
-    url: of the router, with the path prefix of a gateway where there is one. tls: whom to trust, and with which
-    certificate to come; default: the system's authorities. Every method raises RouterError."""
+    Every method raises RouterError.
+    """
 
     def __init__(
         self,
+        # The router's URL, with the path prefix of a gateway if there is one.
         url: str = DEFAULT_URL,
         *,
         api_key: str | None = None,
         timeouts: Timeouts | None = None,
         retries: Retries | None = None,
+        # The trusted authorities and the client's certificate; by default the system's authorities.
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._http = httpx2.Client(**options(url, api_key, timeouts or Timeouts(), tls))
@@ -47,28 +49,35 @@ class Client:
         self.close()
 
     def close(self) -> None:
+        """Close the connections."""
         self._http.close()
 
     def query(self, body: QueryBody) -> QueryReply:
-        """How much of a prompt each worker would reuse, by token ids."""
+        """Return how much of a prompt each worker would reuse, by token ids."""
         return self._ask(calls.query(body))
 
     def query_by_hash(self, body: QueryByHashBody) -> QueryReply:
-        """The same by block hashes."""
+        """Return how much of a prompt each worker would reuse, by block hashes."""
         return self._ask(calls.query_by_hash(body))
 
     def select(self, body: SelectBody) -> SelectReply:
-        """The worker with the lowest cost for a prompt, and why; reserves nothing."""
+        """Choose the worker with the lowest cost for a prompt, and reserve nothing."""
         return self._ask(calls.select(body))
 
     def select_and_reserve(self, body: SelectBody) -> SelectReply:
-        """The same, and its load counts until it is released or expires. `reserve` releases by itself."""
+        """Choose a worker, and count the prompt's load there until the reservation is released or expires.
+
+        `reserve` releases the reservation without a further call.
+        """
         return self._ask(calls.select_and_reserve(body))
 
     @contextmanager
     def reserve(self, body: SelectBody) -> Iterator[SelectReply]:
-        """A worker whose load counts as long as the body of `with` runs. The reservation is released however that ends;
-        one that cannot be released now is logged, and expires at the router."""
+        """Choose a worker, and count the prompt's load there while the body of `with` runs.
+
+        The reservation is released however the body ends. A release that fails is logged; the reservation then expires
+        at the router.
+        """
         call, selection_id = calls.own_reservation(body)
         try:
             choice = self._ask(call)
@@ -82,11 +91,11 @@ class Client:
             self._leave(selection_id)
 
     def prefill_complete(self, selection_id: str) -> None:
-        """The first token came: the prefill part of a reservation counts no longer."""
+        """Report the first token: the prefill part of a reservation no longer counts."""
         self._ask(calls.prefill_complete(selection_id))
 
     def release(self, selection_id: str) -> bool:
-        """Ends a reservation; False if there is none: it was released, has expired, or was never made."""
+        """End a reservation. Returns False if it does not exist: it was released, has expired, or was never made."""
         try:
             self._ask(calls.release(selection_id))
         except NotFound as error:
@@ -96,19 +105,19 @@ class Client:
         return True
 
     def workers(self) -> list[WorkerStatus]:
-        """All workers, rank by rank."""
+        """Return the status of all workers, rank by rank."""
         return self._ask(calls.workers()).workers
 
     def register(self, body: RegisterBody) -> RegisteredReply:
-        """Adds a worker, or replaces it. The same again changes nothing."""
+        """Add a worker, or replace it. Repeating the call changes nothing."""
         return self._ask(calls.register(body))
 
     def unregister(self, body: UnregisterBody) -> RegisteredReply:
-        """Drops a worker and its residency."""
+        """Drop a worker and its residency."""
         return self._ask(calls.unregister(body))
 
     def health(self) -> HealthReply:
-        """Whether the router is well, and why not."""
+        """Return whether the router is well, and why not."""
         return self._ask(calls.health())
 
     def _leave(self, selection_id: str) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses the socket between an engine and us: events, their encodings, the publisher and the subscriber."""
+"""The traffic between an engine and the router: events, their encodings, the publisher and the subscriber."""

@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traffic through a virtual fleet, faster than real time: replicas as `simulator` has them, and whoever routes to
-them."""
+"""Traffic through a virtual fleet, faster than real time: the replicas of `simulator` behind different routers."""

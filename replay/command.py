@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter replay`: a trace, a virtual fleet, policies side by side."""
+"""`kvrouter replay`: one trace through a virtual fleet under several policies, side by side."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ WORKERS_MAX = 1024
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What the command line says. Sizes in tokens, 0: what the format or the shape has; retention as in simulated
-    replicas. A sequence about replicas has one value for all, or one for each."""
+    """The options of the command line.
+
+    Sizes are in tokens; 0 takes the size that the format or the shape has. A sequence about replicas has one value for
+    all, or one for each.
+    """
 
     trace: Path
     format: str = AUTO
@@ -54,6 +57,7 @@ class ReplayOptions:
     bytes_per_token: float = BYTES_PER_TOKEN
     output_tokens: int = OUTPUT_TOKENS
     tokenizer: Path | None = None
+    # How many requests of the trace are replayed; 0 for all.
     requests: int = 0
     shape: str = "gemma3"
     workers: int = REPLICAS
@@ -71,7 +75,10 @@ class ReplayOptions:
 
 
 def run_replay(options: ReplayOptions) -> int:
-    """Returns the exit code: 130 after Ctrl-C, when what was done is shown. Raises SettingError."""
+    """Replay the trace and print the comparison. Raises SettingError.
+
+    Returns the exit code: 130 after Ctrl-C, when the results so far are printed.
+    """
     _check(options)
     if options.plot is not None:
         check_plots(options.plot)
@@ -97,15 +104,15 @@ def run_replay(options: ReplayOptions) -> int:
     refusals = [f"{run.policy}: {run.refusal}" for run in runs if run.refused][:1]
     interrupted = len(runs) < len(options.policies) or any(run.partial for run in runs)
     pooled = None if interrupted else _pooled(trace, shape)
-    found = compared(fleet, [run.summary() for run in runs], pooled, [*trace.notes, *refusals])
+    comparison = compared(fleet, [run.summary() for run in runs], pooled, [*trace.notes, *refusals])
     if options.csv is not None:
-        write_csv(options.csv, found)
+        write_csv(options.csv, comparison)
     if options.json:
         balance = {run.policy: run.load.rows() for run in runs}
-        answer = {**msgspec.to_builtins(found), "in_flight": balance}
+        answer = {**msgspec.to_builtins(comparison), "in_flight": balance}
         print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
     else:
-        print(text(found))
+        print(text(comparison))
     if options.plot is not None and runs:
         for path in write_plots(options.plot, runs):
             print(f"wrote {path}", file=sys.stderr)
@@ -113,7 +120,7 @@ def run_replay(options: ReplayOptions) -> int:
 
 
 def _check(options: ReplayOptions) -> None:
-    """Raises SettingError for a value that no trace can make right."""
+    """Raise SettingError for a value that is wrong for every trace."""
     if options.shape not in SHAPES:
         raise SettingError(f"--shape {options.shape} is not known; take one of {', '.join(SHAPES)}")
     if options.format not in (AUTO, *FORMATS):
@@ -180,7 +187,7 @@ def _for_each(name: str, values: Sequence[Value], workers: int) -> Sequence[Valu
 
 
 def _runs(options: ReplayOptions, trace: Trace, shape: FleetShape) -> list[PolicyRun]:
-    """One a policy, up to the one that Ctrl-C ends."""
+    """Run the policies one after another, up to the one that Ctrl-C ends."""
     runs: list[PolicyRun] = []
     for policy in options.policies:
         with _bar(policy, len(trace.requests)) as step:
@@ -196,7 +203,7 @@ def _runs(options: ReplayOptions, trace: Trace, shape: FleetShape) -> list[Polic
 
 
 def _pooled(trace: Trace, shape: FleetShape) -> list[int] | None:
-    """Return what one pooled cache reuses of each request, None after Ctrl-C."""
+    """Return the tokens of each request that one pooled cache reuses, or None after Ctrl-C."""
     with _bar(POOLED, len(trace.requests)) as step:
         try:
             return pooled_reuse(trace, shape, on_request=lambda done: step(1))
@@ -205,8 +212,8 @@ def _pooled(trace: Trace, shape: FleetShape) -> list[int] | None:
 
 
 @contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, where that is a terminal. What it yields takes how much more is done."""
+def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar if stderr is a terminal. Yields a function that takes how much more is done."""
     if not sys.stderr.isatty():
         yield lambda more: None
         return
@@ -215,9 +222,9 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=max(1, total))
+        task = progress.add_task(label, total=max(1, total))
         done = shown = 0
-        # A refresh is 100 us, and there are many thousand steps: a thousand refreshes are enough.
+        # A refresh takes 100 us, and there are many thousand steps: a thousand refreshes are enough.
         unit = max(1, total // 1000)
 
         def step(more: int) -> None:

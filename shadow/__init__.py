@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the choices of another router leave unused, by this router's index."""
+"""The cached tokens that another router's choices leave unused, measured with this router's index."""

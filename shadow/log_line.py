@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A line of another router's log: one JSON object. Pure.
 
-A request has its body (`messages` or `prompt`) in the line itself or under `body`, `request_body` or `request`, as an
-object or as the text of one. Beside it may stand the worker, the request's id, a time, and `usage` (also under
+A request's body (`messages` or `prompt`) stands in the line itself or under `body`, `request_body` or `request`, as an
+object or as the text of one. The line may also have the worker, the request's id, a time, and `usage` (also under
 `response`).
 """
 
@@ -21,19 +21,28 @@ from kvrouter.shadow.question import Fields, fields_of, has_prompt, question_of
 BODY_FIELDS = ("body", "request_body", "request")
 WORKER_FIELDS = ("worker", "worker_id", "upstream", "upstream_addr")
 ID_FIELDS = ("request_id", "x_request_id")
-# Where nothing of what a line says about its request can be: the prompt.
+# Large fields that cannot have the worker, the id, the time or the usage: they belong to the prompt or the answer.
 LARGE_FIELDS = frozenset({"messages", "prompt", "tools", "response", *BODY_FIELDS})
 
 
 class LogReading(msgspec.Struct, frozen=True):
-    """grows: the file does, so a line without a time is new. only_model: of requests that name none."""
+    """The rules for reading the lines of one log."""
 
+    # Whether the file grows, so that a line without a time is new.
     grows: bool
+    # The model of requests that name none.
     only_model: str | None = None
 
 
 def read_request(line: bytes, reading: LogReading, *, now_s: float, wall_s: float) -> Observation:
-    """The request in a line. now_s: by the clock of the run; wall_s: seconds since 1970. Raises Unjudged."""
+    """Return the request in a line. Raises Unjudged.
+
+    Args:
+        line: The line.
+        reading: How it is read.
+        now_s: The time by the clock of the run.
+        wall_s: The time in seconds since 1970.
+    """
     fields = fields_of(line)
     body = _body(fields)
     about = _decoded(fields)
@@ -53,7 +62,7 @@ def read_request(line: bytes, reading: LogReading, *, now_s: float, wall_s: floa
 
 
 def read_outcome(line: bytes) -> tuple[str, Outcome]:
-    """What a line says of a request that is known by its id, and the id. Raises Unjudged."""
+    """Return a request's id and the outcome that a line has for it. Raises Unjudged."""
     fields = fields_of(line)
     about = _decoded(fields)
     request_id = _text(about, ID_FIELDS)
@@ -63,21 +72,21 @@ def read_outcome(line: bytes) -> tuple[str, Outcome]:
 
 
 def _body(fields: Fields) -> Fields:
-    """The fields of the request. Raises Unjudged."""
+    """Return the fields of the request. Raises Unjudged."""
     if has_prompt(fields):
         return fields
     for name in BODY_FIELDS:
         raw: bytes | msgspec.Raw = fields.get(name, b"")
         if bytes(raw).startswith(b'"'):
-            # As nginx writes `$request_body`.
+            # nginx writes `$request_body` as a string.
             raw = str(msgspec.json.decode(raw)).encode("utf-8", "surrogatepass")
-        if bytes(raw).startswith(b"{") and has_prompt(found := fields_of(raw)):
-            return found
+        if bytes(raw).startswith(b"{") and has_prompt(request := fields_of(raw)):
+            return request
     raise Unjudged(Skip.NO_PROMPT)
 
 
 def _decoded(fields: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    """The small fields of an object, decoded."""
+    """Return the small fields of an object, decoded. Raises Unjudged."""
     try:
         return {name: msgspec.json.decode(raw) for name, raw in fields.items() if name not in LARGE_FIELDS}
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -85,20 +94,20 @@ def _decoded(fields: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
 
 
 def _response(fields: Mapping[str, msgspec.Raw]) -> Mapping[str, Any]:
-    """What the engine answered, as far as the line has it."""
+    """Return the engine's answer, as far as the line has it."""
     try:
-        found: Any = msgspec.json.decode(fields.get("response", b"null"))
+        response: Any = msgspec.json.decode(fields.get("response", b"null"))
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return {}
-    if isinstance(found, dict) and isinstance(found.get("body"), dict):
-        found = found["body"]
-    return found if isinstance(found, dict) else {}
+    if isinstance(response, dict) and isinstance(response.get("body"), dict):
+        response = response["body"]
+    return response if isinstance(response, dict) else {}
 
 
 def _outcome(about: Mapping[str, Any], response: Mapping[str, Any]) -> Outcome:
-    """Raises Unjudged."""
-    told = about.get("usage") or response.get("usage")
-    usage = usage_of(told) if isinstance(told, dict) else None
+    """Return the outcome in a line. Raises Unjudged."""
+    usage_fields = about.get("usage") or response.get("usage")
+    usage = usage_of(usage_fields) if isinstance(usage_fields, dict) else None
     cached = about.get("cached_tokens")
     if cached is None and usage is not None:
         cached = usage.cached_tokens
@@ -108,7 +117,7 @@ def _outcome(about: Mapping[str, Any], response: Mapping[str, Any]) -> Outcome:
 
 
 def _text(about: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """The first of these fields with a value."""
+    """Return the first of these fields that has a value."""
     for name in names:
         value = about.get(name)
         if isinstance(value, int) and not isinstance(value, bool):

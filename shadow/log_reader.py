@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of a log as they are written: of a file, a pipe or stdin, in a thread, because a pipe cannot be waited for
-otherwise.
+"""The lines of a log as they are written, from a file, a pipe or stdin.
 
-Bounds: MAX_LINES that are read and not done yet, each of MAX_LINE_BYTES; then the thread waits.
+A thread reads them, as there is no other way to wait for a pipe. At most MAX_LINES lines of at most MAX_LINE_BYTES are
+read and not done; beyond that, the thread waits.
 """
 
 from __future__ import annotations
@@ -18,27 +18,33 @@ from typing import BinaryIO
 
 STDIN = "-"
 MAX_LINES = 16
-# As long as a mirrored body may be, and escaped.
+# A line can have a mirrored body of the largest size, escaped.
 MAX_LINE_BYTES = 64 << 20
-# How soon a line is seen in a file that grows.
+# The delay until a new line in a growing file is seen.
 POLL_S = 0.1
 
 
 class LogReader:
-    """follow: go on at the end of the file, as `tail -F` does, from its present end; a file that is replaced or cut is
-    read from its beginning. on_line: called on the loop; its line counts as done with `done`. on_end: after the last
-    line, with what ended it, empty at the end of the file. on_long: for a line that is too long."""
+    """A thread that reads one log and hands its lines to the event loop, until the log ends or `stop`.
+
+    A file that is followed is read from its present end on, as by `tail -F`; if it is replaced or cut, the reader
+    continues at its beginning.
+    """
 
     def __init__(
         self,
         source: str,
         *,
+        # Whether to continue at the end of a file.
         follow: bool,
+        # Called on the loop with each line, which counts against MAX_LINES until `done`.
         on_line: Callable[[bytes], None],
+        # Called for a line that is too long.
         on_long: Callable[[], None],
+        # Called after the last line with the problem that ended the log, empty at the end of the file.
         on_end: Callable[[str], None],
     ) -> None:
-        """Raises OSError where the file cannot be opened."""
+        """Open the log. Raises OSError if the file cannot be opened."""
         self._source = source
         self._file: BinaryIO | None = sys.stdin.buffer if source == STDIN else None
         mode = os.fstat(self._file.fileno()).st_mode if self._file is not None else Path(source).stat().st_mode
@@ -56,14 +62,16 @@ class LogReader:
         self._pause = threading.Event()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        # A daemon: what waits for a pipe cannot be ended.
+        """Start to read; callbacks run on `loop`."""
+        # The thread is a daemon, as a thread that waits for a pipe cannot be ended.
         threading.Thread(target=self._run, args=(loop,), daemon=True, name="log").start()
 
     def done(self) -> None:
-        """One line is."""
+        """Note that one line has been handled."""
         self._permits.release()
 
     def stop(self) -> None:
+        """Stop reading; a thread that waits for a pipe stops after its next line."""
         self._pause.set()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -73,7 +81,7 @@ class LogReader:
         except OSError as error:
             problem = str(error)
         except RuntimeError:
-            # The loop is closed: nobody reads on.
+            # The loop is closed, so no one handles further lines.
             return
         try:
             loop.call_soon_threadsafe(self._on_end, problem)
@@ -84,7 +92,7 @@ class LogReader:
         return os.fdopen(os.open(self._source, os.O_RDONLY), "rb")
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        # A named pipe opens once somebody writes.
+        # A named pipe opens once another process writes to it.
         file = self._file or self._opened()
         pending = bytearray()
         is_long = False
@@ -112,11 +120,11 @@ class LogReader:
                     pending.clear()
 
     def _is_replaced(self, file: BinaryIO) -> bool:
-        """Whether the name means another file by now, or the file was cut."""
+        """Return whether the path names another file by now, or the file was cut."""
         try:
-            there = Path(self._source).stat()
+            named = Path(self._source).stat()
         except FileNotFoundError:
-            # Between the two steps of a rotation.
+            # The path can be missing between the two steps of a rotation.
             return False
-        here = os.fstat(file.fileno())
-        return (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino) or here.st_size < file.tell()
+        opened = os.fstat(file.fileno())
+        return (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino) or opened.st_size < file.tell()

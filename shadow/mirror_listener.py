@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a gateway sends copies of requests. Each is answered with 204 as soon as it is read, and goes nowhere from here.
+"""The listener for a gateway's copies of requests. Each is answered with 204 once it is read, and goes no further.
 
-Bounds: a body MAX_BODY_BYTES, all bodies that are read or wait MAX_HELD_BYTES; beyond these, requests are counted only.
+A body has at most MAX_BODY_BYTES, and all bodies that are read or wait have at most MAX_HELD_BYTES. Requests beyond
+that are only counted.
 """
 
 from __future__ import annotations
@@ -15,39 +16,42 @@ from kvrouter.shadow.observation import Skip, Unjudged
 
 MAX_BODY_BYTES = 32 << 20
 MAX_HELD_BYTES = 256 << 20
-# A gateway sends what it has.
+# A gateway has the whole body before it sends the copy.
 BODY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 1.0
 
-# What can be judged, below any prefix.
+# Paths of requests that can be judged, below any prefix.
 JUDGED_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 class HeldBytes:
-    """What all bodies together take."""
+    """The size of all bodies together, which stays within a limit."""
 
     def __init__(self, limit: int = MAX_HELD_BYTES) -> None:
         self._limit = limit
         self.size = 0
 
     def take(self, size: int) -> bool:
-        """Whether that fits; if it does not, nothing is taken."""
+        """Return whether `size` more bytes fit, and count them if they do."""
         if self.size + size > self._limit:
             return False
         self.size += size
         return True
 
     def release(self, size: int) -> None:
+        """Give back bytes of a body that is done."""
         self.size -= size
 
 
 class MirrorListener:
-    """take: given each body that can be judged, its worker and its id as the headers name them; it releases the body's
-    bytes of `held` when it is done. skip: given why another POST is not judged."""
+    """An HTTP server that hands on the requests that can be judged."""
 
     def __init__(
         self,
+        # Called with each body that can be judged, and with its worker and its id as the headers name them. It releases
+        # the body's bytes of `held` when it is done with the body.
         take: Callable[[bytes, str | None, str | None], None],
+        # Called with the reason and its detail for a POST that is not judged.
         skip: Callable[[Skip, str], None],
         held: HeldBytes,
         *,
@@ -62,7 +66,7 @@ class MirrorListener:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Returns the port that it listens on. Raises OSError."""
+        """Listen, and return the port. Raises OSError."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_TIMEOUT_S)
@@ -71,6 +75,7 @@ class MirrorListener:
         return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
+        """Stop listening."""
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -86,7 +91,7 @@ class MirrorListener:
         return web.Response(status=204)
 
     async def _body(self, request: web.Request) -> bytes:
-        """Raises Unjudged."""
+        """Return the request's body, counted in `held`. Raises Unjudged."""
         parts: list[bytes] = []
         size = 0
         try:

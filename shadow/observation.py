@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is seen of another router's traffic: requests, what came of them, and why some cannot be judged. Pure."""
+"""The traffic of another router as it is seen: requests, their outcomes, and why some cannot be judged. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Skip(StrEnum):
-    """Why a request is not judged. The values are those of the report."""
+    """A reason why a request is not judged. The values are those of the report."""
 
     BROKEN = "broken"
     NO_PROMPT = "no_prompt"
@@ -54,7 +54,7 @@ SKIP_TEXTS = {
 
 
 class Unjudged(Exception):
-    """A request that cannot be judged. detail: what shows it, for people; empty where the reason says all."""
+    """A request that cannot be judged. `detail` says for people what showed it; empty if the reason says it all."""
 
     def __init__(self, reason: Skip, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -63,24 +63,26 @@ class Unjudged(Exception):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What is known of a request that another router has placed. worker: as it names it; cached_tokens, prompt_tokens:
-    by the engine. None: not known."""
+    """The known facts about a request that another router has placed. None stands for an unknown fact."""
 
+    # As the other router names it.
     worker: str | None = None
+    # By the engine.
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """One request. question: the body of the `/select` that asks the index. seen_s: when it was read, by the clock of
-    the run, less the age that it had then."""
+    """One request."""
 
+    # The body of the `/select` that queries the index.
     question: bytes
     outcome: Outcome
+    # When the request was read, by the clock of the run, less the age that it had then.
     seen_s: float
     request_id: str | None = None
 
     @property
     def is_served(self) -> bool:
-        """Whether the engine is done with it, so that the index may hold the request itself."""
+        """Whether the engine has served the request, so that the index may hold the request itself."""
         return self.outcome.cached_tokens is not None

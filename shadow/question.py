@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a body of OpenAI's API to the question for the index. Pure.
+"""The question for the index that a body of OpenAI's API becomes. Pure.
 
-The fields pass as they are, since tools, templates and salts are part of the prompt; only what would steer the choice
-is left out.
+All fields pass unchanged, since tools, templates and salts are part of the prompt, except those that would steer the
+choice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvrouter.shadow.observation import Skip, Unjudged
 
 Fields = dict[str, msgspec.Raw]
 
-# Of `/select`, which an engine ignores.
+# Fields of `/select` that an engine ignores.
 STEERING = frozenset(
     {
         "workers",
@@ -41,7 +41,7 @@ _fields = msgspec.json.Decoder(Fields)
 
 
 def fields_of(raw: bytes | msgspec.Raw) -> Fields:
-    """The fields of a JSON object, undecoded. Raises Unjudged."""
+    """Return the fields of a JSON object, undecoded. Raises Unjudged."""
     try:
         return _fields.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -49,28 +49,32 @@ def fields_of(raw: bytes | msgspec.Raw) -> Fields:
 
 
 def has_prompt(body: Fields) -> bool:
+    """Return whether the body has messages or a prompt."""
     return _is_given(body, "messages") or _is_given(body, "prompt")
 
 
 def question_of(body: Fields, only_model: str | None) -> bytes:
-    """The body of `/select` for this request. only_model: of requests that name none. Raises Unjudged."""
-    asked = {name: value for name, value in body.items() if name not in STEERING}
+    """Return the body of `/select` for this request. Raises Unjudged.
+
+    `only_model` is the model of a request that names none.
+    """
+    question = {name: value for name, value in body.items() if name not in STEERING}
     if not _is_given(body, "model") and only_model is not None:
-        asked["model"] = msgspec.Raw(msgspec.json.encode(only_model))
+        question["model"] = msgspec.Raw(msgspec.json.encode(only_model))
     if not _is_given(body, "messages"):
-        asked.pop("messages", None)
+        question.pop("messages", None)
         if not _is_given(body, "prompt"):
             raise Unjudged(Skip.NO_PROMPT)
-        name, prompt = _prompt(bytes(asked.pop("prompt")))
-        asked[name] = msgspec.Raw(prompt)
+        name, prompt = _prompt(bytes(question.pop("prompt")))
+        question[name] = msgspec.Raw(prompt)
     else:
-        asked.pop("prompt", None)
-    asked["explain"] = asked["dry_run"] = TRUE
-    return msgspec.json.encode(asked)
+        question.pop("prompt", None)
+    question["explain"] = question["dry_run"] = TRUE
+    return msgspec.json.encode(question)
 
 
 def _prompt(raw: bytes) -> tuple[str, bytes]:
-    """The one prompt of a completion, and the field of `/select` for it. Raises Unjudged."""
+    """Return the field of `/select` for the one prompt of a completion, and its value. Raises Unjudged."""
     if not raw.startswith(b"["):
         return "prompt", raw
     inner = raw[1:].lstrip()

@@ -13,13 +13,13 @@ COLUMNS = 80
 MAX_WORKER_CHARS = 20
 # Workers in the table; `--json` has all.
 MAX_ROWS = 32
-# From this share of predictions on, the log is suspected to be written after the requests were served.
+# If at least this share of predictions covers the whole prompt, the log may be written after the requests were served.
 WHOLE_SHARE = 0.1
 ROW = "{:<20} {:>9} {:>14} {:>14} {:>14}"
 
 
 def counters_line(report: Report) -> str:
-    """For the terminal, while it runs."""
+    """Return the counters as one line for the terminal, while the run continues."""
     minutes, seconds = divmod(int(report.elapsed_s), 60)
     hours, minutes = divmod(minutes, 60)
     parts = [f"{hours:02}:{minutes:02}:{seconds:02}  {report.judged_requests:,} judged"]
@@ -39,6 +39,7 @@ def counters_line(report: Report) -> str:
 
 
 def report_text(report: Report) -> str:
+    """Return the report as text."""
     return "\n".join(
         [*_judged(report), *_table(report.workers), *_skipped(report), "", *wrap(report.sentence, COLUMNS)]
     )
@@ -64,8 +65,8 @@ def _judged(report: Report) -> Iterator[str]:
         yield f"what this router would have reused: {ours.requests:,} requests"
         yield _line("ours", ours.ours_tokens, ours.there_tokens, "of what was there")
         if ours.placed_requests and ours.placed_requests < ours.requests:
-            what = f"{ours.placed_requests:,} of them, where your router reused {ours.reused_tokens:,}"
-            yield from wrap(f"{ours.placed_ours_tokens:,} of that in the {what}", COLUMNS)
+            remainder = f"{ours.placed_requests:,} of them, where your router reused {ours.reused_tokens:,}"
+            yield from wrap(f"{ours.placed_ours_tokens:,} of that in the {remainder}", COLUMNS)
     if check.requests:
         yield from wrap(
             f"the index predicted {check.predicted_tokens:,} tokens where engines reported {check.reported_tokens:,}; equal in "

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run beside another router: what comes in, the index's answer to each, and the sums. The async shell.
+"""One run beside another router: it reads that router's requests, queries the index for each, and sums up the answers.
 
-It asks the router for hits and changes nothing there; no request goes to an engine from here.
+This is the async shell. It changes nothing in the router that it queries, and sends no request to an engine.
 """
 
 from __future__ import annotations
@@ -28,42 +28,50 @@ from kvrouter.shadow.tally import Report, Tally
 from kvrouter.shadow.verdict import judge, snapshot_of
 from kvrouter.shadow.worker_names import FleetNames
 
-# Questions to the router at a time.
+# Questions to the router that run at the same time.
 JUDGES = 16
-# Mirrored requests that wait for their question.
+# Mirrored requests that wait for their question to be sent.
 MAX_QUEUED = 1_024
-# A worker that is not known may be new.
+# The fleet is read again this often, as an unknown worker may be new.
 FLEET_AGAIN_S = 5.0
-# For what is under way when the run is ended by a signal.
+# Time for questions under way when a signal ends the run.
 FINISH_S = 2.0
 
 
 class ShadowOptions(msgspec.Struct, frozen=True):
-    """tls: for https; None: plain. listen: host and port, 0: a free one. log: file, `-` for stdin. wait_s: for the log's
-    line about a mirrored request."""
+    """The options of one run."""
 
     url: str
     api_key: str | None
+    # For https; None without TLS.
     tls: ssl.SSLContext | None
+    # Host and port for mirrored requests; port 0 takes a free one.
     listen: tuple[str, int] | None
+    # A file, or `-` for stdin.
     log: str | None
     follow: bool
     worker_header: str | None
     id_header: str
     max_age_s: float
+    # How long a mirrored request waits for the log's line about it.
     wait_s: float
     interval_s: float
 
 
 class _Job(NamedTuple):
-    """done: called once, when it is judged or dropped."""
+    """An observation to judge."""
 
     observation: Observation
+    # Called once, when the observation is judged or dropped.
     done: Callable[[], None]
 
 
 class ShadowRun:
-    """clock: seconds, for ages and waits; wall: seconds since 1970, which lines of a log are compared with."""
+    """A run: its inputs, its questions to the router, and its sums.
+
+    `clock` gives the seconds for ages and waits. `wall` gives seconds since 1970, which the times of log lines are
+    compared with.
+    """
 
     def __init__(self, options: ShadowOptions, *, clock: Callable[[], float], wall: Callable[[], float]) -> None:
         self._options = options
@@ -71,7 +79,7 @@ class ShadowRun:
         self._wall = wall
         self._began_s = clock()
         self._tally = Tally()
-        # Where both are read, the mirror has the prompts, and the log what came of them.
+        # If both are read, the mirror has the prompts and the log has their outcomes.
         joins = options.listen is not None and options.log is not None
         self._awaited = Awaited(options.wait_s) if joins else None
         self._held = HeldBytes()
@@ -84,8 +92,12 @@ class ShadowRun:
         self._is_cut = False
 
     async def run(self, show: Callable[[Report], None], started: Callable[[str], None]) -> Report:
-        """Until the log ends or a signal comes. show: given the counters every interval. started: given one line about
-        what it reads. Raises StartError."""
+        """Run until the log ends or a signal comes, and return the report. Raises StartError.
+
+        Args:
+            show: Called with the counters every interval.
+            started: Called with one line about each input.
+        """
         options = self._options
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -116,6 +128,7 @@ class ShadowRun:
         return self.report(is_final=True)
 
     def report(self, *, is_final: bool) -> Report:
+        """Return the counters up to now."""
         waiting = self._jobs.qsize() + (0 if self._awaited is None else self._awaited.waiting)
         return self._tally.report(self._clock() - self._began_s, waiting=waiting, is_final=is_final)
 
@@ -159,7 +172,7 @@ class ShadowRun:
             started(f"reading {'stdin' if options.log == '-' else options.log}")
         return listener
 
-    # -- what comes in
+    # Inputs
 
     def _on_mirrored(self, body: bytes, worker: str | None, request_id: str | None) -> None:
         try:
@@ -178,7 +191,8 @@ class ShadowRun:
         reading = LogReading(self._log_grows, self._fleet.only_model)
         try:
             observation = read_request(line, reading, now_s=self._clock(), wall_s=self._wall())
-            # Never full: the reader has fewer lines under way, and without it nothing else comes.
+            # The queue is never full: the reader has fewer lines under way, and without a mirror there is no other
+            # input.
             self._jobs.put_nowait(_Job(observation, self._log.done))
         except Unjudged as problem:
             self._tally.skip(problem.reason, problem.detail)
@@ -201,7 +215,7 @@ class ShadowRun:
         if self._options.listen is None:
             self._ended.set()
 
-    # -- what becomes of it
+    # Judging
 
     async def _judge_all(self, client: IndexClient) -> None:
         while True:
@@ -242,11 +256,11 @@ class ShadowRun:
             self._tally.skip(problem.reason, problem.detail)
 
     async def _look_again(self, client: IndexClient) -> None:
-        """At the fleet, which has no worker of that name."""
+        """Read the fleet again, if the last time is long enough ago, as it has no worker of that name."""
         if self._clock() < self._fleet_due_s:
             return
         self._fleet_due_s = self._clock() + FLEET_AGAIN_S
-        # The request counts as one of an unknown worker then, and the next one looks again.
+        # If this fails, the request counts as one of an unknown worker, and a later request tries again.
         with contextlib.suppress(Unjudged):
             self._fleet = await client.fleet()
 
@@ -260,7 +274,7 @@ class ShadowRun:
             show(self.report(is_final=False))
 
     async def _finish(self, listener: MirrorListener | None) -> None:
-        """Stops what comes in, and counts what is left."""
+        """Stop the inputs, and count the requests that are left."""
         if listener is not None:
             await listener.stop()
         if self._log is not None:
@@ -280,7 +294,7 @@ class ShadowRun:
 
 
 async def _first_failure(tasks: list[asyncio.Task[None]]) -> None:
-    """Raises what the first of them raises: none of them ends otherwise."""
+    """Raise the exception of the first task that fails; no task ends in another way."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over the verdicts, and the report that they make. Pure. All counts are tokens unless a name says otherwise.
 
-Bounds: one row a worker, MAX_WORKERS of them, and one a reason.
+There is one row for each reason and one for each of at most MAX_WORKERS workers.
 """
 
 from __future__ import annotations
@@ -12,47 +12,54 @@ from kvrouter.router.base.common.escaping import masked
 from kvrouter.shadow.observation import SKIP_TEXTS, Skip
 from kvrouter.shadow.verdict import Verdict
 
-# Pods come and go under new names; those beyond share a row.
+# Pods come and go under new names; all workers beyond this number share a row.
 MAX_WORKERS = 4_096
 OTHERS = "(others)"
 MAX_DETAIL_CHARS = 200
 
 
 class WorkerRow(msgspec.Struct):
-    """One worker. requests: that it got; reused: of them; lost: what another worker held of them beyond that. unused:
-    what it held itself of the requests that others got, beyond theirs. held: of all requests."""
+    """The sums of one worker."""
 
     worker: str
+    # Requests that this worker got.
     requests: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    # Tokens of these requests that another worker held beyond the reused ones.
     lost_tokens: int = 0
+    # Tokens that this worker held of other workers' requests, beyond the ones reused there.
     unused_tokens: int = 0
+    # Tokens that this worker held of all requests.
     held_tokens: int = 0
 
 
 class SkipRow(msgspec.Struct):
-    """Requests that are not judged for one reason. detail: what showed it last."""
+    """Requests that are not judged for one reason."""
 
     reason: Skip
     text: str
     requests: int = 0
+    # The detail of the last of them that has one.
     detail: str = ""
 
 
 class Placed(msgspec.Struct):
-    """Requests of which the worker is known. reported: of them, those whose reuse an engine reported."""
+    """Requests whose worker is known."""
 
     requests: int = 0
+    # Requests whose reuse was reported by an engine.
     reported_requests: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
+    # Tokens that the best worker held.
     there_tokens: int = 0
+    # Requests that reused less than the best worker held.
     lost_requests: int = 0
 
 
 class Unplaced(msgspec.Struct):
-    """Requests of which the worker is not known."""
+    """Requests whose worker is not known."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -60,19 +67,21 @@ class Unplaced(msgspec.Struct):
 
 
 class Ours(msgspec.Struct):
-    """Requests for which this router's own choice is known, and the same requests' other sums. reused_tokens: where the
-    worker that got them is known, which `placed_ours_tokens` is for."""
+    """Requests for which this router's own choice is known, and other sums of the same requests."""
 
     requests: int = 0
+    # Tokens that this router's choice would have reused.
     ours_tokens: int = 0
+    # Tokens that the best worker held.
     there_tokens: int = 0
+    # Requests among them whose worker is known, with the tokens of both choices.
     placed_requests: int = 0
     placed_ours_tokens: int = 0
     reused_tokens: int = 0
 
 
 class Check(msgspec.Struct):
-    """Requests with a prediction before they were served and the engine's own count after."""
+    """Requests that have both a prediction from before they were served and the engine's own count after."""
 
     requests: int = 0
     equal_requests: int = 0
@@ -81,7 +90,7 @@ class Check(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """whole_requests: those that the index held whole where they went, by prediction alone."""
+    """The sums of a run, final or up to now."""
 
     type: str
     elapsed_s: float
@@ -92,6 +101,7 @@ class Report(msgspec.Struct):
     unplaced: Unplaced
     ours: Ours
     check: Check
+    # Requests that their worker held whole, by prediction alone.
     whole_requests: int
     workers: list[WorkerRow]
     skipped: list[SkipRow]
@@ -99,7 +109,7 @@ class Report(msgspec.Struct):
 
 
 class Tally:
-    """`count` and `skip` each request once."""
+    """The sums of a run. Each request is passed once, either to `count` or to `skip`."""
 
     def __init__(self, max_workers: int = MAX_WORKERS) -> None:
         self._max_workers = max_workers
@@ -113,19 +123,23 @@ class Tally:
 
     @property
     def judged_requests(self) -> int:
+        """Requests with a verdict."""
         return self.placed.requests + self.unplaced.requests
 
     @property
     def skipped_requests(self) -> int:
+        """Requests without a verdict."""
         return sum(row.requests for row in self._skipped.values())
 
     def skip(self, reason: Skip, detail: str = "", requests: int = 1) -> None:
+        """Count requests that are not judged."""
         row = self._skipped.setdefault(reason, SkipRow(reason, SKIP_TEXTS[reason]))
         row.requests += requests
         if detail:
             row.detail = masked(detail[:MAX_DETAIL_CHARS])
 
     def count(self, verdict: Verdict) -> None:
+        """Count a request that is judged."""
         for name, tokens in verdict.held.items():
             self._row(name).held_tokens += tokens
         reused = verdict.reused
@@ -172,7 +186,7 @@ class Tally:
         return self._workers.setdefault(worker, WorkerRow(worker))
 
     def report(self, elapsed_s: float, *, waiting: int = 0, is_final: bool = True) -> Report:
-        """waiting: requests that are not judged yet."""
+        """Return the report; `waiting` is the number of requests that are not judged yet."""
         return Report(
             "report" if is_final else "counters",
             round(elapsed_s, 3),
@@ -190,7 +204,7 @@ class Tally:
         )
 
     def sentence(self) -> str:
-        """What it comes to."""
+        """Return the result as one sentence."""
         placed, unplaced = self.placed, self.unplaced
         if placed.requests:
             there = placed.there_tokens

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request judged: what its worker reused, and what was there. Pure. All counts are tokens.
+"""The verdict on one request: the tokens that its worker reused, and those that any worker held. Pure.
 
-What an engine reports replaces what the index predicts for its worker, so the law holds for every verdict:
-reused <= there, and ours <= there.
+All counts are tokens. An engine's report replaces the index's prediction for the worker. So every verdict has
+reused <= there and ours <= there.
 """
 
 from __future__ import annotations
@@ -19,36 +19,44 @@ from kvrouter.shadow.worker_names import FleetNames
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """What the index said of a prompt at one moment. held: by worker, what it would reuse; without those of which
-    nothing is proven. ours: the worker that this router would choose. is_before: the prompt had not been served yet."""
+    """The index's answer to a prompt at one moment."""
 
     num_tokens: int
     block_tokens: int
+    # The hit of each worker whose hit is proven.
     held: Mapping[str, int]
+    # The worker that this router would choose.
     ours: str
+    # Whether the prompt had not been served yet.
     is_before: bool
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """worker: that got it, and its `reused` tokens; None: not known. reported: these are the engine's. predicted: by the
-    index, None where it does not count. best: a worker that held `there` tokens, the most. ours: what this router's
-    choice would have reused, None where it was queried too late for that. is_whole: the index predicted that all but its
-    last block is reused."""
+    """The judgement of one request."""
 
     num_tokens: int
+    # The worker that got the request, and the tokens that it reused; None if the worker is not known.
     worker: str | None
     reused: int | None
+    # Whether the engine reported `reused`; otherwise the index predicted it.
     is_reported: bool
+    # The index's prediction for the worker; None if it does not count.
     predicted: int | None
+    # The most tokens that any worker held, and a worker that held them.
     there: int
     best: str | None
+    # Tokens that this router's choice would have reused; None if the index was queried too late for that.
     ours: int | None
+    # Whether the index predicted that all but the last block is reused.
     is_whole: bool
     held: Mapping[str, int]
 
 
 def snapshot_of(answer: Mapping[str, Any], *, is_before: bool) -> Snapshot:
-    """From an answer of `/select` with `explain`. Raises Unjudged; KeyError and TypeError for another shape."""
+    """Return the snapshot in an answer of `/select` with `explain`.
+
+    Raises Unjudged, and KeyError, TypeError or ValueError for an answer of another shape.
+    """
     tokens = answer.get("tokens")
     if tokens is not None and tokens["known_tokens"] < tokens["num_tokens"]:
         raise Unjudged(Skip.TOKENS_UNKNOWN, str(tokens["problem"]))
@@ -60,7 +68,7 @@ def snapshot_of(answer: Mapping[str, Any], *, is_before: bool) -> Snapshot:
 
 
 def judge(snapshot: Snapshot, outcome: Outcome, fleet: FleetNames) -> Verdict:
-    """Raises Unjudged."""
+    """Return the verdict on a request. Raises Unjudged."""
     held, cached = dict(snapshot.held), outcome.cached_tokens
     if outcome.prompt_tokens not in (None, snapshot.num_tokens):
         raise Unjudged(Skip.LENGTH, f"{outcome.prompt_tokens} by the engine, {snapshot.num_tokens} by the router")
@@ -73,7 +81,8 @@ def judge(snapshot: Snapshot, outcome: Outcome, fleet: FleetNames) -> Verdict:
     ranks = fleet.ranks(outcome.worker)
     if not ranks:
         raise Unjudged(Skip.UNKNOWN_WORKER, outcome.worker)
-    # Of several ranks behind one address, that which holds the most: engines send a prompt there where they can.
+    # If several ranks are behind one address, take the one that holds the most: engines send a prompt there if they
+    # can.
     worker = max(sorted(ranks), key=lambda rank: held.get(rank, -1))
     predicted = held.get(worker)
     if cached is None:
@@ -84,7 +93,7 @@ def judge(snapshot: Snapshot, outcome: Outcome, fleet: FleetNames) -> Verdict:
         held.pop(rank, None)
     held[worker] = cached
     ours = worker if snapshot.ours in ranks else snapshot.ours
-    # Where the index had it whole and the engine did not, the engine was faster than the question.
+    # If the index held the whole prompt and the engine did not, the engine had served the request before the query.
     if predicted is not None and predicted > cached and _is_whole(snapshot, predicted):
         snapshot = msgspec.structs.replace(snapshot, is_before=False)
     return _verdict(snapshot, held, worker, predicted if snapshot.is_before else None, ours, is_reported=True)
@@ -95,7 +104,7 @@ def _verdict(
 ) -> Verdict:
     there = max(held.values(), default=0)
     reused = None if worker is None else held[worker]
-    most = min((name for name, tokens in held.items() if tokens == there), default=None)
+    best = min((name for name, tokens in held.items() if tokens == there), default=None)
     return Verdict(
         snapshot.num_tokens,
         worker,
@@ -103,7 +112,7 @@ def _verdict(
         is_reported,
         predicted,
         there,
-        worker if reused == there else most,
+        worker if reused == there else best,
         held.get(ours, 0) if snapshot.is_before else None,
         is_whole=not is_reported and reused is not None and _is_whole(snapshot, reused),
         held=held,
@@ -115,7 +124,7 @@ def _is_whole(snapshot: Snapshot, tokens: int) -> bool:
 
 
 def _is_proven(candidate: Mapping[str, Any]) -> bool:
-    """Whether its hit rests on its events: a zero with a reason may be no credit."""
+    """Return whether a candidate's hit rests on its events: a zero with a reason may be no credit."""
     if candidate.get("approximate") or candidate["state"] not in CREDITED:
         return False
     return not candidate.get("reason") or candidate["overlap"]["disk"] > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kvrouter.simulator`: simulated replicas."""
+"""Entry point of `python -m kvrouter.simulator`, which runs simulated replicas."""
 
 import sys
 

@@ -76,29 +76,29 @@ def _servers(
 
 
 def _serve(options: SimpleNamespace) -> int:
-    asked_to_stop = threading.Event()
+    stop_requested = threading.Event()
     with zmq.Context[zmq.Socket[bytes]]() as context, contextlib.ExitStack() as undo:
         try:
             servers = _servers(options, context, undo)
             names = ("drop_events", "lose_events", "stall_s", "slow", "fail")
-            given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-            faults = msgspec.convert(given, Faults)
+            fault_values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+            faults = msgspec.convert(fault_values, Faults)
             thread = ServerThread(servers, faults=faults)
         except (UnsupportedGeometry, msgspec.ValidationError, ValueError, OSError, zmq.ZMQError) as error:
             print(f"kvrouter sim: {error}", file=sys.stderr)
             return 2
         undo.callback(thread.stop)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: asked_to_stop.set())
+            signal.signal(number, lambda *_: stop_requested.set())
         thread.start()
         for server in servers:
             print(json.dumps({**server.endpoints, "shape": options.shape, "blocks": options.blocks}), flush=True)
-        asked_to_stop.wait()
+        stop_requested.wait()
     return 0
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-# typer wraps click in some versions and carries its own copy in others; this is its base of usage errors in both.
+# Some versions of typer wrap click, others carry a copy; this is the base of usage errors in both.
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
@@ -142,7 +142,8 @@ def sim(
 ) -> None:
     """Run simulated engine replicas: vLLM's scheduler, cache and event stream without a model.
 
-    Prints one JSON line a replica with its endpoints, then serves until Ctrl-C."""
+    Prints one JSON line a replica with its endpoints, then serves until Ctrl-C.
+    """
     raise typer.Exit(_serve(SimpleNamespace(**locals())))
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides the order of a publisher's reports: what is next, missing or of another life, and when to take a snapshot.
-Pure.
+"""The order of a publisher's reports: which is next, missing or of another life, and when to take a snapshot. Pure.
 
 The shell feeds in decoded messages, answers and connection changes, takes `items` out, sends exactly the snapshot
 request that `request` numbers, and confirms it with `on_request_sent`. The shell also paces requests and decides when
@@ -40,21 +39,22 @@ from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.transport.settings import DEFAULT_MAX_HELD_BYTES
 from kvrouter.events.vllm.stream_items import Connected, Disconnected, Flooded, Malformed
 
-# Room for the messages that arrive during a snapshot: a minute of 1,000 messages a second; a batch of a long prefill
-# has some 10 KB.
+# Messages that may be held during a snapshot: a minute of 1,000 messages a second. A batch of a long prefill has some
+# 10 KB.
 DEFAULT_MAX_HELD = 65_536
 
-# Past lives whose last messages may still arrive.
+# The number of past lives whose last messages may still arrive.
 REMEMBERED_EPOCHS = 16
 
-# None is an `events` message that could not be read.
+# None stands for an `events` message that could not be read.
 _Message: TypeAlias = Events | Heartbeat | None
 
 
 class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
-    """Where we are in one publisher's reports. Single-threaded; never raises on what the wire brings.
+    """The position in one publisher's reports. Single-threaded; never raises, whatever the wire brings.
 
-    More than 15 attributes: seq, snapshot, catalog and liveness of one epoch are void together."""
+    A new life voids seq, snapshot, catalog and liveness together.
+    """
 
     def __init__(
         self,
@@ -64,19 +64,26 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         max_held_bytes: int = DEFAULT_MAX_HELD_BYTES,
         max_snapshot_blocks: int = DEFAULT_MAX_SNAPSHOT_BLOCKS,
     ) -> None:
-        """max_held, max_held_bytes: bounds on messages held during a snapshot."""
+        """Begin at the resume point, or without any state.
+
+        Args:
+            resume: The state that the consumer has stored.
+            max_held: Bound on the messages that are held during a snapshot.
+            max_held_bytes: Bound on their bytes.
+            max_snapshot_blocks: Bound on the blocks of a snapshot.
+        """
         super().__init__(HeldQueue(max_held, max_held_bytes))
-        # The number of the wanted snapshot; None when none is needed.
+        # The number of the wanted snapshot; None if none is needed.
         self._request: int | None = None
-        # Whether the current life has said what it declares. Its snapshot waits for that: blocks without their groups
-        # earn nothing.
+        # Whether the current life has answered a greeting with its catalog. Its snapshot waits for that, as blocks earn
+        # nothing without their groups.
         self._greeted = False
-        # Snapshots that failed since the last success.
+        # Snapshots that have failed since the last success.
         self.failures = 0
-        # The publisher must be greeted; answers to earlier greetings no longer count. The shell clears it when it sends
-        # the greeting.
+        # Whether the publisher must be greeted; answers to earlier greetings then no longer count. The shell clears
+        # this when it sends the greeting.
         self.greeting_wanted = True
-        # Messages of the current life so far; the shell uses its growth as a sign of life.
+        # Messages of the current life so far. The shell takes a new one as a sign of life.
         self.heard = 0
         self._max_snapshot_blocks = max_snapshot_blocks
         self._epoch = resume.epoch if resume else None
@@ -85,7 +92,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._expected = resume.next_seq if resume else None
         self._resuming = resume is not None
         self._requests = 0
-        # None: the wanted snapshot has not been requested yet.
+        # None while the wanted snapshot has not been requested.
         self._assembly: SnapshotAssembly | None = None
         # Messages below this seq that arrived since the request were dropped from `_held`.
         self._overflowed_seq = -1
@@ -97,55 +104,57 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._silent = False
         # Whether a snapshot was loaded whose `CaughtUp` was not announced yet.
         self._loaded = False
-        # `CaughtUp` was announced, and may still wait for the consumer.
+        # Whether `CaughtUp` was announced, which may still wait for the consumer.
         self._caught_up = False
         if resume is None:
             self._want_snapshot()
 
     @property
     def request(self) -> int | None:
-        """The number of the snapshot to request now; None when none is needed, or the life has not said hello."""
+        """Number of the snapshot to request now; None if none is needed, or the current life has not said hello."""
         return self._request if self._greeted else None
 
     @property
     def is_silent(self) -> bool:
-        """The publisher is silent: `PatchSilent` was announced and `PatchHeard` was not."""
+        """Whether the publisher is silent: `PatchSilent` was announced and `PatchHeard` was not."""
         return self._silent
 
     def connected(self) -> None:
-        """The live socket has a peer. Seqs reveal what it missed, and epochs another life."""
+        """Note that the live socket has a peer. Seqs reveal what it missed, and epochs reveal another life."""
         self._connected = True
         self.items.append(Connected())
 
     def disconnected(self) -> None:
-        """The live socket lost its peer."""
+        """Note that the live socket lost its peer."""
         if self._connected:
             self._connected = False
             self.items.append(Disconnected())
 
     def silent(self, silent_s: float) -> None:
-        """No message of the current life arrived for too long."""
+        """Note that no message of the current life arrived for too long."""
         if not self._silent:
             self._silent = True
             self.items.append(PatchSilent(silent_s))
 
     def malformed(self, reason: str) -> None:
-        """A message or an answer that cannot be read."""
+        """Report a message or an answer that cannot be read."""
         self.items.append(Malformed(reason))
 
     def flooded(self, reason: str, *, is_live: bool) -> None:
-        """Report that a connection was closed because of what it brought. is_live: whether it is the connection of the
-        stream itself."""
+        """Report that a connection was closed because of the bytes that it brought.
+
+        `is_live` says whether it was the connection of the stream itself.
+        """
         self.items.append(Flooded(reason, is_live))
 
     def hello(self, hello: Hello) -> None:
-        """The answer to a greeting that was sent after the last change of life."""
+        """Handle the answer to a greeting that was sent after the last change of life."""
         if hello.epoch != self._epoch:
             self._enter_life(hello.epoch, hello.started_s, "another life answers")
             self.greeting_wanted = False
         elif self._resuming and self._request is None:
             self._judge_resume(hello.next_seq)
-        # Another life voids what is known before anything else is said of it.
+        # Another life voids all known state, so `NewEpoch` comes before the other items of that life.
         self.items.append(Greeted(hello))
         self._resuming = False
         self._greeted = True
@@ -153,27 +162,27 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             self._declare(hello.catalog_version, hello.catalog)
 
     def events(self, seq: int, message: Events, size_bytes: int) -> None:
-        """An `events` message of the live socket; 0 <= seq < 2**63, size_bytes as on the wire."""
+        """Handle an `events` message of the live socket; 0 <= seq < 2**63, size_bytes as on the wire."""
         if self._is_of_this_life(message.epoch, message.started_s):
             self._follow(seq, message, size_bytes)
 
     def heartbeat(self, seq: int, message: Heartbeat, size_bytes: int) -> None:
-        """A heartbeat of the live socket."""
+        """Handle a heartbeat of the live socket."""
         if not self._is_of_this_life(message.epoch, message.started_s):
             return
         if message.withheld or message.tiers_withheld:
             withheld = (message.withheld, message.tiers_withheld)
-            # Greet it again: the answer names the features that failed.
+            # Greet the publisher again, as its answer names the features that failed.
             self.greeting_wanted |= withheld != self._withheld
             self._withheld = withheld
         if message.catalog_version > max(self._declared, self._catalog_asked):
-            # The message that declared it was lost.
+            # The message with this catalog was lost.
             self._catalog_asked = message.catalog_version
             self.greeting_wanted = True
         self._follow(seq, message, size_bytes)
 
     def catalog(self, seq: int, message: CatalogMessage) -> None:
-        """A catalog of the live socket."""
+        """Handle a catalog of the live socket."""
         if not self._is_of_this_life(message.epoch, message.started_s):
             return
         self._declare(message.version, message.catalog)
@@ -181,17 +190,20 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             self._lose(self._expected, seq, 0, f"a catalog of seq {seq} came next")
 
     def unreadable(self, seq: int, epoch: str | None, size_bytes: int) -> None:
-        """An `events` message that cannot be read. Damage never begins a life."""
+        """Handle an `events` message that cannot be read. Damage never begins a life."""
         if epoch is None or epoch == self._epoch:
             self._follow(seq, None, size_bytes)
 
     def request_snapshot(self) -> None:
-        """The consumer doubts its state: no batch follows before the next snapshot."""
+        """Request a snapshot, as the consumer doubts its state. No batch follows before the snapshot."""
         if self._request is None:
             self._want_snapshot()
 
     def expire(self) -> None:
-        """Another source reports that the known life may have ended: greets and requests catalog and snapshot again."""
+        """Assume that the known life has ended, as another source reports.
+
+        The publisher is greeted again, and catalog and snapshot are requested again.
+        """
         self._declared, self._catalog_asked = -1, 0
         self._greeted = False
         self.greeting_wanted = True
@@ -199,13 +211,13 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._want_snapshot()
 
     def on_request_sent(self) -> None:
-        """The wanted snapshot was just requested: from now on messages are held."""
+        """Note that the wanted snapshot was just requested: from now on messages are held."""
         if self.request is not None:
             self._assembly = SnapshotAssembly(self._max_snapshot_blocks)
             self._drop_held()
 
     def part(self, part: SnapshotPart) -> None:
-        """A part of a snapshot; parts of other requests are ignored."""
+        """Handle a part of a snapshot. Parts of other requests are ignored."""
         assembly = self._assembly
         if assembly is None or part.id != self._request:
             return
@@ -227,12 +239,12 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             self._load(snapshot)
 
     def snapshot_overdue(self) -> None:
-        """The answer made no progress for too long."""
+        """Handle an answer that made no progress for too long."""
         parts = 0 if self._assembly is None else self._assembly.parts
         self.snapshot_failed(f"the answer stopped after {parts} parts" if parts else "no answer")
 
     def snapshot_failed(self, reason: str) -> None:
-        """The answer is missing or unusable: another snapshot is wanted."""
+        """Drop an answer that is missing or unusable. Another snapshot is wanted."""
         if self._request is not None:
             self.failures += 1
             self.items.append(SnapshotFailed(reason))
@@ -264,7 +276,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             self._want_snapshot()
 
     def _judge_resume(self, next_seq: int) -> None:
-        """The first answer arrives before any live message: it reveals what was missed while disconnected."""
+        """Find the messages missed while disconnected, by the first answer, which comes before any live message."""
         expected = self._expected
         assert expected is not None
         if next_seq > expected:
@@ -292,7 +304,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             if isinstance(message, Heartbeat):
                 self._lose(expected, seq, 0, f"a heartbeat of seq {seq} came next")
             else:
-                # The publisher dropped the messages just before this one; a snapshot may hold some of them.
+                # The publisher dropped the messages just before this one; a snapshot may still contain some of them.
                 dropped = min(message.dropped, seq - expected) if message else 0
                 self._lose(expected, seq, dropped, f"seq {seq} came next")
         elif message is None:
@@ -323,7 +335,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
     def _load(self, snapshot: Snapshot) -> None:
         for seq, _, _ in self._held:
             if seq > snapshot.next_seq:
-                # The subscription came too late, or messages were dropped: the loaded state would be outdated.
+                # The subscription came too late, or messages were dropped, so the loaded state would be outdated.
                 self.snapshot_failed(f"messages {snapshot.next_seq} to {seq - 1} after it did not come")
                 return
             if seq == snapshot.next_seq:
@@ -333,7 +345,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self.failures = 0
         self._expected = snapshot.next_seq
         if self._caught_up:
-            # Else the consumer, slower than the snapshot, would take the last one's word for this one's.
+            # Otherwise a consumer that is slower than the snapshot would take the last `CaughtUp` for this snapshot's.
             self._caught_up = False
             self.items.append(FellBehind())
         self.items.append(Loaded(snapshot))
@@ -342,7 +354,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         for seq, message, size_bytes in held:
             self._accept(seq, message, size_bytes)
             if self._request is not None:
-                # The next snapshot contains the rest.
+                # The next snapshot contains the messages that are left.
                 return
         self._loaded = True
         self._catch_up()

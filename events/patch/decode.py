@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads of the engine patch's sockets to checked messages. Pure; never raises, whatever the bytes.
+"""Decoding of payloads from the engine patch's sockets to checked messages. Pure; never raises, whatever the bytes.
 
-Checked is what every reader relies on: hashes are whole, numbers are seqs, an epoch is short. What the numbers add up
-to is the readers' own matter.
+The checks cover the properties that every reader relies on: hashes are whole, numbers are seqs, an epoch is short. The
+readers themselves check what the numbers add up to.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvrouter.events.patch.messages import (
 from kvrouter.events.vllm.messages import DECODE_ERRORS, MAX_ERROR_CHARS, MAX_NAME_CHARS
 from kvrouter.events.vllm.wire import MAX_SEQ
 
-# A greeting or a catalog, which is kept as long as the worker: some ten groups, and 1,024 LoRAs with long paths.
+# A greeting or a catalog is kept as long as the worker. This fits some ten groups, and 1,024 LoRAs with long paths.
 MAX_CATALOG_BYTES = 4 << 20
 
-# Epochs are remembered; ours have 16.
+# Epochs are remembered, so their length is limited; ours have 16 characters.
 MAX_EPOCH_CHARS = 64
 
 _REPORT_TYPES = frozenset(("events", "heartbeat", "catalog"))
@@ -40,15 +40,15 @@ class Unreadable(msgspec.Struct, frozen=True):
     """A payload that is no message, or one that no reader can use."""
 
     reason: str
-    # It calls itself `events`, so it has used up its seq.
+    # Whether the payload calls itself `events`, so that it has used up its seq.
     uses_seq: bool = False
-    # None: not readable either.
+    # None if the epoch is not readable either.
     epoch: str | None = None
 
 
 class _Head(msgspec.Struct):
     type: str
-    # Whatever else is damaged, a message that calls itself `events` has used up its seq.
+    # Any type, as a message that calls itself `events` has used up its seq even if its epoch is damaged.
     epoch: object = None
 
 
@@ -58,7 +58,7 @@ _head = msgspec.msgpack.Decoder(_Head)
 
 
 def read_report(payload: bytes) -> Events | Heartbeat | CatalogMessage | Unreadable | None:
-    """A message of the PUB socket; None for one of a type that this version does not know."""
+    """Return a message of the PUB socket; None for one of a type that this version does not have."""
     try:
         message = _reports.decode(payload)
     except DECODE_ERRORS as error:
@@ -70,19 +70,19 @@ def read_report(payload: bytes) -> Events | Heartbeat | CatalogMessage | Unreada
             if not isinstance(event, ReportCleared) and len(event.hashes) % 8:
                 reason = f"an event with {len(event.hashes)} bytes of hashes: expected a multiple of 8"
                 return Unreadable(reason, True, message.epoch)
-            if (long := _long_name(event)) is not None:
-                return Unreadable(long, True, message.epoch)
+            if (problem := _long_name(event)) is not None:
+                return Unreadable(problem, True, message.epoch)
     elif isinstance(message, Heartbeat):
         for place in message.places:
-            if (long := _long_name(place)) is not None:
-                return Unreadable(long)
+            if (problem := _long_name(place)) is not None:
+                return Unreadable(problem)
     elif len(payload) > MAX_CATALOG_BYTES:
         return Unreadable(f"a catalog of {len(payload)} bytes: expected at most {MAX_CATALOG_BYTES}")
     return message
 
 
 def read_answer(frames: list[bytes]) -> Hello | SnapshotPart | Refused | Unreadable | None:
-    """An answer of the ROUTER socket; None for one of a type that this version does not know."""
+    """Return an answer of the ROUTER socket; None for one of a type that this version does not have."""
     if len(frames) != 2 or frames[0]:
         return Unreadable(f"{len(frames)} frames: expected an empty one and the payload")
     payload = frames[1]
@@ -100,15 +100,15 @@ def read_answer(frames: list[bytes]) -> Hello | SnapshotPart | Refused | Unreada
     return reply
 
 
-def _long_name(said: ReportStored | ReportRemoved | ReportCleared | PlaceSummary) -> str | None:
-    """What is wrong with a name that would be kept."""
-    names = (said.medium, said.ownership, said.kind if isinstance(said, ReportStored) else None)
+def _long_name(item: ReportStored | ReportRemoved | ReportCleared | PlaceSummary) -> str | None:
+    """Return the problem if a name is too long to be kept, else None."""
+    names = (item.medium, item.ownership, item.kind if isinstance(item, ReportStored) else None)
     longest = max(len(name) for name in names if name is not None)
     return f"a name of {longest} characters: expected at most {MAX_NAME_CHARS}" if longest > MAX_NAME_CHARS else None
 
 
 def _unreadable(error: BaseException, payload: bytes, known_types: frozenset[str]) -> Unreadable | None:
-    """Why the payload cannot be read; None when its type is unknown."""
+    """Return why the payload cannot be read; None if its type is unknown."""
     reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
     try:
         head = _head.decode(payload)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greets a publisher on its requests socket, whenever a cursor wants to know who it is. The time is an argument."""
+"""The greeting of a publisher on its requests socket, whenever a cursor wants one. The time is an argument."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ class Greeter:
     def __init__(
         self, cursor: ReportCursor, link: Link, settings: ReportSettings, on_hello: Callable[[Hello], None]
     ) -> None:
-        """on_hello: called with each answer that counts."""
+        """Create a greeter that has sent nothing; `on_hello` is called with each answer that counts."""
         self.link = link
         self._cursor = cursor
         self._settings = settings
         self._on_hello = on_hello
         self._connected = False
-        # The greeting that counts, when it was sent, and when it is sent again by itself.
+        # The id of the greeting that counts, when it was sent, and when it is sent again without a request by the
+        # cursor.
         self._id = 0
         self._sent_s = -math.inf
         self._due_s = math.inf
 
     def read(self) -> bool:
-        """Reads until nothing is left (False) or the turn's budget is spent (True)."""
+        """Read until no message is left (returns False) or the turn's budget is spent (returns True)."""
         return self.link.read(self._handle, self._settings.turn_messages, self._settings.turn_bytes)
 
     def read_news(self) -> None:
-        """Whoever is there after a connection may be another."""
-        for up in self.link.take_news():
-            self._connected = up
-            self._cursor.greeting_wanted |= up
+        """Read connection news. A new connection wants a greeting, as it may lead to another publisher."""
+        for is_connected in self.link.take_news():
+            self._connected = is_connected
+            self._cursor.greeting_wanted |= is_connected
 
     def greet(self, now_s: float) -> float:
-        """Greets when it is time; returns when it will be."""
+        """Greet the publisher if it is time. Returns the time of the next greeting."""
         if not self._connected:
             return math.inf
         due_s = self._due_s
@@ -62,7 +63,7 @@ class Greeter:
         reply = read_answer(frames)
         if isinstance(reply, Unreadable):
             self._cursor.malformed(f"an answer: {reply.reason}")
-        # Once it is wanted again, an answer under way may be of a life that is gone.
+        # Once a greeting is wanted again, an answer under way may be of an earlier life.
         if isinstance(reply, Hello) and reply.id == self._id and not self._cursor.greeting_wanted:
             silent = self._cursor.is_silent
             self._due_s = self._sent_s + self._settings.silent_greeting_s if silent else math.inf

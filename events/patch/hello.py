@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out whether a patched engine answers, and where it publishes."""
+"""The check whether a patched engine answers, and where it publishes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::"))
 
 
 class ClientRefused(Exception):
-    """The patch there lists the clients that it admits, and this side's key is not among them."""
+    """A refusal by a patch that lists the clients it admits, without this side's key."""
 
 
 def reachable(reports: str, requests: str) -> str | None:
-    """Where to connect to for the endpoint that a `Hello` names: a wildcard stands for the host of `requests`.
+    """Return the endpoint to connect to for `reports`, as a `Hello` names it. A wildcard is the host of `requests`.
 
-    None when it is no endpoint of the same transport: an answer must not make us open a file or another kind of socket.
+    Returns None if `reports` is no endpoint of the same transport, as an answer must not make this process open a file
+    or another kind of socket.
     """
     scheme, _, rest = reports.partition("://")
     requests_scheme, _, requests_rest = requests.partition("://")
@@ -46,12 +47,12 @@ def reachable(reports: str, requests: str) -> str | None:
 
 
 async def _refuses(endpoint: str) -> bool:
-    """Whether connections to this endpoint are refused: nobody listens there. False where that cannot be said."""
+    """Return whether connections to this endpoint are refused, as no process listens; False if that is not known."""
     scheme, _, rest = endpoint.partition("://")
     host, _, port = rest.rpartition(":")
     if scheme != "tcp":
         return False
-    # As ZMQ connects.
+    # The same choice as ZMQ's.
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as connection:
         connection.setblocking(False)
@@ -73,13 +74,16 @@ async def greet(
     waits: bool = True,
     watch: FloodWatch | None = None,
 ) -> Hello | None:
-    """Return the engine's answer at this endpoint, None if none comes in time.
+    """Return the engine's answer at this endpoint, or None if none comes in time.
 
     Args:
-        curve: As `Link` has it.
-        watch: As `Link` has it.
-        waits: False to give up at once if nobody listens there. A ZMQ socket needs ten times as much to find that out
-            as a refused connection does.
+        requests_endpoint: The address of the patch's requests socket.
+        context: Makes the socket.
+        timeout_s: The time to wait for an answer.
+        curve: As in `Link`.
+        waits: False to give up at once if no process listens there. A ZMQ socket needs ten times as much to find that
+            out as a refused connection does.
+        watch: As in `Link`.
 
     Raises:
         zmq.ZMQError: The endpoint is no address.
@@ -100,7 +104,7 @@ async def greet(
         on_readable=readable.set,
         receive_hwm=_ANSWERS_HWM,
         curve=curve,
-        # A refusal is news.
+        # The news of a lasting link includes a refusal of the key.
         lasting=curve is not None,
         watch=watch,
     )
@@ -114,7 +118,7 @@ async def greet(
                     reply = read_answer(frames)
                     if isinstance(reply, Hello) and reply.id == request.id:
                         return reply
-                    # Under a flood, other tasks and the timeout still get their turn.
+                    # Even during a flood, other tasks and the timeout get their turn.
                     await asyncio.sleep(0)
                 if curve is not None:
                     link.take_news()

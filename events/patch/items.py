@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The items that a report subscriber yields: residency in order, facts about the publisher, and announcements of what
-is missing. Values only.
+"""The items that a report subscriber yields: residency in order, facts about the publisher, and losses. Values only.
 
 A consumer knows the publisher's ledger from `Loaded` (or its resume point) on, as long as it applies every
-`ReportBatch`. `ReportGap` ends that, and `NewEpoch` voids all it knew; after either, no batch follows before a
-`Loaded`. After `Loaded` come the batches that arrived during the snapshot, and then `CaughtUp`.
-`FellBehind` comes before each later `Loaded`.
+`ReportBatch`. `ReportGap` ends that, and `NewEpoch` voids all that the consumer knew; after either, no batch follows
+before a `Loaded`. After `Loaded` come the batches that arrived during the snapshot, and then `CaughtUp`. `FellBehind`
+comes before each later `Loaded`.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from kvrouter.events.vllm.stream_items import Connected, Disconnected, Flooded, 
 
 
 class ReportResume(msgspec.Struct, frozen=True):
-    """What a consumer has stored: the state before `events` message `next_seq` of this life."""
+    """The state that a consumer has stored: that before `events` message `next_seq` of this life."""
 
     epoch: str
     next_seq: int
 
 
 class SnapshotPlace(msgspec.Struct, frozen=True, eq=False):
-    """All blocks of one place. Compared by identity: an array has no single truth value."""
+    """All blocks of one place. Places are compared by identity, as an array has no single truth value."""
 
     group_idx: int | None
     medium: str
@@ -41,7 +40,7 @@ class SnapshotPlace(msgspec.Struct, frozen=True, eq=False):
 
 
 class Snapshot(msgspec.Struct, frozen=True, eq=False):
-    """All that is resident before `events` message `next_seq`; its places add up to `summary`."""
+    """All blocks that are resident before `events` message `next_seq`. The places add up to `summary`."""
 
     epoch: str
     started_s: float
@@ -51,41 +50,43 @@ class Snapshot(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its hashes."""
+        """Bytes of the hashes."""
         return sum(place.hashes.nbytes for place in self.places)
 
 
 class Greeted(msgspec.Struct, frozen=True):
-    """The requests socket answered; repeated with every answer."""
+    """An answer of the requests socket. The item comes with every answer."""
 
     hello: Hello
 
 
 class ReportBatch(msgspec.Struct, frozen=True):
-    """One `events` message: in order and exactly once; it follows the last batch or the loaded snapshot."""
+    """One `events` message, in order and exactly once. It follows the last batch or the loaded snapshot."""
 
     seq: int
     message: Events
-    # As on the wire.
+    # The size on the wire.
     size_bytes: int = 0
 
 
 class ReportGap(msgspec.Struct, frozen=True):
-    """Messages first_seq up to next_seq - 1 are lost; a snapshot is requested. Equal: the resume point is
-    contradicted.
+    """The loss of messages first_seq up to next_seq - 1. A snapshot is requested.
 
-    dropped: how many of them the publisher reports as dropped.
+    If first_seq == next_seq, the publisher contradicts the resume point.
     """
 
     first_seq: int
     next_seq: int
+    # How many of the messages the publisher reports as dropped.
     dropped: int
     reason: str
 
 
 class NewEpoch(msgspec.Struct, frozen=True):
-    """Another life of the publisher: everything known is void; a snapshot is requested. The first life is not
-    announced."""
+    """The start of another life of the publisher, which voids everything known. A snapshot is requested.
+
+    The first life is not announced.
+    """
 
     epoch: str
     started_s: float
@@ -93,44 +94,46 @@ class NewEpoch(msgspec.Struct, frozen=True):
 
 
 class Expired(msgspec.Struct, frozen=True):
-    """Earlier items may belong to a life that has ended; everything after this item was requested since, catalog and
-    snapshot first."""
+    """A report that the known life may have ended, to which earlier items belong.
+
+    Everything after this item was requested since, catalog and snapshot first.
+    """
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """The exact residency before `next_seq`. The batches held meanwhile follow, and then `CaughtUp`."""
+    """The exact residency before `next_seq`, from a snapshot. The held batches follow, and then `CaughtUp`."""
 
     snapshot: Snapshot
 
 
 class HeartbeatSeen(msgspec.Struct, frozen=True):
-    """A heartbeat for exactly the batches yielded so far: its sums must equal the consumer's."""
+    """A heartbeat for exactly the batches yielded so far, so its sums must equal the consumer's."""
 
     next_seq: int
     message: Heartbeat
 
 
 class Declared(msgspec.Struct, frozen=True):
-    """The engine's catalog, once for each version in a life."""
+    """The engine's catalog. The item comes once for each version in a life."""
 
     version: int
     catalog: DeclaredCatalog
 
 
 class SnapshotFailed(msgspec.Struct, frozen=True):
-    """A snapshot failed; another is requested after a pause."""
+    """The failure of a snapshot. Another one is requested after a pause."""
 
     reason: str
 
 
 class PatchSilent(msgspec.Struct, frozen=True):
-    """No message arrived for this long, though several heartbeats were due."""
+    """A silence of the publisher in which several heartbeats were due."""
 
     silent_s: float
 
 
 class PatchHeard(msgspec.Struct, frozen=True):
-    """Messages arrive again after `PatchSilent`."""
+    """The end of a silence: messages arrive again after `PatchSilent`."""
 
 
 ReportItem: TypeAlias = (

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages of the engine patch's sockets in both directions: `docs/reference/protocol.md` as structs.
 
-One definition for the side that writes (`kvrouter.engine_patch`) and the side that reads (`kvrouter.router`, tests).
-Every payload is one MessagePack map with a `type`; fields at their default are left out, unknown ones are skipped, new
-ones are only ever added with a default. A block hash is 64 bits (the last 8 bytes of the engine's hash); many travel as
-one big-endian binary.
+The side that writes (`kvrouter.engine_patch`) and the side that reads (`kvrouter.router`, tests) share these
+definitions. Every payload is one MessagePack map with a `type`. Fields at their default are left out, unknown ones are
+skipped, and new ones are only added with a default. A block hash is 64 bits (the last 8 bytes of the engine's hash);
+many travel as one big-endian binary.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ import numpy as np
 
 from kvrouter.events.vllm.messages import HashArray
 
-# The topic on the PUB socket; a change that old readers cannot follow gets another one.
+# The topic on the PUB socket. A change that old readers cannot follow gets another topic.
 REPORT_TOPIC = b"kvrouter.v1"
 PROTOCOL = 1
 
-# From the port of the engine's own KV events to ours, so that a router finds them knowing only the former. Far above
-# vLLM's usual ports and their data-parallel offsets; where the sum is no port, the offset is subtracted.
+# The offset from the port of the engine's own KV events to ours, so that a router finds our port knowing only the
+# engine's. It is far above vLLM's usual ports and their data-parallel offsets. If the sum is no port, the offset is
+# subtracted.
 REQUESTS_PORT_OFFSET = 10_000
 REPORTS_PORT_OFFSET = 11_000
 MAX_PORT = 65_535
 
-# Hashes in one part of a snapshot: 64 KiB, so that live messages wait no longer than for one of these.
+# Hashes in one part of a snapshot: 64 KiB, so that live messages wait no longer than for one part.
 SNAPSHOT_PART_BLOCKS = 8_192
 
-# A set's digest is the sum of its hashes modulo 2**64: hashes are uniform, so two sets that differ agree with a chance
-# of 2**-64.
+# The digest of a set is the sum of its hashes modulo 2**64. Hashes are uniform, so two sets that differ agree with a
+# probability of 2**-64.
 DIGEST_MASK = (1 << 64) - 1
 
 
 class ReportStored(msgspec.Struct, frozen=True, tag="stored", omit_defaults=True, gc=False, eq=False):
-    """Blocks of one place became resident, one physical copy each."""
+    """Blocks of one place that became resident, one physical copy each."""
 
     hashes: bytes
     group_idx: int | None
     medium: str
-    # Tokens a block; of a partial entry, the hash block size.
+    # Tokens in a block; for a partial entry, the hash block size.
     block_size: int = 0
     # [[end, count], ...]: the next `count` hashes stand for the first end, end + block_size, ... tokens of their
-    # prompt. Empty: not known.
+    # prompt. Empty if that is not known.
     runs: list[tuple[int, int]] = []
-    # Hash of the block before the first run, None at the start of a prompt or when not known.
+    # Hash of the block before the first run; None at the start of a prompt or if it is not known.
     parent_hash: int | None = None
     kind: str | None = None
     sliding_window: int | None = None
@@ -56,7 +57,7 @@ class ReportStored(msgspec.Struct, frozen=True, tag="stored", omit_defaults=True
 
 
 class ReportRemoved(msgspec.Struct, frozen=True, tag="removed", omit_defaults=True, gc=False, eq=False):
-    """One physical copy of each of these blocks is gone."""
+    """Blocks of one place that lost one physical copy each."""
 
     hashes: bytes
     group_idx: int | None
@@ -66,7 +67,7 @@ class ReportRemoved(msgspec.Struct, frozen=True, tag="removed", omit_defaults=Tr
 
 
 class ReportCleared(msgspec.Struct, frozen=True, tag="cleared", omit_defaults=True, gc=False):
-    """Everything on one medium is gone (with `ownership`: of that owner; without: of every owner)."""
+    """The loss of every block on one medium: of the given owner, or of every owner if `ownership` is None."""
 
     medium: str
     reason: str = ""
@@ -77,23 +78,23 @@ ReportEvent: TypeAlias = ReportStored | ReportRemoved | ReportCleared
 
 
 class Events(msgspec.Struct, frozen=True, tag="events", omit_defaults=True, eq=False):
-    """Residency changed. The one message that uses up a seq."""
+    """A change of residency. No other message uses up a seq."""
 
-    # One life of the publisher: 16 hex digits, random.
+    # The id of one life of the publisher: 16 hex digits, random.
     epoch: str
-    # When that life began, seconds since 1970.
+    # When that life began, in seconds since 1970.
     started_s: float
     ts: float
     events: list[ReportEvent]
     dp_rank: int = 0
-    # The engine's own seq of the batch that this repeats; None when the engine's topic has not sent it yet.
+    # The engine's own seq of the batch that this message repeats; None if the engine's topic has not sent it yet.
     batch_seq: int | None = None
-    # How many messages before this one the publisher itself dropped because its queue was full; their seqs are used up.
+    # How many messages just before this one the publisher dropped because its queue was full; their seqs are used up.
     dropped: int = 0
 
 
 class PlaceSummary(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is resident in one place: for comparison with an index."""
+    """The sums over all blocks in one place, for comparison with an index."""
 
     group_idx: int | None
     medium: str
@@ -106,7 +107,7 @@ class PlaceSummary(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", omit_defaults=True):
-    """The publisher runs, and this is resident after every message with a lower seq than this frame's."""
+    """A sign of life, with the sums of the blocks that are resident after every message with a lower seq."""
 
     epoch: str
     started_s: float
@@ -114,19 +115,19 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", omit_defaults=True
     interval_s: float
     # Every place with at least one block.
     places: list[PlaceSummary]
-    # Counts up with every change of the catalog; 0: no catalog could be read.
+    # A number that grows with every change of the catalog; 0 if no catalog could be read.
     catalog_version: int = 0
     # Messages dropped in this life because the queue was full.
     dropped: int = 0
-    # Media that hold more blocks than the ledger may: they are no longer reported.
+    # Media with more blocks than the ledger may hold, which are no longer reported.
     untracked: list[str] = []
-    # Why nothing is reported from now on, and why no medium except the GPU is; empty while it is reported.
+    # Why nothing is reported from now on, and why no medium except the GPU is; empty while they are reported.
     withheld: str = ""
     tiers_withheld: str = ""
 
 
 class DeclaredGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One KV cache group as the engine's coordinator has it; tokens, with context parallelism applied."""
+    """One KV cache group as the engine's coordinator has it. Sizes are in tokens, with context parallelism applied."""
 
     group_idx: int
     kind: str
@@ -135,7 +136,7 @@ class DeclaredGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     attention_chunk_size: int | None = None
     eagle: bool = False
     prefix_cacheable: bool = True
-    # Groups with the same number are looked up jointly; None for those that no lookup uses.
+    # Groups with the same number are looked up jointly; None for groups that no lookup uses.
     spec_class: int | None = None
 
 
@@ -147,7 +148,7 @@ class HashExample(msgspec.Struct, frozen=True):
 
 
 class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
-    """All that a reader needs to predict hits, read from the running engine. None: not there, or not readable."""
+    """All facts that a reader needs to predict hits, read from the running engine. None: absent or not readable."""
 
     groups: list[DeclaredGroup]
     hash_block_size: int | None = None
@@ -158,7 +159,7 @@ class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
     retention_interval: int | None = None
     # "sha256", "sha256_cbor", "xxhash", "xxhash_cbor", or another name that readers may not know.
     hash_algo: str | None = None
-    # Hex.
+    # In hex.
     none_hash: str | None = None
     hash_example: HashExample | None = None
     # vLLM 0.33 with EAGLE and no connector: every hash also covers this many following tokens.
@@ -167,9 +168,9 @@ class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
     replay_window_tokens: int = 0
     # "tagged": ("lora", name, path), ("cache_salt", salt) ...; "plain": the bare values of older versions.
     extra_keys_form: str = "tagged"
-    # Blocks that the offload tier stores as one; None: no such tier.
+    # Blocks that the offload tier stores as one; None if there is no such tier.
     offload_blocks_per_chunk: int | None = None
-    # Name -> path, as loaded: both are hashed.
+    # From name to path, as loaded: both are hashed.
     lora_paths: dict[str, str] = {}
     model_name: str | None = None
     dp_rank: int = 0
@@ -180,16 +181,16 @@ class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
     connector: str | None = None
     # For logs.
     engine_version: str | None = None
-    # Every connector, those inside a MultiConnector after it; a class from outside vLLM with its module.
+    # Every connector, with those inside a MultiConnector after it; a class from outside vLLM with its module.
     connectors: list[str] = []
-    # Whether hits of a SimpleCPUOffloadConnector may end wherever those of the GPU may; None without one.
+    # Whether hits of a SimpleCPUOffloadConnector may end wherever those of the GPU may; None without that connector.
     offload_partial_hits: bool | None = None
     # The engine whose hash scheme and hit rule hold: "vllm", "sglang", or another name that readers may not know.
     engine: str = "vllm"
 
 
 class CatalogMessage(msgspec.Struct, frozen=True, tag="catalog", omit_defaults=True):
-    """The catalog changed; published at start and with every change."""
+    """The catalog, which is published at start and with every change."""
 
     epoch: str
     started_s: float
@@ -201,13 +202,13 @@ Report: TypeAlias = Events | Heartbeat | CatalogMessage
 
 
 class HelloRequest(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
-    """Requests a description of the publisher: a `Hello` with the same id."""
+    """A request for a description of the publisher: a `Hello` with the same id."""
 
     id: int = 0
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag="snapshot", omit_defaults=True):
-    """Requests all resident blocks: `SnapshotPart`s, the last of them marked, or a `Refused`."""
+    """A request for all resident blocks: `SnapshotPart`s, the last of them marked, or a `Refused`."""
 
     id: int = 0
 
@@ -216,8 +217,10 @@ Request: TypeAlias = HelloRequest | SnapshotRequest
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
-    """Describes the publisher. `reports` is the PUB endpoint as bound: a wildcard stands for the host of the
-    request."""
+    """A description of the publisher.
+
+    `reports` is the PUB endpoint as bound; a wildcard in it stands for the host of the request.
+    """
 
     id: int
     epoch: str
@@ -230,14 +233,14 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
     patch_version: str = ""
     catalog_version: int = 0
     catalog: DeclaredCatalog | None = None
-    # The patch's features by name: "on", or why not.
+    # The patch's features by name, each with "on" or why it is off.
     features: dict[str, str] = {}
-    # As in `Heartbeat`.
+    # See `Heartbeat.withheld`.
     withheld: str = ""
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, tag="snapshot", omit_defaults=True, eq=False):
-    """Some blocks of one place. All parts of a snapshot say what was resident before `events` message `next_seq`."""
+    """Some blocks of one place. All parts of a snapshot describe the state before `events` message `next_seq`."""
 
     id: int
     epoch: str
@@ -252,12 +255,12 @@ class SnapshotPart(msgspec.Struct, frozen=True, tag="snapshot", omit_defaults=Tr
     # The hashes among them that have two copies or more, and the number of copies.
     copied: list[tuple[int, int]] = []
     last: bool = False
-    # Only in the last part, which has no hashes: what the parts must add up to.
+    # Only in the last part, which has no hashes: the sums that the parts must add up to.
     places: list[PlaceSummary] = []
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):
-    """The request cannot be answered now (or, without `retry_s`, ever)."""
+    """A refusal of a request, for now or, without `retry_s`, for good."""
 
     id: int
     reason: str
@@ -268,24 +271,24 @@ Reply: TypeAlias = Hello | SnapshotPart | Refused
 
 
 def pack_hashes(hashes: HashArray | Iterable[int]) -> bytes:
-    """Hashes as 8 bytes each, big-endian. Accepts a uint64 array or Python numbers."""
+    """Return hashes as 8 bytes each, big-endian, from a uint64 array or Python numbers."""
     if not isinstance(hashes, np.ndarray):
         hashes = np.fromiter(hashes, np.uint64)
     return hashes.astype(">u8").tobytes()
 
 
 def unpack_hashes(packed: bytes) -> HashArray:
-    """A native uint64 array, shape (n,). Raises ValueError when the bytes are no whole number of hashes."""
+    """Return a native uint64 array, shape (n,). Raises ValueError if the bytes are no whole number of hashes."""
     if len(packed) % 8:
         raise ValueError(f"{len(packed)} bytes are no whole number of 8-byte hashes")
     return np.frombuffer(packed, ">u8").astype(np.uint64)
 
 
 def derived_endpoint(endpoint: str, offset: int, suffix: str) -> str | None:
-    """Where the patch listens next to the engine's own event endpoint (as bound or as registered). None: no port to go
-    from.
+    """Return where the patch listens next to the engine's own event endpoint, as bound or as registered.
 
-    tcp: the port plus `offset`, or minus it where the sum is no port. ipc and inproc: `suffix` is appended.
+    For tcp, that is the port plus `offset`, or minus it if the sum is no port. For ipc and inproc, `suffix` is
+    appended. Returns None if the endpoint has no port.
     """
     scheme, _, rest = endpoint.partition("://")
     if scheme in ("ipc", "inproc"):
@@ -298,10 +301,10 @@ def derived_endpoint(endpoint: str, offset: int, suffix: str) -> str | None:
 
 
 def requests_endpoint(events_endpoint: str) -> str | None:
-    """The ROUTER socket that belongs to an engine's event endpoint."""
+    """Return the endpoint of the ROUTER socket that belongs to an engine's event endpoint."""
     return derived_endpoint(events_endpoint, REQUESTS_PORT_OFFSET, ".kvrouter-requests")
 
 
 def reports_endpoint(events_endpoint: str) -> str | None:
-    """The PUB socket that belongs to an engine's event endpoint."""
+    """Return the endpoint of the PUB socket that belongs to an engine's event endpoint."""
     return derived_endpoint(events_endpoint, REPORTS_PORT_OFFSET, ".kvrouter-reports")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a snapshot put together, and checked against what they say that they add up to. Pure.
+"""The parts of a snapshot put together, and checked against the sums that they announce. Pure.
 
-A part that is lost, doubled, out of order or of another moment, or sums that do not come out, are a `SnapshotError`:
+A part that is lost, doubled, out of order or of another moment, or sums that do not match, raise a `SnapshotError`:
 nothing is guessed. Memory is bounded, whatever the parts claim.
 """
 
@@ -16,7 +16,7 @@ from kvrouter.events.patch.items import Snapshot, SnapshotPlace
 from kvrouter.events.patch.messages import DIGEST_MASK, PlaceSummary, SnapshotPart, unpack_hashes
 from kvrouter.events.vllm.messages import MAX_NAME_CHARS, HashArray
 
-# 160 MB of hashes. A node with 2 TB of offload memory and blocks of 128 KB has 16 million.
+# These are 160 MB of hashes. A node with 2 TB of offload memory and blocks of 128 KB has 16 million.
 DEFAULT_MAX_SNAPSHOT_BLOCKS = 20_000_000
 
 # An engine has some ten groups and a handful of media and owners.
@@ -27,7 +27,7 @@ _Sum: TypeAlias = tuple[int, int, int]
 
 
 class SnapshotError(Exception):
-    """These parts are no snapshot."""
+    """Parts that are no snapshot."""
 
 
 class _Place:
@@ -42,7 +42,7 @@ class _Place:
 
 
 class SnapshotAssembly:
-    """The parts of one answer so far. Not used again after a SnapshotError."""
+    """The parts of one answer so far. It is not used again after a SnapshotError."""
 
     def __init__(self, max_blocks: int = DEFAULT_MAX_SNAPSHOT_BLOCKS) -> None:
         self.parts = 0
@@ -52,10 +52,10 @@ class SnapshotAssembly:
         self._places: dict[_Key, _Place] = {}
 
     def add(self, part: SnapshotPart) -> Snapshot | None:
-        """The whole, once `part` is the last. Raises SnapshotError."""
+        """Add a part. Returns the whole snapshot once `part` is the last. Raises SnapshotError."""
         first = self._first
         if first is None:
-            # Kept for its moment alone.
+            # The first part is kept only for its moment, without its blocks.
             first = self._first = msgspec.structs.replace(part, hashes=b"", copied=[])
         elif (part.epoch, part.started_s, part.next_seq) != (first.epoch, first.started_s, first.next_seq):
             raise SnapshotError(
@@ -108,7 +108,7 @@ class SnapshotAssembly:
 
 
 def _extra_copies(part: SnapshotPart, hashes: HashArray) -> int:
-    """Copies beyond the first."""
+    """Return the number of copies beyond the first of each block. Raises SnapshotError."""
     if not part.copied:
         return 0
     if any(count < 2 or not 0 <= block_hash <= DIGEST_MASK for block_hash, count in part.copied):
@@ -119,19 +119,19 @@ def _extra_copies(part: SnapshotPart, hashes: HashArray) -> int:
     return sum(count - 1 for _, count in part.copied)
 
 
-def _compare(came: dict[_Key, _Sum], said: list[PlaceSummary]) -> None:
-    """Raises SnapshotError unless both name the same places with the same sums."""
+def _compare(received: dict[_Key, _Sum], summaries: list[PlaceSummary]) -> None:
+    """Raise SnapshotError unless both have the same places with the same sums."""
     announced: dict[_Key, _Sum] = {}
-    for place in said:
+    for place in summaries:
         key = (place.group_idx, place.medium, place.ownership, place.locality)
         if key in announced:
             raise SnapshotError(f"place {key} is summed up twice")
         announced[key] = (place.blocks, place.copies, place.digest)
-    for key in announced.keys() | came.keys():
-        # A place that was emptied has no part, and need have no sum.
-        due, got = announced.get(key, (0, 0, 0)), came.get(key, (0, 0, 0))
-        if due != got:
+    for key in announced.keys() | received.keys():
+        # A place that was emptied has no part, and needs no sum.
+        expected, actual = announced.get(key, (0, 0, 0)), received.get(key, (0, 0, 0))
+        if expected != actual:
             raise SnapshotError(
-                f"place {key}: blocks, copies and digest are {got[0]}, {got[1]}, {got[2]:016x}, "
-                f"announced were {due[0]}, {due[1]}, {due[2]:016x}"
+                f"place {key}: blocks, copies and digest are {actual[0]}, {actual[1]}, {actual[2]:016x}, "
+                f"announced were {expected[0]}, {expected[1]}, {expected[2]:016x}"
             )

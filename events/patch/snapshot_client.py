@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends the snapshot request that a cursor wants, and reads its answer."""
+"""The sender of the snapshot request that a cursor wants, and the reader of its answer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from kvrouter.events.transport.permits import Permits
 from kvrouter.events.transport.request_client import RequestClient
 from kvrouter.events.vllm.messages import MAX_ERROR_CHARS
 
-# Doublings of a pause, before its maximum cuts it off anyway.
+# The doublings of a pause; its maximum is reached before.
 _MAX_DOUBLINGS = 16
 
 
 class SnapshotClient(RequestClient):
-    """The snapshot under way, if any. After a failure it waits, twice as long each time, or as a refusal says."""
+    """A client with at most one snapshot under way.
+
+    After a failure the client waits, twice as long each time, or as long as a refusal says.
+    """
 
     def __init__(
         self,
@@ -37,13 +40,13 @@ class SnapshotClient(RequestClient):
         self._pause_s = settings.snapshot_pause_s
         self._max_pause_s = settings.max_snapshot_pause_s
         self._requested_s = -math.inf
-        # Refused until then.
+        # The time until which the publisher refuses requests.
         self._retry_s = -math.inf
 
     def request(self, now_s: float, settled_s: float | None) -> float:
-        """Sends what the cursor wants when it is time; returns when to come back.
+        """Send the request that the cursor wants, if it is time. Returns when to call again.
 
-        settled_s: from then on the live socket misses nothing; None: it has no peer.
+        `settled_s` is the time from which on the live socket misses nothing; None if it has no peer.
         """
         cursor = self._cursor
         if self._number != self._wanted():
@@ -77,7 +80,7 @@ class SnapshotClient(RequestClient):
         elif isinstance(reply, Refused) and reply.id == self._number:
             cursor.snapshot_failed(f"refused: {reply.reason[:MAX_ERROR_CHARS]}")
             wait_s, most_s = reply.retry_s, self._max_pause_s
-            # "Never" may end with a restart of the engine.
+            # A refusal without `retry_s` means "never", but a restart of the engine may end that.
             self._retry_s = now_s + (wait_s if wait_s is not None and 0 <= wait_s <= most_s else most_s)
 
     def _fail(self, reason: str) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine patch's sockets to an ordered, typed stream: requests and reports of one publisher.
+"""The subscriber of the engine patch's sockets, requests and reports, of one publisher: an ordered, typed stream.
 
-Decides nothing about order (`cursor.py` does). It greets on the requests socket (`greeter.py`), connects to the reports
-that the answer names, requests snapshots (`snapshot_client.py`), and judges who is silent.
+It decides nothing about order (`cursor.py` does). It greets on the requests socket (`greeter.py`), connects to the
+reports that the answer names, requests snapshots (`snapshot_client.py`), and judges whether the publisher is silent.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from kvrouter.events.vllm.wire import read_seq
 
 log = logging.getLogger(__name__)
 
-# Answers to greetings that wait unread.
+# Answers to greetings that may wait unread.
 _ANSWERS_HWM = 100
 
-# Faults of this process that do not pass: the consumer must know.
+# Faults of this process that do not pass, so the consumer must know.
 _FATAL_ERRORS = frozenset((zmq.ETERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 
 
@@ -68,11 +68,14 @@ class ReportSubscriber(Subscription[ReportItem]):
         """Open nothing yet.
 
         Args:
-            resume: Continue from this point without a snapshot, unless something was missed.
+            requests_endpoint: The address of the patch's requests socket.
+            context: Makes the sockets.
+            resume: Continue from this point without a snapshot, unless messages were missed.
+            settings: Bounds and times of the stream.
             refusal: Returns why the endpoint that a `Hello` names must not be connected to, or None.
-            curve: As `Link` has it.
+            curve: As in `Link`.
             permits: Shared with other subscribers, so that few snapshots are under way at once.
-            watch: Shared with other subscribers; as `Link` has it.
+            watch: As in `Link`, shared with other subscribers.
         """
         settings = settings or ReportSettings()
         cursor = ReportCursor(
@@ -93,7 +96,8 @@ class ReportSubscriber(Subscription[ReportItem]):
             self._schedule,
         )
         self._live: Link | None = None
-        # Whether this live socket had a peer before, and from when on it can be relied upon; None: no peer.
+        # Whether this live socket had a peer before, and the time from which on it can be relied upon; None without a
+        # peer.
         self._live_known = False
         self._settled_s: float | None = None
         self._interval_s = settings.heartbeat_s
@@ -103,13 +107,16 @@ class ReportSubscriber(Subscription[ReportItem]):
         self._silence = Deadline(settings.grace_s)
 
     def request_snapshot(self, reason: str) -> None:
-        """The consumer's state disagrees with the publisher's: no batch follows before the next `Loaded`."""
+        """Request a snapshot, as the consumer's state disagrees with the publisher's.
+
+        No batch follows before the next `Loaded`.
+        """
         log.info("snapshot requested", extra={"endpoint": self._endpoint, "reason": reason})
         self._cursor.request_snapshot()
         self._schedule()
 
     def expire(self, reason: str) -> None:
-        """Another source reports that the publisher may have restarted."""
+        """Request the publisher's state again, as another source reports that the publisher may have restarted."""
         log.info("publisher may have restarted", extra={"endpoint": self._endpoint, "reason": reason})
         self._cursor.expire()
         self._schedule()
@@ -136,7 +143,7 @@ class ReportSubscriber(Subscription[ReportItem]):
         )
         self._cursor.set_unread(unread)
         more = more or unread
-        # Connection news last, when nothing is left of the old connection.
+        # The news comes last, when no message of the old connection is left.
         self._greeter.read_news()
         self._read_live_news()
         if self._cursor.heard != self._heard:
@@ -144,7 +151,7 @@ class ReportSubscriber(Subscription[ReportItem]):
         if not more and self._silence.has_passed(self._now_s):
             self._silence.due_s = math.inf
             self._cursor.silent(self._now_s - self._heard_s)
-            # It may publish at another endpoint by now.
+            # The publisher may use another endpoint by now.
             self._cursor.greeting_wanted = True
         return more
 
@@ -161,7 +168,7 @@ class ReportSubscriber(Subscription[ReportItem]):
     def _handle_live(self, frames: list[bytes]) -> None:
         if len(frames) != 3:
             self._cursor.malformed(f"a report of {len(frames)} frames: expected topic, seq, payload")
-        # Another topic's name may begin like ours.
+        # ZMQ matches prefixes, so another topic's name may begin like ours.
         elif frames[0] == REPORT_TOPIC:
             self._handle_report(frames[1], frames[2])
 
@@ -198,7 +205,7 @@ class ReportSubscriber(Subscription[ReportItem]):
         self._follow_reports(hello.reports)
 
     def _follow_reports(self, reports: str) -> None:
-        """Connects the live socket to where the publisher now publishes."""
+        """Connect the live socket to the endpoint at which the publisher now publishes."""
         endpoint = reachable(reports, self._endpoint)
         if endpoint is None:
             self._cursor.malformed(f"reports at {reports[:MAX_ERROR_CHARS]!r}: no endpoint for {self._endpoint}")
@@ -223,8 +230,8 @@ class ReportSubscriber(Subscription[ReportItem]):
             self._cursor.malformed(f"reports at {endpoint[:MAX_ERROR_CHARS]!r}: {error}")
 
     def _read_live_news(self) -> None:
-        for up in self._live.take_news() if self._live is not None else ():
-            if up:
+        for is_connected in self._live.take_news() if self._live is not None else ():
+            if is_connected:
                 self._cursor.connected()
                 self._cursor.greeting_wanted |= self._live_known
                 self._live_known = True
@@ -234,8 +241,8 @@ class ReportSubscriber(Subscription[ReportItem]):
                 self._settled_s = None
 
 
-def _interval_s(said_s: float) -> float:
-    return said_s if MIN_HEARTBEAT_S <= said_s <= MAX_HEARTBEAT_S else DEFAULT_HEARTBEAT_S
+def _interval_s(announced_s: float) -> float:
+    return announced_s if MIN_HEARTBEAT_S <= announced_s <= MAX_HEARTBEAT_S else DEFAULT_HEARTBEAT_S
 
 
 def _size_bytes(item: ReportItem) -> int:

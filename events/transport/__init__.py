@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both streams share: connections, the receive loop, requests, bounds and permits."""
+"""The parts that both streams share: connections, the receive loop, requests, bounds and permits."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binding a socket that another life of the same process may just have left."""
+"""Binding of a socket to an address that the same process may have used until just now."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 
 import zmq
 
-# ZMQ frees a closed socket's address in its own time, some milliseconds after close: a publisher that restarts on the
-# same port must try again.
+# ZMQ frees a closed socket's address some milliseconds after close, so a publisher that restarts on the same port must
+# try again.
 REBIND_TIMEOUT_S = 1.0
 REBIND_PAUSE_S = 0.01
 
 
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    """Binds, trying again while the address is in use, for a second at most.
+    """Bind a socket, and try again while the address is in use, for a second at most. Raises zmq.ZMQError.
 
-    Returns the endpoint as bound, with the port that the system chose in place of 0 or *. Raises zmq.ZMQError.
+    Returns the endpoint as bound, with the port that the system chose in place of 0 or *.
     """
     give_up_s = time.monotonic() + REBIND_TIMEOUT_S
     while True:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of CURVE, libzmq's encryption, of both sides: read from files, and set on sockets. No secret is ever shown, not
-even a wrong one."""
+"""Keys of CURVE, libzmq's encryption, for both sides: read from files, and set on sockets.
+
+No secret is ever shown, not even a wrong one.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from pathlib import Path
 
 import zmq
 
-# 32 bytes in Z85, as `zmq.curve_keypair()` gives them. Source: ZMQ RFC 32.
+# 32 bytes in Z85, as `zmq.curve_keypair()` returns them. Source: ZMQ RFC 32.
 KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 def read_secret(file: str) -> bytes:
-    """The secret key in `file`. Raises ValueError with the file's name and the fix."""
+    """Return the secret key in `file`. Raises ValueError with the file's name and the fix."""
     try:
         content = Path(file).read_bytes().strip()
     except OSError as error:
@@ -25,14 +27,17 @@ def read_secret(file: str) -> bytes:
 
 
 def public_key(secret: bytes) -> str:
-    """The public key of a secret one."""
+    """Return the public key of a secret one."""
     return zmq.curve_public(secret).decode()
 
 
 class CurveClient:
-    """What a client's sockets need: the public key that the server must prove, and the client's own secret, by which a
-    server with a list of clients knows it. None: another one for each connection, which only servers without a list
-    admit."""
+    """The keys of a client's sockets.
+
+    `server` is the public key that the server must prove. `secret` is the client's own key, by which a server with a
+    list of clients knows it. If `secret` is None, each connection uses a new key, which only servers without a list
+    admit.
+    """
 
     __slots__ = ("_secret", "server")
 
@@ -41,7 +46,7 @@ class CurveClient:
         self._secret = secret
 
     def apply(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it connects."""
+        """Set the keys on a socket, before it connects."""
         secret = zmq.curve_keypair()[1] if self._secret is None else self._secret
         socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
         socket.setsockopt(zmq.CURVE_SECRETKEY, secret)

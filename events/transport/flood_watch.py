@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of connections that bring more than they may while no message of theirs can be read.
+"""Detection of connections that bring more than they may while none of their messages can be read.
 
 ZMQ hands over a message only when its last frame has arrived, and its limits do not see a message that never ends:
 ZMQ_MAXMSGSIZE bounds one frame, and the high-water mark counts whole messages. So two measurements from outside are
-combined to show what waits inside ZMQ: the kernel counts the bytes that a connection received, encrypted or not, and
-the process sees its own memory. The counting is pure; `FloodWatch` is its shell.
+combined to show how much waits inside ZMQ: the kernel counts the bytes that a connection received, encrypted or not,
+and the process measures its own memory. The counting is pure; `FloodWatch` is its shell.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Protocol
 
 import msgspec
 
-# Time between two looks at the process's memory; a flood brings some 50 MB meanwhile over a loopback, 60 over 10
+# Time between two looks at the process's memory. A flood brings some 50 MB in this time over a loopback, 60 over 10
 # Gbit/s.
 LOOK_S = 0.05
-# All connections are looked at after this time, or as soon as the memory rose by this much since they were.
+# All connections are checked after this time, or as soon as the memory has risen by RISE_BYTES since the last check.
 FULL_LOOK_S = 1.0
 RISE_BYTES = 16 << 20
-# Fewer unread bytes are no flood: they are pings of four days, or 32 MiB of memory where all frames are empty (two
-# bytes on the wire, 64 in ZMQ).
+# Fewer unread bytes are no flood: they are pings of four days, or 32 MiB of memory if all frames are empty (two bytes
+# on the wire, 64 in ZMQ).
 SMALL_BYTES = 1 << 20
-# How much the memory of the process may grow while a connection brings a message that does not end. For a message of a
-# few large frames `max_message_bytes` is the bound; this one bounds a message of small frames.
+# The limit of the process's growth while a connection brings a message that does not end. For a message of a few large
+# frames, `max_message_bytes` is the bound; this one bounds a message of small frames.
 MAX_GROWTH_BYTES = 128 << 20
-# Room for bytes that the kernel has received and ZMQ has not read, and for the beginning of a message that came before
-# the last look.
+# An allowance for bytes that the kernel has received and ZMQ has not read, and for the beginning of a message that came
+# before the last look.
 SLACK_BYTES = 8 << 20
 
 MIB = 1 << 20
@@ -44,7 +44,7 @@ STATM = Path("/proc/self/statm")
 
 
 class InflowLimits(msgspec.Struct, frozen=True):
-    """How many bytes one connection may bring before they are read."""
+    """The bytes that one connection may bring before they are read."""
 
     # The size of one message, all frames together.
     max_message_bytes: int
@@ -53,20 +53,21 @@ class InflowLimits(msgspec.Struct, frozen=True):
 
 
 class Inflow:
-    """The bytes that one connection brought and that were not read. Pure.
+    """The unread bytes that one connection brought. Pure.
 
     ZMQ does not interleave the messages of a connection. So if nothing can be read, all bytes since the last message
-    that was read belong to one unfinished message."""
+    that was read belong to one unfinished message.
+    """
 
     __slots__ = ("_base_bytes", "_delivered_bytes", "_limits", "_resident_bytes", "unread_bytes")
 
     def __init__(self, limits: InflowLimits, delivered_bytes: int = 0) -> None:
-        """Begin with a new connection. delivered_bytes: bytes that were read from the socket before this connection."""
+        """Begin with a new connection. `delivered_bytes` were read from the socket before this connection."""
         self._limits = limits
-        # Bytes that are not payload (framing, handshake, pings), up to the last time that everything was read.
+        # Bytes that are not payload (framing, handshake, pings), up to the last time that all messages were read.
         self._base_bytes = -delivered_bytes
         self._delivered_bytes = delivered_bytes
-        # The process's memory when this connection last had next to nothing unread, or was first looked at.
+        # The process's memory when this connection last had next to nothing unread, or at its first check.
         self._resident_bytes: int | None = None
         self.unread_bytes = 0
 
@@ -77,7 +78,7 @@ class Inflow:
             received_bytes: Bytes that the kernel received since the connection began.
             delivered_bytes: Bytes of all frames that were ever read from the socket.
             resident_bytes: The memory of the process.
-            is_read: Whether the last reading left nothing.
+            is_read: Whether the last reading left no message.
         """
         if is_read and delivered_bytes != self._delivered_bytes:
             self._base_bytes = received_bytes - delivered_bytes
@@ -88,7 +89,12 @@ class Inflow:
         return self.unread_bytes > SMALL_BYTES
 
     def problem(self, resident_bytes: int, *, has_message: bool) -> str:
-        """Return why the connection must end, or "" if it may stay. has_message: whether a whole message waits."""
+        """Return why the connection must end, or "" if it may stay.
+
+        Args:
+            resident_bytes: The memory of the process.
+            has_message: Whether a whole message waits.
+        """
         unread = self.unread_bytes
         limits = self._limits
         if has_message:
@@ -104,33 +110,36 @@ class Inflow:
 
 
 class Watched(Protocol):
-    """A connection that `FloodWatch` looks at."""
+    """The interface of a connection that `FloodWatch` checks."""
 
     def look(self, resident_bytes: int) -> None:
         """Judge the bytes that came, and end the connection if they are too many."""
 
 
 class FloodWatch:
-    """A periodic look at all connections of one event loop, which runs while there are any."""
+    """A periodic check of all connections of one event loop, which runs while there are any."""
 
     def __init__(self, resident: Callable[[], int] | None = None) -> None:
-        """Watch no connection yet. resident: returns the memory of the process; None: read it from the kernel."""
+        """Watch no connection yet.
+
+        `resident` returns the memory of the process; by default it is read from the kernel.
+        """
         self._resident = resident or resident_bytes
         self._links: set[Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
-        # When all connections were last looked at, and the least memory since then.
+        # When all connections were last checked, and the least memory since then.
         self._looked_s = -math.inf
         self._least_bytes = 0
 
     def add(self, link: Watched) -> None:
-        """Look at this connection of the running loop from now on."""
+        """Check this connection of the running loop from now on."""
         self._links.add(link)
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(LOOK_S, self._look, loop)
 
     def discard(self, link: Watched) -> None:
-        """Stop looking at the connection. Repeating it changes nothing."""
+        """Stop checking the connection. Repeating the call changes nothing."""
         self._links.discard(link)
         if not self._links and self._timer is not None:
             self._timer.cancel()
@@ -153,7 +162,7 @@ def resident_bytes() -> int:
 
 
 def received_bytes(connection: socket.socket) -> int | None:
-    """Return how many bytes a TCP connection has received since it began, None for another kind of connection."""
+    """Return how many bytes a TCP connection has received since it began; None for another kind of connection."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
         (received,) = _BYTES_RECEIVED.unpack(info)

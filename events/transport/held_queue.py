@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages held back while an answer is under way. Pure."""
+"""Messages that are held back while an answer is under way. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Message = TypeVar("Message")
 
 
 class HeldQueue(Generic[Message]):
-    """Messages with their seq and bytes, bounded by count and bytes; the newest is always held."""
+    """A queue of messages with their seq and size, bounded by count and bytes. The newest message is always held."""
 
     def __init__(self, max_messages: int, max_bytes: int) -> None:
         self.size_bytes = 0
@@ -26,7 +26,7 @@ class HeldQueue(Generic[Message]):
         return iter(self._messages)
 
     def append(self, seq: int, message: Message, size_bytes: int) -> list[tuple[int, Message, int]]:
-        """Holds one more. Returns the oldest ones, which had to go for it."""
+        """Hold one more message. Returns the oldest ones, which were dropped to make room."""
         self._messages.append((seq, message, size_bytes))
         self.size_bytes += size_bytes
         dropped = []
@@ -35,17 +35,17 @@ class HeldQueue(Generic[Message]):
         return dropped
 
     def append_first(self, seq: int, message: Message, size_bytes: int) -> None:
-        """Holds a message ahead of the rest, beyond the bounds."""
+        """Hold a message ahead of the others, even beyond the bounds."""
         self._messages.appendleft((seq, message, size_bytes))
         self.size_bytes += size_bytes
 
     def pop(self) -> tuple[int, Message, int]:
-        """Takes the first."""
+        """Remove and return the first message."""
         first = self._messages.popleft()
         self.size_bytes -= first[2]
         return first
 
     def clear(self) -> None:
-        """Drops all."""
+        """Drop all messages."""
         self._messages.clear()
         self.size_bytes = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part that the cursors of both streams share: items on their way out, and messages held back. Pure."""
+"""The part that the cursors of both streams share: items to hand out, and messages held back. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Queue = TypeVar("Queue", bound=HeldQueue[Any])
 
 
 class HoldingCursor(ABC, Generic[Item, Queue]):
-    """Where a reader is in a stream. Single-threaded; never raises on what the wire brings."""
+    """The position of a reader in a stream. Single-threaded; never raises, whatever the wire brings."""
 
     def __init__(self, held: Queue) -> None:
         self.items: list[Item] = []
@@ -23,16 +23,16 @@ class HoldingCursor(ABC, Generic[Item, Queue]):
 
     @property
     def held(self) -> int:
-        """Messages that wait for an answer."""
+        """Number of messages that are held until an answer is complete."""
         return len(self._held)
 
     @property
     def held_bytes(self) -> int:
-        """Payload bytes of those."""
+        """Payload bytes of the held messages."""
         return self._held.size_bytes
 
     def set_unread(self, unread: bool) -> None:
-        """Note whether the live socket has messages that were not read yet; while it has, nothing is caught up."""
+        """Note whether the live socket has unread messages; while it has, the stream is not caught up."""
         self._unread = unread
         self._catch_up()
 
@@ -42,10 +42,12 @@ class HoldingCursor(ABC, Generic[Item, Queue]):
 
     @abstractmethod
     def flooded(self, reason: str, *, is_live: bool) -> None:
-        """Report that a connection was closed because of what it brought. is_live: whether it is the connection of the
-        stream itself."""
+        """Report that a connection was closed because of the bytes that it brought.
+
+        `is_live` says whether it was the connection of the stream itself.
+        """
 
     def take(self) -> list[Item]:
-        """The items since the last call, in order."""
+        """Return the items since the last call, in order."""
         items, self.items = self.items, []
         return items

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One connected ZMQ socket, read in an asyncio loop through its file descriptor.
 
-That descriptor is edge-triggered and may be consumed by any call on the socket: each turn must end with
-`readable`, and be repeated if it is.
+That descriptor is edge-triggered, and any call on the socket may consume its notice. So each turn must end with
+`readable`, and must be repeated if `readable` returns True.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvrouter.events.transport.settings import LinkSettings
 log = logging.getLogger(__name__)
 
 NEWS = zmq.Event.CONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_AUTH
-# Both streams' messages have three or four; reading 200,000 takes seconds.
+# Messages of both streams have three or four frames; reading 200,000 takes seconds.
 MAX_FRAMES = 16
 
 
 class Link:
-    """A SUB or DEALER socket to one endpoint, which ZMQ connects again and again."""
+    """A SUB or DEALER socket to one endpoint, to which ZMQ connects again after every loss."""
 
     def __init__(
         self,
@@ -48,23 +48,28 @@ class Link:
         on_flood: Callable[[str], object] = lambda reason: None,
         max_unread_bytes: int | None = None,
     ) -> None:
-        """Connect without waiting for the peer. Raises zmq.ZMQError when the endpoint is no address.
+        """Connect without waiting for the peer. Raises zmq.ZMQError if the endpoint is no address.
 
         Args:
+            context: Makes the sockets.
+            endpoint: The address of the peer.
+            settings: Bounds and times of the connection.
+            loop: The event loop that reads the socket.
+            on_readable: Called when a message or news may wait.
             receive_hwm: How many messages ZMQ holds unread.
             topic: Prefix to subscribe to with a SUB socket; None for a DEALER socket.
             curve: Keys with which both sides prove themselves and encrypt everything; None for a plain connection.
             lasting: False for one request whose answer has a deadline, which needs neither news nor pings.
-            watch: Looks at the bytes that the connection brings; None for a watch of its own.
-            on_flood: Called with the reason when the connection is closed because of what it brought. A lasting
-                connection is opened again after a pause.
+            watch: Checks the bytes that the connection brings; None for a separate watch.
+            on_flood: Called with the reason when the connection is closed because of the bytes that it brought. A
+                lasting connection is opened again after a pause.
             max_unread_bytes: Bound on all whole messages that wait; None for the bound of the settings.
         """
         self.endpoint = endpoint
-        # Whether the peer has said that it does not admit this side's key, as of the last news. ZMQ then connects no more.
+        # Whether the peer does not admit this side's key, as of the last news. ZMQ does not connect again after that.
         self.is_refused = False
-        # Why the connection was closed because of what it brought, else empty. A lasting one may have been opened again
-        # since.
+        # Why the connection was closed because of the bytes that it brought, else empty. A lasting connection may have
+        # been opened again since.
         self.flood = ""
         self._context = context
         self._settings = settings
@@ -83,16 +88,16 @@ class Link:
         self._monitor: zmq.Socket[bytes] | None = None
         self._reopening: asyncio.TimerHandle | None = None
         # A duplicate of the TCP connection's descriptor: ZMQ may close its own, and another file may have that number
-        # by the time it is looked at.
+        # by the time it is used.
         self._connection: socket.socket | None = None
         self._inflow = Inflow(self._limits)
         self._delivered_bytes = 0
-        # Whether the last reading left nothing.
+        # Whether the last reading left no message.
         self._is_read = True
         self._open()
 
     def receive(self) -> list[bytes] | None:
-        """Return the next message's frames, None if no message waits."""
+        """Return the next message's frames, or None if no message waits."""
         socket = self._socket
         if socket is None:
             return None
@@ -117,9 +122,12 @@ class Link:
         return frames
 
     def read(self, handle: Callable[[list[bytes]], None], most: int, most_bytes: int) -> bool:
-        """Has each message handled until none is left (False) or the budget is spent (True).
+        """Handle messages until none is left (returns False) or the budget is spent (returns True).
 
-        most, most_bytes: messages, and bytes of their last frames. handle: must not close this link.
+        Args:
+            handle: Called with the frames of each message. It must not close this link.
+            most: The budget of messages.
+            most_bytes: The budget of bytes in the messages' last frames.
         """
         receive = self.receive
         for _ in range(most):
@@ -133,7 +141,7 @@ class Link:
         return True
 
     def send(self, *frames: bytes) -> None:
-        """Queues a message; dropped when a thousand wait already, as to a peer that never reads."""
+        """Queue a message. It is dropped if a thousand wait already, as they do for a peer that never reads."""
         if self._socket is None:
             return
         try:
@@ -142,20 +150,20 @@ class Link:
             return
 
     def take_news(self) -> list[bool]:
-        """Since the last call, in order: True for every handshake, False for every lost connection."""
+        """Return the news since the last call, in order: True for a handshake, False for a lost connection."""
         self._read_monitor()
         news = list(self._news)
         self._news.clear()
         return news
 
     def readable(self) -> bool:
-        """Whether a message or news wait."""
+        """Return whether a message or news wait."""
         return any(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN for socket, _ in self._sockets)
 
     def look(self, resident_bytes: int) -> None:
-        """End the connection if it brought more than it may. resident_bytes: the memory of the process."""
+        """End the connection if it brought more than it may; `resident_bytes` is the memory of the process."""
         with contextlib.suppress(zmq.ZMQError):
-            # After the context has ended nothing can arrive; the next reader gets the error.
+            # After the context has ended, nothing can arrive; the next reader gets the error.
             self._judge(resident_bytes)
         if self._news:
             # Reading the monitor consumed its edge-triggered notice, so nothing else would call the reader.
@@ -178,14 +186,14 @@ class Link:
             self._on_readable()
 
     def close(self) -> None:
-        """Closes at once; what was not sent or read is dropped. Safe to call twice."""
+        """Close at once, and drop all messages that were not sent or read. Safe to call twice."""
         if self._reopening is not None:
             self._reopening.cancel()
             self._reopening = None
         self._shut()
 
     def _open(self) -> None:
-        """Make the socket and connect it. Raises zmq.ZMQError."""
+        """Create the socket and connect it. Raises zmq.ZMQError."""
         settings = self._settings
         self._socket = self._context.socket(zmq.DEALER if self._topic is None else zmq.SUB)
         try:
@@ -207,7 +215,7 @@ class Link:
         self._watch.add(self)
 
     def _shut(self) -> None:
-        """Close the socket and everything that belongs to it. Repeating it changes nothing."""
+        """Close the socket and everything that belongs to it. Repeating the call changes nothing."""
         self._watch.discard(self)
         self._forget_connection()
         for _, fd in self._sockets:
@@ -225,7 +233,7 @@ class Link:
             self._socket = None
 
     def _end_flood(self, reason: str) -> None:
-        """Close the socket, which frees the memory that it holds; open a lasting connection again after a pause."""
+        """Close the socket, which frees its memory, and open a lasting connection again after a pause."""
         self._read_monitor()
         self._shut()
         self._news.append(False)
@@ -242,7 +250,7 @@ class Link:
         try:
             self._open()
         except zmq.ZMQError:
-            # No socket or descriptor is free: try again after a pause.
+            # No socket or descriptor is free, so try again after a pause.
             self._reopening = self._loop.call_later(self._settings.reconnect_max_s, self._reopen)
 
     def _read_monitor(self) -> None:
@@ -264,7 +272,7 @@ class Link:
     def _follow_connection(self, descriptor: int) -> None:
         self._forget_connection()
         with contextlib.suppress(OSError):
-            # It may be closed by now.
+            # The connection may be closed by now.
             self._connection = socket.socket(fileno=os.dup(descriptor))
         self._inflow = Inflow(self._limits, self._delivered_bytes)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bounded queue of items between sockets and one consumer. It drops nothing; the reader stops reading while it is
-full.
+"""A bounded queue of items between sockets and one consumer.
 
-`CaughtUp` is given out by itself and only when nothing else waits. So a consumer that needs seconds for a replay is not
-called caught up while newer items wait behind it.
+The queue drops nothing; the reader stops reading while it is full. `CaughtUp` is handed out alone, and only when no
+other item waits. So a consumer that needs seconds for a replay does not count as caught up while newer items wait
+behind it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,20 @@ class Outbox(Generic[Item]):
     def __init__(
         self, max_items: int, max_bytes: int, *, size_bytes: Callable[[Item], int], on_room: Callable[[], object]
     ) -> None:
-        """size_bytes: of one item, the same each time. on_room: called when it is no longer full."""
+        """Create an empty queue.
+
+        Args:
+            max_items: Items that wait before the queue is full.
+            max_bytes: Bytes that wait before the queue is full.
+            size_bytes: Returns the size of an item, the same each time.
+            on_room: Called when the queue is no longer full.
+        """
         self._max_items = max_items
         self._max_bytes = max_bytes
         self._size_bytes = size_bytes
         self._on_room = on_room
         self._items: deque[Item] = deque()
-        # The `CaughtUp` that is due once nothing waits.
+        # The `CaughtUp` that is due once no other item waits.
         self._caught_up: Item | None = None
         self._bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -41,11 +48,11 @@ class Outbox(Generic[Item]):
 
     @property
     def full(self) -> bool:
-        """Nothing should be added now."""
+        """Whether no item should be added now."""
         return len(self._items) >= self._max_items or self._bytes >= self._max_bytes
 
     def put(self, items: Sequence[Item]) -> None:
-        """Add items, also when full: messages that were read cannot be put back."""
+        """Add items, even if the queue is full: messages that were read cannot be put back."""
         for item in items:
             if isinstance(item, CaughtUp):
                 self._caught_up = item
@@ -57,12 +64,12 @@ class Outbox(Generic[Item]):
         self._wake()
 
     def end(self, error: Exception) -> None:
-        """After the remaining items, `take` raises `error`."""
+        """Let `take` raise `error` after the remaining items."""
         self._end = error
         self._wake()
 
     def clear(self) -> None:
-        """Drop all items that wait."""
+        """Drop all waiting items."""
         self._items.clear()
         self._caught_up = None
         self._bytes = 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds the replays and snapshots that one process runs at once, for when a whole fleet reconnects.
+"""A bound on the replays and snapshots that one process runs at once, for when a whole fleet reconnects.
 
 Waiting requests are granted in random order: no worker is always last, and several routers that lost the same fleet do
-not query its engines in step. Belongs to one asyncio loop; sends and receives nothing.
+not query its engines in step. A `Permits` belongs to one asyncio loop; it sends and receives nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 from collections.abc import Callable
 from random import Random
 
-# A ring of 10,000 batches or a snapshot of 200,000 blocks is some 20 MB and a tenth of a second of this process; with
-# more at once each of them only takes longer, and the messages held meanwhile pile up.
+# A ring of 10,000 batches or a snapshot of 200,000 blocks takes some 20 MB and a tenth of a second of this process.
+# With more at once, each of them only takes longer, and the messages held meanwhile pile up.
 DEFAULT_AT_ONCE = 4
 # A transfer that takes longer is slow at the other end and costs little here: an endpoint that never answers must not
 # delay the others.
@@ -20,10 +20,16 @@ DEFAULT_LONGEST_S = 1.0
 
 
 class Permits:
-    """`request` a permit for each transfer, and `end` it when the answer is complete."""
+    """The permits of one process. Call `request` for each transfer, and `Permit.end` when its answer is complete."""
 
     def __init__(self, *, rng: Random, at_once: int = DEFAULT_AT_ONCE, longest_s: float = DEFAULT_LONGEST_S) -> None:
-        """longest_s: after this time a permit no longer counts, though its transfer may continue."""
+        """Create permits for `at_once` transfers.
+
+        Args:
+            rng: Chooses the request that is granted next.
+            at_once: How many permits are granted at a time.
+            longest_s: The time after which a permit no longer counts, though its transfer may continue.
+        """
         self._rng = rng
         self._at_once = at_once
         self._longest_s = longest_s
@@ -32,11 +38,11 @@ class Permits:
 
     @property
     def waiting(self) -> int:
-        """Requested and not granted yet."""
+        """Number of permits that were requested and not granted yet."""
         return len(self._waiting)
 
     def request(self, wake: Callable[[], None]) -> Permit:
-        """A permit, granted at once where there is room; otherwise `wake` is called when it is."""
+        """Return a permit, granted at once if there is room; otherwise `wake` is called when it is granted."""
         permit = Permit(self, wake)
         if len(self._taken) < self._at_once:
             self._grant(permit)
@@ -45,7 +51,7 @@ class Permits:
         return permit
 
     def give_back(self, permit: Permit) -> None:
-        """Safe to call twice, and for one that was never granted."""
+        """Take a permit back. Safe to call twice, and for a permit that was never granted."""
         if (timer := self._taken.pop(permit, None)) is not None:
             timer.cancel()
             self._fill()
@@ -64,7 +70,7 @@ class Permits:
 
 
 class Permit:
-    """For one replay or snapshot."""
+    """A permit for one replay or snapshot."""
 
     __slots__ = ("_permits", "granted", "wake")
 
@@ -74,5 +80,5 @@ class Permit:
         self.granted = False
 
     def end(self) -> None:
-        """Returns the permit, granted or not. Safe to call twice."""
+        """Return the permit, granted or not. Safe to call twice."""
         self._permits.give_back(self)

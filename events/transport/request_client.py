@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The socket of one request at a time, its permit and the deadline of its answer. The time is an argument."""
+"""The socket of one request at a time, with its permit and the deadline of its answer. The time is an argument."""
 
 from __future__ import annotations
 
@@ -14,25 +14,37 @@ from kvrouter.events.transport.settings import StreamSettings
 
 
 class RequestClient(ABC):
-    """A fresh link for each request, so that answers cannot mix. A subclass says what is wanted, and when."""
+    """A client that opens a new link for each request, so that answers cannot mix.
+
+    A subclass says which request is wanted, and when.
+    """
 
     def __init__(
         self, connect: Callable[[], Link], settings: StreamSettings, permits: Permits | None, wake: Callable[[], None]
     ) -> None:
-        """connect: a new link to the endpoint; may raise zmq.ZMQError, which is passed on. wake: called when `permits`
-        grants a permit that had to be waited for."""
+        """Create a client without a request.
+
+        Args:
+            connect: Opens a link to the endpoint. It may raise zmq.ZMQError, which is passed on.
+            settings: Bounds and times of the stream.
+            permits: The permits that requests need; None if they need none.
+            wake: Called when `permits` grants a permit that had to be waited for.
+        """
         self._connect = connect
         self._settings = settings
         self._permits = permits
         self._wake = wake
-        # The request that this link and permit are for; 0: none.
+        # The number of the request that the link and the permit are for; 0 for none.
         self._number = 0
         self._permit: Permit | None = None
         self._link: Link | None = None
         self._deadline = Deadline(settings.grace_s)
 
     def read(self, now_s: float) -> bool:
-        """Reads until nothing is left (False) or the turn's budget is spent (True). Gives up an overdue answer."""
+        """Read until no message is left (returns False) or the turn's budget is spent (returns True).
+
+        An overdue answer is given up.
+        """
         if self._link is None:
             return False
 
@@ -50,11 +62,11 @@ class RequestClient(ABC):
         return more
 
     def readable(self) -> bool:
-        """Whether an answer waits."""
+        """Return whether an answer waits."""
         return self._link is not None and self._link.readable()
 
     def close(self) -> None:
-        """Closes the link at once, which also ends the request at the publisher. Safe to call twice."""
+        """Close the link at once, which also ends the request at the publisher. Safe to call twice."""
         self._number = 0
         self._deadline.due_s = math.inf
         if self._permit is not None:
@@ -66,22 +78,22 @@ class RequestClient(ABC):
 
     @abstractmethod
     def _wanted(self) -> int:
-        """The number of the request that is wanted; 0: none."""
+        """Return the number of the wanted request; 0 for none."""
 
     @abstractmethod
     def _handle(self, frames: list[bytes], now_s: float) -> None:
-        """Takes a message of the answer that is wanted."""
+        """Handle a message of the answer to the wanted request."""
 
     @abstractmethod
     def _give_up(self) -> None:
-        """The answer that is wanted is overdue."""
+        """Give up the wanted answer, which is overdue."""
 
     @abstractmethod
     def _fail(self, reason: str) -> None:
         """End the request without an answer."""
 
     def _send(self, now_s: float, *frames: bytes) -> bool:
-        """Sends the request that is wanted once it has a permit; whether that was now."""
+        """Send the wanted request if it has a permit. Returns whether it was sent."""
         self._number = self._wanted()
         if self._permit is None and self._permits is not None:
             self._permit = self._permits.request(self._wake)
@@ -93,5 +105,5 @@ class RequestClient(ABC):
         return True
 
     def _extend(self, now_s: float) -> None:
-        """The answer goes on: it has its whole time again."""
+        """Give the answer its whole time again, as it makes progress."""
         self._deadline.due_s = now_s + self._settings.answer_timeout_s

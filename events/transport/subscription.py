@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell of a subscriber: links read in turns of one asyncio loop, items handed to one consumer.
+"""The shell of a subscriber: links are read in turns of one asyncio loop, and items are handed to one consumer.
 
-Runs on asyncio's own loop and on uvloop. Plain ZMQ sockets are read through their file descriptors, because zmq.asyncio
-costs some 40 us a message. Those are edge-triggered and may be consumed by any call on the socket, so each turn ends
-with a look at what is still readable, and comes back by itself if anything is. A turn is bounded, so that other work on
-the loop gets its time; it reads first and judges afterwards, so that a stall of ours never looks like a peer's silence.
-Nothing that comes over the wire is raised.
+It runs on asyncio's own loop and on uvloop. Plain ZMQ sockets are read through their file descriptors, because
+zmq.asyncio costs some 40 us a message. These descriptors are edge-triggered, and any call on the socket may consume
+their notice, so each turn ends with a check of what is still readable, and schedules another turn if anything is. A
+turn is bounded, so that other work on the loop gets its time. It reads first and judges afterwards, so that a stall of
+this process never looks like a peer's silence. No message from the wire causes an exception.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Item = TypeVar("Item")
 
 
 class SubscriberClosed(Exception):
-    """`next` on a closed subscriber."""
+    """A call of `next` or `start` on a closed subscriber."""
 
 
 class Subscription(ABC, Generic[Item]):
-    """One publisher's stream. `start`, then `next` again and again from one task, then `close`."""
+    """One publisher's stream. Call `start`, then `next` repeatedly from one task, then `close`."""
 
     def __init__(
         self,
@@ -50,9 +50,12 @@ class Subscription(ABC, Generic[Item]):
         """Open nothing yet.
 
         Args:
+            context: Makes the sockets.
+            settings: Bounds and times of the stream.
+            cursor: Turns messages into items.
             size_bytes: Returns the size of one item.
-            curve: As `Link` has it, for every link.
-            watch: As `Link` has it, for every link.
+            curve: As in `Link`, for every link.
+            watch: As in `Link`, for every link.
         """
         self._context = context
         self._settings = settings
@@ -67,22 +70,22 @@ class Subscription(ABC, Generic[Item]):
         self._timer: asyncio.TimerHandle | None = None
         # When this turn began.
         self._now_s = -math.inf
-        # Reading has ended.
+        # Whether reading has ended.
         self._ended = False
         self._closed = False
 
     @property
     def waiting(self) -> int:
-        """Items that the consumer has not taken yet."""
+        """Number of items that the consumer has not taken yet."""
         return len(self._outbox)
 
     @property
     def held(self) -> int:
-        """Messages held back while an answer is under way."""
+        """Number of messages held back while an answer is under way."""
         return self._cursor.held
 
     async def start(self) -> None:
-        """Connects, without waiting for the peer. Raises zmq.ZMQError when an endpoint is no address."""
+        """Connect without waiting for the peer. Raises zmq.ZMQError if an endpoint is no address."""
         if self._closed:
             raise SubscriberClosed
         if self._loop is not None:
@@ -97,17 +100,17 @@ class Subscription(ABC, Generic[Item]):
         self._schedule()
 
     async def next(self) -> list[Item]:
-        """The next items, at least one, at most `max_items`. One caller at a time.
+        """Return the next items, at least one, at most `max_items`. One caller at a time.
 
-        Raises SubscriberClosed when closed, also while waiting, and zmq.ZMQError when the sockets cannot go on.
-        A cancelled call loses nothing.
+        Raises SubscriberClosed if it is closed, also while waiting, and zmq.ZMQError if the sockets cannot be used any
+        longer. A cancelled call loses nothing.
         """
         if self._closed:
             raise SubscriberClosed
         return await self._outbox.take(self._settings.max_items)
 
     async def close(self) -> None:
-        """Closes sockets and timers at once; what was not taken is dropped. Safe to call twice."""
+        """Close sockets and timers at once, and drop the items that were not taken. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -116,19 +119,19 @@ class Subscription(ABC, Generic[Item]):
 
     @abstractmethod
     def _open(self) -> None:
-        """Connects the first links. Raises zmq.ZMQError."""
+        """Connect the first links. Raises zmq.ZMQError."""
 
     @abstractmethod
     def _links(self) -> Iterable[Link | RequestClient | None]:
-        """All that may be open."""
+        """Return all links that may be open."""
 
     @abstractmethod
     def _read(self) -> bool:
-        """Reads until nothing is left (False) or the turn's budget is spent (True)."""
+        """Read until no message is left (returns False) or the turn's budget is spent (returns True)."""
 
     @abstractmethod
     def _act(self) -> float:
-        """Does what is due after reading; returns when to do so again."""
+        """Do the work that is due after reading. Returns when to do so again."""
 
     def _connect(self, endpoint: str, receive_hwm: int, *, topic: bytes | None = None, lasting: bool = True) -> Link:
         assert self._loop is not None
@@ -161,15 +164,15 @@ class Subscription(ABC, Generic[Item]):
         more, failure = False, None
         try:
             if self._outbox.full:
-                # `on_room` schedules the turn that goes on. Looking calms the descriptors, which would call again and
-                # again.
+                # `on_room` schedules the next turn. This check clears the descriptors' notices, which would call again
+                # and again.
                 self._is_readable()
             else:
                 more = self._read()
                 self._arm(self._act())
                 more = more or self._is_readable()
         except zmq.ZMQError as error:
-            # No socket, no descriptor, no context: nothing that goes away. The consumer must know.
+            # Without a socket, a descriptor or a context the stream cannot continue, so the consumer must know.
             failure = error
         self._outbox.put(self._cursor.take())
         if failure is not None:
@@ -184,7 +187,7 @@ class Subscription(ABC, Generic[Item]):
         assert self._loop is not None
         if self._timer is not None:
             if self._timer.when() <= due_s:
-                # Soon enough; the turn that it causes looks again.
+                # This is soon enough; the turn that the timer causes computes the time again.
                 return
             self._timer.cancel()
             self._timer = None

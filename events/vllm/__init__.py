@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines' own event stream, in vLLM's form, which SGLang has too."""
+"""The engines' own event stream, in vLLM's form, which SGLang uses too."""

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a publisher's batches: decides which one is next, missing, duplicate, or of another life. Pure.
+"""The order of a publisher's batches: which one is next, missing, duplicate, or of another life. Pure.
 
-The wire has a seq and no epoch. A life of the publisher is recognised by a batch that we know: same seq, same
-fingerprint. So each replay request starts at the last batch that was passed on, or at 0 when nothing is known.
+A life of the publisher is the time from one start to its end. The wire has a seq and no epoch, so a life is recognised
+by a known batch: same seq, same fingerprint. Therefore each replay request starts at the last batch that was passed on,
+or at 0 if no batch is known.
 
-The shell feeds in messages and connection changes, takes `items` out, and keeps exactly the replay request that
-`request` names in flight. Meanwhile live batches are held (bounded; an overflow is a gap again). The shell decides when
-an answer is overdue.
+The shell feeds in messages and connection changes, takes `items` out, and keeps exactly the replay request in `request`
+under way. Meanwhile live batches are held (bounded; an overflow is another gap). The shell decides when an answer is
+overdue.
 
 Invariant: between `FellBehind` and `CaughtUp`, the publisher has sent more than was handed out, or must be assumed to
 have: a replay is under way, or batches are held until one ends. `FellBehind` comes before the first item of a replay,
@@ -45,7 +46,7 @@ from kvrouter.events.vllm.stream_items import (
 
 
 class Cursor(HoldingCursor[StreamItem, HeldBatches]):
-    """Where we are in one publisher's stream. Single-threaded; never raises on what the wire brings."""
+    """The position in one publisher's stream. Single-threaded; never raises, whatever the wire brings."""
 
     def __init__(
         self,
@@ -55,13 +56,20 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         max_held: int = DEFAULT_MAX_HELD,
         max_held_bytes: int = DEFAULT_MAX_HELD_BYTES,
     ) -> None:
-        """replay: there is an endpoint to ask. max_held, max_held_bytes: bounds on live batches held meanwhile."""
+        """Begin at the resume point, or without a known batch.
+
+        Args:
+            replay: Whether there is a replay endpoint.
+            resume: The last batch that was passed on before.
+            max_held: Bound on the live batches that are held during a replay.
+            max_held_bytes: Bound on their bytes.
+        """
         super().__init__(HeldBatches(max_held, max_held_bytes))
         self.request: Request | None = None
         self._replay = replay
         self._replay_works = replay
         self._connected = False
-        # The next message or connection must first be proven to belong to the known life.
+        # Whether the next message or connection must first be proven to belong to the known life.
         self._to_prove = True
         self._expected: int | None = None
         self._last_seq: int | None = None
@@ -78,11 +86,11 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
 
     @property
     def degraded(self) -> bool:
-        """The replay endpoint does not answer, or still owes what was given up meanwhile."""
+        """Whether the replay endpoint does not answer, or still owes batches that were given up meanwhile."""
         return self._replay and (not self._replay_works or self._debt.owed)
 
     def connected(self) -> None:
-        """The live socket has a peer."""
+        """Note that the live socket has a peer."""
         self._connected = True
         self._replay_works = self._replay
         if self._to_prove and self._replay:
@@ -90,7 +98,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self.items.append(Connected())
 
     def disconnected(self) -> None:
-        """The live socket lost its peer: the next batch may belong to another life."""
+        """Note that the live socket lost its peer: the next batch may belong to another life."""
         if not self._connected:
             return
         self._connected = False
@@ -102,9 +110,9 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._held.mark_old()
 
     def live(self, seq: int, payload: bytes) -> None:
-        """A batch from the live socket; 0 <= seq < 2**63."""
+        """Handle a batch from the live socket; 0 <= seq < 2**63."""
         if self._to_prove and self._replay and self._replay_works:
-            # It arrived before the news of its connection.
+            # The batch arrived before the news of its connection.
             self._begin_proof()
         batch = Batch(seq, payload, fingerprint(payload), replayed=False)
         if self._holding():
@@ -115,7 +123,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._catch_up()
 
     def replayed(self, seq: int, payload: bytes) -> None:
-        """A batch from the replay socket."""
+        """Handle a batch from the replay socket."""
         request = self.request
         if request is None or seq < request.start:
             return
@@ -146,7 +154,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
                 self._restart(seq, f"replay has another batch {seq} than the one handed out")
 
     def replay_ended(self) -> None:
-        """The replay socket sent the end marker."""
+        """Handle the end marker of the replay socket."""
         request = self.request
         if request is None:
             return
@@ -157,7 +165,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self._restart(0, f"the publisher has nothing from seq {request.start} on")
             return
         if self._expected is None:
-            # The publisher has sent nothing in this life yet.
+            # The publisher has sent no batch in this life yet.
             self._expected = 0
         if self._gap is not None:
             if request.again_at != self._expected:
@@ -169,7 +177,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._catch_up()
 
     def replay_overdue(self) -> None:
-        """The replay made no progress for too long."""
+        """Handle a replay that made no progress for too long."""
         request = self.request
         if request is None:
             return
@@ -179,7 +187,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self.replay_failed("no answer from the replay endpoint")
 
     def replay_failed(self, reason: str) -> None:
-        """The replay cannot continue: the live stream alone decides."""
+        """End a replay that cannot continue: the live stream alone decides."""
         request = self.request
         if request is None:
             return
@@ -198,7 +206,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._catch_up()
 
     def check(self) -> None:
-        """Requests, without holding live batches, whatever is missing at the end of the stream.
+        """Request the batches that may be missing at the end of the stream, without holding live batches.
 
         A silent publisher reveals neither the last batches that PUB dropped nor a restart behind a proxy.
         """
@@ -206,22 +214,24 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self._begin(Purpose.START if self._last_seq is None else Purpose.PROVE, silent=True)
 
     def expire(self, reason: str) -> None:
-        """Another source reports that the known life may have ended. All is replayed, where that is possible."""
+        """Assume that the known life has ended, as another source reports. Everything is replayed if possible."""
         # Without a peer, the next connection begins the replay.
         self._restart(self._expected or 0, reason, ask=self._connected)
         if self.request is None:
-            # No replay will follow that could judge the held batches.
+            # No replay will follow by which the held batches could be judged.
             self._held.clear()
         self._to_prove = not self._connected
         self._catch_up()
 
     def malformed(self, reason: str) -> None:
-        """A message that is no batch."""
+        """Report a message that is no batch."""
         self.items.append(Malformed(reason))
 
     def flooded(self, reason: str, *, is_live: bool) -> None:
-        """Report that a connection was closed because of what it brought. is_live: whether it is the connection of the
-        stream itself."""
+        """Report that a connection was closed because of the bytes that it brought.
+
+        `is_live` says whether it was the connection of the stream itself.
+        """
         self.items.append(Flooded(reason, is_live))
 
     def _holding(self) -> bool:
@@ -270,7 +280,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         return self._last_seq if self._last_seq is not None else self._expected or 0
 
     def _judge_first(self, request: Request, batch: Batch) -> bool:
-        """Compares an answer's first batch with the last one passed on; False when `batch` needs nothing more."""
+        """Compare an answer's first batch with the last one passed on. Returns False if `batch` needs nothing more."""
         seq = batch.seq
         if seq == request.start:
             if not self._seen.has(batch):
@@ -283,7 +293,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         expected = self._expected
         if expected is None or seq < expected:
             return True
-        # Without the known batch nothing proves the same life, neither of the answer nor of batches held from the
+        # Without the known batch nothing proves the same life, neither for the answer nor for batches held from the
         # connection before.
         self._held.drop_old()
         self._fall_behind()
@@ -291,14 +301,14 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         return True
 
     def _accept(self, batch: Batch) -> bool:
-        """Judges a live batch; False when it must be held until a replay ends."""
+        """Judge a live batch. Returns False if it must be held until a replay ends."""
         seq, expected = batch.seq, self._expected
         if expected is None and self._seen.has(batch):
             return True
         if expected is None or seq == expected:
             if self._to_prove and self._last_seq is not None:
                 if self._replay:
-                    # Another life can reach the next seq accidentally, and the replay endpoint did not answer in time.
+                    # Another life can reach the next seq accidentally, and no replay proved this one in time.
                     self._lose(seq, seq, "the replay endpoint did not prove that it is the same life")
                     self._owe()
                 else:
@@ -335,26 +345,26 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self.items.append(GapClosed(gap[0], gap[1]))
 
     def _hand_replayed(self, request: Request, batch: Batch) -> None:
-        # Only a check is not announced before. Its batch may be one that the live socket brings a moment later, so it shows
-        # that more was sent, and not that anything is lost.
+        # Every request but a check was announced before. A check's batch may be one that the live socket brings a
+        # moment later, so it shows that more was sent, but not that anything is lost.
         self._fall_behind()
         self._hand(batch)
         request.batches += 1
         request.progress += 1
 
     def _lose(self, first_seq: int, next_seq: int, reason: str) -> None:
-        """Gives up a range. The consumer starts from nothing, so any seq may be next."""
+        """Give up a range. The consumer starts again from nothing, so any seq may be next."""
         self.items.append(GapLost(first_seq, next_seq, reason))
         self._forget_position()
 
     def _owe(self) -> None:
-        """Records a debt where the replay endpoint's silence left nothing known."""
+        """Record a debt if the replay endpoint's silence left no batch known."""
         if self._replay and self._last_seq is None:
             self._debt.owed = True
             self.items.append(Incomplete())
 
     def _pay(self, request: Request) -> bool:
-        """The replay endpoint answers: whether the whole ring is requested now, in place of `request`."""
+        """Note that the replay endpoint answers. Returns whether the whole ring is now requested instead."""
         due = self._debt.is_due(request)
         if due:
             self._fall_behind()
@@ -367,22 +377,27 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             return
         first = self._held.first()
         if first is not None and first.seq < self._expected and not self._seen.has(first):
-            # It belongs to another life, which voids more than a gap.
+            # The batch belongs to another life, which voids more than a gap.
             return
         # An overflow may have dropped the batch that revealed the gap.
         following = next((seq for seq, _, _ in self._held if seq >= self._gap[1]), self._gap[1])
         self._lose(self._expected, following, reason)
 
     def _lose_cut_answer(self, request: Request, reason: str) -> None:
-        """Give up the position after an answer that ended early: the publisher may have sent more, and no batch that
-        was held over this connection shows its seq."""
+        """Give up the position after an answer that ended early.
+
+        The publisher may have sent more, and no batch held over this connection shows its seq.
+        """
         shown = request.batches or (request.judged and request.purpose is Purpose.PROVE and not request.silent)
         if shown and len(self._held) == self._held.old and self._expected is not None:
             self._held.drop_old()
             self._lose(self._expected, self._expected, f"the replay stopped before its end: {reason}")
 
     def _lose_unless_contradicted(self, reason: str) -> None:
-        """Without a proof, and with held batches dropped or old, the next seq alone proves nothing either."""
+        """Give up the position without a proof, unless a held batch contradicts the known life.
+
+        If held batches were dropped or are old, the next seq alone proves nothing.
+        """
         expected = self._expected
         if expected is None or not (self._held.overflowed or self._held.old):
             return
@@ -399,7 +414,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self._fall_behind()
         self.items.append(Restarted(last_seq, seq, reason))
         if replaying:
-            # The replay repeats the held batches of the new life; those of the old life must not pass for it.
+            # The replay repeats the held batches of the new life; those of the old life must not pass for new ones.
             self._begin_anew()
         else:
             self._forget()
@@ -418,7 +433,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self.request = None
 
     def _begin_anew(self) -> None:
-        """Requests the whole ring, which repeats the held batches."""
+        """Request the whole ring, which repeats the held batches."""
         self._forget()
         self._held.clear()
         self._debt.owed = False
@@ -429,12 +444,12 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         old, held.old, held.overflowed = held.old, 0, False
         while held and not self._holding():
             seq, batch, _ = held.pop()
-            # A batch from before a whole replay that is not in it is older than the publisher's ring.
+            # A held batch from before a replay of the whole ring, if the replay lacks it, is older than the ring.
             outdated = old > 0 and self._expected is not None and seq < self._expected
             old -= 1
             if not outdated and not self._accept(batch):
                 self._hold_first(batch)
 
     def _hold_first(self, batch: Batch) -> None:
-        """Holds the batch for which a request was just begun, ahead of the rest."""
+        """Hold the batch for which a request was just begun, ahead of the others."""
         self._held.hold_first(batch, old=self.request is not None and self.request.purpose is Purpose.START)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads to event batches and back, in both of vLLM's encodings: maps (0.24 and later) and arrays (up to 0.23).
-SGLang writes the same two (ADR 38).
+"""The codec of event batches, in both of vLLM's encodings: maps (0.24 and later) and arrays (up to 0.23).
 
-One broken event costs that event, never its batch; an unknown field or event type is no error. Only a payload that is
-no batch at all raises `CodecError`, and nothing else is ever raised, whatever the bytes.
+SGLang writes the same two (ADR 38). One broken event costs that event, never its batch; an unknown field or event type
+is no error. Only a payload that is no batch at all raises `CodecError`, and nothing else is ever raised, whatever the
+bytes.
 
-Fast path: one typed decode of the whole batch in which token ids are never built, then one numpy pass over all hashes.
-Only when that fails are the events decoded one at a time.
+The fast path is one typed decode of the whole batch in which token ids are never built, then one numpy pass over all
+hashes. Only when that fails are the events decoded one at a time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _WITH_TOKEN_IDS = (MapStoredWithTokens, ArrayStored)
 
 
 class CodecError(ValueError):
-    """The payload is not an event batch."""
+    """A payload that is no event batch."""
 
 
 _raw_batch = msgspec.msgpack.Decoder(RawBatch)
@@ -76,15 +76,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class BatchDecoder:
-    """Decodes payloads. Remembers which layout the last batch had, and nothing else; use one for each stream."""
+    """A decoder of payloads, which remembers the layout of the last batch and nothing else. Use one for each stream."""
 
     def __init__(self) -> None:
         self._arrays = False
 
     def decode(self, payload: bytes | memoryview, *, with_tokens: bool = False) -> EventBatch:
-        """The batch in `payload`; raises CodecError when it is none.
+        """Return the batch in `payload`. Raises CodecError if it is none.
 
-        with_tokens: also build `token_ids` and `extra_keys` of stored blocks (several times slower).
+        With `with_tokens`, `token_ids` and `extra_keys` of stored blocks are built too (several times slower).
         """
         decoders = WITH_TOKENS if with_tokens else LEAN
         batch = self._typed(payload, decoders)
@@ -92,7 +92,7 @@ class BatchDecoder:
             return _event_by_event(payload, decoders, with_tokens)
         raws = [event.block_hashes for event in batch.events if not isinstance(event, _CLEARED)]
         parsed = parse_many(raws) if raws else []
-        # None: some array is not a plain table, so each event reads its own.
+        # None if some array is not a plain table: then each event reads its own hashes.
         ready = None if parsed is None else iter(parsed)
         events: list[Event] = []
         broken: list[BrokenEvent] = []
@@ -116,7 +116,7 @@ class BatchDecoder:
 
 
 def read_event(raw: bytes) -> Event | None:
-    """One event of a batch, without tokens; None when it cannot be decoded or has an unknown type."""
+    """Return one event of a batch, without tokens; None if it cannot be decoded or has an unknown type."""
     try:
         decoder = LEAN.array_event if _is_array(raw) else LEAN.map_event
         return _event(decoder.decode(raw), None, False)
@@ -132,11 +132,16 @@ def encode_batch(
     layout: Layout = "map",
     hash_form: HashForm = "int",
 ) -> bytes:
-    """The payload that vLLM would send for these events.
+    """Return the payload that vLLM would send for these events.
 
-    layout "map": as vLLM 0.24 to 0.32; "array": as 0.22.1 to 0.23, which has no locality, ownership or session.
-    hash_form: "int" as by default, "bytes32" and "bytes16" as with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0 (SHA-256,
-    xxhash); an integer becomes the last 8 bytes of a digest that is zero otherwise.
+    Args:
+        ts: Seconds since 1970.
+        events: The events, in order.
+        dp_rank: The data-parallel rank, if the engine has one.
+        layout: "map" as in vLLM 0.24 to 0.32; "array" as in 0.22.1 to 0.23, which has no locality, ownership or
+            session.
+        hash_form: "int" as by default; "bytes32" and "bytes16" as with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0 (SHA-256,
+            xxhash). In these, an integer becomes the last 8 bytes of a digest that is otherwise zero.
     """
     shaped = [_with_hash_form(event, hash_form) for event in events]
     body: list[Any] = shaped if layout == "map" else [_positional(event) for event in shaped]
@@ -233,7 +238,7 @@ def _read_tokens(raw: msgspec.Raw) -> npt.NDArray[np.int64]:
     try:
         return np.array(_token_list.decode(raw) or (), dtype=np.int64)
     except msgspec.ValidationError:
-        # SGLang with EAGLE: each token with the one after it.
+        # SGLang with EAGLE sends each token with the one after it.
         pairs = _pair_list.decode(raw)
         return np.array([*(first for first, _ in pairs), *(last for _, last in pairs[-1:])], dtype=np.int64)
 
@@ -280,7 +285,7 @@ def _positional(event: WireEvent) -> list[Any]:
         return [tag, *fields[:11]]
     if isinstance(event, WireRemoved):
         return [tag, *fields[:3]]
-    # A field at its default is left out, so that stock bytes are stock vLLM's.
+    # A field at its default is left out, so that the bytes of stock events are those of stock vLLM.
     while fields and fields[-1] is None:
         fields.pop()
     return [tag, *fields]

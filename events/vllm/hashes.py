@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block hashes from their MessagePack bytes to native uint64 arrays, without a Python number per hash.
+"""Block hashes from their MessagePack bytes to native uint64 arrays, without a Python number for each hash.
 
 vLLM's hashes are uniformly spread, so nearly every integer takes MessagePack's 9-byte form and nearly every digest the
-same length: an array of them is a table with a fixed row width, which numpy reads at once. Whatever does not fit
-(a hash below 2**32, mixed forms) is decoded one by one. Pure functions; results never refer to the input.
+same length: an array of them is a table with a fixed row width, which numpy reads at once. An array of another form (a
+hash below 2**32, mixed forms) is decoded one hash at a time. Pure functions; results never refer to the input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MASK_64 = (1 << 64) - 1
 MIN_DIGEST_BYTES = 8
 
 # Row width in bytes -> layout of a row, and the markers that prove it. 0xCF uint64 and 0xD3 int64 carry the same eight
-# bytes; 0xC4 is a binary of up to 255 bytes followed by its length. Digests: 16 bytes xxh3-128, 32 bytes SHA-256.
+# bytes; 0xC4 is a binary of up to 255 bytes, and its length follows. Digests have 16 bytes (xxh3-128) or 32 (SHA-256).
 _ROWS: dict[int, tuple[np.dtype[np.void], tuple[int, ...]]] = {
     9: (np.dtype([("marker", "u1"), ("hash", ">u8")]), (0xCF, 0xD3)),
     18: (np.dtype([("marker", ">u2"), ("head", "V8"), ("hash", ">u8")]), (0xC410,)),
@@ -32,7 +32,7 @@ _slow_decoder = msgspec.msgpack.Decoder(list[int | bytes])
 
 
 def reduce_hash(value: int | bytes) -> int:
-    """The 64-bit form of a hash as it came. Raises ValueError for a digest of fewer than 8 bytes."""
+    """Return the 64-bit form of a hash. Raises ValueError for a digest of fewer than 8 bytes."""
     if isinstance(value, int):
         return value & MASK_64
     if len(value) < MIN_DIGEST_BYTES:
@@ -41,7 +41,7 @@ def reduce_hash(value: int | bytes) -> int:
 
 
 def parse_hashes(raw: msgspec.Raw) -> HashArray:
-    """The hashes of one encoded array. Raises ValueError (or RecursionError) when it is not an array of hashes."""
+    """Return the hashes of one encoded array. Raises ValueError (or RecursionError) if it is no array of hashes."""
     parsed = parse_many([raw])
     if parsed is not None:
         return parsed[0]
@@ -49,9 +49,9 @@ def parse_hashes(raw: msgspec.Raw) -> HashArray:
 
 
 def parse_many(raws: Sequence[msgspec.Raw]) -> list[HashArray] | None:
-    """The hashes of many encoded arrays in one pass, or None when they do not all share one row width.
+    """Return the hashes of many encoded arrays in one pass, or None if they do not all share one row width.
 
-    The results are slices of one array: cheap for events with a single hash each, as vLLM's removals are.
+    The results are slices of one array, which is cheap for events with a single hash each, as vLLM's removals are.
     """
     width = 0
     counts: list[int] = []
@@ -81,11 +81,11 @@ def parse_many(raws: Sequence[msgspec.Raw]) -> list[HashArray] | None:
         return None
     layout, markers = _ROWS[width]
     rows = np.frombuffer(b"".join(bodies), dtype=layout)
-    found = rows["marker"]
-    proven = found == markers[0]
+    row_markers = rows["marker"]
+    is_marked = row_markers == markers[0]
     for marker in markers[1:]:
-        proven |= found == marker
-    if not proven.all():
+        is_marked |= row_markers == marker
+    if not is_marked.all():
         return None
     flat: HashArray = rows["hash"].astype(np.uint64)
     if len(counts) == 1:

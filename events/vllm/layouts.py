@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How events lie on the wire, seen by a reader that builds as little as possible.
+"""The layouts of events on the wire, for a reader that builds as little as possible.
 
-One struct per event type and layout. Block hashes stay bytes (`msgspec.Raw`), token ids are skipped. Tolerant by
-construction: missing fields have defaults, unknown fields and extra positions are skipped, and a field of the wrong
-type fails its own event. What is written is in `wire.py`.
+There is one struct for each event type and layout. Block hashes stay bytes (`msgspec.Raw`), and token ids are skipped.
+The structs are tolerant: missing fields have defaults, unknown fields and extra positions are skipped, and a field of
+the wrong type fails only its event. `wire.py` has the events as they are written.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import msgspec
 _NIL = msgspec.Raw(b"\xc0")
 
 _Hash: TypeAlias = int | bytes
-# A group index beyond this is damage, not a group: vLLM packs it into 32 bits (v1/kv_offload/base.py:26).
+# A larger group index is damage: vLLM packs it into 32 bits (v1/kv_offload/base.py:26).
 _GroupIdx: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0x7FFF_FFFF)]
 _Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
 # Maps: a field that a struct does not name is skipped without being built.
 class MapStored(msgspec.Struct, tag="BlockStored", gc=False):
+    """A `BlockStored` event as a map, without tokens."""
+
     block_hashes: msgspec.Raw
     parent_block_hash: _Hash | None = None
     block_size: _Tokens = 0
@@ -36,13 +38,17 @@ class MapStored(msgspec.Struct, tag="BlockStored", gc=False):
 
 
 class MapStoredWithTokens(MapStored, tag="BlockStored", gc=False):
+    """A `BlockStored` event as a map, with tokens."""
+
     token_ids: msgspec.Raw = _NIL
     extra_keys: msgspec.Raw = _NIL
-    # SGLang's, which has no extra keys.
+    # SGLang has this field instead of extra keys.
     cache_salt: str | None = None
 
 
 class MapRemoved(msgspec.Struct, tag="BlockRemoved", gc=False):
+    """A `BlockRemoved` event as a map."""
+
     block_hashes: msgspec.Raw
     medium: str | None = None
     group_idx: _GroupIdx | None = None
@@ -51,12 +57,16 @@ class MapRemoved(msgspec.Struct, tag="BlockRemoved", gc=False):
 
 
 class MapCleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    """An `AllBlocksCleared` event as a map."""
+
     medium: str | None = None
     group_idx: _GroupIdx | None = None
 
 
-# Arrays: every position must be named; Raw keeps a view of the bytes and builds nothing.
+# Arrays: every position must be named; a field of type Raw keeps a view of the bytes and builds nothing.
 class ArrayStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
+    """A `BlockStored` event as an array."""
+
     block_hashes: msgspec.Raw
     parent_block_hash: _Hash | None = None
     token_ids: msgspec.Raw = _NIL
@@ -74,6 +84,8 @@ class ArrayStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
 
 
 class ArrayRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
+    """A `BlockRemoved` event as an array."""
+
     block_hashes: msgspec.Raw
     medium: str | None = None
     group_idx: _GroupIdx | None = None
@@ -82,17 +94,23 @@ class ArrayRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False
 
 
 class ArrayCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+    """An `AllBlocksCleared` event as an array."""
+
     medium: str | None = None
     group_idx: _GroupIdx | None = None
 
 
 class RawBatch(msgspec.Struct, array_like=True, gc=False):
+    """A batch whose events are not decoded."""
+
     ts: float
     events: list[msgspec.Raw]
     data_parallel_rank: int | None = None
 
 
 class MapTag(msgspec.Struct):
+    """The type of an event in the map layout."""
+
     type: str
 
 
@@ -124,7 +142,7 @@ LeanBatch: TypeAlias = _MapBatch | _MapTokenBatch | _ArrayBatch
 
 
 class Decoders:
-    """The typed decoders of one mode: a whole batch, or one event, of each layout."""
+    """The typed decoders of one mode: for each layout, one of a whole batch and one of an event."""
 
     def __init__(self, map_batch: type[_MapBatch] | type[_MapTokenBatch], map_event: Any) -> None:
         self.map_batch: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(map_batch)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's events about its KV blocks, decoded: stored, removed, cleared.
 
-A block hash is an unsigned 64-bit number. The wire also knows 16- and 32-byte digests (reduced to their last 8 bytes,
+A block hash is an unsigned 64-bit number. The wire also has 16- and 32-byte digests (reduced to their last 8 bytes,
 big-endian, as vLLM itself does for its integer form) and negative 64-bit numbers (read as two's complement).
 
 Messages hold no positions: vLLM omits the hashes of masked blocks but not their tokens, so only the hash identifies a
-block. They are values: nothing here does I/O, counts copies or knows a worker.
+block. They are values: this module does no I/O, counts no copies and does not depend on workers.
 Source: vLLM 0.32.0 distributed/kv_events.py.
 """
 
@@ -21,42 +21,42 @@ HashArray: TypeAlias = npt.NDArray[np.uint64]
 
 GPU = "GPU"
 
-# What decoding hostile bytes can raise: msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a
-# RecursionError, numbers beyond int64 in token ids an OverflowError.
+# The errors of decoding hostile bytes: msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a
+# RecursionError, and numbers beyond int64 in token ids are an OverflowError.
 DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
 
-# An error's text is for a log line.
+# The most characters of an error's text, which goes into a log line.
 MAX_ERROR_CHARS = 200
 
-# Media, owners and kinds become keys and labels; a longer one is damage.
+# Media, owners and kinds become keys and labels, so a longer name is damage.
 MAX_NAME_CHARS = 256
 
 
 class BlockStored(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Blocks became resident; one event per physical copy, so the same hash may come again.
+    """Blocks that became resident. There is one event for each physical copy, so the same hash may come again.
 
-    Compared by identity: the arrays have no single truth value.
+    Events are compared by identity, as arrays have no single truth value.
     """
 
     # (n,) native uint64; n may be 0.
     block_hashes: HashArray
     parent_block_hash: int | None
-    # Tokens; 0 in the offloading connector's placeholders.
+    # In tokens; 0 in the offloading connector's placeholders.
     block_size: int
     # Upper case; an absent medium is "GPU".
     medium: str
-    # None is the one group of an engine that names none; it is never group 0.
+    # None stands for the one group of an engine that names none; it is never group 0.
     group_idx: int | None = None
     # kv_cache_spec_kind, lower case.
     kind: str | None = None
-    # Tokens.
+    # In tokens.
     sliding_window: int | None = None
     # "LOCAL" or "REMOTE", relative to the publisher.
     locality: str | None = None
-    # Which secondary tier, when one sent it.
+    # The secondary tier that sent the event, if one did.
     ownership: str | None = None
     lora_name: str | None = None
-    # One entry a block, untagged; decoded only with tokens.
+    # One entry for each block, untagged; decoded only with tokens.
     extra_keys: tuple[Any, ...] | None = None
     # (m,) int64; decoded only on request.
     token_ids: npt.NDArray[np.int64] | None = None
@@ -64,7 +64,7 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """One physical copy of each of these blocks is gone."""
+    """Blocks that lost one physical copy each."""
 
     block_hashes: HashArray
     medium: str
@@ -74,7 +74,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):
-    """Everything is gone. Stock vLLM names neither medium nor group; None means it was not said."""
+    """The loss of every block. Stock vLLM names neither medium nor group; None means that the field was absent."""
 
     medium: str | None = None
     group_idx: int | None = None
@@ -84,19 +84,19 @@ Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class BrokenEvent(msgspec.Struct, frozen=True):
-    """One event that could not be decoded. `tag` is its type, None when not even that was readable."""
+    """One event that could not be decoded. `tag` is its type; None if not even the type was readable."""
 
     tag: str | None
     error: str
 
 
 class EventBatch(msgspec.Struct, frozen=True, eq=False):
-    """The events of one engine step, in the engine's order; `broken` and `unknown` ones are left out of `events`."""
+    """The events of one engine step, in the engine's order. Broken and unknown ones are not in `events`."""
 
-    # Seconds since 1970, the engine's clock.
+    # Seconds since 1970, by the engine's clock.
     ts: float
     events: list[Event]
     dp_rank: int | None = None
     broken: list[BrokenEvent] = []
-    # How many events had a type that this version does not know.
+    # How many events had a type that this version does not have.
     unknown: int = 0

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """An event publisher with vLLM's framing: PUB for the live stream, ROUTER for replay, a ring of sent batches.
 
-Live: `(topic, seq, payload)`. Replay: a DEALER sends `(b"", start_seq)`, and gets `(b"", topic, seq, payload)` for
-every batch of the ring from there on, then `(b"", b"", END_SEQ, b"")`. Numbers are 8 bytes, big-endian, and start at
-`first_seq` in each life: the wire has no epoch. Both sockets belong to one thread, as in vLLM 0.32.0
-(kv_events.py ZmqEventPublisher), so a replay never overtakes the live stream.
+A live message is `(topic, seq, payload)`. For a replay, a DEALER sends `(b"", start_seq)` and gets
+`(b"", topic, seq, payload)` for every batch of the ring from there on, then `(b"", b"", END_SEQ, b"")`. Numbers are 8
+bytes, big-endian, and start at `first_seq` in each life: the wire has no epoch. Both sockets belong to one thread, as
+in vLLM 0.32.0 (kv_events.py ZmqEventPublisher), so a replay never overtakes the live stream.
 
-Differences from vLLM: both endpoints are always bound; a replay request wakes the idle thread at once, where vLLM needs
-up to 100 ms; a long replay is queued whole, where vLLM's ROUTER drops what exceeds its high-water mark of 1,000.
-It does not encode (see `codec.encode_batch`), and when its queue is full `publish` blocks, as vLLM's does.
+Differences from vLLM: both endpoints are always bound; a replay request wakes the idle thread at once, while vLLM needs
+up to 100 ms; a long replay is queued whole, while vLLM's ROUTER drops what exceeds its high-water mark of 1,000. The
+publisher does not encode (see `codec.encode_batch`). When its queue is full, `publish` blocks, as vLLM's does.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from kvrouter.events.vllm.wire import END_SEQ, SEQ_BYTES
 
 log = logging.getLogger(__name__)
 
-# Batches sent before the replay socket is looked at again.
+# The number of batches that are sent before the replay socket is checked again.
 _BATCHES_A_TURN = 64
 
 
 class EventPublisher:
-    """Publishes encoded batches in order, each under the next seq. `publish` may be called from any thread.
+    """A publisher of encoded batches, in order, each under the next seq. Any thread may call `publish`.
 
-    More than 15 attributes: the queue and its counts are under one lock, and the sockets belong to its thread."""
+    The queue and its counts are under one lock; the sockets belong to the publisher's thread.
+    """
 
     # The bound addresses, with the port that the system chose in place of 0 or *.
     endpoint: str
@@ -50,17 +51,24 @@ class EventPublisher:
         max_queue_size: int = 100_000,
         first_seq: int = 0,
     ) -> None:
-        """Binds both sockets and starts the thread. Raises zmq.ZMQError when an address cannot be bound.
+        """Bind both sockets and start the thread. Raises zmq.ZMQError if an address cannot be bound.
 
-        buffer_steps: batches kept for replay. hwm: batches a slow subscriber may lag before PUB drops silently.
-        max_queue_size: batches that may wait for the thread. The defaults are vLLM's.
+        Args:
+            endpoint: The address of the live stream.
+            replay_endpoint: The address for replays; None for no replay.
+            context: Makes the sockets.
+            topic: The topic of every live message.
+            buffer_steps: Batches that are kept for replay; the default is vLLM's, as are those below.
+            hwm: Batches that a slow subscriber may lag behind before PUB drops silently.
+            max_queue_size: Batches that may wait for the thread.
+            first_seq: The seq of the first batch.
         """
         self._topic = topic.encode()
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._max_queue_size = max_queue_size
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, bytes, bool]] = deque()
-        # Batches accepted and not yet sent: the queue and the one in the thread's hands.
+        # Batches that were accepted and not yet sent: the queue, and those that the thread has taken.
         self._unsent = 0
         self._next_seq = first_seq
         self._drop = 0
@@ -86,11 +94,11 @@ class EventPublisher:
 
     @property
     def next_seq(self) -> int:
-        """The seq of the next published batch."""
+        """Seq of the next published batch."""
         return self._next_seq
 
     def publish(self, payload: bytes) -> None:
-        """Queues one batch; blocks while the queue is full. Raises RuntimeError when closed."""
+        """Queue one batch. Blocks while the queue is full. Raises RuntimeError if the publisher is closed."""
         with self._changed:
             while self._unsent >= self._max_queue_size and not self._closed:
                 self._changed.wait()
@@ -105,23 +113,23 @@ class EventPublisher:
             self._wake()
 
     def skip_seq(self, count: int = 1) -> None:
-        """Uses up seqs with nothing sent nor kept: a gap that replay cannot fill, as after a failed encode in vLLM."""
+        """Use up seqs without batches: a gap that replay cannot fill, as after a failed encode in vLLM."""
         with self._changed:
             self._next_seq += count
 
     def drop_next(self, count: int = 1) -> None:
-        """The next `count` batches are kept for replay but not sent, as when PUB drops for a slow subscriber."""
+        """Keep the next `count` batches for replay without sending them, as when PUB drops for a slow subscriber."""
         with self._changed:
             self._drop += count
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until all that was published is handed to ZMQ. Raises TimeoutError."""
+        """Wait until all published batches are handed to ZMQ. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._unsent == 0, timeout_s):
                 raise TimeoutError(f"{self._unsent} batches still queued after {timeout_s} s")
 
     def close(self) -> None:
-        """Sends what is queued, ends the thread and closes the sockets. Safe to call twice."""
+        """Send the queued batches, end the thread and close the sockets. Safe to call twice."""
         with self._changed:
             if self._closed:
                 return
@@ -192,7 +200,7 @@ class EventPublisher:
         replay.send_multipart((client, b"", b"", END_SEQ, b""))
 
     def _give_up(self) -> None:
-        # The context was terminated under us: nothing can be sent, and no caller may wait for it.
+        # The context was terminated by its owner: nothing can be sent, so no caller may wait for it.
         with self._changed:
             self._closed = True
             self._queue.clear()

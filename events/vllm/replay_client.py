@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends the replay request that a cursor wants, and reads its answer."""
+"""The sender of the replay request that a cursor wants, and the reader of its answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrouter.events.vllm.wire import END_SEQ, SEQ_BYTES, read_seq
 
 
 class ReplayClient(RequestClient):
-    """The replay under way, if any."""
+    """A client with at most one replay under way."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class ReplayClient(RequestClient):
         self._cursor = cursor
 
     def request(self, now_s: float) -> float:
-        """Sends what the cursor wants, in place of what it wanted before; returns when the answer is overdue."""
+        """Send the request that the cursor wants, replacing an earlier one. Returns when the answer is overdue."""
         request = self._cursor.request
         if self._number != self._wanted():
             self.close()

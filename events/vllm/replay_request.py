@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One replay request: what it requests, why, and the progress of its answer. State only; `batch_cursor.py` decides."""
+"""One replay request: its range, its purpose, and the progress of its answer. State only; `batch_cursor.py` decides."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import msgspec
 
 
 class Purpose(Enum):
-    """Why a replay is requested."""
+    """The reason for a replay request."""
 
-    # Nothing is known: take the ring from wherever it begins.
+    # No batch is known: take the ring from wherever it begins.
     START = auto()
-    # Something is known: is this still the same life, and what was missed?
+    # A batch is known: find out whether this is still the same life, and which batches were missed.
     PROVE = auto()
     # A live seq was higher than expected.
     FILL = auto()
 
 
 class Request(msgspec.Struct):
-    """One replay request. A new number means a new request; its answer must not mix with an older one's."""
+    """One replay request. A new number means a new request, whose answer must not mix with an older one's."""
 
     number: int
     # The first requested seq.
     start: int
     purpose: Purpose
-    # A check without a known fault: live batches are not held for it.
+    # Whether this is a check without a known fault, for which live batches are not held.
     silent: bool = False
-    # Requested again from where an answer had a hole: ZMQ's ROUTER drops silently above its high-water mark.
+    # The seq at which an answer had a hole, from where it was requested again: ZMQ's ROUTER drops silently above its
+    # high-water mark.
     again_at: int | None = None
-    # The answer's first batch has been compared with the last one handed out, or there was none.
+    # Whether the answer's first batch was compared with the last one handed out, or there was none.
     judged: bool = False
-    # Its answer was counted by `ReplayDebt`.
+    # Whether `ReplayDebt` has counted the answer.
     paid: bool = False
-    # New batches in the answer.
+    # New batches in the whole answer, and since it was last requested again.
     batches: int = 0
-    # The same, since it was last requested again.
     progress: int = 0

@@ -11,19 +11,19 @@ REMEMBERED_BATCHES = 4096
 
 
 class SeenBatches:
-    """Of each seq modulo REMEMBERED_BATCHES, the last batch."""
+    """A memory of the last batch for each seq modulo REMEMBERED_BATCHES."""
 
     def __init__(self) -> None:
         self._seqs = array("q", [-1]) * REMEMBERED_BATCHES
         self._fingerprints = array("Q", [0]) * REMEMBERED_BATCHES
 
     def add(self, batch: Batch | ResumePoint) -> None:
-        """Remembers a batch."""
+        """Remember a batch."""
         slot = batch.seq % REMEMBERED_BATCHES
         self._seqs[slot] = batch.seq
         self._fingerprints[slot] = batch.fingerprint
 
     def has(self, batch: Batch) -> bool:
-        """Whether this very batch is remembered."""
+        """Return whether exactly this batch is remembered."""
         slot = batch.seq % REMEMBERED_BATCHES
         return self._seqs[slot] == batch.seq and self._fingerprints[slot] == batch.fingerprint

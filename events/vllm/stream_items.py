@@ -3,7 +3,7 @@
 
 `GapLost`, `ReadAnew` and `Restarted` void everything that the consumer knows; anything missing is announced by one of
 them before the next `Batch`. From `FellBehind` to `CaughtUp` the publisher has sent more than the batches yielded so
-far. All seqs are of the life that the surrounding items describe.
+far. All seqs belong to the life that the surrounding items describe.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import msgspec
 
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
 
-# Both ends of a payload: a batch begins with its time to the microsecond and its first events, and ends with its last
-# ones. All of a large payload would cost a tenth of decoding it.
+# The size of each end of a payload that is hashed. A batch begins with its time to the microsecond and its first
+# events, and ends with its last ones. Hashing all of a large payload would cost a tenth of decoding it.
 FINGERPRINTED_BYTES = 512
 
 
 def fingerprint(payload: bytes) -> int:
-    """64 bits that distinguish batches with the same seq: BLAKE2b over its length, its head and its tail."""
+    """Return 64 bits that distinguish batches with the same seq: BLAKE2b over the length, the head and the tail."""
     digest = hashlib.blake2b(payload[:FINGERPRINTED_BYTES], digest_size=8)
     if len(payload) > FINGERPRINTED_BYTES:
         digest.update(payload[-FINGERPRINTED_BYTES:])
@@ -30,23 +30,24 @@ def fingerprint(payload: bytes) -> int:
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
-    """The last batch that a consumer has stored. incomplete: `Incomplete` followed it."""
+    """The last batch that a consumer has stored."""
 
     seq: int
     fingerprint: int
+    # Whether `Incomplete` followed the batch.
     incomplete: bool = False
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """The live socket has a peer."""
+    """A connection of the live socket to its peer."""
 
 
 class Disconnected(msgspec.Struct, frozen=True):
-    """The live socket lost its peer; ZMQ keeps trying to connect."""
+    """The loss of the live socket's peer; ZMQ keeps trying to connect."""
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
-    """One batch, undecoded; in order, exactly once in each life of the publisher."""
+    """One batch, undecoded. Batches come in order, each exactly once in a life of the publisher."""
 
     seq: int
     payload: bytes
@@ -55,21 +56,24 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 class GapOpened(msgspec.Struct, frozen=True):
-    """Batches first_seq up to next_seq - 1 are missing; a replay is requested and live batches are held."""
+    """A gap: batches first_seq up to next_seq - 1 are missing. A replay is requested, and live batches are held."""
 
     first_seq: int
     next_seq: int
 
 
 class GapClosed(msgspec.Struct, frozen=True):
-    """The replay returned all of them, as Batches before this item: nothing was lost."""
+    """A gap without a loss: the replay returned all its batches, which were yielded before this item."""
 
     first_seq: int
     next_seq: int
 
 
 class GapLost(msgspec.Struct, frozen=True):
-    """They are lost. first_seq == next_seq: possibly nothing is missing, but that cannot be proven."""
+    """The loss of batches first_seq up to next_seq - 1.
+
+    If first_seq == next_seq, possibly no batch is missing, but that cannot be proven.
+    """
 
     first_seq: int
     next_seq: int
@@ -77,49 +81,52 @@ class GapLost(msgspec.Struct, frozen=True):
 
 
 class Incomplete(msgspec.Struct, frozen=True):
-    """Earlier batches were given up only because the replay endpoint did not answer; all is read again when it
-    does."""
+    """A loss of earlier batches only because the replay endpoint did not answer.
+
+    All batches are read again when it does.
+    """
 
 
 class ReadAnew(msgspec.Struct, frozen=True):
-    """A replay endpoint that did not answer when batches were lost answers again: its whole ring follows."""
+    """An answer of a replay endpoint that did not answer when batches were lost. Its whole ring follows."""
 
 
 class Restarted(msgspec.Struct, frozen=True):
-    """Presumably another life of the publisher. last_seq is the last of the old life, seq the first seen of the new
-    one, or the next expected where that is unknown."""
+    """The presumed start of another life of the publisher."""
 
+    # The last seq of the old life.
     last_seq: int
+    # The first seq seen of the new life, or the next expected one if that is not known.
     seq: int
     reason: str
 
 
 class Proven(msgspec.Struct, frozen=True):
-    """After a resume or a reconnect, proof that the publisher's life is the one of batch `seq`, the last one known."""
+    """A proof, after a resume or a reconnect, that the publisher's life is that of batch `seq`, the last known one."""
 
     seq: int
-    # `next_seq` exists only without a replay endpoint: the next seq came, which another life can reach accidentally.
+    # `next_seq` occurs only without a replay endpoint: the next seq came, which another life can reach accidentally.
     how: Literal["replay", "next_seq"]
 
 
 class ReplayFailed(msgspec.Struct, frozen=True):
-    """The replay endpoint does not answer; until it does, gaps are lost."""
+    """A replay endpoint that does not answer. Until it does, every gap is lost."""
 
     reason: str
 
 
 class Malformed(msgspec.Struct, frozen=True):
-    """A message that is not (topic, seq of 8 bytes, payload); it was dropped."""
+    """A message that was not (topic, seq of 8 bytes, payload), and was dropped."""
 
     reason: str
 
 
 class Flooded(msgspec.Struct, frozen=True):
-    """A connection brought more than it may and was closed."""
+    """A connection that brought more bytes than it may, and was closed."""
 
-    # A sentence with the endpoint.
+    # A sentence that names the endpoint.
     reason: str
-    # Whether it was the stream's own connection, so that `Disconnected` follows, or an answer's.
+    # Whether it was the stream's own connection, so that `Disconnected` follows, or that of an answer.
     is_live: bool
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's sockets to an ordered, typed stream: the live and the replay socket of one publisher.
+"""The subscriber of vLLM's sockets, live and replay, of one publisher: an ordered, typed stream.
 
-Decides nothing about order (`batch_cursor.py` does) and decodes nothing. One subscriber follows one publisher; several
-publishers behind one endpoint are not distinguished.
+It decides nothing about order (`batch_cursor.py` does) and decodes nothing. One subscriber follows one publisher;
+several publishers behind one endpoint are not distinguished.
 """
 
 from __future__ import annotations
@@ -45,10 +45,14 @@ class Subscriber(Subscription[StreamItem]):
         """Open nothing yet.
 
         Args:
+            endpoint: The address of the live stream.
+            replay_endpoint: The address for replays; None if the engine has none.
+            context: Makes the sockets.
             topic: Prefix, as ZMQ matches it.
             resume: Continue from this point, if it can be proven.
+            settings: Bounds and times of the stream.
             permits: Shared with other subscribers, so that few replays are under way at once.
-            watch: Shared with other subscribers; as `Link` has it.
+            watch: As in `Link`, shared with other subscribers.
         """
         settings = settings or SubscriberSettings()
         cursor = Cursor(
@@ -64,19 +68,19 @@ class Subscriber(Subscription[StreamItem]):
         self._live: Link | None = None
         self._replay = ReplayClient(cursor, self._connect_replay, settings, permits, self._schedule)
         self._heard_s = -math.inf
-        # When to check for missed batches, provided that the stream was quiet for so long.
+        # When to check for missed batches, and how long the stream must have been quiet by then.
         self._check_due_s = math.inf
         self._quiet_s = 0.0
         self._reopen_due_s = math.inf
 
     def expire(self, reason: str) -> None:
-        """Another source reports that the publisher may have restarted: its whole ring is read again."""
+        """Read the whole ring again, as another source reports that the publisher may have restarted."""
         self._cursor.expire(reason)
         self._schedule()
 
     def _open(self) -> None:
         if self._replay_endpoint is not None:
-            # Names a bad endpoint now, not at the first gap.
+            # This raises for a bad endpoint now, not at the first gap.
             self._connect_replay().close()
         self._open_live()
 
@@ -98,7 +102,7 @@ class Subscriber(Subscription[StreamItem]):
         if self._live.read(self._handle_live, self._settings.turn_messages, self._settings.turn_bytes):
             return True
         self._cursor.set_unread(False)
-        # Only when nothing is left of the old connection: its messages must not be taken for the new one's.
+        # The news comes last, when no message of the old connection is left: none may count for the new connection.
         self._read_news(self._live)
         return more
 
@@ -114,8 +118,8 @@ class Subscriber(Subscription[StreamItem]):
             self._cursor.live(seq, frames[2])
 
     def _read_news(self, live: Link) -> None:
-        for up in live.take_news():
-            if up:
+        for is_connected in live.take_news():
+            if is_connected:
                 self._reopen_due_s = math.inf
                 self._cursor.connected()
                 if self._replay_endpoint is not None:
@@ -128,7 +132,7 @@ class Subscriber(Subscription[StreamItem]):
     def _act(self) -> float:
         now_s, settings = self._now_s, self._settings
         if now_s >= self._reopen_due_s:
-            # ZMQ connects again by itself, but never after a message over the limit or another breach of its protocol.
+            # ZMQ reconnects without help, but never after a message over the limit or another breach of its protocol.
             assert self._live is not None
             self._live.close()
             self._open_live()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events as vLLM 0.32 writes them: same names, same field order, same defaults, so that the bytes are the same.
 
-For those who send (publisher, simulator, tests). Those who read get the structs of `messages.py`.
-Fields are append-only: vLLM never reordered them, only added at the end.
+These structs are for senders (publisher, simulator, tests); readers get the structs of `messages.py`. Fields are
+append-only: vLLM never reordered them, only added fields at the end.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import msgspec
 
 WireHash: TypeAlias = int | bytes
 
-# A seq on the socket: 8 bytes, big-endian.
+# The size of a seq on the socket, which is big-endian.
 SEQ_BYTES = 8
-# What vLLM sends in place of a seq at the end of a replay: -1. So a seq with the top bit set is damage.
+# The frame that vLLM sends in place of a seq at the end of a replay: -1. So a seq with the top bit set is damage.
 END_SEQ = b"\xff" * SEQ_BYTES
 MAX_SEQ = (1 << 63) - 1
 
 
 def read_seq(frame: bytes) -> int | None:
-    """The number in a seq frame; None when it is none."""
+    """Return the number in a seq frame; None if it has none."""
     if len(frame) != SEQ_BYTES:
         return None
     value = int.from_bytes(frame, "big")
@@ -69,7 +69,7 @@ WireEvent: TypeAlias = WireStored | WireRemoved | WireCleared
 
 
 class WireBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """`EventBatch` of vLLM 0.32.0 kv_events.py:31: always positional, whatever its events are."""
+    """`EventBatch` of vLLM 0.32.0 kv_events.py:31, which is always positional, whatever the form of its events."""
 
     ts: float
     events: list[Any]

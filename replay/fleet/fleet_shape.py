@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a virtual fleet is made of: replicas of one model, the memory and speed of each, and when they restart. Pure
-values."""
+"""The parts of a virtual fleet: replicas of one model, the memory and speed of each, and when they restart.
+
+Pure values.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,31 @@ from kvrouter.simulator.engine.replica import Replica
 from kvrouter.simulator.engine.timing import Timing
 from kvrouter.simulator.engine.virtual_time import VirtualReplica
 
-# Longer than any prompt of a trace: none is refused for its length alone.
+# Longer than any prompt of a trace, so that no prompt is refused for its length alone.
 CONTEXT_TOKENS = 2**20
 REPLICAS = 8
-# What a replica's cache holds, in tokens of all layers: an H100's 80 GB less 16 GB of weights, at 128 KiB a token.
+# The size of a replica's cache in tokens of all layers: an H100's 80 GB less 16 GB of weights, at 128 KiB a token.
 CACHE_TOKENS = 400_000
-# A replica that Mooncake's conversation trace loads to about a half: 12 k tokens a prompt and 0.43 prompts a second for
-# each of eight.
+# The speed of a replica that Mooncake's conversation trace loads to about a half: 12 k tokens a prompt and 0.43 prompts
+# a second for each of eight.
 TIMING = Timing(prefill_tokens_per_s=10_000.0, step_base_s=0.015, decode_sequence_s=0.0004)
 
 
 def geometry_of(shape: str, block_tokens: int) -> Geometry:
-    """A trace distinguishes prompts in whole pieces, so a next turn leaves the prompt before it at a piece's end. With
-    blocks smaller than a piece the checkpoint at a prompt's end would lie in its last, partial piece, where no trace
-    can show that the next turn goes on. Raises UnsupportedGeometry."""
+    """Return the geometry of a shape with blocks of `block_tokens`. Raises UnsupportedGeometry.
+
+    A block should be a piece of the trace. A trace distinguishes prompts in whole pieces, so a next turn leaves the
+    prompt before it at a piece's end. With smaller blocks, the checkpoint at a prompt's end would lie in its last,
+    partial piece, and no trace can show that the next turn continues from there.
+    """
     return make_geometry(shape, block_size=block_tokens)
 
 
 def blocks_of(geometry: Geometry, cache_tokens: int) -> int:
-    """A block holds its tokens for the layers of one group; so memory for as many tokens has as many more blocks."""
+    """Return how many blocks hold `cache_tokens` tokens.
+
+    A block holds its tokens for the layers of one group, so N groups need N times as many blocks.
+    """
     return len(geometry.groups) * cache_tokens // max(group.block_size for group in geometry.groups)
 
 
@@ -40,9 +48,9 @@ def blocks_of(geometry: Geometry, cache_tokens: int) -> int:
 class ReplicaShape:
     """One replica's memory and speed."""
 
-    # Blocks of its GPU pool, all groups together.
+    # Blocks of the GPU pool, all groups together.
     blocks: int
-    # Blocks of its CPU tier; 0: it has none.
+    # Blocks of the CPU tier; 0 for no tier.
     cpu_blocks: int = 0
     timing: Timing = TIMING
 
@@ -51,9 +59,9 @@ class ReplicaShape:
 class Restart:
     """The moment at which a replica's process is replaced by a new one with empty caches."""
 
-    # Seconds of virtual time after the first request, whatever the speedup.
+    # Seconds of virtual time after the first request. The speedup does not change it.
     time_s: float
-    # The replica's place in the fleet.
+    # Index of the replica in the fleet.
     worker: int
 
 
@@ -66,7 +74,7 @@ class FleetShape:
     restarts: tuple[Restart, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a fleet that cannot be."""
+        """Check the replicas and the restarts. Raises ValueError for a fleet that is impossible."""
         if not self.replicas:
             raise ValueError("a fleet has at least one replica")
         for restart in self.restarts:
@@ -78,16 +86,17 @@ class FleetShape:
                 raise ValueError(f"a restart at {restart.time_s:g} s: give seconds from 0 on")
 
     def replica(self, number: int, on_step: Callable[[float, list[CacheEvent]], None]) -> VirtualReplica:
-        """Make the replica in this place of the fleet, empty. Raises ValueError for a size that is too small.
+        """Create the replica at this index of the fleet, empty. Raises ValueError for a size that is too small.
 
-        on_step: called with the time of each step that publishes events, and the events."""
+        `on_step` is called for each step that publishes events, with its time and its events.
+        """
         shape = self.replicas[number]
-        made = Replica(
+        replica = Replica(
             self.geometry,
             shape.blocks,
             on_step=lambda events: on_step(virtual.now_s, events),
             cpu_chunks=shape.cpu_blocks,
             max_text_tokens=CONTEXT_TOKENS,
         )
-        virtual = VirtualReplica(made, shape.timing)
+        virtual = VirtualReplica(replica, shape.timing)
         return virtual

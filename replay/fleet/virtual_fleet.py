@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This router's index in virtual time: its own ingest, mirror and matcher, fed by simulated replicas instead of sockets
-and Redis."""
+"""This router's index in virtual time: its own ingest, mirror and matcher, fed by simulated replicas.
+
+There are no sockets and no Redis.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ MIRROR_BYTES = 1 << 31
 
 
 class VirtualFleet:
-    """What `Placer` asks of the core, answered from a mirror that simulated events have made."""
+    """The part of the core that `Placer` uses, on a mirror that is made of simulated events."""
 
     def __init__(
         self, geometry: Geometry, workers: int, *, has_cpu_tier: bool = False, pool_blocks: Sequence[int] = ()
@@ -45,24 +47,26 @@ class VirtualFleet:
         """Show workers that hold nothing yet.
 
         Args:
-            has_cpu_tier: Whether any worker has one; the others say nothing of theirs.
-            pool_blocks: The sizes of the GPU pools, as engines state them; empty: they do not.
+            geometry: The groups of the workers' model.
+            workers: How many workers there are.
+            has_cpu_tier: Whether any worker has a CPU tier; a worker without one publishes no events of it.
+            pool_blocks: The sizes of the GPU pools, as engines report them; empty if they do not.
         """
         self.keys = [WorkerKey(MODEL, f"w{number}") for number in range(workers)]
         self.now_s = 0.0
-        # Of full attention, by which other routers count; without any such group, of the largest blocks.
+        # The block size of full attention, in which other routers count; without such a group, the largest.
         self.block_tokens = max(
             [group.block_size for group in geometry.groups if group.kind in FULL_KINDS]
             or [group.block_size for group in geometry.groups]
         )
         self._geometry = geometry
-        # As the engine patch declares it; a chunk's size is not on the wire.
+        # The catalog that the engine patch would declare: a chunk's size is not on the wire.
         self._catalog = CatalogSpec(
             tuple(
                 GroupSpec(n, group.kind, group.block_size, group.sliding_window, group.attention_chunk)
                 for n, group in enumerate(geometry.groups)
             ),
-            # The simulated tier is that of vLLM's OffloadingConnector, one block a chunk.
+            # The simulated tier is that of vLLM's OffloadingConnector, with one block in a chunk.
             offload_blocks_per_chunk=1 if has_cpu_tier else None,
             offload_connector=OFFLOADING if has_cpu_tier else None,
         )
@@ -91,44 +95,45 @@ class VirtualFleet:
     def restarted(self, number: int) -> None:
         """Follow a new process of this worker: another stream from seq 0 on, in an epoch that begins empty.
 
-        It shows at once, as a lost connection does. What the old process published and nobody has seen yet is lost."""
+        The change shows at once, as a lost connection does. Events of the old process that do not show yet are lost.
+        """
         self._under_way = deque(entry for entry in self._under_way if entry[1] != number)
         self._seqs[number] = itertools.count()
         ingest = self._ingests[number]
         ingest.apply(Restarted(ingest.held.seq or 0, 0, "another process answers"), self.now_s)
-        flush = ingest.held.take()
-        assert flush is not None
-        self._show(number, flush)
+        commit = ingest.held.take()
+        assert commit is not None
+        self._show(number, commit)
 
     def published(self, number: int, events: list[CacheEvent], now_s: float) -> None:
-        """Take the events of a replica's step that ends now, through the wire's encoding and the router's ingest."""
+        """Apply the events of a replica's step that ends now, through the wire's encoding and the router's ingest."""
         payload = encode_batch(now_s, [to_wire(event, self._geometry) for event in events], 0)
         ingest = self._ingests[number]
         ingest.apply(Batch(next(self._seqs[number]), payload, fingerprint(payload), False), now_s)
-        flush = ingest.held.take()
-        if flush is not None:
-            self._under_way.append((now_s + EVENT_LAG_S, number, flush))
+        commit = ingest.held.take()
+        if commit is not None:
+            self._under_way.append((now_s + EVENT_LAG_S, number, commit))
 
     def held_blocks(self) -> list[NDArray[np.uint64]]:
-        """Return the hashes of all blocks that each worker's events say it holds, of every group and tier."""
+        """Return the hashes of all blocks that each worker holds by its events, of every group and tier."""
         return [
             np.concatenate([blocks.hashes(place) for place in blocks.places] or [np.empty(0, np.uint64)])
             for blocks in (ingest.held.blocks for ingest in self._ingests)
         ]
 
     def catch_up(self) -> None:
-        """Show what was published long enough ago."""
+        """Apply the changes that were published at least `EVENT_LAG_S` ago."""
         while self._under_way and self._under_way[0][0] <= self.now_s:
-            _, number, flush = self._under_way.popleft()
-            self._show(number, flush)
+            _, number, commit = self._under_way.popleft()
+            self._show(number, commit)
         while self._mirror.sweep():
             pass
 
-    def _show(self, number: int, flush: PendingCommit) -> None:
+    def _show(self, number: int, commit: PendingCommit) -> None:
         key = self.keys[number]
-        if flush.opens_epoch:
-            self._mirror.begin_epoch(key, flush.epoch)
-        for change in flush.changes:
+        if commit.opens_epoch:
+            self._mirror.begin_epoch(key, commit.epoch)
+        for change in commit.changes:
             self._mirror.discard(key, change.place, change.removed)
             self._mirror.add(key, change.place, change.added)
 
@@ -142,34 +147,43 @@ class VirtualFleet:
         ]  # fmt: skip
 
     def _current_plans(self) -> HashPlans:
-        # A catalog is whole after the first events of each group.
+        # A catalog is complete after the first events of each group.
         if self._plans is None or self._plans[0] != self._mirror.version or self._plans[1].withheld:
             self._plans = (self._mirror.version, HashPlans.build(self._mirror, self._views()))
         return self._plans[1]
 
     async def hash_ahead(self, question: Question) -> None:
-        pass
+        """Do nothing, as requests come with their hashes."""
+        pass  # noqa: PIE790
 
     def hits(self, question: Question) -> Sequence[Hit]:
+        """Return every worker's hit."""
         return self._matcher.match(question, self._current_plans())
 
     def url(self, worker: WorkerKey) -> str | None:
+        """Return None, as simulated replicas have no URL."""
         return None
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
-        pass
+        """Do nothing, as the simulation submits the request."""
+        pass  # noqa: PIE790
 
     def writes(self, model: str) -> ModelWrites:
+        """Return how often the model's caches were written."""
         return self._mirror.writes.of(model)
 
     def state_pools(self) -> None:
-        pass
+        """Do nothing, as the sizes of the pools are known from the start."""
+        pass  # noqa: PIE790
 
     def hash_block_size(self, model: str) -> int:
+        """Return the tokens that one hash covers."""
         return self._geometry.hash_block_size
 
     def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:
+        """Return the rule for where the worker can resume a prompt; None if its catalog does not say."""
         return resume_rule(self._ingests[self.keys.index(worker)].profile.catalog)
 
     def workers(self) -> list[WorkerKey]:
+        """Return the workers in the order of the fleet."""
         return self.keys

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who gets a request: one module for each family of routers."""
+"""The choice of a worker for a request: one module for each family of routers."""

@@ -2,12 +2,14 @@
 """llm-d's endpoint picker with its default profile.
 
 Source: llm-d/llm-d-router, pkg/epp/config/loader/defaults.go and the scorers queuedepth, kvcacheutilization and prefix
-of its main branch in 2026. The highest weighted sum wins, among equals any:
+of its main branch in 2026. The highest weighted sum wins; among equals, any:
 
     score = 2 * queue + 2 * (1 - kv_usage) + 3 * matched share of the prompt's blocks
 
-queue: 1 for the shortest waiting queue of the engines, 0 for the longest, in between in proportion, 1 where all are
-equal. Its default producer of matches remembers what was sent where; this has the precise one's, from KV events."""
+`queue` is 1 for the engine with the shortest waiting queue, 0 for the longest, in proportion in between, and 1 for all
+if all are equal. llm-d's default producer of matches remembers which prompts were sent where; this policy has the
+matches of its precise producer, from KV events.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ PREFIX_WEIGHT = 3.0
 
 
 class LlmD(StatelessRule):
+    """llm-d's rule, which needs no state."""
+
     def pick(self, sight: Sight, rng: random.Random) -> int:
+        """Return the worker of the highest score."""
         engines = sight.engines()
         waiting = [engine.waiting for engine in engines]
         shortest, longest = min(waiting), max(waiting)

@@ -5,8 +5,9 @@ Source: arXiv 2603.15202 (March 2026), as llm-d's scorer `lmetric` states it (ll
 
     cost = (prompt tokens - cached tokens) * (requests in flight + 1)
 
-The least wins, among equals any. `lmetric_exact` is the same product over this router's hits, which count every group
-and tier: it separates what the cost does from what the index sees."""
+The lowest cost wins; among equals, any. `lmetric_exact` is the same product over this router's hits, which count every
+group and tier: it separates the effect of the cost from the effect of the index.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,14 @@ from kvrouter.replay.policies.peer import Sight, StatelessRule, least
 
 
 class LMetric(StatelessRule):
+    """LMetric's rule, which needs no state."""
+
     def __init__(self, *, exact: bool = False) -> None:
-        """exact: with hits by all groups and tiers."""
+        """Create the rule; `exact` takes hits by all groups and tiers."""
         self._exact = exact
 
     def pick(self, sight: Sight, rng: random.Random) -> int:
+        """Return the worker of the lowest cost."""
         hits = sight.exact_hits if self._exact else sight.hits
         return least(
             [(sight.num_tokens - hit) * (own.requests + 1) for hit, own in zip(hits, sight.in_flight, strict=True)], rng

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every policy by its name, and those that are compared unless the user says otherwise."""
+"""Every policy by its name, and the policies that are compared by default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrouter.replay.policies.this_router import ThisRouter
 from kvrouter.replay.policies.vllm_router import VllmRouter
 from kvrouter.router.route.placement.policies import KV
 
-# The number of workers and the tokens of a piece -> the rule.
+# From the number of workers and the tokens of a piece to the rule.
 RULES: dict[str, Callable[[int, int], Rule]] = {
     "session_hash": lambda workers, piece_tokens: SessionHash(workers),
     "cache_aware": CacheAware,
@@ -43,11 +43,12 @@ COMPARED = (
     OWN,
 )
 NAMES = (*this_router.NAMES, *RULES)
-# Chance has no effect on them.
+# Randomness has no effect on these policies.
 WITHOUT_CHANCE = frozenset({BASELINE, "session_hash", "cache_aware", "vllm_router"})
 
 
 def router_of(name: str, fleet: VirtualFleet, seed: int, piece_tokens: int) -> Router:
+    """Create the router of a policy. `seed` is for its random choices."""
     if name in RULES:
         return PeerRouter(fleet, RULES[name](len(fleet.keys), piece_tokens), seed)
     return ThisRouter(fleet, name, seed)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another router's rule in virtual time: it sees what such a router sees of each worker, and names one.
+"""Another router's rule in virtual time: it gets the view that such a router has of each worker, and picks one.
 
-What it sees is the best case of each: KV events arrive as soon as this router's own, an engine's gauges are those of
-this moment, and every first token and end is heard. Of a hybrid model's groups it sees full attention on the GPU, which
-is what Dynamo 1.6.1, vllm-router 0.1.17 and llm-d keep of the events (measured with the same events)."""
+Each rule gets its best case: KV events arrive as soon as this router's own, an engine's gauges are current, and every
+first token and end is reported. A rule sees only the full-attention groups of a hybrid model, on the GPU, which is the
+part of the events that Dynamo 1.6.1, vllm-router 0.1.17 and llm-d keep (measured with the same events).
+"""
 
 from __future__ import annotations
 
@@ -23,56 +24,67 @@ from kvrouter.router.model.engines.engine_metrics import EngineLoad
 
 @dataclass(slots=True)
 class InFlight:
-    """What a router itself has sent to one worker, and not seen the end of. prefill_tokens: those of prompts without
-    their first token that were not cached there, by what it saw."""
+    """The requests that a router has sent to one worker and that have not ended."""
 
     requests: int = 0
+    # Tokens of prompts without a first token, less their hits when they were placed.
     prefill_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Sight:
-    """A prompt, and every worker at the moment when it comes; the lists go together. hits: its cached tokens by full
-    attention on the GPU alone; exact_hits: by all groups and tiers, which no peer sees. blocks: hashes of its full
-    blocks of full attention, `block_tokens` each. session: see Request."""
+    """A prompt, and the state of every worker when it arrives. All lists are by worker."""
 
     now_s: float
     num_tokens: int
     pieces: NDArray[np.uint64]
+    # Hashes of the prompt's full blocks of full attention, `block_tokens` tokens each.
     blocks: list[int]
     block_tokens: int
+    # Cached tokens by full attention on the GPU alone.
     hits: Sequence[int]
+    # Cached tokens by all groups and tiers, which no other router sees.
     exact_hits: Sequence[int]
     in_flight: Sequence[InFlight]
     loads: EngineLoads = field(repr=False)
+    # See `Request.session`.
     session: int | None = None
 
     def engines(self) -> Sequence[EngineLoad]:
+        """Return the engines' gauges."""
         return self.loads()
 
 
 class Rule(Protocol):
-    """Picks a worker. `placed` and `done` let it keep what it wants to remember of a request."""
+    """The interface of a rule, which picks a worker and may keep state of requests by `placed` and `done`."""
 
-    def pick(self, sight: Sight, rng: random.Random) -> int: ...
+    def pick(self, sight: Sight, rng: random.Random) -> int:
+        """Return the worker for a prompt."""
+        ...
 
-    def placed(self, sight: Sight, worker: int) -> None: ...
+    def placed(self, sight: Sight, worker: int) -> None:
+        """Note that the prompt was placed at `worker`, which may differ from the rule's pick."""
+        ...
 
-    def done(self, blocks: list[int], worker: int) -> None: ...
+    def done(self, blocks: list[int], worker: int) -> None:
+        """Note that a request with these blocks has ended."""
+        ...
 
 
 class StatelessRule:
-    """What a rule does that remembers nothing."""
+    """The base of a rule that keeps no state."""
 
     def placed(self, sight: Sight, worker: int) -> None:
-        pass
+        """Do nothing."""
+        pass  # noqa: PIE790
 
     def done(self, blocks: list[int], worker: int) -> None:
-        pass
+        """Do nothing."""
+        pass  # noqa: PIE790
 
 
 class PeerPlaced:
-    """A request where a rule has put it."""
+    """A request at the worker that a rule has picked."""
 
     __slots__ = ("_blocks", "_prefill_tokens", "_router", "achievable_tokens", "number", "predicted_tokens")
 
@@ -87,24 +99,28 @@ class PeerPlaced:
         self.predicted_tokens = predicted
 
     def first_token(self) -> None:
+        """Note the first token: the prompt is computed."""
         self._router.in_flight[self.number].prefill_tokens -= self._prefill_tokens
         self._prefill_tokens = 0
 
     @property
     def expected_tokens(self) -> int:
+        """Tokens that the index predicts to be reused."""
         return self.predicted_tokens
 
     def reused(self, tokens: int) -> None:
-        pass
+        """Do nothing, as these routers do not learn from it."""
+        pass  # noqa: PIE790
 
     def done(self, output_tokens: int | None) -> None:
+        """End the request."""
         self.first_token()
         self._router.in_flight[self.number].requests -= 1
         self._router.rule.done(self._blocks, self.number)
 
 
 class PeerRouter:
-    """A rule, and the count of what it has sent where."""
+    """A router that follows a rule and counts the requests that it has sent."""
 
     def __init__(self, fleet: VirtualFleet, rule: Rule, seed: int) -> None:
         self.rule = rule
@@ -117,36 +133,38 @@ class PeerRouter:
         self._step = fleet.block_tokens // fleet.hash_block_size(MODEL)
 
     def place(self, arrival: Arrival, pinned: int | None = None) -> PeerPlaced:
+        """Place a request at the worker that the rule picks, or at `pinned`."""
         self._fleet.catch_up()
         hits = self._fleet.hits(Question(MODEL, arrival.num_tokens, block_hashes=arrival.hashes))
-        seen, exact = [0] * len(hits), [0] * len(hits)
+        full_attention, exact = [0] * len(hits), [0] * len(hits)
         for hit in hits:
             number = self._numbers[hit.worker]
-            seen[number], exact[number] = hit.full_attention, hit.disk
+            full_attention[number], exact[number] = hit.full_attention, hit.disk
         sight = Sight(
             self._fleet.now_s,
             arrival.num_tokens,
             arrival.pieces,
             arrival.hashes[self._step - 1 :: self._step].tolist(),
             self._block_tokens,
-            seen,
+            full_attention,
             exact,
             self.in_flight,
             self._loads,
             arrival.session,
         )
         chosen = self.rule.pick(sight, self._rng) if pinned is None else pinned
-        prefill_tokens = arrival.num_tokens - seen[chosen]
+        prefill_tokens = arrival.num_tokens - full_attention[chosen]
         self.in_flight[chosen].requests += 1
         self.in_flight[chosen].prefill_tokens += prefill_tokens
         self.rule.placed(sight, chosen)
         return PeerPlaced(self, chosen, sight.blocks, prefill_tokens, max(exact), exact[chosen])
 
     def tend(self, loads: EngineLoads) -> None:
+        """Keep the engines' gauges for the next pick."""
         self._loads = loads
 
 
 def least(costs: Sequence[float], rng: random.Random) -> int:
-    """The place of the least cost; among equals, any."""
+    """Return the index of the least cost; among equals, any."""
     best = min(costs)
     return rng.choice([i for i, cost in enumerate(costs) if cost == best])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run asks of whoever routes, and what it says of each request's progress."""
+"""The interface between a run and a router: where a request goes, and the request's progress."""
 
 from __future__ import annotations
 
@@ -11,54 +11,74 @@ from numpy.typing import NDArray
 
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 
-# What each engine would say of itself now, in the order of the workers.
+# Returns each engine's current gauges, in the order of the workers.
 EngineLoads: TypeAlias = Callable[[], Sequence[EngineLoad]]
 
 
 class Arrival(NamedTuple):
-    """A request that is to be placed. pieces: ids of what it says; hashes: of its full blocks, as the index has them;
-    max_tokens: what its client asks for at most; session, key: see Request."""
+    """A request that is to be placed."""
 
+    # Ids of the prompt's pieces.
     pieces: NDArray[np.uint64]
+    # Hashes of the prompt's full blocks, as the index has them.
     hashes: NDArray[np.uint64]
     num_tokens: int
+    # The client's limit for the answer.
     max_tokens: int
+    # See `Request`.
     session: int | None = None
     key: str = ""
 
 
 class Placed(Protocol):
-    """A request's place. number: of its worker; achievable_tokens: the longest hit of any worker when it came;
-    predicted_tokens: what the index says that its own reuses. Both by vLLM's hit rule over every group and tier,
-    whatever the policy itself looks at. expected_tokens: the same with what is computed before it gets its turn; a router
-    that expects nothing says what is predicted. reused: what the replica reused in fact."""
+    """The interface of a placed request.
+
+    Hits follow vLLM's hit rule over every group and tier, whatever the policy itself looks at.
+    """
 
     @property
-    def number(self) -> int: ...
+    def number(self) -> int:
+        """Index of the worker."""
+        ...
 
     @property
-    def achievable_tokens(self) -> int: ...
+    def achievable_tokens(self) -> int:
+        """Longest hit of any worker when the request came."""
+        ...
 
     @property
-    def predicted_tokens(self) -> int: ...
+    def predicted_tokens(self) -> int:
+        """Hit of the request's own worker, by the index."""
+        ...
 
     @property
-    def expected_tokens(self) -> int: ...
+    def expected_tokens(self) -> int:
+        """Predicted tokens and those that other requests will have computed before this one gets its turn.
 
-    def reused(self, tokens: int) -> None: ...
+        A router that expects nothing returns the predicted tokens.
+        """
+        ...
 
-    def first_token(self) -> None: ...
+    def reused(self, tokens: int) -> None:
+        """Note the tokens that the replica really reused."""
+        ...
+
+    def first_token(self) -> None:
+        """Note the first token."""
+        ...
 
     def done(self, output_tokens: int | None) -> None:
-        """End it. output_tokens: None where its worker refused or lost it."""
+        """End the request. `output_tokens` is None if its worker refused or lost it."""
         ...
 
 
 class Router(Protocol):
+    """The interface of a router in virtual time."""
+
     def place(self, arrival: Arrival, pinned: int | None = None) -> Placed:
         """Place a request at the worker of the policy's choice, or at `pinned`."""
         ...
 
     def tend(self, loads: EngineLoads) -> None:
-        """Before each arrival, at its time: what a router does now and then."""
+        """Do the router's periodic work. Called before each arrival, at its time."""
         ...

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session affinity by hash, as load balancers and gateways have it: neither caches nor load are looked at.
+"""Session affinity by hash, as load balancers and gateways have it, without a look at caches or load.
 
 Rendezvous hashing (Thaler and Ravishankar 1998, highest random weight): each worker's weight is a hash of the session
 and the worker, and the highest wins. So a session keeps its worker, and workers get equal shares of the sessions. A
-request without a session goes by its prompt's first piece, so that equal beginnings meet."""
+request without a session is hashed by its prompt's first piece, so that prompts with equal beginnings meet.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from kvrouter.replay.policies.peer import Sight, StatelessRule
 
 
 class SessionHash(StatelessRule):
-    """The rule over a number of workers."""
+    """A rule over a fixed number of workers."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """This router in virtual time: its own cost, load and placing, under any of its policies.
 
-Source: router/route/placement/, this version. `kv` is what `kvrouter serve` does; `round_robin`, `random`, `least_load`,
-`prefix_only` and `full_attention_only` see the same workers, hits and load (docs/explanation/choosing.md)."""
+Source: router/route/placement/, this version. `kv` is the default of `kvrouter serve`; `round_robin`, `random`,
+`least_load`, `prefix_only` and `full_attention_only` see the same workers, hits and load
+(docs/explanation/choosing.md).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from kvrouter.router.route.placement.placement_request import Placement, Placeme
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.placement.policies import KV, OTHERS
 
-# How often the router asks each engine for its load.
+# How often the router reads each engine's load.
 GAUGE_EVERY_S = 2.0
 NAMES = (KV, *OTHERS)
 
 
 class OwnPlaced:
-    """A placement of this router."""
+    """A request placed by this router."""
 
     __slots__ = ("_placement", "number")
 
@@ -36,28 +38,34 @@ class OwnPlaced:
 
     @property
     def achievable_tokens(self) -> int:
+        """Longest hit of any worker when the request came."""
         return self._placement.choice.best_hit_tokens
 
     @property
     def predicted_tokens(self) -> int:
+        """Hit of the request's own worker, over every group and tier."""
         return self._placement.choice.hit.disk
 
     @property
     def expected_tokens(self) -> int:
+        """Tokens that the router expects to be reused when the request gets its turn."""
         return self._placement.expected_tokens
 
     def reused(self, tokens: int) -> None:
+        """Report the tokens that the replica reused."""
         self._placement.reused(tokens)
 
     def first_token(self) -> None:
+        """Report the first token."""
         self._placement.first_token()
 
     def done(self, output_tokens: int | None) -> None:
+        """End the reservation."""
         self._placement.done(output_tokens)
 
 
 class ThisRouter:
-    """Places prompts at given times."""
+    """This router's `Placer` on the clock of a virtual fleet."""
 
     def __init__(self, fleet: VirtualFleet, policy: str, seed: int) -> None:
         self._fleet = fleet
@@ -76,24 +84,28 @@ class ThisRouter:
         self._gauge_s = 0.0
 
     def place(self, arrival: Arrival, pinned: int | None = None) -> OwnPlaced:
-        """Nothing waits in a virtual line: where all are saturated, the cheapest takes it."""
+        """Place a request by the policy, or at `pinned`.
+
+        No request waits: if all workers are saturated, the cheapest one gets it.
+        """
         self._fleet.catch_up()
         question = Question(MODEL, arrival.num_tokens, block_hashes=arrival.hashes)
-        ask = PlacementRequest(
+        request = PlacementRequest(
             question,
             max_tokens=arrival.max_tokens,
             pinned=None if pinned is None else Pin(self._fleet.keys[pinned].worker_id),
             key_name=arrival.key,
         )
-        placement = self._placer.reserve(ask, anyway=True)
+        placement = self._placer.reserve(request, anyway=True)
         return OwnPlaced(placement, self._numbers[placement.worker])
 
     def tend(self, loads: EngineLoads) -> None:
+        """Update the placer's gauges and timers when they are due."""
         now_s = self._fleet.now_s
         if now_s >= self._gauge_s:
             self._gauge_s = now_s + GAUGE_EVERY_S
-            for key, said in zip(self._fleet.keys, loads(), strict=True):
-                self._placer.engine_said(key, said)
+            for key, load in zip(self._fleet.keys, loads(), strict=True):
+                self._placer.engine_said(key, load)
         if now_s >= self._tick_s:
             self._tick_s = now_s + 1.0
             self._placer.tick()

@@ -2,9 +2,10 @@
 """vllm-router with `--policy kv_aware`.
 
 Source: vllm-project/router, src/policies/kv_aware.rs of its main branch in 2026 (0.1.17 is the package). The longest
-prefix by KV events wins, the last of equals; without any match, the one with the fewest requests in flight, the first
-of equals. What it has just sent counts as cached there for 2 s, from the best match on. The queue has no influence
-otherwise."""
+prefix by KV events wins, the last of equals; without any match, the worker with the fewest requests in flight wins, the
+first of equals. Blocks that the router has just sent to a worker, from the best match on, count as cached there for
+2 s. The queue has no other influence.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ SPECULATIVE_S = 2.0
 
 
 class VllmRouter:
-    """Remembers what was sent where in the last two seconds."""
+    """A rule that remembers the blocks sent to each worker in the last two seconds."""
 
     def __init__(self, workers: int) -> None:
         self._sent: list[dict[int, float]] = [{} for _ in range(workers)]
         self._order: deque[tuple[float, int, list[int]]] = deque()
 
     def pick(self, sight: Sight, rng: random.Random) -> int:
+        """Return the worker with the longest prefix, or the one with the fewest requests in flight."""
         self._expire(sight.now_s)
         scores = self._scores(sight)
         best = max(scores)
@@ -32,16 +34,18 @@ class VllmRouter:
         return max(worker for worker, score in enumerate(scores) if score == best)
 
     def placed(self, sight: Sight, worker: int) -> None:
+        """Remember the blocks beyond the best match as sent to `worker`."""
         blocks = sight.blocks[max(self._scores(sight)) :]
         until_s = sight.now_s + SPECULATIVE_S
         self._sent[worker].update(dict.fromkeys(blocks, until_s))
         self._order.append((until_s, worker, blocks))
 
     def done(self, blocks: list[int], worker: int) -> None:
-        pass
+        """Do nothing, as blocks expire by time."""
+        pass  # noqa: PIE790
 
     def _scores(self, sight: Sight) -> list[int]:
-        """Blocks in a row from the first on."""
+        """Return for each worker how many blocks in a row, from the first on, count as cached."""
         scores = []
         for sent, hit in zip(self._sent, sight.hits, strict=True):
             count = hit // sight.block_tokens

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs side by side: table, files, plots and a sentence."""
+"""Runs side by side: a table, files, plots and a sentence."""

@@ -11,13 +11,13 @@ from kvrouter.replay.fleet.fleet_shape import Restart
 from kvrouter.replay.policies.names import BASELINE, OWN
 from kvrouter.replay.runs.policy_run import Summary
 
-# Below this share a difference is not worth a claim: seeds differ by as much (docs/reference/benchmarks.md).
+# A smaller relative difference is not worth a claim: seeds differ by as much (docs/reference/benchmarks.md).
 EQUAL_SHARE = 0.01
 POOLED = "one pooled cache"
 
 
 class FleetRow(msgspec.Struct, frozen=True):
-    """The options that all runs have in common, as people gave them. A tuple about workers has one value for each."""
+    """The options that all runs share, as they were given. A tuple about workers has one value for each."""
 
     trace: str
     format: str
@@ -44,11 +44,11 @@ class PooledRow(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """A fleet, one row a policy, the bound, and what of the trace is estimated or left out."""
+    """A fleet, one row for each policy, the bound, and notes on estimated or omitted parts of the trace."""
 
     fleet: FleetRow
     rows: tuple[Summary, ...]
-    # None where the run was ended before.
+    # None if the run was interrupted before.
     pooled: PooledRow | None
     notes: tuple[str, ...]
     sentence: str
@@ -57,7 +57,10 @@ class Comparison(msgspec.Struct, frozen=True):
 def compared(
     fleet: FleetRow, rows: Sequence[Summary], pooled_tokens: Sequence[int] | None, notes: Sequence[str]
 ) -> Comparison:
-    """Put runs side by side. pooled_tokens: what a pooled cache reuses of each request, None where it is not known."""
+    """Put runs side by side.
+
+    `pooled_tokens` are the tokens of each request that a pooled cache reuses; None if they are not known.
+    """
     pooled = None
     if pooled_tokens is not None:
         reused = sum(pooled_tokens)
@@ -66,7 +69,7 @@ def compared(
 
 
 def sentence(rows: Sequence[Summary]) -> str:
-    """What `kv` saves against round robin, or against the first other policy, and who is better than it, if anyone."""
+    """Say what `kv` saves against round robin, or else another policy, and which policies are better than `kv`."""
     whole = {row.policy: row for row in rows if not row.partial and row.requests}
     own = whole.get(OWN)
     if own is None:
@@ -106,13 +109,14 @@ def _saving(own: Summary, other: Summary) -> str:
 def _better(own: Summary, whole: dict[str, Summary]) -> str:
     reuse = max(whole.values(), key=lambda row: row.reused_tokens)
     soonest = min(whole.values(), key=lambda row: row.ttft_mean_s)
-    found = []
+    better = []
     if reuse.reused_tokens > own.reused_tokens * (1 + EQUAL_SHARE):
-        found.append(f"{reuse.policy} reuses more ({millions(reuse.reused_tokens)})")
+        better.append(f"{reuse.policy} reuses more ({millions(reuse.reused_tokens)})")
     if soonest.ttft_mean_s < own.ttft_mean_s * (1 - EQUAL_SHARE):
-        found.append(f"{soonest.policy} has sooner first tokens ({soonest.ttft_mean_s:.2f} s)")
-    return f"; {' and '.join(found)}" if found else ""
+        better.append(f"{soonest.policy} has sooner first tokens ({soonest.ttft_mean_s:.2f} s)")
+    return f"; {' and '.join(better)}" if better else ""
 
 
 def millions(tokens: int) -> str:
+    """Return a number of tokens as text, in millions from one million on."""
     return f"{tokens / 1e6:.2f} M" if tokens >= 1_000_000 else f"{tokens:,}"

@@ -14,7 +14,7 @@ from kvrouter.router.base.common.errors import SettingError
 
 
 def write_csv(path: Path, found: Comparison) -> None:
-    """Write one row a policy and one for the bound, every number in full. Raises SettingError."""
+    """Write one row for each policy and one for the bound, every number in full. Raises SettingError."""
     names = [field.name for field in msgspec.structs.fields(Summary)]
     try:
         with path.open("w", newline="") as file:

@@ -15,13 +15,13 @@ from kvrouter.router.base.common.extras import install_command
 SIZE_INCHES = (9.0, 4.5)
 DOTS_PER_INCH = 120
 OWN_COLOUR, OTHER_COLOUR = "#d95f02", "#7570b3"
-# A policy that piles everything up would make all others invisible.
+# A slowest time of this many times the fastest needs a logarithmic axis, or one policy hides all others.
 LOG_FROM = 50
 NAMES = ("hit_tokens.png", "ttft.png", "balance.png")
 
 
 def check_plots(folder: Path) -> None:
-    """Before hours of work: the library is there and the folder can be written. Raises SettingError."""
+    """Check before hours of work that matplotlib is there and the folder can be written. Raises SettingError."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -33,7 +33,7 @@ def check_plots(folder: Path) -> None:
 
 
 def write_plots(folder: Path, runs: Sequence[PolicyRun]) -> list[Path]:
-    """Reused tokens, times to first tokens, and the balance of load over time. Raises SettingError."""
+    """Draw reused tokens, times to first tokens, and the balance of load over time. Raises SettingError."""
     rows = [run.summary() for run in runs]
     paths = [folder / name for name in NAMES]
     try:
@@ -84,11 +84,11 @@ def _ttft(path: Path, rows: Sequence[Summary]) -> None:
 def _balance(path: Path, runs: Sequence[PolicyRun]) -> None:
     figure, axes = _figure("Requests at the busiest worker, by the mean of all workers")
     for run in runs:
-        found = run.load.balance()
+        balance = run.load.balance()
         own = run.policy == OWN
         axes.plot(
-            [time_s / 60 for time_s, _ in found],
-            [value for _, value in found],
+            [time_s / 60 for time_s, _ in balance],
+            [value for _, value in balance],
             label=run.policy,
             linewidth=2.2 if own else 1.0,
             color=OWN_COLOUR if own else None,

@@ -20,7 +20,7 @@ WIDTHS = (20, 9, 8, 6, 8, 7, 7, 7, 8)
 
 
 def text(found: Comparison) -> str:
-    """Fleet, table, notes and the sentence."""
+    """Return the fleet, the table, the notes and the sentence."""
     parts = [_fleet(found.fleet), "", *(_cells(head) for head in HEADS), "-" * COLUMNS]
     parts += [_row(row) for row in found.rows]
     if found.pooled is not None:
@@ -47,7 +47,7 @@ def _fleet(fleet: FleetRow) -> str:
 
 
 def _each(values: Sequence[float]) -> str:
-    """Write the value that all workers have, or the runs of equal ones with their lengths, in the workers' order."""
+    """Return the value that all workers have, or the runs of equal values with their lengths, in the workers' order."""
     runs = [(value, len(list(same))) for value, same in groupby(values)]
     if len(runs) == 1:
         return f"{values[0]:,.0f}"
@@ -71,7 +71,7 @@ def _row(row: Summary) -> str:
 
 
 def seconds(value: float, digits: int) -> str:
-    """At most 6 characters below 100,000 s: a queue without end needs no fractions."""
+    """Return a number of at most 6 characters below 100,000 s: a queue without end needs no fractions."""
     return f"{value:.{digits}f}" if value < 100 else f"{value:.0f}"
 
 

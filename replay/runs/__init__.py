@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace under one policy, and what came of it."""
+"""Running a trace under one policy, and the results."""

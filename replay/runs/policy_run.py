@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came of a trace under one policy. Tokens, seconds of virtual time."""
+"""The results of a trace under one policy. Lengths are in tokens, times in seconds of virtual time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from operator import truediv
 
 import msgspec
 
-# Moments of a run at which its load is shown.
+# Points in time of a run for which its load is shown.
 BUCKETS = 120
 
 
@@ -25,6 +25,7 @@ class LoadProfile:
         self._counts = [0] * BUCKETS
 
     def add(self, now_s: float, in_flight: Sequence[int]) -> None:
+        """Note the requests in flight at each worker when a request arrives."""
         place = min(BUCKETS - 1, int(now_s / self.bucket_s))
         self._counts[place] += 1
         sums = self._sums[place]
@@ -32,7 +33,7 @@ class LoadProfile:
             sums[worker] += requests
 
     def rows(self) -> list[tuple[float, list[float]]]:
-        """(the middle of the span in s, mean requests in flight of each worker), where anything arrived."""
+        """Return each span's middle in s and its mean requests in flight of each worker; only spans with arrivals."""
         return [
             ((place + 0.5) * self.bucket_s, [total / count for total in sums])
             for place, (sums, count) in enumerate(zip(self._sums, self._counts, strict=True))
@@ -40,73 +41,88 @@ class LoadProfile:
         ]
 
     def balance(self) -> list[tuple[float, float]]:
-        """(time in s, requests at the busiest worker by the mean of all): 1 is even, the number of workers the worst.
-        Spans in which nothing is in flight are left out."""
+        """Return the time in s and the balance of each span: the busiest worker's requests divided by the mean of all.
+
+        A balance of 1 is even, and the number of workers is the worst. Spans with nothing in flight are left out.
+        """
         return [(time_s, max(row) / statistics.fmean(row)) for time_s, row in self.rows() if statistics.fmean(row) > 0]
 
     @property
     def mean_balance(self) -> float:
-        """1 where nothing was in flight."""
-        found = self.balance()
-        return statistics.fmean(value for _, value in found) if found else 1.0
+        """Mean of the balance of all spans; 1 if nothing was in flight."""
+        balance = self.balance()
+        return statistics.fmean(value for _, value in balance) if balance else 1.0
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A run as one row. Of the requests that had their first token: prompt, reused and predicted tokens, the share of
-    the prompts, and of what the best worker would have reused at each choice. computed_gpu_s: what computing the rest
-    takes. prefill_share: of all workers' time. balance: see LoadProfile. refused: requests that their worker could not
-    take. requests_per_s, output_tokens_per_s: see PolicyRun."""
+    """A run as one row.
+
+    Tokens and shares are of the requests that had their first token.
+    """
 
     policy: str
+    # Requests that had their first token.
     requests: int
+    # Whether Ctrl-C ended the run early.
     partial: bool
+    # Requests that their worker could not take.
     refused: int
     prompt_tokens: int
     reused_tokens: int
     predicted_tokens: int
+    # Reused tokens divided by prompt tokens.
     reused_share: float
+    # Reused tokens divided by those that the best worker would have reused at each choice.
     achieved_share: float
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p95_s: float
     ttft_p99_s: float
+    # Time that workers take to compute the prompt tokens that are not reused.
     computed_gpu_s: float
+    # The same as a share of all workers' time.
     prefill_share: float
+    # See `LoadProfile.mean_balance`.
     balance: float
+    # Until the last request ended.
     span_s: float
     wall_s: float
+    # See `PolicyRun`.
     requests_per_s: float
     output_tokens_per_s: float
 
 
 @dataclass(slots=True)
 class PolicyRun:
-    """One run; a number for each request in the order of the trace. ttft_s: NaN for one that had no first token, because
-    it was refused, or the run was ended before. span_s: until the last request ended. partial: not all were placed."""
+    """One run. Every array has a number for each request, in the order of the trace."""
 
     policy: str
     seed: int
     # How fast each worker computes prompts.
     prefill_tokens_per_s: tuple[float, ...]
     load: LoadProfile
-    # Each request's worker, by its place in the fleet.
+    # Index of the request's worker.
     worker: array[int] = field(default_factory=lambda: array("q"))
     prompt: array[int] = field(default_factory=lambda: array("q"))
     achievable: array[int] = field(default_factory=lambda: array("q"))
     predicted: array[int] = field(default_factory=lambda: array("q"))
     expected: array[int] = field(default_factory=lambda: array("q"))
     reused: array[int] = field(default_factory=lambda: array("q"))
+    # NaN for a request without a first token, because it was refused or the run ended early.
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     # Tokens of the answer; 0 until it has ended.
     output: array[int] = field(default_factory=lambda: array("q"))
     refused: int = 0
+    # The message of the first refusal.
     refusal: str = ""
+    # Until the last request ended.
     span_s: float = 0.0
     wall_s: float = 0.0
+    # Whether Ctrl-C ended the run early.
     partial: bool = False
 
     def add(self, prompt_tokens: int, achievable: int, predicted: int, expected: int, *, worker: int) -> int:
-        """Note a request that was placed at this worker, and return its number."""
+        """Add a request that was placed at this worker, and return its number."""
         self.worker.append(worker)
         self.prompt.append(prompt_tokens)
         self.achievable.append(achievable)
@@ -119,15 +135,16 @@ class PolicyRun:
 
     @property
     def requests_per_s(self) -> float:
-        """Return how many answers ended in a second of the run: at saturation, the fleet's throughput."""
+        """Answers that ended in a second of the run: at saturation, the fleet's throughput."""
         return sum(tokens > 0 for tokens in self.output) / self.span_s if self.span_s else 0.0
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Return the tokens of these answers in a second of the run."""
+        """Tokens of these answers in a second of the run."""
         return sum(self.output) / self.span_s if self.span_s else 0.0
 
     def summary(self) -> Summary:
+        """Return the run as one row."""
         answered = [number for number, ttft_s in enumerate(self.ttft_s) if not math.isnan(ttft_s)]
         prompt, reused = sum(self.prompt[n] for n in answered), sum(self.reused[n] for n in answered)
         ttft_s = [self.ttft_s[n] for n in answered]
@@ -162,8 +179,8 @@ class PolicyRun:
 
 
 def quantiles(values: Sequence[float]) -> list[float]:
-    """The 99 cuts into hundredths."""
-    found = list(values)
-    if len(found) < 2:
-        return (found or [0.0]) * 99
-    return statistics.quantiles(found, n=100)
+    """Return the 99 cuts into hundredths: one value is every cut, and no values give zeros."""
+    numbers = list(values)
+    if len(numbers) < 2:
+        return (numbers or [0.0]) * 99
+    return statistics.quantiles(numbers, n=100)

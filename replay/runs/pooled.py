@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a single cache would reuse of a trace: one replica for all, one request after another, each finished before the
-next. Answers take no memory there."""
+"""The reuse of a trace by a single cache: one replica serves all requests, each finished before the next begins.
+
+Answers take no memory there.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ def pooled_reuse(
 ) -> list[int]:
     """Return the tokens of each request that one replica with all blocks and all tiers of the fleet does not compute.
 
-    It never restarts. A request that does not fit even there reuses nothing. on_request is called after each request
-    with how many are done."""
+    The replica never restarts. A request that does not fit even there reuses nothing. `on_request` is called after each
+    request with the number of requests done.
+    """
     replica = Replica(
         shape.geometry,
         sum(replica.blocks for replica in shape.replicas),
@@ -41,7 +44,7 @@ def _reused(replica: Replica, text: PieceText) -> int:
         job = replica.submit(text, 1)
     except RequestRefused:
         return 0
-    # After the answer it still stores in its tier what is left to store.
+    # After the answer, the replica still stores chunks in its CPU tier.
     while replica.busy:
         step = replica.begin_step()
         replica.end_step(step, [transfer.number for transfer in (*step.loads, *step.stores)])
@@ -49,8 +52,10 @@ def _reused(replica: Replica, text: PieceText) -> int:
 
 
 def endless_reuse(trace: Trace, geometry: Geometry) -> list[int]:
-    """Return the most that anything which keeps checkpoints as vLLM does could reuse of each request: that of a cache
-    whose blocks never run out."""
-    a_block = min(group.block_size for group in geometry.groups)
-    # Full attention keeps each token once, the others less.
-    return pooled_reuse(trace, FleetShape(geometry, (ReplicaShape(2 * trace.prompt_tokens // a_block),)))
+    """Return the most that any router could reuse of each request, by a cache whose blocks never run out.
+
+    The cache keeps checkpoints as vLLM does.
+    """
+    smallest = min(group.block_size for group in geometry.groups)
+    # Full attention keeps each token once, the other groups keep less.
+    return pooled_reuse(trace, FleetShape(geometry, (ReplicaShape(2 * trace.prompt_tokens // smallest),)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trace through simulated replicas in virtual time, routed by one policy.
 
-The replicas' decisions and events are those of vLLM's scheduler (simulator/engine/virtual_time.py); hits are those of
-this router's own ingest, mirror and matcher, under every policy. The same trace, fleet, policy and seed give the same
-run."""
+The replicas decide and publish as vLLM's scheduler does (simulator/engine/virtual_time.py). Hits come from this
+router's own ingest, mirror and matcher, under every policy. The same trace, fleet, policy and seed give the same run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOREVER = float("inf")
 
 
 def text_of(request: Request, geometry: Geometry, number: int, piece_tokens: int) -> PieceText:
-    """Raises ValueError for pieces that cannot be cut into the geometry's blocks."""
+    """Return the text of a request. Raises ValueError if its pieces cannot be cut into the geometry's blocks."""
     return PieceText(
         request.pieces,
         request.prompt_tokens,
@@ -42,10 +42,10 @@ def text_of(request: Request, geometry: Geometry, number: int, piece_tokens: int
 
 
 class Simulation:
-    """One run, driven by the requests as they come."""
+    """One run, driven by the arrivals of the requests."""
 
     def __init__(self, trace: Trace, shape: FleetShape, policy: str, seed: int, speedup: float = 1.0) -> None:
-        """speedup: how many times sooner the requests come than the trace says. Raises SettingError."""
+        """Prepare a run, in which requests come `speedup` times as fast as in the trace. Raises SettingError."""
         self._trace = trace
         self._shape = shape
         self._geometry = shape.geometry
@@ -67,7 +67,7 @@ class Simulation:
             raise SettingError(f"a replica of this size cannot run: {error}") from None
         self._placed: dict[Job, tuple[Placed, int, float]] = {}
         self._in_flight = [0] * workers
-        # Restarts that are still to come, the next one first.
+        # Restarts still to come, the next one first.
         self._restarts = deque(sorted(shape.restarts, key=lambda restart: restart.time_s))
         self.run = PolicyRun(
             policy,
@@ -81,12 +81,16 @@ class Simulation:
 
     def _loads(self) -> list[EngineLoad]:
         return [
-            EngineLoad(one.replica.scheduler.num_waiting, len(one.replica.scheduler.running), one.replica.cache.usage)
-            for one in self.fleet.replicas
+            EngineLoad(
+                virtual.replica.scheduler.num_waiting,
+                len(virtual.replica.scheduler.running),
+                virtual.replica.cache.usage,
+            )
+            for virtual in self.fleet.replicas
         ]
 
     def advance(self, until_s: float) -> None:
-        """Let the time pass up to `until_s`, with the restarts in it. Raises Stuck."""
+        """Advance the time to `until_s`, with the restarts up to then. Raises Stuck."""
         while self._restarts and self._restarts[0].time_s <= until_s:
             restart = self._restarts.popleft()
             self._run_until(restart.time_s)
@@ -94,9 +98,11 @@ class Simulation:
         self._run_until(until_s)
 
     def _restart(self, restart: Restart) -> None:
-        """Replace a replica by an empty one that gets the requests of the old one again, in their order.
+        """Replace a replica by an empty one, and send it the requests of the old one again, in their order.
 
-        They keep their arrival: the client waits since then, and the answer that counts is the new replica's."""
+        The requests keep their arrival time, as the client has waited since then, and only the answer of the new
+        replica counts.
+        """
         worker = restart.worker
         self.index.now_s = restart.time_s
         self.index.restarted(worker)
@@ -107,7 +113,7 @@ class Simulation:
             del self._placed[job]
         for _, (_, number, arrived_s) in lost:
             placed = self.router.place(self._arrival(number), worker)
-            # A new text, as that of the old job has grown by its answer.
+            # Use a new text, as that of the old job has grown by its answer.
             job = self.fleet.submit(worker, self._text(number), self._max_tokens(number), restart.time_s)
             self._placed[job] = (placed, number, arrived_s)
 
@@ -139,7 +145,7 @@ class Simulation:
                 del self._placed[moment.job]
 
     def arrive(self, number: int) -> None:
-        """Place the trace's request of this number at its time. Raises Stuck."""
+        """Place request `number` of the trace at its time. Raises Stuck."""
         request = self._trace.requests[number]
         now_s = request.time_s / self._speedup
         self.advance(now_s)
@@ -148,7 +154,7 @@ class Simulation:
         self.run.load.add(now_s, self._in_flight)
         text = self._text(number)
         placed = self.router.place(self._arrival(number))
-        place = self.run.add(
+        index = self.run.add(
             request.prompt_tokens,
             placed.achievable_tokens,
             placed.predicted_tokens,
@@ -162,13 +168,13 @@ class Simulation:
             self.run.refused += 1
             self.run.refusal = self.run.refusal or str(error)
             return
-        self._placed[job] = (placed, place, now_s)
+        self._placed[job] = (placed, index, now_s)
         self._in_flight[placed.number] += 1
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Blocks and jobs are some millions of objects, and nearly none of them is garbage in a cycle."""
+    """Turn off garbage collection: blocks and jobs are millions of objects, and nearly none is garbage in a cycle."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -188,8 +194,11 @@ def simulate(
     speedup: float = 1.0,
     on_request: Callable[[int], None] = lambda done: None,
 ) -> PolicyRun:
-    """on_request is called after each request with how many were placed. Ctrl-C ends it early: what there is comes back,
-    marked partial. Raises SettingError."""
+    """Run the trace under one policy. Raises SettingError.
+
+    `on_request` is called after each request with the number of requests placed. Ctrl-C ends the run early: the results
+    so far are returned, marked partial.
+    """
     simulation = Simulation(trace, shape, policy, seed, speedup)
     run, began_s = simulation.run, time.perf_counter()
     with no_collection():

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request trace, whatever it was written by."""
+"""A request trace, in any of several formats."""

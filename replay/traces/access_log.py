@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The access log of this router (`--access-log on --log-format json`): its lines among those of the whole log.
 
-Exact: lengths and what prompts share are those of the requests. A line whose prompt's tokens were not known, or whose
-request was refused before, is left out.
+The trace is exact: lengths and shared prefixes are those of the requests. A line is left out if the router did not know
+its prompt's tokens, or refused its request.
 """
 
 from __future__ import annotations
@@ -24,51 +24,52 @@ TOKENS_MAX = 1 << 24
 
 
 def is_access_line(found: dict[str, Any] | None) -> bool:
+    """Return whether a decoded line is one of the access log; `found` is None for a line without a JSON object."""
     return found is not None and found.get("logger") == LOGGER
 
 
 def read_access_log(path: Path, lines: Iterator[Line], options: ReadOptions) -> Iterator[Request]:
-    """Raises TraceError."""
+    """Yield the requests of the log. Raises TraceError."""
     if options.piece_tokens != PIECE_TOKENS:
         raise TraceError(f"{path.name}: an access log has pieces of {PIECE_TOKENS} tokens; leave --piece-tokens out")
     for line in lines:
         if not line[1].startswith(b"{"):
             continue
-        found = json_object(path, line)
-        if not is_access_line(found):
+        fields = json_object(path, line)
+        if not is_access_line(fields):
             continue
-        if not found.get("pieces"):
+        if not fields.get("pieces"):
             options.note("requests whose prompt's tokens the router did not know are left out")
             continue
-        yield _request(path, line[0], found, options)
+        yield _request(path, line[0], fields, options)
 
 
-def _request(path: Path, number: int, found: dict[str, Any], options: ReadOptions) -> Request:
-    prompt = whole_number(path, number, found, "num_tokens", least=1, most=TOKENS_MAX)
-    pieces = found["pieces"]
-    if not isinstance(pieces, list) or any(type(one) is not int or not 0 <= one < 1 << ID_BITS for one in pieces):
+def _request(path: Path, number: int, fields: dict[str, Any], options: ReadOptions) -> Request:
+    prompt = whole_number(path, number, fields, "num_tokens", least=1, most=TOKENS_MAX)
+    pieces = fields["pieces"]
+    if not isinstance(pieces, list) or any(type(piece) is not int or not 0 <= piece < 1 << ID_BITS for piece in pieces):
         raise TraceError(at(path, number, f"pieces is {shown(pieces)}, not a list of ids below 2**{ID_BITS}"))
     if len(pieces) != -(-prompt // PIECE_TOKENS):
         raise TraceError(
             at(path, number, f"{prompt} tokens have {-(-prompt // PIECE_TOKENS)} pieces, not {len(pieces)}")
         )
-    if found.get("completion_tokens") is None:
+    if fields.get("completion_tokens") is None:
         options.note(f"answers of unknown length are taken to have {options.output_tokens} tokens (--output-tokens)")
         output = options.output_tokens
     else:
-        output = whole_number(path, number, found, "completion_tokens", least=0, most=TOKENS_MAX)
-    # The line is written at the end of its request.
-    return Request(_began_s(path, number, found), prompt, output, np.array(pieces, np.uint64))
+        output = whole_number(path, number, fields, "completion_tokens", least=0, most=TOKENS_MAX)
+    # A line is written at the end of its request.
+    return Request(_began_s(path, number, fields), prompt, output, np.array(pieces, np.uint64))
 
 
-def _began_s(path: Path, number: int, found: dict[str, Any]) -> float:
+def _began_s(path: Path, number: int, fields: dict[str, Any]) -> float:
     try:
-        ended_s = datetime.fromisoformat(found["time"]).timestamp()
-        took_s = float(found["e2e_s"])
+        ended_s = datetime.fromisoformat(fields["time"]).timestamp()
+        took_s = float(fields["e2e_s"])
     except (KeyError, TypeError, ValueError, OverflowError):
         raise TraceError(
-            at(path, number, f"its time {shown(found.get('time'))} or e2e_s {shown(found.get('e2e_s'))} is none")
+            at(path, number, f"its time {shown(fields.get('time'))} or e2e_s {shown(fields.get('e2e_s'))} is none")
         ) from None
     if not 0 <= took_s <= ended_s:
-        raise TraceError(at(path, number, f"e2e_s is {shown(found['e2e_s'])}, not seconds from 0"))
+        raise TraceError(at(path, number, f"e2e_s is {shown(fields['e2e_s'])}, not seconds from 0"))
     return ended_s - took_s

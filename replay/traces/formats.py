@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats that a trace may have, how one is recognised, and the trace from a file."""
+"""The formats of traces, how each is recognised, and the reading of a trace from a file."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ from kvrouter.replay.traces.request import Request, Trace, TraceError
 from kvrouter.router.observe.quality.access_log import PIECE_TOKENS as ACCESS_PIECE_TOKENS
 
 AUTO = "auto"
-# Lines of a log before its first request: a server's start is some hundred.
+# Lines of a log before its first request: a server's start takes some hundred.
 LINES_TRIED = 10_000
-# What is kept of a trace: some 400 bytes a request and 8 a piece, so 1.3 GB at most.
+# Limits of a trace in memory: some 400 bytes a request and 8 a piece, so 1.3 GB at most.
 REQUESTS_MAX = 2_000_000
 PIECES_MAX = 1 << 26
 
 
 class Format(NamedTuple):
-    """One format. piece_tokens: what an id stands for unless the user says otherwise. recognises: whether this is a
-    line of it, given with the object that its JSON is, None where it is none."""
+    """One format of traces."""
 
     reader: Reader
+    # Tokens that an id stands for by default.
     piece_tokens: int
+    # Returns whether a line has this format, by the line and its JSON object; None if it has no JSON object.
     recognises: Callable[[bytes, dict[str, Any] | None], bool]
 
 
-def _is_mooncake(line: bytes, found: dict[str, Any] | None) -> bool:
-    return found is not None and "hash_ids" in found
+def _is_mooncake(line: bytes, fields: dict[str, Any] | None) -> bool:
+    return fields is not None and "hash_ids" in fields
 
 
-def _is_openai(line: bytes, found: dict[str, Any] | None) -> bool:
-    if found is None:
+def _is_openai(line: bytes, fields: dict[str, Any] | None) -> bool:
+    if fields is None:
         return False
-    body = found.get("body", found)
+    body = fields.get("body", fields)
     return isinstance(body, dict) and ("messages" in body or "prompt" in body)
 
 
-def _is_vllm_log(line: bytes, found: dict[str, Any] | None) -> bool:
-    return found is None and (b"Received request " in line or b" details: prompt: " in line)
+def _is_vllm_log(line: bytes, fields: dict[str, Any] | None) -> bool:
+    return fields is None and (b"Received request " in line or b" details: prompt: " in line)
 
 
-def _is_access_log(line: bytes, found: dict[str, Any] | None) -> bool:
-    return access_log.is_access_line(found)
+def _is_access_log(line: bytes, fields: dict[str, Any] | None) -> bool:
+    return access_log.is_access_line(fields)
 
 
 FORMATS: dict[str, Format] = {
@@ -61,13 +62,13 @@ FORMATS: dict[str, Format] = {
 
 
 def recognised(path: Path) -> str:
-    """The name of the file's format. Raises TraceError."""
+    """Return the name of the file's format. Raises TraceError."""
     for number, line in islice(numbered_lines(path), LINES_TRIED):
-        found = _json(line)
+        fields = _json(line)
         for name, form in FORMATS.items():
-            if form.recognises(line, found):
+            if form.recognises(line, fields):
                 return name
-        if found is not None and number == 1 and "logger" not in found:
+        if fields is not None and number == 1 and "logger" not in fields:
             break
     raise TraceError(
         f"{path.name} is in none of the known formats ({', '.join(FORMATS)}); docs/how-to/replay.md has their fields, "
@@ -77,10 +78,10 @@ def recognised(path: Path) -> str:
 
 def _json(line: bytes) -> dict[str, Any] | None:
     try:
-        found = msgspec.json.decode(line)
+        value = msgspec.json.decode(line)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def read_trace(
@@ -91,11 +92,11 @@ def read_trace(
     requests: int = 0,
     on_progress: Progress = lambda _: None,
 ) -> Trace:
-    """All of it, or the first `requests`, in the order of their times, from second 0 on. Raises TraceError."""
+    """Read all requests, or the first `requests`, ordered by time from second 0 on. Raises TraceError."""
     name = recognised(path) if form == AUTO else form
-    known = FORMATS[name]
-    options = options or ReadOptions(known.piece_tokens)
-    found: list[Request] = []
+    trace_format = FORMATS[name]
+    options = options or ReadOptions(trace_format.piece_tokens)
+    arrivals: list[Request] = []
     pieces = 0
     lines = numbered_lines(path, on_progress)
     number = 0
@@ -106,22 +107,22 @@ def read_trace(
             number = line[0]
             yield line
 
-    for request in islice(known.reader(path, counted(), options), requests or None):
-        found.append(request)
+    for request in islice(trace_format.reader(path, counted(), options), requests or None):
+        arrivals.append(request)
         pieces += len(request.pieces)
-        if len(found) > REQUESTS_MAX or pieces > PIECES_MAX:
+        if len(arrivals) > REQUESTS_MAX or pieces > PIECES_MAX:
             raise TraceError(
                 at(
                     path,
                     number,
                     f"more than {REQUESTS_MAX:,} requests or {PIECES_MAX:,} pieces do not fit; replay the first "
-                    f"{len(found) - 1:,} with --requests",
+                    f"{len(arrivals) - 1:,} with --requests",
                 )
             )
-    if not found:
+    if not arrivals:
         raise TraceError(f"{path.name} has no requests; is it {name}?")
-    found.sort(key=lambda request: request.time_s)
-    began_s = found[0].time_s
-    for request in found:
+    arrivals.sort(key=lambda request: request.time_s)
+    began_s = arrivals[0].time_s
+    for request in arrivals:
         request.time_s -= began_s
-    return Trace(path.name, name, options.piece_tokens, found, tuple(options.notes))
+    return Trace(path.name, name, options.piece_tokens, arrivals, tuple(options.notes))

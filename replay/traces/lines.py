@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lines of a trace's file with their numbers, read one by one, and what is read from each of them."""
+"""The lines of a trace's file with their numbers, and the reading of fields from a line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from kvrouter.replay.traces.request import TraceError
 
-# Longer than the body of any request with text; one with pictures may have more.
+# Longer than the body of any request with text; a body with pictures may be longer.
 LINE_BYTES_MAX = 64 << 20
 
 Line: TypeAlias = tuple[int, bytes]
@@ -19,7 +19,10 @@ Progress: TypeAlias = Callable[[int], None]
 
 
 def numbered_lines(path: Path, on_progress: Progress = lambda size: None) -> Iterator[Line]:
-    """Every line that is not empty, from number 1. on_progress is given the bytes of each. Raises TraceError."""
+    """Yield every line that is not empty, with its number in the file from 1. Raises TraceError.
+
+    `on_progress` is called with the bytes of each line, empty ones included.
+    """
     try:
         with path.open("rb") as file:
             number = 0
@@ -35,25 +38,26 @@ def numbered_lines(path: Path, on_progress: Progress = lambda size: None) -> Ite
 
 
 def at(path: Path, number: int, problem: str) -> str:
+    """Return a message that names the file and the line."""
     return f"{path.name} line {number}: {problem}"
 
 
 def json_object(path: Path, line: Line) -> dict[str, Any]:
-    """Raises TraceError."""
+    """Decode a line that must be a JSON object. Raises TraceError."""
     number, raw = line
     try:
-        found = msgspec.json.decode(raw)
+        value = msgspec.json.decode(raw)
     except RecursionError:
         raise TraceError(at(path, number, "is nested too deeply")) from None
     except (msgspec.DecodeError, ValueError) as error:
         raise TraceError(at(path, number, f"is not JSON ({error}); each line is one JSON object")) from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise TraceError(at(path, number, "is not a JSON object; each line is one"))
-    return found
+    return value
 
 
 def whole_number(path: Path, number: int, found: Mapping[str, Any], name: str, *, least: int, most: int) -> int:
-    """A field that counts something. Raises TraceError."""
+    """Return a field that counts something, between `least` and `most`. Raises TraceError."""
     value = found.get(name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -63,7 +67,7 @@ def whole_number(path: Path, number: int, found: Mapping[str, Any], name: str, *
 
 
 def shown(value: object) -> str:
-    """A value for a message."""
+    """Return a value for a message, at most 40 characters of it."""
     if value is None:
         return "missing"
     text = repr(value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a trace's text by a model's own tokenizer and chat template, as this router reads them itself."""
+"""Tokens of a trace's text by a model's own tokenizer and chat template, read as this router reads them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ PATHS = {"chat": CHAT_PATH, "text": TEXT_PATH}
 
 
 def tokenizer_of(folder: Path) -> Tokenize:
-    """Raises SettingError, also where the extra `tokenizer` is not installed."""
+    """Return a function that tokenizes with the files in `folder`.
+
+    Raises SettingError, also if the extra `tokenizer` is not installed.
+    """
     try:
         from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
     except ImportError as error:
@@ -33,8 +36,8 @@ def tokenizer_of(folder: Path) -> Tokenize:
     def tokenize(kind: str, body: dict[str, Any]) -> NDArray[np.int64]:
         path = PATHS[kind]
         try:
-            asked = read(path, read_client_body(path, msgspec.json.encode(body)))
-            return tokenizer.ids(asked, habits) if isinstance(asked, TokenRequest) else asked
+            request = read(path, read_client_body(path, msgspec.json.encode(body)))
+            return tokenizer.ids(request, habits) if isinstance(request, TokenRequest) else request
         except TokensUnknown as error:
             raise ValueError(error.problem) from None
         except (BadQuestion, TypeError, UnicodeEncodeError) as error:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces as the Mooncake project publishes them: one JSON object a line with timestamp (ms), input_length,
-output_length (tokens) and hash_ids, and session_id where whoever wrote it knows the conversation.
+"""Traces as the Mooncake project publishes them: one JSON object a line.
 
-One id stands for 512 tokens there (kvcache-ai/Mooncake, FAST25-release/traces); others write the same form with other
-sizes, which `--piece-tokens` names. Exact: lengths and what is shared are the trace's own.
+A line has timestamp (ms), input_length, output_length (tokens), hash_ids, and session_id if its author knew the
+conversation. In Mooncake's traces one id stands for 512 tokens (kvcache-ai/Mooncake, FAST25-release/traces); others use
+the same form with other sizes, which `--piece-tokens` sets. Lengths and shared prefixes are exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvrouter.replay.traces.request import Request, TraceError
 
 PIECE_TOKENS = 512
 TOKENS_MAX = 1 << 24
-# The year 2286 in milliseconds: more is no time.
+# The year 2286 in milliseconds; a larger number cannot be a time.
 MILLISECONDS_MAX = 1e13
 
 
@@ -37,14 +37,14 @@ _decode = msgspec.json.Decoder(_Row).decode
 
 
 def read_mooncake(path: Path, lines: Iterator[Line], options: ReadOptions) -> Iterator[Request]:
-    """Raises TraceError."""
+    """Yield the requests of the trace. Raises TraceError."""
     size = options.piece_tokens
     for line in lines:
         row = _row(path, line)
         number = line[0]
-        found = {"input_length": row.input_length, "output_length": row.output_length}
-        prompt = whole_number(path, number, found, "input_length", least=1, most=TOKENS_MAX)
-        output = whole_number(path, number, found, "output_length", least=0, most=TOKENS_MAX)
+        lengths = {"input_length": row.input_length, "output_length": row.output_length}
+        prompt = whole_number(path, number, lengths, "input_length", least=1, most=TOKENS_MAX)
+        output = whole_number(path, number, lengths, "output_length", least=0, most=TOKENS_MAX)
         if not 0 <= row.timestamp <= MILLISECONDS_MAX:
             raise TraceError(at(path, number, f"timestamp is {shown(row.timestamp)}, not milliseconds from 0"))
         needed = -(-prompt // size)

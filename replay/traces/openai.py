@@ -2,14 +2,15 @@
 """Bodies of OpenAI's API with the times at which they came, one JSON object a line.
 
 A line is the body itself (`messages` of a chat, or the `prompt` of a completion: text, token ids, or a list of either)
-or has it under `body`, as the Batch API's files do. Beside it stand a time (`timestamp`, `time`, `created_at` or
-`created`: seconds, milliseconds or nanoseconds, or ISO 8601) and, where they are known, `usage` (also under `response`)
-and `session_id`. Without a `session_id`, also in the body, its `user` names the session.
+or has it under `body`, as the Batch API's files do. The line also has a time (`timestamp`, `time`, `created_at` or
+`created`: seconds, milliseconds or nanoseconds, or ISO 8601) and, if they are known, `usage` (also under `response`)
+and `session_id`. Without a `session_id`, also in the body, the body's `user` names the session.
 
-How exact: token ids are exact. Text goes through the given tokenizer with its chat template, as this router's own
-tokenizer reads it (docs/explanation/tokens.md). Without one, a chat is written out as roles and texts and counted as
-`bytes_per_token` bytes a token: what prompts share is right to the piece, how many tokens it is is an estimate, and
-where lines have `usage` a note says how far off."""
+Token ids are exact. Text goes through the given tokenizer with its chat template, as this router's own tokenizer reads
+it (docs/explanation/tokens.md). Without a tokenizer, a chat is written out as roles and texts and counted as
+`bytes_per_token` bytes a token: shared prefixes are right to the piece, and the number of tokens is an estimate. If
+lines have `usage`, a note says how far off the estimate is.
+"""
 
 from __future__ import annotations
 
@@ -28,31 +29,31 @@ from kvrouter.replay.traces.request import Request, TraceError
 from kvrouter.router.base.common.timestamps import TIME_FIELDS, seconds_of, time_in
 
 PIECE_TOKENS = 16
-# Under this many bytes of difference an estimate is not worth a word.
+# An estimate that is off by less than this share is not worth a note.
 OFF_SHARE = 0.1
 
 
 def read_openai(path: Path, lines: Iterator[Line], options: ReadOptions) -> Iterator[Request]:
-    """Raises TraceError."""
+    """Yield the requests of the file. Raises TraceError."""
     estimated = stated = text_bytes = 0
     for line in lines:
         number = line[0]
-        found = json_object(path, line)
-        body = found.get("body", found)
+        fields = json_object(path, line)
+        body = fields.get("body", fields)
         if not isinstance(body, dict):
             raise TraceError(at(path, number, f"body is {shown(body)}, not a JSON object"))
-        time_s = _time_s(path, number, found, body)
-        usage = _usage(found)
+        time_s = _time_s(path, number, fields, body)
+        usage = _usage(fields)
         output = _output_tokens(path, number, body, usage, options)
         prompts = _prompts(path, number, body)
-        session = _session(path, number, found, body)
+        session = _session(path, number, fields, body)
         for prompt in prompts:
             request, size = _request(path, number, body, prompt, time_s, output, options)
             request.session = session
             yield request
-            if size and len(prompts) == 1 and isinstance(known := usage.get("prompt_tokens"), int) and known > 0:
+            if size and len(prompts) == 1 and isinstance(count := usage.get("prompt_tokens"), int) and count > 0:
                 estimated += request.prompt_tokens
-                stated += known
+                stated += count
                 text_bytes += size
     if stated and abs(estimated - stated) > OFF_SHARE * stated:
         options.note(
@@ -64,14 +65,16 @@ def read_openai(path: Path, lines: Iterator[Line], options: ReadOptions) -> Iter
 def _request(
     path: Path, number: int, body: dict[str, Any], prompt: Any, time_s: float, output: int, options: ReadOptions
 ) -> tuple[Request, int]:
-    """The request, and of how many bytes of text its tokens were estimated."""
+    """Return the request, and the bytes of text from which its tokens were estimated; 0 if they are exact."""
     if isinstance(prompt, list) and body.get("messages") is not prompt:
         tokens = _token_ids(path, number, prompt)
         return Request(time_s, len(tokens), output, pieces_of_tokens(tokens, options.piece_tokens)), 0
     if options.tokenize is not None:
         try:
-            kind, asked = ("chat", body) if prompt is body.get("messages") else ("text", body | {"prompt": prompt})
-            tokens = options.tokenize(kind, asked)
+            kind, request_body = (
+                ("chat", body) if prompt is body.get("messages") else ("text", body | {"prompt": prompt})
+            )
+            tokens = options.tokenize(kind, request_body)
             return Request(time_s, len(tokens), output, pieces_of_tokens(tokens, options.piece_tokens)), 0
         except ValueError as error:
             options.note(f"the tokenizer could not read some prompts, which are estimated ({error})")
@@ -87,8 +90,10 @@ def _request(
 
 
 def chat_text(path: Path, number: int, body: Mapping[str, Any]) -> str:
-    """A chat as text: tools first, then each message with its role, so that a next turn begins with this one. Of parts
-    that are no text, their JSON. Raises TraceError."""
+    """Return a chat as text: tools first, then each message with its role, so that a next turn begins with this text.
+
+    Parts that are not text become JSON. Raises TraceError.
+    """
     parts = []
     if tools := body.get("tools"):
         parts.append(msgspec.json.encode(tools).decode())
@@ -111,7 +116,7 @@ def _part_text(part: Any) -> str:
 
 
 def _prompts(path: Path, number: int, body: Mapping[str, Any]) -> list[Any]:
-    """The prompts of a body, each as text, token ids, or its messages. Raises TraceError."""
+    """Return the prompts of a body, each as text, token ids, or its messages. Raises TraceError."""
     messages, prompt = body.get("messages"), body.get("prompt")
     if messages is not None:
         if not isinstance(messages, list) or not messages:
@@ -120,23 +125,23 @@ def _prompts(path: Path, number: int, body: Mapping[str, Any]) -> list[Any]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if all(isinstance(one, int) for one in prompt):
+        if all(isinstance(item, int) for item in prompt):
             return [prompt]
-        if all(isinstance(one, str) or (isinstance(one, list) and one) for one in prompt):
+        if all(isinstance(item, str) or (isinstance(item, list) and item) for item in prompt):
             return list(prompt)
     raise TraceError(at(path, number, f"has no messages, and its prompt is {shown(prompt)}: text or token ids"))
 
 
 def _token_ids(path: Path, number: int, prompt: list[Any]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 1 << 62 for one in prompt):
+    if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 62 for token in prompt):
         raise TraceError(at(path, number, "prompt has what is no token id: whole numbers from 0"))
     return np.array(prompt, np.int64)
 
 
-def _time_s(path: Path, number: int, found: Mapping[str, Any], body: Mapping[str, Any]) -> float:
-    value = time_in(found, body)
+def _time_s(path: Path, number: int, fields: Mapping[str, Any], body: Mapping[str, Any]) -> float:
+    value = time_in(fields, body)
     try:
-        # Only differences count, so that a zone that is missing does not matter.
+        # Only differences count, so a missing time zone does not matter.
         return seconds_of(value)
     except ValueError:
         if isinstance(value, str):
@@ -144,10 +149,10 @@ def _time_s(path: Path, number: int, found: Mapping[str, Any], body: Mapping[str
         raise TraceError(at(path, number, f"its time ({', '.join(TIME_FIELDS)}) is {shown(value)}")) from None
 
 
-def _session(path: Path, number: int, found: Mapping[str, Any], body: Mapping[str, Any]) -> int | None:
-    """Return the id of the line's session, None where it names none. Raises TraceError."""
+def _session(path: Path, number: int, fields: Mapping[str, Any], body: Mapping[str, Any]) -> int | None:
+    """Return the id of the line's session; None if it names none. Raises TraceError."""
     for name, value in (
-        ("session_id", found.get("session_id")),
+        ("session_id", fields.get("session_id")),
         ("session_id", body.get("session_id")),
         ("user", body.get("user")),
     ):
@@ -159,9 +164,9 @@ def _session(path: Path, number: int, found: Mapping[str, Any], body: Mapping[st
     return None
 
 
-def _usage(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What an engine counted, empty where the line does not say. A Batch API's result has it in its response's body."""
-    places: list[Any] = [found]
+def _usage(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the usage that an engine counted, or nothing; a Batch API's result has it in its response's body."""
+    places: list[Any] = [fields]
     for name in ("response", "body"):
         places += [place[name] for place in places if isinstance(place.get(name), dict)]
     return next((place["usage"] for place in places if isinstance(place.get("usage"), dict)), {})

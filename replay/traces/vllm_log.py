@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log of a vLLM server that runs with `--enable-log-requests`.
 
-Read in vllm/entrypoints/logger.py of vLLM 0.19.1, 0.20.2 and 0.22.1 (installed) and of its main branch of 2026. A
-request is two lines, the first only with VLLM_LOGGING_LEVEL=DEBUG:
+This format was read in vllm/entrypoints/logger.py of vLLM 0.19.1, 0.20.2 and 0.22.1 (installed) and of its main branch
+of 2026. A request is two lines, the first only with VLLM_LOGGING_LEVEL=DEBUG:
 
     DEBUG 11-24 10:00:00 [logger.py:52] Request ID details: prompt: 'text', prompt_token_ids: [1, 2], ...
     INFO 11-24 10:00:00 [logger.py:63] Received request ID: params: SamplingParams(..., max_tokens=16, ...), ...
 
-Newer versions add the prompt to the second with `--enable-log-request-prompts`, cut to 4,096 characters or 512 ids;
-older ones had both in one line. With `--enable-log-outputs` a third says how long the answer was:
+Newer versions add the prompt to the second line with `--enable-log-request-prompts`, cut to 4,096 characters or 512
+ids; older ones had both in one line. With `--enable-log-outputs`, a third line has the answer's tokens:
 
     INFO 11-24 10:00:01 [logger.py:85] Generated response ID: output: 'text', output_token_ids: [3], ...
 
-How exact: with prompt_token_ids, exactly; with text alone, as text (see openai.py). Times have whole seconds and no
-year, so requests of one second are spread over it evenly. `--max-log-len` cuts prompts, which the log does not
-show. Lines of any other kind are skipped."""
+A request is exact if its line has prompt_token_ids; text alone is estimated as in openai.py. Times have whole seconds
+and no year, so the requests of one second are spread evenly over it. `--max-log-len` cuts prompts, which the log does
+not show. Lines of any other kind are skipped.
+"""
 
 from __future__ import annotations
 
@@ -45,22 +46,22 @@ TOKEN = re.compile(r"\d{1,18}")
 OUTPUT = re.compile(r"output_token_ids: (?:array\([^[]*)?(\[[\d, ]*\])")
 MAX_TOKENS = re.compile(r"\bmax_tokens=(\d{1,12})\b")
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# What an INFO line has of a prompt at most, unless --max-log-len says otherwise.
+# The most of a prompt that an INFO line has, unless --max-log-len sets another limit.
 INFO_TOKENS, INFO_CHARACTERS = 512, 4096
-# Requests whose prompt came and whose params did not, and answers awaited: more than run at a time.
+# The limit of requests whose prompt came without their params, and of answers awaited: more than run at a time.
 OPEN_MAX = 65_536
-# A log of December goes on in January.
+# A log of December continues in January.
 HALF_A_YEAR_S = 182 * 86_400
 YEAR_S = 365 * 86_400
 
 
 def read_vllm_log(path: Path, lines: Iterator[Line], options: ReadOptions) -> Iterator[Request]:
-    """Raises TraceError, also for a log whose requests have no prompts."""
+    """Yield the requests of the log. Raises TraceError, also for a log whose requests have no prompts."""
     details: dict[str, str] = {}
     answers: dict[str, Request] = {}
     clock = _Clock()
     second: list[Request] = []
-    found = without = 0
+    complete = without = 0
     for number, raw in lines:
         text = COLOUR.sub("", raw.decode("utf-8", "replace"))
         entry = ENTRY.search(text)
@@ -85,11 +86,11 @@ def read_vllm_log(path: Path, lines: Iterator[Line], options: ReadOptions) -> It
         if request is None:
             without += 1
             continue
-        found += 1
+        complete += 1
         second.append(request)
         _keep(answers, entry["id"], request)
     yield from _spread(second)
-    if without and not found:
+    if without and not complete:
         raise TraceError(
             f"{path.name} has {without} requests and no prompt: run vLLM with --enable-log-requests and "
             "VLLM_LOGGING_LEVEL=DEBUG"
@@ -105,9 +106,9 @@ def _keep(kept: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _request(prompt: str, params: str, time_s: float, options: ReadOptions, *, whole: bool) -> Request | None:
-    """None where the log has no prompt."""
+    """Return the request; None if the log has no prompt for it."""
     string = PROMPT.search(prompt)
-    # What a prompt says must not be taken for what the log says.
+    # The text of a prompt must not be mistaken for fields of the log.
     around = prompt if string is None else prompt[: string.start()] + prompt[string.end() :]
     limit = MAX_TOKENS.search(params if whole else around)
     output = min(int(limit[1]), TOKENS_MAX) if limit else options.output_tokens
@@ -117,7 +118,7 @@ def _request(prompt: str, params: str, time_s: float, options: ReadOptions, *, w
         else f"answers of unknown length are taken to have {options.output_tokens} tokens (--output-tokens)"
     )
     if (ids := TOKENS.search(around)) is not None and TOKEN.search(ids[1]):
-        tokens = np.array([int(one) for one in TOKEN.findall(ids[1])], np.int64)
+        tokens = np.array([int(token) for token in TOKEN.findall(ids[1])], np.int64)
         if not whole and len(tokens) == INFO_TOKENS:
             options.note(f"prompts of {INFO_TOKENS} tokens may be cut: INFO lines have no more of them")
         return Request(time_s, len(tokens), output, pieces_of_tokens(tokens, options.piece_tokens))
@@ -146,22 +147,23 @@ def _request(prompt: str, params: str, time_s: float, options: ReadOptions, *, w
 
 
 def _spread(requests: list[Request]) -> Iterator[Request]:
-    """Those of one second, evenly over it."""
+    """Yield the requests of one second, spread evenly over it."""
     for place, request in enumerate(requests):
         request.time_s += place / len(requests)
         yield request
 
 
 class _Clock:
-    """Times without a year, as seconds that go on over New Year."""
+    """A clock for times without a year, whose seconds continue over New Year."""
 
     def __init__(self) -> None:
         self._last_s = 0.0
         self._years = 0
 
     def seconds(self, path: Path, number: int, text: str) -> float:
+        """Return the seconds of a time as vLLM logs it. Raises TraceError."""
         try:
-            # A leap year: 29 February is a day in it.
+            # 2000 is a leap year, so 29 February is valid.
             moment = datetime.strptime(f"2000-{text}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
         except ValueError:
             raise TraceError(at(path, number, f"{text!r} is no time as vLLM logs it")) from None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU tier's books: which chunks it holds, which are on their way in or out, and who is evicted.
+"""The CPU tier's bookkeeping: which chunks it holds, which are being read or written, and which it evicts.
 
-A chunk is one block of one group, vLLM's default. A chunk that is being written can be seen and not read; one that is
-being read is not evicted. Who was used last is kept longest: chunks are ordered when they arrive and again when a
-request that used them ends, its first tokens' last. Source: vLLM 0.32.0 kv_offload/cpu/manager.py and policies/lru.py.
-No I/O or clock.
+A chunk is one block of one group, vLLM's default. A chunk that is being written is visible but cannot be read; a chunk
+that is being read is not evicted. The least recently used chunk is evicted first. A chunk becomes recent when it
+arrives and again when a request that used it ends; of one request's chunks, the beginning of its text becomes the most
+recent. Source: vLLM 0.32.0 kv_offload/cpu/manager.py and policies/lru.py. No I/O or clock.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ WRITING = -1
 
 @dataclass(frozen=True, slots=True)
 class OffloadedChunk:
-    """A chunk has arrived in the CPU tier."""
+    """The event that a chunk has arrived in the CPU tier."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class EvictedChunk:
-    """Chunks of one group have left the CPU tier."""
+    """The event that chunks of one group have left the CPU tier."""
 
     group_idx: int
     hashes: tuple[bytes, ...]
@@ -39,17 +39,18 @@ CacheEvent = Event | OffloadedChunk | EvictedChunk
 
 @dataclass(slots=True)
 class Uses:
-    """The chunks that one request stored, found stored or loaded, each with where it ends in the text, in tokens."""
+    """The chunks that one request stored, found already stored, or loaded."""
 
+    # Each chunk's end in the text, in tokens.
     ends: dict[Key, int] = field(default_factory=dict)
 
     def tail_first(self) -> list[Key]:
-        """From the end of the text to its beginning; at one position, the highest group first."""
+        """Return the keys from the end of the text to its beginning; at one position, the highest group first."""
         return sorted(self.ends, key=lambda key: (self.ends[key], key.group_idx), reverse=True)
 
 
 class CpuTier:
-    """Room for `num_chunks` chunks of any group."""
+    """A tier that holds at most `num_chunks` chunks, of any groups."""
 
     def __init__(self, num_chunks: int) -> None:
         if num_chunks < 1:
@@ -61,31 +62,36 @@ class CpuTier:
         self._events: list[CacheEvent] = []
 
     def resident(self) -> set[Key]:
-        """What can be read now."""
+        """Return the keys that can be read now."""
         return {key for key, readers in self._readers.items() if readers != WRITING}
 
     def lookup(self, key: Key) -> bool | None:
-        """True: it can be read. None: it will be. False: it is not there."""
+        """Return True if the chunk can be read, None if it is still being written, False if the tier lacks it."""
         readers = self._readers.get(key)
         return False if readers is None else None if readers == WRITING else True
 
     def begin_load(self, keys: Iterable[Key]) -> None:
-        """Pin chunks that are about to be read; each must be readable."""
+        """Pin chunks that are about to be read. Each of them must be readable."""
         for key in keys:
             self._idle -= self._readers[key] == 0
             self._readers[key] += 1
 
     def end_load(self, keys: Iterable[Key]) -> None:
-        """They have been read."""
+        """Unpin chunks that have been read."""
         for key in keys:
             self._readers[key] -= 1
             self._idle += self._readers[key] == 0
 
     def begin_store(self, offered: dict[Key, int], uses: Uses) -> list[Key] | None:
-        """Make room for those that are not there, and say which. None: there is no room, and nothing is stored.
+        """Make room for the offered chunks that the tier lacks, and mark them as being written.
 
-        offered: with where each ends in the text; none of them is evicted for the rest. uses: of the request that
-        offers.
+        Args:
+            offered: The chunks, each with the position in tokens where it ends in the text. None of them is evicted to
+                make room for the others.
+            uses: The uses of the request that offers the chunks.
+
+        Returns:
+            The keys to write, or None if there is not enough room; then nothing is stored.
         """
         new = [key for key in offered if key not in self._readers]
         for key, end in offered.items():
@@ -99,20 +105,20 @@ class CpuTier:
         return new
 
     def end_store(self, keys: Iterable[Key]) -> None:
-        """They have arrived."""
+        """Mark chunks as readable, as their data has arrived."""
         for key in keys:
             self._readers[key] = 0
             self._idle += 1
             self._events.append(OffloadedChunk(key))
 
     def used(self, uses: Uses) -> None:
-        """A request has ended: what it used is recent, the beginning of its text most of all."""
+        """Make an ended request's chunks the most recently used, the beginning of its text most of all."""
         for key in uses.tail_first():
             if key in self._readers:
                 self._readers.move_to_end(key)
 
     def take_events(self) -> list[CacheEvent]:
-        """What came and went since the last call, oldest first."""
+        """Return the arrivals and evictions since the last call, oldest first."""
         events, self._events = self._events, []
         return events
 

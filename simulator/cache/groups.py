@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one KV cache group keeps a request's blocks: what it drops, what it adds, what it makes findable.
+"""How one KV cache group keeps a request's blocks: which it drops, which it adds, and which it makes findable.
 
-A group holds no state of its own; all of it is in the request's `Table`, so that any number of requests can run.
+A group holds no state of a request: that is in the request's `Table`, so any number of requests can run.
 Source: vLLM 0.32.0 single_type_kv_cache_manager.py, the manager of each kind.
 """
 
@@ -15,7 +15,10 @@ from kvrouter.simulator.cache.shapes import Geometry, GroupShape, Kind
 
 
 class Group:
-    """What all kinds share: blocks are kept until the request ends, and each can serve a hit. Kinds override."""
+    """The behaviour that all kinds share: blocks are kept until the request ends, and each can serve a hit.
+
+    A subclass for each kind overrides what differs.
+    """
 
     def __init__(self, group_idx: int, shape: GroupShape, geometry: Geometry, pool: BlockPool) -> None:
         self.group_idx = group_idx
@@ -25,14 +28,14 @@ class Group:
         self.block_size = shape.block_size
 
     def step_starts(self) -> None:
-        """Called before each step is planned."""
+        """Note that the next step is about to be planned."""
 
     def skipped_tokens(self, computed: int) -> int:
-        """How many leading tokens the next token no longer needs, `computed` tokens being done."""
+        """Return how many leading tokens the next token no longer needs once `computed` tokens are computed."""
         return 0
 
     def drop_skipped(self, table: Table, computed: int) -> None:
-        """Let go of the blocks that lie wholly before what the next token needs, the last of them first."""
+        """Release the blocks that lie wholly before the tokens that the next token needs, the last of them first."""
         count = min(self.skipped_tokens(computed) // self.block_size, len(table.blocks))
         dropped: list[Block] = []
         for i in range(count - 1, -1, -1):
@@ -43,9 +46,12 @@ class Group:
         self.pool.release(dropped)
 
     def adopt(self, table: Table, found: Sequence[Block], reached_tokens: int) -> None:
-        """Start a request on the blocks of its hit, holding those that it still needs.
+        """Start a request on the blocks of its hit, and hold the blocks that it still needs.
 
-        reached_tokens: where it goes on, behind the hit and what is loaded beyond it.
+        Args:
+            table: The request's empty table.
+            found: The blocks of the hit in this group.
+            reached_tokens: The length at which computation continues, behind the hit and the tokens to load.
         """
         skipped = self.skipped_tokens(reached_tokens) // self.block_size
         kept = found[skipped:]
@@ -54,16 +60,24 @@ class Group:
         table.cached_blocks = len(table.blocks)
 
     def receive(self, table: Table, reached_tokens: int, loaded_tokens: int) -> None:
-        """Add the blocks that a load of the last `loaded_tokens` of `reached_tokens` writes, where they are needed."""
+        """Take the blocks that a load of the last `loaded_tokens` of `reached_tokens` writes, if any are needed."""
         if min(reached_tokens - self.skipped_tokens(reached_tokens), loaded_tokens) > 0:
             table.blocks += self.pool.take(max(0, -(-reached_tokens // self.block_size) - len(table.blocks)))
 
     def needed_blocks(
         self, table: Table, tokens: int, found: Sequence[Block], reached_tokens: int, cap: int | None = None
     ) -> int:
-        """Free blocks that a text of `tokens` tokens takes from the pool, unheld ones among its hit counted in.
+        """Return how many free blocks a text of `tokens` tokens takes from the pool.
 
-        cap: the most that are held at once, if the whole text is meant. Source: get_num_blocks_to_allocate.
+        Blocks of the hit that no request holds count, as they leave the free queue too. Source:
+        get_num_blocks_to_allocate.
+
+        Args:
+            table: The request's blocks so far.
+            tokens: The length of the text that needs slots.
+            found: The blocks of the hit in this group.
+            reached_tokens: The length at which computation continues, behind the hit and the tokens to load.
+            cap: The most blocks that are held at once, if `tokens` is the whole text.
         """
         required = -(-tokens // self.block_size)
         if cap is not None:
@@ -79,17 +93,17 @@ class Group:
         return sum(block.refs == 0 and block is not null for block in blocks)
 
     def admission_cap(self, chunk_tokens: int, max_text_tokens: int) -> int | None:
-        """The most blocks that admission counts for one request; None: all of its text."""
+        """Return the most blocks that admission counts for one request; None if it counts the whole text."""
         return None
 
     def drops_at(self, computed: int) -> int | None:
-        """The least length above `computed` at which `drop_skipped` has something new to let go; None: never."""
+        """Return the least length above `computed` at which `drop_skipped` releases another block; None for never."""
         return None
 
     def quiet_until(self, table: Table, computed: int) -> int:
-        """The length that steps of one token may reach without dropping, adding or committing a block.
+        """Return the length that steps of one token may reach without dropping, adding or committing a block.
 
-        computed: the last argument of `drop_skipped`.
+        `computed` is the length that `drop_skipped` was last called with.
         """
         quiet = min(len(table.blocks) * self.block_size, (table.cached_blocks + 1) * self.block_size - 1)
         drops = self.drops_at(computed)
@@ -102,33 +116,41 @@ class Group:
             table.blocks += self.pool.take(missing)
 
     def peak_blocks(self, tokens: int, chunk_tokens: int) -> int:
-        """The most blocks that a request of `tokens` tokens holds at once, computed `chunk_tokens` at a time."""
+        """Return the most blocks that a text of `tokens` tokens holds at once, computed `chunk_tokens` at a time."""
         return -(-tokens // self.block_size)
 
     def mask(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
-        """Which of the blocks start..end-1 are worth caching; None: all. boundaries: where a prompt can resume."""
+        """Return which of the blocks start..end-1 are worth caching, or None for all of them.
+
+        `boundaries` are the positions, in tokens, at which a prompt can resume.
+        """
         return None
 
     def store_mask(
         self, start: int, end: int, boundaries: Sequence[int], align: int | None, last: int | None
     ) -> list[bool] | None:
-        """Which of these blocks the CPU tier can give back to some prompt; None: all.
+        """Return which of the blocks start..end-1 the CPU tier could return to some prompt, or None for all of them.
 
-        align: tokens that loads end at a multiple of. last: the last block of the text, where its tail is kept as well.
+        Args:
+            start: The first block.
+            end: The block after the last one.
+            boundaries: Positions in tokens at which a prompt can resume.
+            align: Loads end at multiples of this many tokens.
+            last: The last block of the text, if the text's tail is kept as well.
         """
         return None
 
     def take_states(self) -> list[tuple[Job, int]]:
-        """Mamba: the states cached since the last call, with where each ends, in tokens."""
+        """Return the Mamba states cached since the last call, each with its job and its end in tokens."""
         return []
 
     def forget_states(self, job: Job) -> None:
-        """Mamba: this request's states are no longer to be taken, as its blocks are given back."""
+        """Forget the Mamba states that this job cached since the last `take_states`, as its blocks are released."""
 
     def commit(self, request: Job, tokens: int) -> None:
-        """Make the full blocks of the first `tokens` tokens findable that were not offered before, with one event.
+        """Make the full blocks of the first `tokens` tokens findable, as far as they are new, and queue one event.
 
-        The event spans the range even where blocks are masked or null: their hashes are left out, their tokens are not.
+        The event spans the whole range: it omits the hashes of masked and null blocks, but not their tokens.
         """
         table, size = request.tables[self.group_idx], self.block_size
         start, end = table.cached_blocks, tokens // size
@@ -166,9 +188,10 @@ class Group:
 
 
 class FullGroup(Group):
-    """Full attention. Where hashes are finer than its blocks, the prompt's last hash boundary is findable as well."""
+    """A full-attention group. If hashes are finer than its blocks, the prompt's last hash boundary is findable too."""
 
     def commit(self, request: Job, tokens: int) -> None:
+        """Make new full blocks findable, and the prompt's last hash boundary if it lies inside a block."""
         super().commit(request, tokens)
         unit, size = self.geometry.hash_block_size, self.block_size
         boundary = (request.prompt_tokens - 1) // unit * unit
@@ -193,33 +216,40 @@ class FullGroup(Group):
 
 
 class WindowGroup(Group):
-    """Sliding window: a token sees the `window` tokens that end with it, so older blocks are let go as it moves."""
+    """A sliding-window group: a token sees the `window` tokens that end with it, so older blocks are released."""
 
     @property
     def window(self) -> int:
+        """Tokens that one token sees, itself included."""
         assert self.shape.sliding_window is not None
         return self.shape.sliding_window
 
     def skipped_tokens(self, computed: int) -> int:
+        """Return how many tokens lie before the window of the next token."""
         return max(0, computed - self.window + 1)
 
     def drops_at(self, computed: int) -> int | None:
+        """Return the length at which the window has left one more block."""
         return self.window - 1 + (self.skipped_tokens(computed) // self.block_size + 1) * self.block_size
 
     def admission_cap(self, chunk_tokens: int, max_text_tokens: int) -> int | None:
+        """Return the blocks of a window and a chunk."""
         # One more, as the window may begin inside a block. Source: SlidingWindowSpec.max_admission_blocks_per_request.
         return -(-min(self.window - 1 + chunk_tokens, max_text_tokens) // self.block_size) + 1
 
     def peak_blocks(self, tokens: int, chunk_tokens: int) -> int:
+        """Return the blocks of a window and a chunk, or of the whole text if that is shorter."""
         held = -(-(self.window - 1 + chunk_tokens) // self.block_size) + 1
         return min(held, super().peak_blocks(tokens, chunk_tokens))
 
     def mask(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
+        """Return the blocks that a hit at a multiple of the scheduler block size needs."""
         return self.store_mask(start, end, boundaries, self.geometry.scheduler_block_size, None)
 
     def store_mask(
         self, start: int, end: int, boundaries: Sequence[int], align: int | None, last: int | None
     ) -> list[bool] | None:
+        """Return the last blocks of each segment and before each boundary: as many as a window needs."""
         size, interval = self.block_size, self.geometry.retention_interval
         if align is None or align % size:
             return None
@@ -245,31 +275,36 @@ class WindowGroup(Group):
 
 
 class ChunkedGroup(Group):
-    """Chunked local attention: a token sees its own chunk of the text and nothing before it."""
+    """A group of chunked local attention: a token sees its own chunk of the text and nothing before the chunk."""
 
     @property
     def chunk(self) -> int:
+        """Tokens of one chunk of the text."""
         assert self.shape.attention_chunk is not None
         return self.shape.attention_chunk
 
     def skipped_tokens(self, computed: int) -> int:
+        """Return where the next token's chunk begins."""
         return computed // self.chunk * self.chunk
 
     def drops_at(self, computed: int) -> int | None:
+        """Return where the next token's chunk ends."""
         return (computed // self.chunk + 1) * self.chunk
 
     def admission_cap(self, chunk_tokens: int, max_text_tokens: int) -> int | None:
+        """Return the blocks of a chunk of the text and of a step."""
         # Source: ChunkedLocalAttentionSpec.max_admission_blocks_per_request.
         return -(-min(self.chunk + chunk_tokens, max_text_tokens) // self.block_size)
 
     def peak_blocks(self, tokens: int, chunk_tokens: int) -> int:
-        # One more than admission counts, as a chunk that is no multiple of the block begins inside one.
+        """Return the blocks of a chunk of the text and of a step, or of the whole text if that is shorter."""
+        # One more than admission counts, as a chunk that is no multiple of the block size begins inside a block.
         held = -(-(self.chunk + chunk_tokens) // self.block_size) + 1
         return min(held, super().peak_blocks(tokens, chunk_tokens))
 
 
 class MambaGroup(Group):
-    """Mamba in "align" mode: a block holds the state at its end; only the running one and its predecessor are kept."""
+    """A Mamba group in "align" mode: a block holds the state at its end; only the last two states are kept."""
 
     def __init__(self, group_idx: int, shape: GroupShape, geometry: Geometry, pool: BlockPool) -> None:
         super().__init__(group_idx, shape, geometry, pool)
@@ -278,18 +313,22 @@ class MambaGroup(Group):
         self._states: list[tuple[Job, int]] = []
 
     def step_starts(self) -> None:
+        """Forget the states of the step before, which are written by now."""
         self._unwritten.clear()
         self._states.clear()
 
     def take_states(self) -> list[tuple[Job, int]]:
+        """Return the states cached since the last call, each with its job and its end in tokens."""
         states, self._states = self._states, []
         return states
 
     def forget_states(self, job: Job) -> None:
+        """Forget the states that this job cached since the last `take_states`."""
         if self._states:
             self._states = [state for state in self._states if state[0] is not job]
 
     def commit(self, request: Job, tokens: int) -> None:
+        """Make new states findable, and note that the step under way still writes them."""
         table = request.tables[self.group_idx]
         start = table.cached_blocks
         super().commit(request, tokens)
@@ -301,25 +340,29 @@ class MambaGroup(Group):
         boundary = (request.prompt_tokens - 1) // unit * unit
         if tokens == boundary > 0:
             # vLLM registers the prompt's last state again as long as no further boundary is reached
-            # (single_type_kv_cache_manager.py _cache_partial_tail_block), so whoever wants it waits a step more.
+            # (single_type_kv_cache_manager.py _cache_partial_tail_block), so another request must wait one more step.
             self._unwritten.update(table.blocks[-(-boundary // self.block_size) - 1].keys)
 
     def needed_blocks(
         self, table: Table, tokens: int, found: Sequence[Block], reached_tokens: int, cap: int | None = None
     ) -> int:
+        """Return the blocks for a new state and the hit; more than the pool has while that hit is being written."""
         if found and not self._unwritten.isdisjoint(found[-1].keys):
-            # More than there are: the request waits a step.
+            # More blocks than the pool has make the request wait a step.
             return self.pool.num_blocks + 1
         new = -(-tokens // self.block_size) - len(found) - len(table.blocks)
         return min(new, 1) + self._unheld(found)
 
     def drops_at(self, computed: int) -> int | None:
+        """Return the first length after the next block boundary."""
         return -(-computed // self.block_size) * self.block_size + 1
 
     def skipped_tokens(self, computed: int) -> int:
+        """Return all tokens but the last: a state stands for everything before it."""
         return computed - 1
 
     def drop_skipped(self, table: Table, computed: int) -> None:
+        """Release the states before the running one, and the previous running state once a later one exists."""
         if computed <= 1:
             return
         count = min(self.skipped_tokens(computed) // self.block_size, len(table.blocks))
@@ -336,20 +379,23 @@ class MambaGroup(Group):
             table.blocks[last] = self.pool.null
 
     def grow(self, table: Table, tokens: int) -> None:
+        """Add one block for the state at the end of a chunk."""
         required, held = -(-tokens // self.block_size), len(table.blocks)
         if required <= held:
             return
         if held:
             table.last_state = held - 1
-        # A chunk writes one state, at its end: the positions it runs over get none.
+        # A chunk writes one state, at its end, so the positions before that get no block.
         table.blocks += [self.pool.null] * (required - 1 - held)
         table.blocks += self.pool.take(1)
 
     def peak_blocks(self, tokens: int, chunk_tokens: int) -> int:
+        """Return 2, or fewer for a text that is shorter."""
         # The state before a step and the one that the step writes.
         return min(2, super().peak_blocks(tokens, chunk_tokens))
 
     def mask(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
+        """Return the states at the end of each retention interval and at each boundary."""
         interval = self.geometry.retention_interval
         if interval is None:
             return None
@@ -368,7 +414,7 @@ class MambaGroup(Group):
 
 
 def make_group(group_idx: int, geometry: Geometry, pool: BlockPool) -> Group:
-    """The group of that index, of the class that its kind asks for."""
+    """Return a new group of the class that handles the kind of group `group_idx`."""
     kinds: dict[Kind, type[Group]] = {
         "full_attention": FullGroup,
         "mla_attention": FullGroup,

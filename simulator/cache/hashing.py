@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's default block hash: a SHA-256 chain over pickled (parent, tokens, extra keys).
 
-Written apart from the router's hashing on purpose: both must equal vLLM, and not each other for sharing code.
+This hashing shares no code with the router's on purpose: each must equal vLLM's, and shared code could hide a mistake.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import pickle
 from collections.abc import Sequence
 
-# vLLM's seed of the root hash where PYTHONHASHSEED is unset (vLLM 0.32.0 kv_cache_utils.py:123 DEFAULT_NONE_HASH_SEED).
+# vLLM's seed of the root hash if PYTHONHASHSEED is unset (vLLM 0.32.0 kv_cache_utils.py:123 DEFAULT_NONE_HASH_SEED).
 DEFAULT_SEED = "vllm-none-hash"
 
 
@@ -19,17 +19,17 @@ def _digest(value: object) -> bytes:
 
 
 def root_hash(seed: str = DEFAULT_SEED) -> bytes:
-    """The 32 bytes that stand in for the parent of a first block."""
+    """Return the 32 bytes that stand in for the parent of a first block."""
     return _digest(seed)
 
 
 def extend_hashes(
     hashes: list[bytes], tokens: Sequence[int], block_size: int, root: bytes, cache_salt: str | None = None
 ) -> None:
-    """Append to `hashes` the hash of every full block of `tokens` that is not in it yet.
+    """Append to `hashes` the hash of every full block of `tokens` that has none yet.
 
-    hashes: one 32-byte hash a block of `block_size` tokens, prompt order. The salt enters the first block only, and
-    through the chain all others. Source: vLLM 0.32.0 kv_cache_utils.py:941 get_request_block_hasher.
+    `hashes` has one 32-byte hash for each block of `block_size` tokens, in prompt order. The salt enters the first
+    block only, and through the chain all others. Source: vLLM 0.32.0 kv_cache_utils.py:941 get_request_block_hasher.
     """
     parent = hashes[-1] if hashes else root
     for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):

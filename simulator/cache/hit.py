@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replica reuses of a prompt: vLLM's finders over the pool itself, group by group, until all agree.
+"""The prefix that a replica reuses of a prompt: vLLM's finders run on the pool, group by group, until all agree.
 
-This is the engine's truth that predictions are judged by, so it shares no code with the router's rule and favours
-plain loops over speed. It returns blocks, not only a length: the allocation holds exactly the blocks that were found.
+Predictions are judged against this result, so it shares no code with the router's rule and favours plain loops over
+speed. It returns blocks, not only a length, because the allocation holds exactly the blocks that were found.
 Source: vLLM 0.32.0 single_type_kv_cache_manager.py (finders), kv_cache_coordinator.py:796 (agreement). No EAGLE drops.
 """
 
@@ -17,19 +17,18 @@ from kvrouter.simulator.cache.shapes import FULL_KINDS, Geometry, GroupShape
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """blocks: per group, one entry a block of the hit, the null block where nothing is needed. Lengths in tokens.
+    """The longest prefix that every group can resume at. Lengths in tokens."""
 
-    junction: where another group's prefix ended beyond the common hit, 0 when none did: the point at which sparse
-    groups keep a checkpoint, so that the next sibling can resume there.
-    """
-
+    # Per group, one entry for each block of the hit; the null block where the group needs none.
     blocks: tuple[list[Block], ...]
     tokens: int
+    # The length at which another group's prefix ended beyond the common hit, or 0. Sparse groups keep a checkpoint
+    # there, so that the next prompt with the same beginning can resume at it.
     junction: int
 
 
 def group_hashes(hashes: Sequence[bytes], hash_block_size: int, block_size: int) -> Sequence[bytes]:
-    """The hashes at the boundaries of a group's own blocks: each chains over the whole prefix."""
+    """Return the hashes at the ends of a group's own blocks, each of which covers the whole prefix."""
     step = block_size // hash_block_size
     return hashes if step == 1 else hashes[step - 1 :: step]
 
@@ -37,13 +36,13 @@ def group_hashes(hashes: Sequence[bytes], hash_block_size: int, block_size: int)
 def _full(
     pool: BlockPool, ids: Sequence[int], hashes: Sequence[bytes], limit: int, size: int, align: int
 ) -> list[list[Block]]:
-    """Unbroken run from block 0, cut down to the alignment."""
+    """Return the unbroken run from block 0, cut down to the alignment."""
     columns: list[list[Block]] = []
     for block_hash in hashes[: limit // size]:
-        found = pool.find(ids, block_hash)
-        if found is None:
+        column = pool.find(ids, block_hash)
+        if column is None:
             break
-        columns.append(found)
+        columns.append(column)
     while len(columns) * size % align:
         columns.pop()
     return columns
@@ -52,19 +51,19 @@ def _full(
 def _sliding(
     pool: BlockPool, ids: Sequence[int], hashes: Sequence[bytes], limit: int, size: int, align: int, window: int
 ) -> list[list[Block]]:
-    """The rightmost aligned run that covers the window, else the aligned part of a run that starts at block 0."""
+    """Return the rightmost aligned run that covers the window, else the aligned part of a run from block 0."""
     need = -(-(window - 1) // size)
     nothing = [pool.null] * len(ids)
     columns = [nothing] * (limit // size)
     run = 0
     for i in range(len(columns) - 1, -1, -1):
-        found = pool.find(ids, hashes[i])
-        if found is None:
+        column = pool.find(ids, hashes[i])
+        if column is None:
             run = 0
             continue
         if run == 0 and (i + 1) * size % align:
             continue
-        columns[i] = found
+        columns[i] = column
         run += 1
         if run >= need:
             return columns[: i + run]
@@ -77,24 +76,24 @@ def _sliding(
 def _chunked(
     pool: BlockPool, ids: Sequence[int], hashes: Sequence[bytes], limit: int, size: int, chunk: int
 ) -> list[list[Block]]:
-    """All blocks before the chunk that `limit` lies in, which nobody needs, then the unbroken run inside it."""
+    """Return null blocks up to the chunk of `limit`, which needs none before it, then the unbroken run inside it."""
     columns = [[pool.null] * len(ids)] * (limit // chunk * chunk // size)
     for block_hash in hashes[len(columns) : limit // size]:
-        found = pool.find(ids, block_hash)
-        if found is None:
+        column = pool.find(ids, block_hash)
+        if column is None:
             break
-        columns.append(found)
+        columns.append(column)
     return columns
 
 
 def _mamba(
     pool: BlockPool, ids: Sequence[int], hashes: Sequence[bytes], limit: int, size: int, align: int
 ) -> list[list[Block]]:
-    """The rightmost aligned boundary whose state is there; the blocks before it are not needed."""
+    """Return the rightmost aligned block whose state is cached, behind null blocks, as none before it is needed."""
     for i in range(limit // size - 1, -1, -1):
-        found = pool.find(ids, hashes[i])
-        if found is not None and (i + 1) * size % align == 0:
-            return [[pool.null] * len(ids)] * i + [found]
+        column = pool.find(ids, hashes[i])
+        if column is not None and (i + 1) * size % align == 0:
+            return [[pool.null] * len(ids)] * i + [column]
     return []
 
 
@@ -113,9 +112,9 @@ def _columns(
 
 
 def find_prefix(pool: BlockPool, geometry: Geometry, hashes: Sequence[bytes], limit: int) -> PrefixHit:
-    """The longest prefix of at most `limit` tokens that every group can resume at. Changes nothing.
+    """Find the longest prefix of at most `limit` tokens that every group can resume at. Changes nothing.
 
-    hashes: the prompt's block hashes at the hash block size, block 0 first.
+    `hashes` are the prompt's block hashes at the hash block size, in prompt order.
     """
     align = geometry.scheduler_block_size
     classes = geometry.classes
@@ -129,7 +128,7 @@ def find_prefix(pool: BlockPool, geometry: Geometry, hashes: Sequence[bytes], li
         for n, ids in enumerate(classes):
             shape = geometry.groups[ids[0]]
             if shape.kind in FULL_KINDS and not first_pass:
-                # Any prefix of an unbroken run is one too: its first answer needs no second look, only trimming.
+                # Any prefix of an unbroken run is a run too, so the first result only needs trimming.
                 length = min(length, len(columns[n]) * shape.block_size)
                 continue
             columns[n] = _columns(pool, shape, ids, views[n], length, align)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request on its way through one replica: its text, how much of it is computed, and its blocks."""
+"""A request on its way through one replica: its text, how much of the text is computed, and its blocks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvrouter.simulator.cache.text import Text
 
 @dataclass(slots=True)
 class Table:
-    """One request's blocks in one group, by position; the null block where none is kept.
-
-    cached_blocks: positions that were offered to the cache already. retired_blocks and last_state: Mamba only.
-    """
+    """One request's blocks in one group, by position; the null block where none is kept."""
 
     blocks: list[Block] = field(default_factory=list)
+    # Leading positions that have been offered to the cache.
     cached_blocks: int = 0
+    # Mamba only: leading positions whose states `drop_skipped` has gone through.
     retired_blocks: int = 0
+    # Mamba only: the position of the state before the running one.
     last_state: int | None = None
 
 
@@ -27,38 +27,39 @@ class Handover(enum.Enum):
     """A request's part in disaggregated prefill (P/D)."""
 
     NONE = enum.auto()
-    # It is to be continued elsewhere: when it ends it says which blocks hold its prompt.
+    # The request is continued elsewhere: when it ends, it reports which blocks hold its prompt.
     GIVES = enum.auto()
-    # Another replica computed its prompt: its blocks are received, not computed.
+    # Another replica computed the prompt: the blocks are received, not computed.
     TAKES = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request. Lengths in tokens.
-
-    computed: tokens whose KV is there, or will be after the step or the load under way. quiet_until: up to this length
-    a step of one token needs nothing from any group, so that most decode steps touch no block. reused: found in the
-    GPU's cache when it was first admitted; loaded: brought from elsewhere then (CPU tier, another replica). junction:
-    see PrefixHit. loading: a load writes into its blocks; committed: what a load has written is findable. given_blocks:
-    by group, what it left to another replica.
-    """
+    """One request. Lengths in tokens."""
 
     text: Text
     prompt_tokens: int
     max_tokens: int
     tables: list[Table]
+    # Tokens whose KV exists, or will exist after the step or the load under way.
     computed: int = 0
+    # Up to this length a step of one token needs nothing from any group, so most decode steps touch no block.
     quiet_until: int = 0
+    # See `PrefixHit.junction`.
     junction: int = 0
+    # Tokens found in the GPU's cache when the request was first admitted; None before that.
     reused: int | None = None
+    # Tokens brought from the CPU tier or from another replica at that time.
     loaded: int = 0
     last_token: int = -1
     preemptions: int = 0
     running: bool = False
     handover: Handover = Handover.NONE
+    # By group, the blocks that the request left for another replica.
     given_blocks: list[list[int]] = field(default_factory=list)
+    # Whether a load writes into the request's blocks.
     loading: bool = False
+    # Whether the blocks that a load has written are findable.
     committed: bool = True
     finished: bool = False
     aborted: bool = False
@@ -70,10 +71,10 @@ class Job:
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that were not computed, as `usage` reports them. 0 before it is admitted."""
+        """Prompt tokens that were not computed, as `usage` reports them; 0 before the request is admitted."""
         return (self.reused or 0) + self.loaded
 
     @property
     def prefill_end(self) -> int:
-        """Where prefill ends: a resumed request computes its own output again. Source: scheduler.py:468."""
+        """Length at which prefill ends: a resumed request computes its own output again. Source: scheduler.py:468."""
         return max(self.prompt_tokens, self.text.num_tokens - 1)

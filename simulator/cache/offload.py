@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replica moves between its GPU and its CPU tier: vLLM's OffloadingConnector, scheduler side.
+"""Transfers between a replica's GPU and its CPU tier, as the scheduler side of vLLM's OffloadingConnector plans them.
 
 Prompts are stored as their blocks become full, and loaded where the tier reaches further than the GPU's cache. Chunks
-of one block, prompts only, no EAGLE (vLLM's defaults); a prompt that is aborted during its prefill keeps no shorter
-tail. Source: vLLM 0.32.0 kv_connector/v1/offloading/scheduler.py. No I/O or clock: whoever drives the replica says when
-a transfer has ended.
+have one block, and only prompts are stored (vLLM's defaults, without EAGLE). A prompt that is aborted during its
+prefill keeps no shorter tail. Source: vLLM 0.32.0 kv_connector/v1/offloading/scheduler.py. No I/O or clock: the caller
+reports when a transfer has ended.
 """
 
 from __future__ import annotations
@@ -21,35 +21,38 @@ from kvrouter.simulator.cache.shapes import FULL_KINDS, WINDOW_KINDS, GroupShape
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Chunks on their way. tokens: how much of the text a load brings; 0 for a store."""
+    """A load or a store of chunks that is under way."""
 
     number: int
     job: Job
     keys: tuple[Key, ...]
+    # How much of the text a load brings, in tokens; 0 for a store.
     tokens: int = 0
 
     @property
     def is_load(self) -> bool:
-        """From the tier to the GPU."""
+        """Whether the transfer goes from the tier to the GPU."""
         return self.tokens > 0
 
 
 @dataclass(slots=True)
 class _Request:
-    """What is known of a request here. blocks: by group, as they were allocated; None: null, or given to another
-    since."""
+    """The offloading state of one request."""
 
+    # By group, in the order of allocation; None for the null block and for one that another request has taken since.
     blocks: list[list[Block | None]]
+    # By group, the first block that has not been offered to the tier.
     next_stored: list[int]
     uses: Uses = field(default_factory=Uses)
     transfers: set[int] = field(default_factory=set)
+    # The length of the hit on the GPU, in tokens.
     local_tokens: int = 0
-    # Its whole prompt has been offered: nothing more is stored of it.
+    # Whether the whole prompt has been offered, so that nothing more of it is stored.
     offered: bool = False
 
 
 class Offload:
-    """Decides what is stored and loaded. Every live job has a `_Request` from its first look-up to its end."""
+    """The decisions on stores and loads. Every live job has a `_Request` from its first look-up to its end."""
 
     def __init__(self, cache: KVCache, num_chunks: int) -> None:
         self.tier = CpuTier(num_chunks)
@@ -57,12 +60,13 @@ class Offload:
         self._shapes = cache.geometry.groups
         full = [g for g, shape in enumerate(self._shapes) if shape.kind in FULL_KINDS]
         sparse = [g for g, shape in enumerate(self._shapes) if shape.kind not in FULL_KINDS]
-        # The largest window first: it is the most likely to shorten a hit.
+        # The largest window comes first, as it is the most likely to shorten a hit.
         self._sparse = sorted(sparse, key=lambda g: -self._window_chunks(self._shapes[g]))
         self._order = full + self._sparse
         self._mamba_size = next((shape.block_size for shape in self._shapes if shape.kind == "mamba"), None)
         sizes = {self._shapes[g].block_size for g in full}
-        # Where loads can end, so that what can never serve one is not stored; None: no one answer.
+        # Loads end at multiples of this many tokens, so a chunk that can serve none is not stored. None: there is no
+        # single such number.
         self._align = sizes.pop() if len(sizes) == 1 else None
         if not full:
             self._align = max(shape.block_size for shape in self._shapes)
@@ -76,11 +80,14 @@ class Offload:
 
     @property
     def busy(self) -> bool:
-        """Transfers are under way, or chunks of an ended request are still to be looked at."""
+        """Whether transfers are under way, or chunks of an ended request are still to be offered."""
         return bool(self._transfers or self._ended)
 
     def find(self, job: Job, local_tokens: int) -> int | None:
-        """Tokens that can be loaded beyond `local_tokens`; None: ask again next step, as a transfer must end first."""
+        """Return the tokens that can be loaded beyond `local_tokens`, or None if a transfer must end first.
+
+        After None, the caller tries again in the next step.
+        """
         request = self._requests.get(job)
         if request is None:
             groups = len(self._shapes)
@@ -92,7 +99,7 @@ class Offload:
         return self.ask(job.text.hashes, job.text.num_tokens, local_tokens)
 
     def begin_load(self, job: Job, loaded_tokens: int) -> None:
-        """A request got blocks for what is loaded behind its local hit."""
+        """Begin the load of `loaded_tokens` tokens behind the hit on the GPU; the job has its blocks already."""
         request = self._requests[job]
         reached = request.local_tokens + loaded_tokens
         keys: dict[Key, int] = {}
@@ -111,12 +118,12 @@ class Offload:
         self._new_loads.append(self._transfer(job, keys, loaded_tokens))
 
     def ended(self, job: Job) -> None:
-        """A request is over, finished or aborted."""
+        """Note that a request has ended, finished or aborted."""
         if job in self._requests:
             self._ended.append(job)
 
     def plan(self, jobs: Sequence[Job]) -> tuple[list[Transfer], list[Transfer]]:
-        """What a step that computes these jobs loads and stores."""
+        """Return the loads and the stores that begin with a step that computes these jobs."""
         self._note_blocks(jobs)
         stores = self._store_states()
         for job in (*jobs, *self._ended):
@@ -132,7 +139,7 @@ class Offload:
         return loads, stores
 
     def end(self, number: int) -> Transfer:
-        """A transfer has ended."""
+        """End a transfer, and return it."""
         transfer = self._transfers.pop(number)
         if transfer.is_load:
             self.tier.end_load(transfer.keys)
@@ -144,15 +151,15 @@ class Offload:
         return transfer
 
     def take_events(self) -> list[CacheEvent]:
-        """What came to the tier and left it since the last call."""
+        """Return the chunks that arrived in the tier and left it since the last call."""
         return self.tier.take_events()
 
     # Look-ups
 
     def ask(self, hashes: Sequence[bytes], num_tokens: int, local_tokens: int) -> int | None:
-        """What `find` would say to such a prompt. Changes nothing.
+        """Return what `find` would return for such a prompt. Changes nothing.
 
-        Groups shorten the hit in turn until it stands. Source: _lookup_complete_chunks.
+        The groups shorten the hit in turn until it no longer changes. Source: _lookup_complete_chunks.
         """
         limit = num_tokens
         if self._sparse:
@@ -171,13 +178,13 @@ class Offload:
                 if limit - local_tokens < size:
                     return 0
                 start, end = local_tokens // size, min(-(-limit // size), chunks)
-                found = self._run(hashes, g, start, end, limit)
-                if found == 0:
+                run = self._run(hashes, g, start, end, limit)
+                if run == 0:
                     return 0
-                if found is None:
+                if run is None:
                     deferred = True
                 else:
-                    limit = min(limit, size * (start + found))
+                    limit = min(limit, size * (start + run))
                 new = limit - local_tokens
                 if new < size:
                     return 0
@@ -194,25 +201,25 @@ class Offload:
 
     def _run(self, hashes: Sequence[bytes], g: int, start: int, end: int, limit: int) -> int | None:
         shape = self._shapes[g]
-        found = [self.tier.lookup(self._key(hashes, g, i)) for i in range(start, end)]
+        lookups = [self.tier.lookup(self._key(hashes, g, i)) for i in range(start, end)]
         if shape.kind in FULL_KINDS:
-            length = next((n for n, there in enumerate(found) if there is False), len(found))
-            return None if None in found[:length] else length
+            length = next((n for n, lookup in enumerate(lookups) if lookup is False), len(lookups))
+            return None if None in lookups[:length] else length
         window = self._window_chunks(shape)
         required = self._load_window(shape, min(limit, end * shape.block_size))
         run, pending = 0, False
-        for i in range(len(found) - 1, -1, -1):
-            if found[i] is False:
+        for i in range(len(lookups) - 1, -1, -1):
+            if lookups[i] is False:
                 run, pending, required = 0, False, window
             else:
                 run += 1
-                pending |= found[i] is None
+                pending |= lookups[i] is None
             if run == required:
                 return None if pending else i + required
         return None if pending else run
 
     def _waits_for_load(self, hashes: Sequence[bytes], local_tokens: int, hit: int) -> bool:
-        """Whether another request is loading what this one would load: then it waits and finds it on the GPU."""
+        """Return whether another request is loading the same chunks: then this one waits and finds them on the GPU."""
         if not self._loading:
             return False
         for g, shape in enumerate(self._shapes):
@@ -226,12 +233,12 @@ class Offload:
 
     @staticmethod
     def _window_chunks(shape: GroupShape) -> int:
-        """How many chunks of a sparse group a hit needs."""
+        """Return how many chunks of a sparse group a hit needs."""
         reach = shape.sliding_window or shape.attention_chunk or 1
         return 1 if shape.kind == "mamba" else -(-reach // shape.block_size)
 
     def _load_window(self, shape: GroupShape, tokens: int) -> int:
-        """The same for a hit of this many tokens, which may end inside a chunk."""
+        """Return how many chunks a hit of this many tokens needs, as it may end inside a chunk."""
         window = self._window_chunks(shape)
         if shape.kind in WINDOW_KINDS:
             assert shape.sliding_window is not None
@@ -242,7 +249,10 @@ class Offload:
     # Stores
 
     def _note_blocks(self, jobs: Sequence[Job]) -> None:
-        """Take over what the step allocated, and forget what it took from others. Source: _update_req_states."""
+        """Record the blocks that the step allocated, and drop them from the requests that had them before.
+
+        Source: _update_req_states.
+        """
         null = self._cache.pool.null
         before: dict[Job, list[int]] = {}
         for job in jobs:
@@ -264,7 +274,7 @@ class Offload:
                         blocks[i] = None
 
     def _store_states(self) -> list[Transfer]:
-        """Mamba's states are stored one by one, by the boundary that they were cached at."""
+        """Store Mamba states one by one, each under the boundary at which it was cached."""
         by_job: dict[Job, list[tuple[int, int]]] = {}
         for g, group in enumerate(self._cache.groups):
             for job, boundary in group.take_states():
@@ -283,7 +293,7 @@ class Offload:
         return stores
 
     def _store(self, job: Job) -> Transfer | None:
-        """Offer a request's chunks that became full. Source: _build_store_jobs."""
+        """Offer the tier a request's chunks that have become full. Source: _build_store_jobs."""
         request = self._requests[job]
         if request.offered:
             return None

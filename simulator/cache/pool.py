@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The physical blocks of a replica: one pool shared by all KV cache groups, as vLLM's BlockPool manages it.
 
-Invariants: a block is in the free queue exactly when its `refs` is 0; a key is findable exactly while some block
-carries it; every change of what is findable leaves an event, in order. Source of each rule: vLLM 0.32.0 block_pool.py.
-No I/O, clock or lock.
+A block is in the free queue exactly when its `refs` is 0. A key is findable exactly while some block carries it. Every
+change of the findable keys leaves an event, in order. Source of each rule: vLLM 0.32.0 block_pool.py. No I/O, clock or
+lock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Key(NamedTuple):
-    """What a block is found by: the group it belongs to and the hash of the prefix that ends with it."""
+    """The key that a block is found by: its group, and the hash of the prefix that ends with it."""
 
     group_idx: int
     block_hash: bytes
@@ -23,7 +23,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One group cached the blocks of a token range. `hashes` leaves out masked and null ones, `tokens` does not."""
+    """The event that one group cached the blocks of a token range.
+
+    `hashes` omits masked and null blocks; `tokens` has the whole range.
+    """
 
     group_idx: int
     hashes: tuple[bytes, ...]
@@ -35,25 +38,25 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """One physical copy of a block is no longer findable."""
+    """The event that one physical copy of a block is no longer findable."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Every block was forgotten at once."""
+    """The event that every block was forgotten at once."""
 
 
 Event = Stored | Removed | Cleared
 
 
 class PoolExhausted(RuntimeError):
-    """More blocks were requested than are free."""
+    """A request for more blocks than are free."""
 
 
 class Block:
-    """One physical block. `keys` holds what it can be found by, the key of its full block first; mostly one or none."""
+    """One physical block. `keys` are the keys it can be found by, that of the full block first; mostly one or none."""
 
     __slots__ = ("block_id", "keys", "refs")
 
@@ -67,7 +70,7 @@ class Block:
 
 
 class BlockPool:
-    """`num_blocks` physical blocks, of which block 0 is the null block that stands for positions nobody keeps."""
+    """A pool of `num_blocks` physical blocks. Block 0 is the null block, which stands for positions without a block."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
@@ -75,8 +78,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.null = Block(0)
         self._free: OrderedDict[int, Block] = OrderedDict((i, Block(i)) for i in range(1, num_blocks))
-        # By group and hash: the copies in the order in which they were cached; a look-up gets the oldest.
-        # Most keys have one copy, and a dict for each would be most of the memory.
+        # By group and hash: the copies in the order in which they were cached; a look-up returns the oldest. Most keys
+        # have one copy, which stands here without a dict, as a dict for each key would take most of the memory.
         self._found: defaultdict[int, dict[bytes, Block | dict[int, Block]]] = defaultdict(dict)
         self._events: list[Event] = []
 
@@ -86,34 +89,34 @@ class BlockPool:
         return len(self._free)
 
     def free_order(self) -> list[int]:
-        """Ids of the free blocks, the next to be taken first."""
+        """Return the ids of the free blocks, the next to be taken first."""
         return list(self._free)
 
     def copies(self, key: Key) -> int:
-        """How many physical blocks carry `key`."""
-        found = self._found[key.group_idx].get(key.block_hash)
-        return 0 if found is None else 1 if isinstance(found, Block) else len(found)
+        """Return how many physical blocks carry `key`."""
+        copies = self._found[key.group_idx].get(key.block_hash)
+        return 0 if copies is None else 1 if isinstance(copies, Block) else len(copies)
 
     def resident(self) -> dict[Key, int]:
-        """Every findable key with its number of copies."""
+        """Return every findable key with its number of copies."""
         return {
             (key := Key(group_idx, block_hash)): self.copies(key)
-            for group_idx, found in self._found.items()
-            for block_hash in found
+            for group_idx, by_hash in self._found.items()
+            for block_hash in by_hash
         }
 
     def find(self, group_ids: Sequence[int], block_hash: bytes) -> list[Block] | None:
-        """The oldest copy in each of the groups, or None where any of them has none."""
-        found = []
+        """Return the oldest copy in each of the groups, or None if any group has none."""
+        blocks = []
         for group_idx in group_ids:
-            held = self._found[group_idx].get(block_hash)
-            if held is None:
+            copies = self._found[group_idx].get(block_hash)
+            if copies is None:
                 return None
-            found.append(held if isinstance(held, Block) else next(iter(held.values())))
-        return found
+            blocks.append(copies if isinstance(copies, Block) else next(iter(copies.values())))
+        return blocks
 
     def take(self, count: int) -> list[Block]:
-        """`count` blocks from the head of the free queue, each losing what it was found by. Raises PoolExhausted."""
+        """Take `count` blocks from the head of the free queue, and their keys from them. Raises PoolExhausted."""
         if count > len(self._free):
             raise PoolExhausted(f"{count} blocks are needed, {len(self._free)} of {self.num_blocks - 1} are free")
         taken = [self._free.popitem(last=False)[1] for _ in range(count)]
@@ -133,7 +136,7 @@ class BlockPool:
             block.refs += 1
 
     def release(self, blocks: Iterable[Block]) -> None:
-        """Let go of these blocks, given in the order in which they shall be evicted.
+        """Release these blocks, given in the order in which they are to be evicted.
 
         A block without a key can serve no hit: it goes to the head of the queue. One with a key goes to the tail (LRU).
         Source: block_pool.py:733 free_blocks.
@@ -154,37 +157,39 @@ class BlockPool:
             self._free.move_to_end(block.block_id, last=False)
 
     def cache(self, block: Block, key: Key) -> bool:
-        """Make `block` findable by `key`; False when it already is. No event: the caller publishes a range at a
-        time."""
+        """Make `block` findable by `key`. Returns False if it already is.
+
+        No event is queued, as the caller publishes one for a whole range.
+        """
         if key in block.keys:
             return False
         block.keys = (*block.keys, key)
-        found = self._found[key.group_idx]
-        held = found.setdefault(key.block_hash, block)
-        if held is not block:
-            if isinstance(held, Block):
-                held = found[key.block_hash] = {held.block_id: held}
-            held[block.block_id] = block
+        by_hash = self._found[key.group_idx]
+        copies = by_hash.setdefault(key.block_hash, block)
+        if copies is not block:
+            if isinstance(copies, Block):
+                copies = by_hash[key.block_hash] = {copies.block_id: copies}
+            copies[block.block_id] = block
         return True
 
     def forget(self, block: Block) -> None:
-        """Take all its keys from a block, with one Removed a key."""
+        """Remove all keys from a block, with one Removed event for each."""
         for key in block.keys:
-            found = self._found[key.group_idx]
-            held = found[key.block_hash]
-            if isinstance(held, dict):
-                del held[block.block_id]
-            if held is block or not held:
-                del found[key.block_hash]
+            by_hash = self._found[key.group_idx]
+            copies = by_hash[key.block_hash]
+            if isinstance(copies, dict):
+                del copies[block.block_id]
+            if copies is block or not copies:
+                del by_hash[key.block_hash]
             self._events.append(Removed(key))
         block.keys = ()
 
     def tell(self, event: Stored) -> None:
-        """Queue an event of the caller behind those of the pool."""
+        """Queue an event of the caller behind the pool's own events."""
         self._events.append(event)
 
     def reset(self) -> bool:
-        """Forget every key, with one Cleared. Refused (False) while a request holds a block."""
+        """Forget every key, with one Cleared event. Does nothing and returns False while a request holds a block."""
         if self.num_free != self.num_blocks - 1:
             return False
         for block in self._free.values():
@@ -194,6 +199,6 @@ class BlockPool:
         return True
 
     def take_events(self) -> list[Event]:
-        """What happened since the last call, oldest first."""
+        """Return the events since the last call, oldest first."""
         events, self._events = self._events, []
         return events

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache groups of a model as vLLM forms them, and what follows from them. Pure values.
+"""The KV cache groups of a model as vLLM forms them, and the sizes that follow from them. Pure values.
 
-Geometry is what the scheduler needs to know of a model; weights, layers and heads do not matter to it.
+A geometry is all that the scheduler needs to know of a model: weights, layers and heads do not matter to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class UnsupportedGeometry(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """One KV cache group; sizes in tokens. Equal shapes are looked up jointly, as vLLM does for equal specs."""
+    """One KV cache group, with sizes in tokens. Equal shapes are looked up jointly, as vLLM does for equal specs."""
 
     kind: Kind
     block_size: int
@@ -52,14 +52,12 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """All groups of a model in group_idx order, and how densely window and state checkpoints are kept.
-
-    retention_interval (tokens): 0 keeps only what a replayed or a shared prompt can resume at (vLLM's default since
-    0.29), None keeps everything, n > 0 one checkpoint every n tokens besides.
-    """
+    """All groups of a model in group_idx order, and how densely window and state checkpoints are kept."""
 
     name: str
     groups: tuple[GroupShape, ...]
+    # In tokens. 0 keeps only the checkpoints at which a repeated or a shared prompt can resume (vLLM's default since
+    # 0.29), n > 0 also one checkpoint every n tokens, and None keeps all.
     retention_interval: int | None = 0
 
     def __post_init__(self) -> None:
@@ -87,12 +85,12 @@ class Geometry:
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens a block hash advances by: vLLM's gcd of the group block sizes."""
+        """Tokens that each block hash covers: vLLM's gcd of the group block sizes."""
         return math.gcd(*(group.block_size for group in self.groups))
 
     @property
     def scheduler_block_size(self) -> int:
-        """Tokens a hit length is a multiple of: vLLM's lcm of the group block sizes."""
+        """Tokens that every hit length is a multiple of: vLLM's lcm of the group block sizes."""
         return math.lcm(*(group.block_size for group in self.groups))
 
     @property
@@ -106,14 +104,14 @@ class Geometry:
 
 
 def llama(block_size: int = 16, retention_interval: int | None = 0) -> Geometry:
-    """Full attention in every layer: one group."""
+    """Return one group: full attention in every layer."""
     return Geometry("llama", (GroupShape("full_attention", block_size),), retention_interval)
 
 
 def gemma3(
     block_size: int = 16, window: int = 1024, sliding_groups: int = 5, retention_interval: int | None = 0
 ) -> Geometry:
-    """Five sliding-window layers to one of full attention: as many window groups, then the full-attention group."""
+    """Return five sliding-window groups and one of full attention, as there are five such layers to one."""
     sliding = GroupShape("sliding_window", block_size, window)
     return Geometry(
         "gemma3", (sliding,) * sliding_groups + (GroupShape("full_attention", block_size),), retention_interval
@@ -121,13 +119,13 @@ def gemma3(
 
 
 def gpt_oss(block_size: int = 16, window: int = 128, retention_interval: int | None = 0) -> Geometry:
-    """Window and full attention in turn: one group each."""
+    """Return one sliding-window group and one of full attention, as the layers alternate."""
     groups = (GroupShape("sliding_window", block_size, window), GroupShape("full_attention", block_size))
     return Geometry("gpt-oss", groups, retention_interval)
 
 
 def qwen3_next(block_size: int = 544, mamba_groups: int = 3, retention_interval: int | None = 0) -> Geometry:
-    """Three linear-attention layers to one of full attention: as many Mamba groups, then the full-attention group.
+    """Return three Mamba groups and one of full attention, as there are three linear-attention layers to one.
 
     vLLM raises the block size until an attention page is as large as a Mamba state, hence the odd default.
     """
@@ -138,18 +136,19 @@ def qwen3_next(block_size: int = 544, mamba_groups: int = 3, retention_interval:
 def llama4(
     block_size: int = 16, chunk: int = 8192, chunked_groups: int = 3, retention_interval: int | None = 0
 ) -> Geometry:
-    """Three layers of chunked local attention to one of full: as many chunked groups, then the full-attention group."""
+    """Return three groups of chunked local attention and one of full, as there are three such layers to one."""
     local = GroupShape("chunked_local_attention", block_size, attention_chunk=chunk)
     groups = (local,) * chunked_groups + (GroupShape("full_attention", block_size),)
     return Geometry("llama4", groups, retention_interval)
 
 
 def deepseek_v4(block_size: int = 256, window: int = 128, retention_interval: int | None = 0) -> Geometry:
-    """Compressed attention beside a sliding window: one block of it holds this many tokens, a compressor's state few.
+    """Return the five groups of compressed attention beside a sliding window.
 
-    The groups that vLLM 0.32.0 makes of 43 layers with the compression ratios 0, 0, 4, 128, 4, ...
-    (kv_cache_utils.py:1860 _get_packed_kv_cache_groups): two of sliding windows, in blocks of a quarter; the compressed
-    attention and its indexer; the states of the compressors by 4 (of 8 tokens) and by 128.
+    One block of compressed attention holds `block_size` tokens, a block of a compressor's state only a few. vLLM 0.32.0
+    makes these groups of 43 layers with the compression ratios 0, 0, 4, 128, 4, ...
+    (kv_cache_utils.py:1860 _get_packed_kv_cache_groups): two of sliding windows, in blocks of a quarter of the size;
+    the compressed attention and its indexer; the states of the compressors by 4 (of 8 tokens) and by 128.
     """
     sliding = GroupShape("sliding_window_mla", max(block_size // 4, 1), window)
     by_4 = GroupShape("sliding_window_mla", max(block_size // 64, 1), 8)
@@ -171,7 +170,10 @@ SHAPES: dict[str, Callable[..., Geometry]] = {
 def make_geometry(
     name: str, *, block_size: int | None = None, window: int | None = None, retention_interval: int | None = 0
 ) -> Geometry:
-    """The shape of that name, with its own sizes where none are given. Raises UnsupportedGeometry."""
+    """Return the geometry of the shape called `name`, with the shape's own sizes for those that are None.
+
+    Raises UnsupportedGeometry.
+    """
     shape = SHAPES.get(name)
     if shape is None:
         raise UnsupportedGeometry(f"there is no shape {name!r}; take one of {', '.join(SHAPES)}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request says: its tokens as far as they matter to the cache, and the hashes that its blocks are known by.
+"""The text of a request: its tokens as far as they matter to the cache, and the hashes of its blocks.
 
-A text grows by one sampled token at a time and never changes otherwise. `hashes` always holds one hash for every full
-block of `hash_block_size` tokens, prompt order, each chaining over the whole prefix.
+A text grows by one sampled token at a time and never changes in any other way. `hashes` always holds one hash for every
+full block of `hash_block_size` tokens, in prompt order, each chaining over the whole prefix.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from kvrouter.simulator.cache.tokenizer import FIRST_WORD, VOCABULARY
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """A stand-in for greedy sampling: the same text always goes on in the same way, and in whole words."""
+    """Return a stand-in for greedy sampling: the same text always continues in the same way, and in whole words."""
     return FIRST_WORD + zlib.crc32(repr((len(tokens), tokens[-8:])).encode()) % (VOCABULARY - FIRST_WORD)
 
 
 class Text(Protocol):
-    """What the scheduler asks of a text."""
+    """The interface of a text that the scheduler uses."""
 
     num_tokens: int
     hashes: list[bytes]
     cache_salt: str | None
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """The token ids of a range, for events; empty where the text has none."""
+        """Return the token ids of a range, for events; empty if the text has none."""
         ...
 
     def grow(self) -> int:
-        """Sample and append one token."""
+        """Sample and append one token, and return it."""
         ...
 
 
@@ -63,7 +63,7 @@ class TokenText:
         extend_hashes(self.hashes, self._ids, hash_block_size, root, cache_salt)
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """The token ids of a range."""
+        """Return the token ids of a range."""
         return tuple(self._ids[start:end])
 
     def grow(self) -> int:
@@ -87,10 +87,11 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class PieceText:
-    """A text of which only the identity of its pieces is known, as request traces have it. It has no token ids.
+    """A text of which only the identity of its pieces is known, as in request traces. It has no token ids.
 
-    Equal piece ids mean equal prefixes up to the piece's end (the Mooncake traces' rule), so a block's hash is made of
-    its piece's id and its place in it: 8 bytes, without hashing a token. What is sampled is shared with no other text.
+    Equal piece ids mean equal prefixes up to the piece's end (the Mooncake traces' rule). So the hash of a block is
+    made of its piece's id and its place in the piece: 8 bytes, without hashing a token. Sampled tokens are shared with
+    no other text.
     """
 
     __slots__ = ("_hash_block_size", "_number", "cache_salt", "hashes", "num_tokens")
@@ -104,10 +105,15 @@ class PieceText:
         hash_block_size: int,
         number: int,
     ) -> None:
-        """number: distinguishes this text's own tokens from those of every other one. Raises ValueError for sizes that
-        do not fit.
+        """Create a text from the ids of its pieces. Raises ValueError if the sizes do not match.
 
-        A prompt's last piece is mostly not full; its id stands for the tokens that are there.
+        Args:
+            piece_ids: One id for each piece. The last piece of a prompt is usually not full; its id stands for the
+                tokens that it has.
+            num_tokens: The length of the text.
+            piece_tokens: Tokens in a full piece.
+            hash_block_size: Tokens in a hashed block; it divides `piece_tokens`.
+            number: Distinguishes this text's sampled tokens from those of every other text.
         """
         if piece_tokens % hash_block_size:
             raise ValueError(
@@ -126,23 +132,23 @@ class PieceText:
     def hash_numbers(
         piece_ids: Sequence[int] | NDArray[np.uint64], num_tokens: int, piece_tokens: int, hash_block_size: int
     ) -> NDArray[np.uint64]:
-        """The hashes of a prompt's full blocks as routers know them: (num_tokens // hash_block_size,) numbers."""
-        a_piece = piece_tokens // hash_block_size
+        """Return the hashes of a prompt's full blocks as routers see them: (num_tokens // hash_block_size,) numbers."""
+        per_piece = piece_tokens // hash_block_size
         ids = np.asarray(piece_ids, np.uint64)
-        places = np.tile(np.arange(1, a_piece + 1, dtype=np.uint64), len(ids))
-        return _mixed((np.repeat(ids, a_piece) * np.uint64(a_piece) + places)[: num_tokens // hash_block_size])
+        positions = np.tile(np.arange(1, per_piece + 1, dtype=np.uint64), len(ids))
+        return _mixed((np.repeat(ids, per_piece) * np.uint64(per_piece) + positions)[: num_tokens // hash_block_size])
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """Nothing: a trace does not say what was said."""
+        """Return nothing, as a trace does not have the tokens."""
         return ()
 
     def grow(self) -> int:
-        """One more token, which nobody can name: 0."""
+        """Append one token and return 0, as its id is not known."""
         self.num_tokens += 1
         if self.num_tokens % self._hash_block_size == 0:
-            # The upper half of the numbers, which no trace's ids reach.
-            own = (1 << 63) + (self._number << 24) + len(self.hashes)
-            self.hashes += _as_bytes(_mixed(np.array([own], np.uint64)))
+            # The upper half of the numbers, which the ids of no trace reach.
+            block_number = (1 << 63) + (self._number << 24) + len(self.hashes)
+            self.hashes += _as_bytes(_mixed(np.array([block_number], np.uint64)))
         return 0
 
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator's tokenizer and chat template: small, without files, and exactly reversible.
+r"""The simulator's tokenizer and chat template: small, without files, and exactly reversible.
 
-Token ids: 0-255 are bytes, 256 and 257 the chat marks, FIRST_WORD up to VOCABULARY - 1 words: a space and two or
-three syllables (" bada", " kozife"). Text is cut into runs of a space and small letters; a run that is a word is one
-token, everything else is bytes of UTF-8. A replica answers in words, so that an answer sent back as text has the tokens
+Token ids 0-255 are bytes, 256 and 257 the chat marks, and FIRST_WORD up to VOCABULARY - 1 words: a space and two or
+three syllables (" bada", " kozife"). Text is cut into runs of a space and small letters; a run that is a word becomes
+one token, everything else UTF-8 bytes. A replica answers in words, so that an answer sent back as text has the tokens
 that it was sampled with. There is no BOS token.
 
 The chat template, with every mark one token and the rest tokenized as text:
 
-    <|im_start|>system\\nTOOLS_JSON<|im_end|>\\n                (only with tools)
-    <|im_start|>ROLE\\nCONTENT<|im_end|>\\n                     (each message; tool calls follow the content as JSON)
-    <|im_start|>assistant\\n                                    (add_generation_prompt)
+    <|im_start|>system\nTOOLS_JSON<|im_end|>\n                (only with tools)
+    <|im_start|>ROLE\nCONTENT<|im_end|>\n                     (each message; tool calls follow the content as JSON)
+    <|im_start|>assistant\n                                    (add_generation_prompt)
 
-With continue_final_message the last message's <|im_end|>\\n is left out.
+With continue_final_message the last message's <|im_end|>\n is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# All token ids are below this: small enough for any vocabulary that stands beside it.
+# All token ids are below this number, which is small enough for any model's vocabulary.
 VOCABULARY = 32_000
 
 MARK_START, MARK_END = 256, 257
@@ -33,7 +33,7 @@ _SYLLABLES = [c + v for c in "bdfghjklmnprstvwzcyx" for v in "aeiou"]
 
 
 def _word(number: int) -> str:
-    """Two syllables for the first 10,000 words, three beyond."""
+    """Return a word of two syllables for the first 10,000 numbers, of three beyond."""
     base = len(_SYLLABLES)
     rest, last = divmod(number, base)
     first, middle = divmod(rest, base)
@@ -45,33 +45,33 @@ _WORDS = [_word(n) for n in range(VOCABULARY - FIRST_WORD)]
 _IDS = {word: FIRST_WORD + n for n, word in enumerate(_WORDS)}
 _NAMES = {number: mark for mark, number in MARKS.items()}
 
-# A run of letters after a space may be a word; a mark is itself; the rest goes by the byte.
+# A run of letters after a space may be a word, a mark is one token, and everything else is encoded as bytes.
 _CUT = re.compile(r"<\|im_start\|>|<\|im_end\|>| [a-z]+|[^ <]+|[ <]", re.DOTALL)
 
 
 class NotATextError(ValueError):
-    """The messages cannot be put into the template; the text says why."""
+    """Messages that cannot be put into the template; the error's text says why."""
 
 
 def encode(text: str) -> list[int]:
-    """The token ids of a text. Marks in it are marks, as in vLLM's tokenizers; lone surrogates become `?`."""
+    """Return the token ids of a text. Marks in it become marks, as in vLLM's tokenizers; lone surrogates become `?`."""
     ids: list[int] = []
     for run in _CUT.findall(text):
-        known = _IDS.get(run) or MARKS.get(run)
-        if known is not None:
-            ids.append(known)
+        token = _IDS.get(run) or MARKS.get(run)
+        if token is not None:
+            ids.append(token)
         else:
             ids += run.encode("utf-8", "replace")
     return ids
 
 
 def decode(ids: Sequence[int]) -> str:
-    """The text of token ids, without chat marks; ids that mean nothing and torn UTF-8 become U+FFFD."""
+    """Return the text of token ids, without chat marks; ids without a meaning and torn UTF-8 become U+FFFD."""
     return _join(ids, marks=False)
 
 
 def token_strings(ids: Sequence[int]) -> list[str]:
-    """Each token's own text, marks included."""
+    """Return each token's own text, marks included."""
     return [_join([token], marks=True) for token in ids]
 
 
@@ -96,7 +96,7 @@ def render_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
 ) -> str:
-    """The chat template, applied. Raises NotATextError for a message that has no text."""
+    """Apply the chat template. Raises NotATextError for a message that has no text."""
     parts: list[str] = []
     if tools:
         parts.append(f"<|im_start|>system\n{_json(list(tools))}<|im_end|>\n")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter demo`: a real router in front of simulated replicas, and every prediction checked against what was reused.
+"""`kvrouter demo`: a real router in front of simulated replicas, with every prediction checked.
 
-It starts `kvrouter serve` and a few replicas whose GPU pools are far too small, sends conversations through the router,
-and compares for every prompt and every replica what the router predicts with what the engine does. Then traffic may go
-on, for who wants to look around. It cleans up whatever way it ends.
+The demo starts `kvrouter serve` and a few replicas whose GPU pools are far too small, and sends conversations through
+the router. For every prompt and every replica it compares the reuse that the router predicts with the reuse of the
+engine. With --stay, traffic then continues for people who want to look around. The demo cleans up however it ends.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from kvrouter.simulator.demo.view import View
 from kvrouter.simulator.engine.timing import INSTANT, Timing
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
-# One prompt in this many goes round robin before the router takes over, as traffic without one does: so prefixes
+# One prompt in this many goes round robin before the router takes over, as traffic without a router does. So prefixes
 # lie on several replicas, which is when a choice matters.
 WARMUP_SHARE = 4
 
-# Exit codes that shells expect of a program ended by SIGINT and SIGTERM.
+# The exit codes that shells expect of a program ended by SIGINT and SIGTERM.
 INTERRUPTED, TERMINATED = 130, 143
 
-# While it stays: some requests a second, as many as a person can watch.
+# With --stay: a few requests a second, as many as a person can watch.
 STAY_PAUSE_S = 0.15
 STAY_REPORT_S = 10.0
 STAY_PROMPTS = 200
@@ -57,25 +57,30 @@ STAY_PROMPTS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """prompts: of a trace, in place of those that `seed` makes; name: the trace's. policy: the router's. stays: traffic
-    goes on until Ctrl-C. clock: seconds, monotonic. command: how a router is started on a port with a data folder."""
+    """Options of one run."""
 
     replicas: int = 4
     shape: str = "gemma3"
     requests: int = 48
     seed: int = 7
+    # The router's policy.
     policy: str = "kv"
+    # Prompts of a trace, instead of those made from `seed`.
     prompts: Sequence[Prompt] = ()
+    # The trace's name.
     name: str = ""
     json_output: bool = False
+    # Whether traffic continues until Ctrl-C.
     stays: bool = False
+    # Monotonic, in seconds.
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    # Returns the command that starts a router on a port with a data folder; None for `serve_command`.
     command: Callable[[int, Path], list[str]] | None = field(default=None)
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot run, None if it can."""
+        """Why the demo cannot run with these options; None if it can."""
         if self.shape not in SCENES or self.replicas < 1 or self.requests < 1:
             return f"shapes are {', '.join(SCENES)}; take 1 or more replicas and requests"
         if self.stays and self.json_output:
@@ -84,7 +89,7 @@ class DemoOptions:
 
 
 class Demo:
-    """The fleet, the router in front of it, and one prompt after another."""
+    """The replicas and the router in front of them. Serves one prompt after another."""
 
     def __init__(self, fleet: list[ReplicaServer], router: RouterProcess, http: Http, warmup: int) -> None:
         self._fleet = fleet
@@ -96,7 +101,7 @@ class Demo:
         self._served = [0] * len(fleet)
 
     def register(self) -> None:
-        """Tell the router where every replica listens, and nothing else: it learns the groups from the events."""
+        """Register every replica with the router by its addresses only: the router learns the groups from events."""
         for worker_id, server in zip(self._ids, self._fleet, strict=True):
             body = {
                 "worker_id": worker_id,
@@ -109,10 +114,10 @@ class Demo:
         self._wait()
 
     def serve(self, number: int, prompt: Prompt) -> Row:
-        """Ask, choose, send, and wait until the router knows what the replica did."""
+        """Query the router, choose a replica, send the prompt, and wait until the router has the replica's events."""
         tokens = list(prompt.tokens)
-        asked = {"model": self._model, "token_ids": tokens}
-        instances = self._router.call("/query", {**asked, "explain": True})["instances"]
+        question = {"model": self._model, "token_ids": tokens}
+        instances = self._router.call("/query", {**question, "explain": True})["instances"]
         answers = [instances[worker_id] for worker_id in self._ids]
         real = [server.replica.find(tokens).tokens for server in self._fleet]
         seen = [full_attention_hit(server.replica, tokens) for server in self._fleet]
@@ -121,7 +126,7 @@ class Demo:
             promised, by, reason = answers[chosen]["gpu"], "round robin", "before the router takes over"
             url = self._fleet[chosen].endpoints["url"]
         else:
-            selected = self._router.call("/select", {**asked, "max_tokens": prompt.max_tokens})
+            selected = self._router.call("/select", {**question, "max_tokens": prompt.max_tokens})
             chosen = self._ids.index(selected["worker_id"])
             promised, by, reason = selected["overlap"]["gpu"], "kvrouter", selected["reason"]
             url = selected["endpoint"]
@@ -153,11 +158,11 @@ class Demo:
 
     @property
     def url(self) -> str:
-        """Of the router."""
+        """URL of the router."""
         return self._router.url
 
     def proxied(self, prompt: Prompt) -> int:
-        """Send a prompt through the router, as any client would; the tokens reused."""
+        """Send a prompt through the router, as any client would, and return the reused tokens."""
         return self._complete(self._router.url, list(prompt.tokens), prompt.max_tokens)
 
     def _wait(self) -> None:
@@ -171,9 +176,9 @@ def _limit(answer: dict[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def _orderly_end() -> Iterator[Callable[[], None]]:
-    """SIGTERM unwinds as Ctrl-C does. Yields what makes further signals wait, to be called when the clean-up begins.
+    """Unwind on SIGTERM as on Ctrl-C. Yields a function that ignores further signals, to call before the clean-up.
 
-    Elsewhere than in the main thread signals are left alone.
+    Outside the main thread, signals are left alone.
     """
 
     def unwind(*_: object) -> NoReturn:
@@ -195,7 +200,11 @@ def _orderly_end() -> Iterator[Callable[[], None]]:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run it to its end. Returns the exit code: 0 when every prediction was right, 1 when one was wrong or it failed."""
+    """Run the demo to its end.
+
+    Returns the exit code: 0 if every prediction was right, 1 if one was wrong or the demo failed, 2 for wrong options,
+    130 after Ctrl-C.
+    """
     if options.problem is not None:
         print(f"kvrouter demo: {options.problem}", file=sys.stderr)
         return 2
@@ -250,7 +259,7 @@ def _run(options: DemoOptions, hold_signals: Callable[[], None]) -> int:
 
 
 def _stay(demo: Demo, options: DemoOptions, view: View) -> None:
-    """Requests through the router until Ctrl-C, which is how this ends."""
+    """Send requests through the router until Ctrl-C."""
     view.staying(demo.url)
     sent = prompt_tokens = reused_tokens = 0
     reported_s = options.clock()
@@ -269,7 +278,7 @@ def _stay(demo: Demo, options: DemoOptions, view: View) -> None:
 
 
 def _start(stack: contextlib.ExitStack, options: DemoOptions, scene: DemoScene, warmup: int) -> Demo:
-    """Router and replicas, started and registered; whatever was started is stopped when `stack` ends."""
+    """Start and register router and replicas. Everything started is stopped when `stack` closes."""
     http = Http()
     folder = tempfile.TemporaryDirectory(prefix="kvrouter-demo-", ignore_cleanup_errors=True)
     command = options.command or partial(serve_command, policy=options.policy)
@@ -285,7 +294,7 @@ def _start(stack: contextlib.ExitStack, options: DemoOptions, scene: DemoScene, 
             context=context,
             model=f"sim-{options.shape}",
             chunk_tokens=scene.chunk_tokens,
-            # Who stays looks at load and latency too.
+            # With --stay, people look at load and latency too.
             timing=Timing() if options.stays else INSTANT,
         )
         stack.callback(server.release)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router as the demo sees it: `kvrouter serve` in a process of its own, spoken to over HTTP as any client would."""
+"""The demo's router: `kvrouter serve` in a separate process, used over HTTP as any client would."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# A start takes some seconds where the machine has other work.
+# A start takes some seconds on a busy machine.
 START_S = 60.0
-# What a replica published is visible within milliseconds; this much later something is broken.
+# The router shows a replica's events within milliseconds. If they take this long, something is broken.
 VISIBLE_S = 10.0
 STOP_S = 10.0
 POLL_S = 0.005
@@ -28,17 +28,17 @@ LOG_LINES = 20
 
 
 class DemoFailed(RuntimeError):
-    """The demo cannot go on; the text says why and what to look at."""
+    """A failure that ends the demo; the error's text says why and what to look at."""
 
 
 class Http:
-    """JSON over HTTP to local servers. Proxies of the environment are not used."""
+    """A client for JSON over HTTP to local servers. It ignores the proxies of the environment."""
 
     def __init__(self) -> None:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def call(self, url: str, body: object = None) -> Any:
-        """The decoded reply; POST where there is a body. Raises DemoFailed for an error status or no answer."""
+        """Return the decoded reply to a GET, or a POST if there is a body. Raises DemoFailed if that fails."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, {"content-type": "application/json"})
         try:
@@ -51,20 +51,20 @@ class Http:
 
 
 def serve_command(port: int, data_dir: Path, policy: str = "kv") -> list[str]:
-    """How the router is started: its own embedded database under `data_dir`, loopback only."""
+    """Return the command that starts a router on loopback, with its own embedded database under `data_dir`."""
     command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
     return [*command, "--data-dir", str(data_dir), "--log-level", "warning", "--policy", policy]
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """Return a TCP port that no process listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
 
 
 class RouterProcess:
-    """`kvrouter serve`, from `start` to `stop`, with its data and its log in `folder`."""
+    """A `kvrouter serve` process with its data and its log in `folder`, from `start` to `stop`."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RouterProcess:
         self.url = ""
 
     def start(self) -> None:
-        """Start it and wait until it answers. Raises DemoFailed with the end of its log when it does not."""
+        """Start the router and wait until it answers. Raises DemoFailed with the end of its log if it does not."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         # Settings of the user's own router must not leak into this one.
@@ -111,7 +111,7 @@ class RouterProcess:
                 self._sleep(0.05)
 
     def stop(self) -> None:
-        """End it, with SIGTERM and if need be SIGKILL. Safe to call twice."""
+        """End the router with SIGTERM and, if that takes too long, SIGKILL. Safe to call twice."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -122,11 +122,11 @@ class RouterProcess:
             self._process.wait()
 
     def call(self, path: str, body: object = None) -> Any:
-        """The router's reply. Raises DemoFailed."""
+        """Return the router's reply. Raises DemoFailed."""
         return self._http.call(self.url + path, body)
 
     def wait_until_shown(self, worker_ids: list[str], seqs: list[int]) -> None:
-        """Wait until the router's answers show each worker live and up to that seq (-1: nothing published yet)."""
+        """Wait until the router shows each worker live and up to its seq (-1: nothing published yet)."""
         deadline = self._clock() + VISIBLE_S
         while True:
             rows = {row["worker_id"]: row for row in self.call("/workers")["workers"]}
@@ -150,6 +150,6 @@ class RouterProcess:
 
 def _shown(row: dict[str, Any], seq: int) -> bool:
     if seq < 0:
-        # A publisher that never published cannot prove itself live; being listed is all there is to see.
+        # A publisher that never published cannot prove itself live, so all that can be seen is that it is listed.
         return True
     return row["state"] == "live" and row["seq"] is not None and row["seq"] >= seq

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What came of the prompts of a demo. Pure."""
+"""The results of a demo's prompts. Pure."""
 
 from __future__ import annotations
 
@@ -8,42 +8,50 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What happened to one prompt. Lists are by replica; counts are tokens."""
+    """The result of one prompt. Lists are by replica; counts are tokens."""
 
+    # From 1.
     number: int
     conversation: int
     turn: int
     prompt_tokens: int
+    # The hit that the router predicted.
     predicted: list[int]
+    # The hit that the replica would have.
     real: list[int]
+    # The group that keeps the hit from being longer, and its kind.
     limited_by: list[str | None]
+    # The hit that a router would expect that knows only full attention.
     full_attention: list[int]
+    # The index of the replica that served the prompt, the router that chose it, and the reason.
     chosen: int
     by: str
     reason: str
+    # The hit that was predicted for the chosen replica when it was chosen, and the one that it reported.
     promised: int
     reused: int
+    # The replica that a router would choose that knows only full attention.
     full_attention_choice: int
 
     @property
     def exact(self) -> bool:
-        """Right for every replica, and what the chosen one reused is what was promised."""
+        """Whether the prediction is right for every replica, and the chosen one reused the promised tokens."""
         return self.predicted == self.real and self.reused == self.promised == self.predicted[self.chosen]
 
     @property
     def full_attention_overpromised(self) -> bool:
-        """A router that sees full attention only takes a hit for granted that its replica does not give."""
+        """Whether a router that knows only full attention expects a longer hit than its choice would give."""
         return self.full_attention[self.full_attention_choice] > self.real[self.full_attention_choice]
 
     @property
     def full_attention_wrong(self) -> bool:
-        """It picks a replica that reuses less than another one would."""
+        """Whether a router that knows only full attention picks a replica that reuses less than another would."""
         return self.real[self.full_attention_choice] < max(self.real)
 
 
 @dataclass(slots=True)
 class Summary:
-    """Over all prompts. Counts of `checked` are prompts times replicas; the rest are prompts or tokens."""
+    """Counts over all prompts. `*checked` count prompts times replicas; all others count prompts or tokens."""
 
     prompts: int = 0
     exact_prompts: int = 0
@@ -60,7 +68,7 @@ class Summary:
     wrong_numbers: list[int] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
-        """Count one more prompt in."""
+        """Add one more prompt."""
         self.prompts += 1
         self.exact_prompts += row.exact
         self.checked += len(row.real)

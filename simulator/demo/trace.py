@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's prompts, and what other routers would make of them. Pure: no clock, no sockets, chance passed in."""
+"""The demo's prompts, and the choices that other routers would make. Pure: randomness is passed in."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kvrouter.simulator.engine.replica import Replica
 
 @dataclass(frozen=True, slots=True)
 class DemoScene:
-    """A shape scaled down to prompts of a few hundred tokens, with a pool far smaller than what the prompts fill."""
+    """A shape scaled down to prompts of a few hundred tokens, with a pool far smaller than the prompts fill."""
 
     geometry: Geometry
     num_blocks: int
     chunk_tokens: int = 128
 
     def replica(self) -> Replica:
-        """A replica of this scene that publishes nothing."""
+        """Return a replica of this scene that publishes nothing."""
         return Replica(self.geometry, self.num_blocks, on_step=lambda _: None, chunk_tokens=self.chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One turn: all that was said before in this conversation, and the user's next words."""
+    """One turn of a conversation: the whole text so far, and the user's next words."""
 
     conversation: int
     turn: int
@@ -38,7 +38,7 @@ class Prompt:
     max_tokens: int
 
 
-# Pools of a fifth to a third of what the prompts fill, so that every replica evicts all the time.
+# Pools of a fifth to a third of the blocks that the prompts fill, so that every replica evicts all the time.
 SCENES = {
     "llama": DemoScene(llama(16), 80),
     "gemma3": DemoScene(gemma3(16, 128), 240),
@@ -46,22 +46,22 @@ SCENES = {
     "qwen3-next": DemoScene(qwen3_next(32, 3), 60),
 }
 
-# Conversations that go on at the same time, and the length from which on one ends: with fewer or shorter ones nothing
+# The conversations that run at the same time, and the length at which one ends. With fewer or shorter ones nothing
 # would be evicted between two turns, with more or longer ones everything.
 ACTIVE_CONVERSATIONS = 6
 LONGEST_TEXT_TOKENS = 560
 
-# Of a trace, whose prompts may be long: a pool holds this many times what the longest one may need, or this fraction of
-# what all fill.
+# For the prompts of a trace, which may be long: a pool holds LONGEST_SHARE times the blocks that the longest prompt may
+# need, or 1 / POOL_SHARE of the blocks that all prompts fill.
 LONGEST_SHARE = 1.2
 POOL_SHARE = 6
 TRACE_CHUNK_TOKENS = 2_048
 
 
 def make_prompts(rng: random.Random, count: int) -> list[Prompt]:
-    """`count` turns of interleaved conversations that share three system prompts; four turns each on average.
+    """Make `count` turns of interleaved conversations that share three system prompts; four turns each on average.
 
-    The answers are those of the simulator, so that a prompt holds what was really said before.
+    The answers are those of the simulator, so that a prompt contains the real conversation before it.
     """
 
     def words(low: int, high: int) -> list[int]:
@@ -90,16 +90,16 @@ def make_prompts(rng: random.Random, count: int) -> list[Prompt]:
 
 
 def roomy(scene: DemoScene, prompts: Sequence[Prompt], working_set: int) -> DemoScene:
-    """The scene for prompts of any length: pools of some share of what they fill, in which the longest one fits."""
+    """Return the scene for prompts of any length: pools of a share of the working set that fit the longest one."""
     longest = max(len(prompt.tokens) + prompt.max_tokens for prompt in prompts)
-    # What a request may need at most: all of it in every group.
+    # A request needs at most its whole text in every group.
     needed = sum(-(-longest // group.block_size) for group in scene.geometry.groups)
     blocks = max(scene.num_blocks, int(needed * LONGEST_SHARE), working_set // POOL_SHARE)
     return replace(scene, num_blocks=blocks, chunk_tokens=TRACE_CHUNK_TOKENS)
 
 
 def full_attention_hit(replica: Replica, tokens: Sequence[int]) -> int:
-    """What a router that knows full attention only takes for the hit: its unbroken run of blocks, in tokens."""
+    """Return the hit that a router expects that knows only full attention: its unbroken run of blocks, in tokens."""
     geometry = replica.geometry
     ids = [i for i, group in enumerate(geometry.groups) if group.kind in FULL_KINDS]
     size = geometry.groups[ids[0]].block_size
@@ -113,12 +113,12 @@ def full_attention_hit(replica: Replica, tokens: Sequence[int]) -> int:
 
 
 def full_attention_choice(hits: Sequence[int], served: Sequence[int]) -> int:
-    """Where such a router sends a prompt: its longest hit, among equals the replica that has served the fewest."""
+    """Choose the longest hit, as such a router does; among equals, the replica that has served the fewest."""
     return max(range(len(hits)), key=lambda i: (hits[i], -served[i]))
 
 
 class Rivals:
-    """The same prompts on fleets of their own: one routed round robin, one by full attention only.
+    """Two more fleets that serve the same prompts: one is routed round robin, one by full attention only.
 
     Both start with `warmup` prompts round robin, as the demo's own fleet does.
     """
@@ -132,7 +132,7 @@ class Rivals:
         self.full_attention_reused = 0
 
     def serve(self, prompt: Prompt) -> None:
-        """One prompt on each fleet; the reused tokens add up."""
+        """Serve one prompt on each fleet, and add up the reused tokens."""
         turn = self._number % len(self._served)
         choice = turn
         if self._number >= self._warmup:
@@ -149,7 +149,7 @@ class Rivals:
 
 
 def working_set_blocks(scene: DemoScene, prompts: Sequence[Prompt]) -> int:
-    """Blocks that would be findable in the end on one replica that never had to evict any."""
+    """Count the blocks that would be findable in the end on one replica that never had to evict any."""
     endless = Replica(scene.geometry, 1_000_000, on_step=lambda _: None, chunk_tokens=scene.chunk_tokens)
     for prompt in prompts:
         endless.run(prompt.tokens, max_tokens=prompt.max_tokens)

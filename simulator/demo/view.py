@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo shows: an opening, a line a prompt, a closing. Colour on a terminal, plain text elsewhere."""
+"""The demo's output: an opening, a line for each prompt, a closing. Colour on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from kvrouter.simulator.demo.summary import Row, Summary
     from kvrouter.simulator.demo.trace import DemoScene
 
-# Terminals that nobody made wider; a row fits.
+# The usual width of a terminal; a row fits.
 WIDTH = 80
 # `480 g0`: a hit and the group that kept it from being longer.
 CELL = 8
-# Of more replicas, or of longer prompts, groups do not fit, and some columns.
+# With more replicas than this, or with longer prompts, the groups and some columns do not fit.
 MANY_REPLICAS, LONG_PROMPT_TOKENS = 4, 1_000
 KINDS = {"full_attention": "full attention", "sliding_window": "sliding window", "mamba": "Mamba"}
 
 
 def _runs(groups: Sequence[GroupShape]) -> Iterator[tuple[int, int, GroupShape]]:
-    """First and last index of neighbours that are alike, with their shape."""
+    """Yield the first and last index of each run of equal neighbours, with their shape."""
     first = 0
     for shape, alike in itertools.groupby(groups):
         count = len(list(alike))
@@ -35,17 +35,17 @@ def _runs(groups: Sequence[GroupShape]) -> Iterator[tuple[int, int, GroupShape]]
 
 
 class View:
-    """Prints to standard output; nothing when `quiet`."""
+    """A printer to standard output, which prints nothing if `quiet`."""
 
     def __init__(self, replicas: int, longest: int, *, quiet: bool, console: Console | None = None) -> None:
-        """longest: tokens of the longest prompt."""
+        """Create a view; `longest` is the length of the longest prompt in tokens."""
         self._console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
         self._replicas = replicas
         self._is_narrow = replicas > MANY_REPLICAS or longest >= LONG_PROMPT_TOKENS
         self._cell = len(str(longest)) + 1 if self._is_narrow else CELL
 
     def _say(self, text: str, style: str = "") -> None:
-        """A paragraph, as wide as the table."""
+        """Print a paragraph, as wide as the table."""
         indent = len(text) - len(text.lstrip())
         self._console.print(Text(textwrap.fill(text, WIDTH, subsequent_indent=" " * (indent + 2)), style=style))
 
@@ -60,7 +60,7 @@ class View:
         policy: str,
         name: str,
     ) -> None:
-        """What is about to be started. name: of the trace that the prompts come from, empty where they are made."""
+        """Print what is about to start. `name` is the trace that the prompts come from, empty if they are made."""
         groups = scene.geometry.groups
         layout = ", ".join(
             f"g{first}{f'-g{last}' if last > first else ''} {KINDS[shape.kind]}"
@@ -78,7 +78,7 @@ class View:
         self._say("  Starting the router (embedded Valkey, data in a temporary folder) ...")
 
     def header(self, start_s: float) -> None:
-        """The table's head, with what its columns mean."""
+        """Print the table's head, and the meaning of its columns."""
         limit = "" if self._is_narrow else ", and the group that limits it"
         there = "reused" if self._is_narrow else "predicted and reused"
         columns = (
@@ -98,7 +98,7 @@ class View:
         self._console.print(Text(head, style="bold"))
 
     def row(self, row: Row) -> None:
-        """One prompt."""
+        """Print the result of one prompt."""
         talk = "" if self._is_narrow else f"{f'{row.conversation}.{row.turn}':>5} "
         line = Text(f"{row.number:>3} {talk}{row.prompt_tokens:>6}  ")
         for i, hit in enumerate(row.predicted):
@@ -125,7 +125,7 @@ class View:
         return "y  " if good else "N  "
 
     def closing(self, shape: str, rows: list[Row], summary: Summary) -> None:
-        """What it came to, and what to run next."""
+        """Print the result of the run, and commands to try next."""
         say = self._say
         good = summary.exact_prompts == summary.prompts
         self._console.print()
@@ -157,16 +157,16 @@ class View:
         saved = summary.reused_tokens - summary.round_robin_reused_tokens
         say(f"  That is {saved} tokens of prefill saved over round robin. Took {summary.seconds:.1f} s.")
         self._console.print("\nNext:", style="bold")
-        for command, what in (
+        for command, purpose in (
             ("kvrouter serve --worker w0=http://HOST:8000", "your own vLLM, from 0.31 on"),
             ("kvrouter demo --stay", "the same, to look at in a browser"),
             (f"kvrouter sim --shape {shape}", "one simulated replica to play with"),
             ("kvrouter demo --shape qwen3-next", "with Mamba; also gpt-oss, llama"),
         ):
-            self._console.print(f"  {command:<43} {what}")
+            self._console.print(f"  {command:<43} {purpose}")
 
     def staying(self, url: str) -> None:
-        """Where to look while traffic goes on."""
+        """Print where to look while traffic continues."""
         self._console.print()
         self._console.print(Text(f"The fleet in a browser: {url}/", style="bold cyan"))
         self._say("Traffic goes on through the router until Ctrl-C.")
@@ -174,9 +174,9 @@ class View:
             self._console.print(f"  kvrouter {command} --url {url}")
 
     def still(self, sent: int, reused_tokens: int, prompt_tokens: int) -> None:
-        """That it goes on."""
+        """Print the reuse so far."""
         self._say(f"  {sent} requests, {reused_tokens} of {prompt_tokens} prompt tokens reused")
 
     def stayed(self, sent: int) -> None:
-        """The end of it."""
+        """Print that the traffic has stopped."""
         self._console.print(f"\nStopped after {sent} more requests.")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replica in real time: steps follow one another in an asyncio task and last as long as the timing model says.
 
-Requests and aborts that arrive during a step take effect before the next one, as in vLLM's engine core. The whole of it
+Requests and aborts that arrive during a step take effect before the next one, as in vLLM's engine core. All of this
 belongs to one event loop.
 """
 
@@ -23,20 +23,20 @@ log = logging.getLogger(__name__)
 
 
 class EngineStopped(RuntimeError):
-    """The engine ended before the request did."""
+    """An end of the engine before the end of the request."""
 
 
 class Generation:
-    """One request's tokens as they come."""
+    """One request and the queue of its sampled tokens."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        # At most max_tokens of them: nothing else bounds it, and nothing need.
+        # At most max_tokens tokens, and None if the engine ends first, so the queue needs no bound.
         self.tokens: asyncio.Queue[int | None] = asyncio.Queue()
 
 
 class Engine:
-    """Drives one replica; `run` is its life."""
+    """The driver of one replica. `run` steps it for as long as the engine lives."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Engine:
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """clock: seconds, monotonic."""
+        """Create a driver; `clock` is monotonic, in seconds."""
         self.replica = replica
         self.timing = timing
         self.slowdown = 1.0
@@ -68,18 +68,18 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for it, those of the step under way included."""
+        """Requests that wait for the scheduler, including new ones that the next step takes in."""
         return self.replica.scheduler.num_waiting + len(self._submitted)
 
     def stall(self, seconds: float) -> None:
-        """No step ends for so long, as when a collective hangs; HTTP answers on."""
+        """Let no step end for this many seconds, as when a collective hangs. HTTP keeps answering."""
         self._stalled_until_s = self._clock() + seconds
 
     @contextlib.asynccontextmanager
     async def generate(
         self, text: Text, max_tokens: int, handover: Handover = Handover.NONE
     ) -> AsyncIterator[tuple[Job, AsyncIterator[int]]]:
-        """A request, from its submission to its end: leaving the block early aborts it. Raises RequestRefused."""
+        """Submit a request and yield it with its tokens; leaving the block early aborts it. Raises RequestRefused."""
         generation = Generation(self.replica.prepare(text, max_tokens, handover=handover))
         self._submitted.append(generation)
         self._arrived.set()
@@ -91,7 +91,7 @@ class Engine:
                 self._arrived.set()
 
     async def run(self) -> None:
-        """Step until cancelled; then every request that is left ends with EngineStopped."""
+        """Step until cancelled. Then every request that is left ends with EngineStopped."""
         try:
             while True:
                 self._take_in()
@@ -114,7 +114,7 @@ class Engine:
         self._aborted.clear()
 
     async def _wait(self, timeout_s: float | None = None) -> None:
-        """Until something arrives, and at most so long."""
+        """Wait until a request or an abort arrives, or the timeout has passed."""
         self._arrived.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._arrived.wait(), timeout_s)
@@ -133,7 +133,7 @@ class Engine:
         if not step.jobs and not ended and not self._transfers.has_stores:
             if next_load_s is None and not self.replica.scheduler.idle:
                 log.warning("stuck", extra={"reason": str(Stuck(self.replica.scheduler.num_waiting))})
-            # Nothing to do until a load has ended or somebody comes or goes.
+            # Nothing to do until a load has ended or a request arrives or is aborted.
             await self._wait(None if next_load_s is None else max(next_load_s - self._clock(), 0))
 
     def _hand_out(self, step: Step) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine replica without a model: requests in, steps, tokens and cache events out.
 
-It decides what vLLM's engine core would decide and takes no time for it: whoever drives it says how long a step lasts
-(`virtual_time.py` by a clock of its own, `realtime.py` by the real one). Each step's events go out in one batch when it
-is settled, as in vLLM's update_from_output.
+A replica decides as vLLM's engine core does and takes no time for it: its driver says how long a step lasts
+(`virtual_time.py` by a clock that it advances, `realtime.py` by the real one). Each step's events go out in one batch
+when the step is settled, as in vLLM's update_from_output.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from kvrouter.simulator.cache.shapes import Geometry
 from kvrouter.simulator.cache.text import Text, TokenText, next_token
 from kvrouter.simulator.engine.scheduler import Scheduler, Step
 
-# vLLM's defaults for an online server on an H100 (arg_utils.py:2894 get_batch_defaults): max_num_batched_tokens, the
-# most that a step computes, and max_num_seqs.
+# vLLM's defaults for an online server on an H100 (arg_utils.py:2894 get_batch_defaults): max_num_batched_tokens, which
+# is the most that a step computes, and max_num_seqs.
 DEFAULT_CHUNK_TOKENS = 8192
 DEFAULT_MAX_RUNNING = 1024
 
-# Llama 3.1's context; vLLM's max_model_len.
+# The context of Llama 3.1, as vLLM's max_model_len.
 DEFAULT_MAX_TEXT_TOKENS = 131_072
 
 
 class RequestRefused(ValueError):
-    """This replica can never finish the request; the text says what is too large."""
+    """A request that this replica can never finish; the error's text says what is too large."""
 
 
 class Stuck(RuntimeError):
-    """Requests hold blocks, and none of them can go on: docs/reference/simulator.md says when vLLM comes to that as
-    well."""
+    """A state in which requests hold blocks and none of them can continue.
+
+    docs/reference/simulator.md says when vLLM gets there as well.
+    """
 
     def __init__(self, waiting: int) -> None:
         super().__init__(
@@ -48,7 +50,7 @@ class Stuck(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came of a request. Lengths in tokens; `reused_tokens` were found in the cache and not computed again."""
+    """The result of a request. Lengths in tokens; `reused_tokens` were found in the cache and not computed again."""
 
     prompt_tokens: int
     reused_tokens: int
@@ -58,8 +60,7 @@ class Completion:
 class Replica:
     """A KV cache and the scheduler over it.
 
-    on_step receives each step's events, never an empty list. Not thread-safe. Between `begin_step` and `end_step`
-    nothing else may be called but `find` and `prepare`.
+    Not thread-safe. Between `begin_step` and `end_step`, only `find` and `prepare` may be called.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class Replica:
         geometry: Geometry,
         num_blocks: int,
         *,
+        # Receives each step's events, never an empty list.
         on_step: Callable[[list[CacheEvent]], None],
+        # Blocks of any group that fit in the CPU tier; 0 for no tier.
         cpu_chunks: int = 0,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         max_running: int = DEFAULT_MAX_RUNNING,
@@ -75,10 +78,7 @@ class Replica:
         hash_seed: str = DEFAULT_SEED,
         sample: Callable[[Sequence[int]], int] = next_token,
     ) -> None:
-        """Sizes in tokens; cpu_chunks: blocks of any group that the CPU tier has room for, 0: there is none.
-
-        Raises ValueError for a size that is too small.
-        """
+        """Create an idle replica. Raises ValueError for a size that is too small."""
         self.geometry = geometry
         self.cache = KVCache(geometry, num_blocks, chunk_tokens=chunk_tokens, max_text_tokens=max_text_tokens)
         self.offload = Offload(self.cache, cpu_chunks) if cpu_chunks else None
@@ -90,16 +90,16 @@ class Replica:
 
     @property
     def pool(self) -> BlockPool:
-        """The physical blocks."""
+        """Physical blocks of the GPU."""
         return self.cache.pool
 
     @property
     def busy(self) -> bool:
-        """There is something to compute, to transfer, or to look at once more."""
+        """Whether there is something to compute, to transfer, or to offer to the CPU tier."""
         return not self.scheduler.idle or (self.offload is not None and self.offload.busy)
 
     def text(self, tokens: Sequence[int], cache_salt: str | None = None) -> TokenText:
-        """A text of token ids, hashed as this replica hashes."""
+        """Return a text of token ids, hashed as this replica hashes."""
         return TokenText(
             tokens,
             hash_block_size=self.geometry.hash_block_size,
@@ -109,32 +109,32 @@ class Replica:
         )
 
     def find(self, prompt: Sequence[int] | Text, *, cache_salt: str | None = None) -> PrefixHit:
-        """What a request with this prompt would reuse now. Changes nothing."""
+        """Find the prefix that a request with this prompt would reuse now. Changes nothing."""
         text = self.text(prompt, cache_salt) if isinstance(prompt, Sequence) else prompt
         return self.cache.find(text.hashes, text.num_tokens)
 
     def reach(self, text: Text) -> tuple[int, int]:
-        """Tokens that such a request would not compute now: from the GPU alone, and with the CPU tier. Changes nothing.
+        """Return the tokens that such a request would not compute now: from the GPU alone, and with the CPU tier.
 
-        What waits for a transfer is not counted.
+        Changes nothing. Chunks that wait for a transfer are not counted.
         """
         gpu = self.find(text).tokens
         loadable = self.offload.ask(text.hashes, text.num_tokens, gpu) if self.offload is not None else 0
         return gpu, gpu + (loadable or 0)
 
     def submit(self, text: Text, max_tokens: int) -> Job:
-        """Queue a request. Raises RequestRefused when it is empty or can never be finished."""
+        """Queue a request. Raises RequestRefused if it is empty or can never be finished."""
         job = self.prepare(text, max_tokens)
         self.scheduler.add(job)
         return job
 
     def prepare(self, text: Text, max_tokens: int, *, handover: Handover = Handover.NONE) -> Job:
-        """A request that is not queued yet, also during a step. Raises RequestRefused."""
+        """Create a request without queueing it, which is also allowed during a step. Raises RequestRefused."""
         self._check(text.num_tokens, max_tokens)
         return Job(text, text.num_tokens, max_tokens, self.cache.tables(), handover=handover)
 
     def abort(self, job: Job) -> None:
-        """Forget a request and free what it holds."""
+        """Drop a request and free its blocks."""
         self.scheduler.abort(job)
 
     def begin_step(self) -> Step:
@@ -142,9 +142,10 @@ class Replica:
         return self.scheduler.plan()
 
     def end_step(self, step: Step, ended: Iterable[int] = ()) -> None:
-        """The step is computed: its tokens are sampled (`step.sampled`, `step.finished`), its events go out.
+        """End a computed step: sample its tokens (`step.sampled`, `step.finished`) and publish its events.
 
-        ended: the numbers of the transfers (`step.loads`, `step.stores` of this step or of earlier ones) that are done.
+        `ended` are the numbers of the transfers that are done, among `step.loads` and `step.stores` of this step and of
+        earlier ones.
         """
         self.scheduler.settle(step, ended)
         events: list[CacheEvent] = list(self.pool.take_events())
@@ -154,7 +155,7 @@ class Replica:
             self._on_step(events)
 
     def run(self, prompt: Sequence[int], *, max_tokens: int = 1, cache_salt: str | None = None) -> Completion:
-        """Serve one request to its end, and those before it. Raises RequestRefused."""
+        """Serve one request to its end, and all requests before it. Raises RequestRefused."""
         text = self.text(prompt, cache_salt)
         job = self.submit(text, max_tokens)
         while not job.finished:
@@ -163,7 +164,10 @@ class Replica:
         return Completion(len(prompt), job.cached, text.tokens(len(prompt), text.num_tokens))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached. As in vLLM the event waits for the next step: an idle engine publishes nothing."""
+        """Forget all cached blocks. Returns False while a request holds a block.
+
+        As in vLLM, the event waits for the next step, so an idle engine publishes nothing.
+        """
         return self.pool.reset()
 
     def _check(self, prompt_tokens: int, max_tokens: int) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching: which requests a step computes, and how many tokens of each.
 
-Synchronous, first come first served, chunked prefill; text only, no speculative decoding, LoRA or priorities. Requests
-are added and aborted between steps only. Source: vLLM 0.32.0 sched/scheduler.py. No I/O, clock or lock.
+Scheduling is synchronous and first come, first served, with chunked prefill. It covers text only, without speculative
+decoding, LoRA or priorities. Requests are added and aborted only between steps. Source: vLLM 0.32.0 sched/scheduler.py.
+No I/O, clock or lock.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from kvrouter.simulator.cache.offload import Offload, Transfer
 
 @dataclass(slots=True)
 class Step:
-    """One step: what it computes, and after it what came of it. `jobs` is in the order in which slots were given.
+    """One step: the work that it does and, once it is settled, its results."""
 
-    decodes: how many of the jobs compute one token behind their prompt; the others prefill, `prefill_tokens` together.
-    loads and stores: transfers that begin with it. sampled and finished: filled in when it is settled.
-    """
-
+    # In the order in which they got slots.
     jobs: list[Job] = field(default_factory=list)
+    # Tokens of all jobs that prefill.
     prefill_tokens: int = 0
+    # Jobs that compute one token behind their prompt.
     decodes: int = 0
+    # Transfers that begin with the step.
     loads: list[Transfer] = field(default_factory=list)
     stores: list[Transfer] = field(default_factory=list)
+    # Jobs that sampled a token, and those among them that ended: empty until the step is settled.
     sampled: list[Job] = field(default_factory=list)
     finished: list[Job] = field(default_factory=list)
 
@@ -44,17 +46,19 @@ class Scheduler:
         self.cache = cache
         self.offload = offload
         self.waiting: deque[Job] = deque()
-        # Those that have their blocks already and wait for what a load writes into them.
+        # Jobs that have their blocks already and wait for a load to fill them.
         self.loading: deque[Job] = deque()
         self.running: list[Job] = []
-        # Requests whose text is not computed yet though they hold blocks: loads leave room for the rest of them.
+        # Jobs that hold blocks for a text that is not fully computed: loads leave room for the rest of it.
         self._unfinished_prefills: set[Job] = set()
-        # Prompts that another replica sends, by the number of their transfer: below 0, as the tier's count up from 0.
+        # Prompts that another replica sends, by the number of their transfer. These numbers count down from -1, as
+        # those of the tier count up from 0.
         self._receiving: dict[int, Transfer] = {}
         self._new_receipts: list[Transfer] = []
         self._next_receipt = -1
         self.preemptions = 0
-        # Tokens looked up and found by admitted requests, as vLLM counts them: a preempted one's second look-up is not.
+        # Tokens looked up and found by admitted requests. As in vLLM, a preempted request's second look-up is not
+        # counted.
         self.queried_tokens = 0
         self.hit_tokens = 0
         self._max_running = max_running
@@ -63,7 +67,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing to compute."""
+        """Whether there is nothing to compute."""
         return not (self.running or self.waiting or self.loading)
 
     @property
@@ -72,11 +76,11 @@ class Scheduler:
         return len(self.waiting) + len(self.loading)
 
     def add(self, job: Job) -> None:
-        """Queue a request behind those that wait."""
+        """Queue a request behind the waiting ones."""
         self.waiting.append(job)
 
     def abort(self, job: Job) -> None:
-        """Forget a request and free what it holds. Nothing happens to one that is finished."""
+        """Drop a request and free its blocks. Does nothing to a finished one."""
         if job.finished:
             return
         if job.running:
@@ -106,9 +110,9 @@ class Scheduler:
         return step
 
     def settle(self, step: Step, ended: Iterable[int] = ()) -> None:
-        """The step is computed: requests that have all their tokens done sample one more, and some have enough.
+        """Settle a computed step: sample a token for each job that is computed to its end, and end jobs that are done.
 
-        ended: the numbers of the transfers that ended during it.
+        `ended` are the numbers of the transfers that ended during the step.
         """
         for job in step.jobs:
             if job.finished or job.computed < job.text.num_tokens:
@@ -124,10 +128,11 @@ class Scheduler:
             self._end_transfer(number)
 
     def quiet_steps(self) -> int:
-        """How many of the next steps decode one token of each running request and do nothing else: nobody is admitted
-        or ends,
+        """Return how many of the next steps decode one token of each running request and do nothing else.
 
-        no block is taken, dropped or committed, no event arises. 0 if that is unknown."""
+        In these steps no request is admitted or ends, no block is taken, dropped or committed, and no event arises.
+        Returns 0 if that number is unknown.
+        """
         running = self.running
         if self.waiting or self.loading or self._receiving or self.offload is not None:
             return 0
@@ -144,7 +149,7 @@ class Scheduler:
         return steps
 
     def skip(self, steps: int) -> None:
-        """Does at once what this many steps would; `quiet_steps` said that they do nothing else."""
+        """Do the work of this many steps at once; `quiet_steps` must have returned at least as many."""
         self.cache.step_starts()
         for job in self.running:
             job.computed += steps
@@ -184,7 +189,10 @@ class Scheduler:
         return budget
 
     def _make_room(self, job: Job, tokens: int) -> bool:
-        """Slots for a running request, at the cost of those that were admitted last. False: it was itself the last."""
+        """Get slots for a running request, if need be by preempting the requests that were admitted last.
+
+        Returns False if the request itself had to be preempted.
+        """
         while not self.cache.extend(job, tokens):
             victim = self.running.pop()
             self._preempt(victim)
@@ -193,8 +201,7 @@ class Scheduler:
         return True
 
     def _plan_waiting(self, step: Step, budget: int) -> None:
-        """Admit requests while there is room, those that have been loaded first. Nobody overtakes one that does not
-        fit."""
+        """Admit requests while there is room, loaded ones first. No request overtakes one that does not fit."""
         not_yet: list[Job] = []
         still_loading: list[Job] = []
         while budget > 0 and (self.loading or self.waiting) and len(self.running) < self._max_running:
@@ -224,27 +231,29 @@ class Scheduler:
         self.waiting.extendleft(reversed(not_yet))
 
     def _resume(self, job: Job, budget: int) -> int:
-        """Go on with a request whose load has ended. Returns the tokens that it computes, 0: it does not fit now."""
+        """Continue a request whose load has ended. Returns the tokens to compute, 0 if it does not fit now."""
         if not job.committed:
             self.cache.commit(job, job.computed)
             job.committed = True
-            # The last token is computed in any case: the next one is sampled from it.
+            # The last token is computed in any case, as the next one is sampled from it.
             job.computed = min(job.computed, job.text.num_tokens - 1)
         tokens = self._cut(job, min(job.text.num_tokens - job.computed, budget), job.computed)
         return tokens if tokens and self.cache.resume(job, tokens) else 0
 
     def _admit(self, job: Job, budget: int) -> int | None:
-        """Begin a request, or its load. Returns the tokens that it computes (any number but 0 for a load); 0: it does
+        """Begin a request, or the load that it starts with.
 
-        not fit now; None: what it could load is not there yet."""
+        Returns the tokens to compute (for a load, any number but 0), 0 if the request does not fit now, or None if
+        another transfer must end before its load is known.
+        """
         total = job.text.num_tokens
         hit = self.cache.find(job.text.hashes, total)
         job.junction = hit.junction
         receives = job.handover is Handover.TAKES and not job.preemptions
         loaded: int | None = job.prompt_tokens - hit.tokens if receives else 0
         if self.offload is not None:
-            found = self.offload.find(job, hit.tokens)
-            loaded = loaded if receives else found
+            loadable = self.offload.find(job, hit.tokens)
+            loaded = loaded if receives else loadable
         if loaded is None:
             return None
         if loaded:
@@ -287,7 +296,7 @@ class Scheduler:
         job.computed += tokens
 
     def _cut(self, job: Job, tokens: int, start: int) -> int:
-        """Shorten a prefill chunk so that it ends where a Mamba state can be kept; 0: no token fits now.
+        """Shorten a prefill chunk so that it ends where a Mamba state can be kept. Returns 0 if no token fits now.
 
         Source: scheduler.py:443 _mamba_block_aligned_split; no EAGLE, no hits inside a block, no internal checkpoints.
         """
@@ -327,5 +336,5 @@ class Scheduler:
             null = self.cache.pool.null
             job.given_blocks = [[block.block_id for block in table.blocks if block is not null] for table in job.tables]
         if not job.loading:
-            # A load under way still writes into its blocks.
+            # If a load is under way, it still writes into the blocks.
             self.cache.free(job)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a replica's steps and loads take. Pure values.
+"""The time that a replica's steps and loads take. Pure values.
 
 The defaults are those of an 8B dense model in bf16 on one H100 SXM, from its data sheet (989 TFLOPS dense bf16,
 3.35 TB/s HBM3, PCIe 5.0 x16) and the shares of it that inference engines reach.
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Rates of one replica. A step computes its prefill tokens and one token of each decoding request together."""
+    """The rates of one replica. A step computes its prefill tokens and one token of each decoding request together."""
 
-    # 2 x 8e9 FLOP a token at half of 989 TFLOPS, what compute-bound prefill reaches with chunks of thousands of tokens.
+    # 2 x 8e9 FLOP a token at half of 989 TFLOPS, which compute-bound prefill reaches with chunks of thousands of
+    # tokens.
     prefill_tokens_per_s: float = 30_000.0
     # 16 GB of weights read at 3.35 TB/s are 4.8 ms; launches, sampling and the scheduler come on top.
     step_base_s: float = 0.006
@@ -32,13 +33,13 @@ class Timing:
             raise ValueError(f"rates are above 0 and times are not below it, unlike in {self}")
 
     def step_s(self, prefill_tokens: int, decodes: int) -> float:
-        """Seconds of one step."""
+        """Return the seconds that one step takes."""
         return self.step_base_s + prefill_tokens / self.prefill_tokens_per_s + decodes * self.decode_sequence_s
 
     def load_s(self, tokens: int) -> float:
-        """Seconds until `tokens` tokens have come back from the CPU tier."""
+        """Return the seconds until `tokens` tokens have been loaded from the CPU tier."""
         return self.load_base_s + tokens / self.load_tokens_per_s
 
 
-# Takes no time: for tests and for whoever asks what is decided, not when.
+# Takes no time: for tests and callers that only need the decisions.
 INSTANT = Timing(float("inf"), 0.0, 0.0, float("inf"), 0.0)

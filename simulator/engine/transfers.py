@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a replica's transfers end: a load after its time, a store with the step after the one that began it. Pure.
 
-A store copies behind the computation and takes nothing from it; vLLM learns of it with a later step's output.
+A store copies beside the computation and does not slow it down; vLLM learns of its end with a later step's output.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvrouter.simulator.engine.timing import Timing
 
 
 class TransferTimes:
-    """Transfers under way, by the time at which they end."""
+    """The transfers under way, by the time at which they end."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
@@ -23,22 +23,22 @@ class TransferTimes:
 
     @property
     def next_load_s(self) -> float | None:
-        """When the next load has ended; None while there is none."""
+        """Time at which the next load ends; None while there is none."""
         return self._loads[0][0] if self._loads else None
 
     @property
     def has_stores(self) -> bool:
-        """A further step, even one without tokens, ends some."""
+        """Whether a further step, even one without tokens, ends stores."""
         return bool(self._stores or self._new_stores)
 
     def begin(self, step: Step, now_s: float) -> None:
-        """Transfers begin with a step."""
+        """Begin the transfers of a step."""
         for load in step.loads:
             heapq.heappush(self._loads, (now_s + self._timing.load_s(load.tokens), load.number))
         self._new_stores = [store.number for store in step.stores]
 
     def ended(self, now_s: float) -> list[int]:
-        """The numbers of those that ended with the step that ends now."""
+        """Return the numbers of the transfers that ended with the step that ends now."""
         numbers, self._stores, self._new_stores = self._stores, self._new_stores, []
         while self._loads and self._loads[0][0] <= now_s:
             numbers.append(heapq.heappop(self._loads)[1])

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas in virtual time: a discrete-event simulation in which a step takes as long as the timing model says.
 
-Nothing waits and nothing is concurrent: whoever drives a fleet submits requests at the times at which they arrive and
-asks what happened up to the next of them. The same requests at the same times give the same run.
+Nothing waits and nothing is concurrent: the driver of a fleet submits requests at the times at which they arrive, and
+collects the moments up to the next arrival. The same requests at the same times give the same run.
 
-Steps in which each running request decodes one token and nothing else happens are most of a run; they are taken
-together, with the times that they have one by one. Until the last of them ends, or a request arrives, jobs' lengths are
-those before them.
+Most steps of a run only decode one token of each running request. Such quiet steps are taken together, with the times
+that they have one by one. Until the last of them ends or a request arrives, the lengths of jobs are those before them.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ from kvrouter.simulator.engine.transfers import TransferTimes
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What became of a job, when, on which replica (its place in the fleet)."""
+    """A job's first token or its end."""
 
     time_s: float
+    # Index in the fleet.
     replica: int
     job: Job
     kind: Literal["first_token", "done"]
@@ -38,28 +38,29 @@ class Moment:
 class VirtualReplica:
     """A replica and the time at which its step under way ends.
 
-    Invariant: while the replica publishes, `now_s` is the time of the step that ends. `next_s` is that of another one
-    where a request's arrival ends a step without tokens."""
+    While the replica publishes events, `now_s` is the time of the step that ends. `next_s` can belong to another step,
+    as the arrival of a request ends a step without tokens.
+    """
 
     def __init__(self, replica: Replica, timing: Timing, *, slowdown: float = 1.0) -> None:
-        """slowdown: how many times as long its steps take."""
+        """Create an idle replica; each step takes `slowdown` times as long as `timing` says."""
         self.replica = replica
         self.timing = timing
         self.slowdown = slowdown
         self.now_s = 0.0
-        # When the step under way is computed, or a load ends that is waited for; None while there is neither.
+        # When the step under way is computed, or the load ends that is waited for; None while there is neither.
         self.next_s: float | None = None
         self._step: Step | None = None
-        # The ends of quiet steps that are under way together, the next one first.
+        # The ends of the quiet steps under way, the next one first.
         self._quiet_ends_s: list[float] = []
         self._transfers = TransferTimes(timing)
 
     def submit(self, text: Text, max_tokens: int, now_s: float) -> Job:
-        """A request arrives; an idle replica begins a step at once. Raises RequestRefused."""
+        """Submit a request; an idle replica begins a step at once. Raises RequestRefused."""
         self.now_s = now_s
         job = self.replica.submit(text, max_tokens)
         if self._quiet_ends_s:
-            # It joins after the step that is under way now.
+            # The request joins after the step that is under way now.
             self._quiet_ends_s = self._quiet_ends_s[: bisect_right(self._quiet_ends_s, now_s) + 1]
             self.next_s = self._quiet_ends_s[-1]
         elif self._step is None:
@@ -83,7 +84,7 @@ class VirtualReplica:
         return moments
 
     def _begin(self, now_s: float) -> None:
-        """Begin the next step that computes something. Those without tokens, between transfers, take no time."""
+        """Begin the next step that computes something. Steps without tokens, between transfers, take no time."""
         self._step = None
         quiet = self.replica.scheduler.quiet_steps()
         if quiet > 1:
@@ -114,12 +115,14 @@ class ReplicaFleet:
         self.replicas = list(replicas)
 
     def submit(self, replica: int, text: Text, max_tokens: int, now_s: float) -> Job:
-        """A request arrives at one replica; everything before `now_s` must have been fetched."""
+        """Submit a request to one replica. The moments before `now_s` must have been fetched."""
         return self.replicas[replica].submit(text, max_tokens, now_s)
 
     def advance(self, until_s: float = float("inf")) -> Iterator[Moment]:
-        """What happens up to `until_s`, in order. Between two moments more requests may be submitted, at the first's
-        time."""
+        """Yield the moments up to `until_s`, in order.
+
+        After a moment, more requests may be submitted at that moment's time.
+        """
         while True:
             next_s, number = min(
                 ((replica.next_s, n) for n, replica in enumerate(self.replicas) if replica.next_s is not None),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of vLLM's OpenAI server that a router and its tests talk to, and the faults' switch.
+"""The part of vLLM's OpenAI server that a router and its tests use, and the path that sets faults.
 
-Text prompts, token ids and chats, streamed or not; a client that goes away aborts its request. What it cannot do it
-refuses with the error shape that vLLM uses.
+The server takes text prompts, token ids and chats, streamed or not. A client that disconnects aborts its request. A
+request that the simulator cannot serve is refused with vLLM's error shape.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvrouter.simulator.http.promptless_api import PromptlessApi
 from kvrouter.simulator.http.refusals import Refused, Unreadable
 from kvrouter.simulator.http.replies import Answer, Finish, error, json_response, usage
 
-# A prompt of a whole context as token ids in JSON is a megabyte; vLLM itself sets no bound.
+# A prompt as long as a whole context is a megabyte as token ids in JSON; vLLM itself sets no bound.
 MAX_BODY_BYTES = 64 * 2**20
 
 JSON_TYPE = "application/json"
@@ -50,7 +50,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class EngineLife:
-    """What one life of a replica consists of, for those who answer about it."""
+    """The parts of a replica that live from one restart to the next."""
 
     def __init__(self, engine: Engine, stream: EventStream, started_s: float) -> None:
         self.engine = engine
@@ -59,23 +59,26 @@ class EngineLife:
 
 
 class Api:
-    """The HTTP side of one replica. `life` is exchanged when it restarts."""
+    """The HTTP side of one replica. `life` is replaced when the replica restarts."""
 
     def __init__(
         self,
         life: EngineLife,
         *,
         model: str,
+        # Host and port of HTTP.
         address: tuple[str, int],
+        # The endpoints of events and replay.
         streams: tuple[str, str | None],
+        # Wall clock, in seconds.
         clock: Callable[[], float],
+        # Restarts the replica after this many seconds.
         restart: Callable[[float], Awaitable[None]],
+        # The data-parallel rank among its peers.
         dp_rank: int = 0,
+        # Whether /kv_event_sources exists.
         event_sources: bool = True,
     ) -> None:
-        """address: where HTTP listens. streams: the endpoints of events and replay. clock: wall-clock
-        seconds. restart: restarts the replica after this many seconds. dp_rank: among its peers.
-        event_sources: whether /kv_event_sources exists."""
         self.life = life
         self.down = False
         self.model = model
@@ -91,7 +94,7 @@ class Api:
         self._unhealthy = False
 
     def app(self) -> web.Application:
-        """The application, with its routes."""
+        """Return the application with its routes."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -121,22 +124,22 @@ class Api:
         try:
             return await handler(request)
         except Refused as refusal:
-            said = error(refusal.status, str(refusal))
+            body = error(refusal.status, str(refusal))
             if request.path.startswith(MESSAGES) and not isinstance(refusal, Unreadable):
-                said = message_error(said["error"]["type"], str(refusal))
-            return json_response(said, refusal.status)
+                body = message_error(body["error"]["type"], str(refusal))
+            return json_response(body, refusal.status)
         except web.HTTPRequestEntityTooLarge:
             return json_response(error(413, f"the body is larger than {MAX_BODY_BYTES} bytes"), 413)
 
     async def read(self, request: web.Request, kind: type[Body]) -> Body:
-        """Return the body. Raises Refused."""
+        """Return the decoded body. Raises Refused."""
         if request.headers.get("content-type", "").lower().partition(";")[0] != JSON_TYPE:
             raise Unreadable(400, f"Unsupported Media Type: Only '{JSON_TYPE}' is allowed")
         return await self._decoded(request, kind)
 
     async def _decoded(self, request: web.Request, kind: type[Body]) -> Body:
         try:
-            # Like pydantic, accept "5" where a number is wanted.
+            # Accept "5" for a number, as pydantic does.
             body = msgspec.json.decode(await request.read(), type=kind, strict=False)
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
             raise Unreadable(400, str(problem)) from None
@@ -144,7 +147,7 @@ class Api:
         return body
 
     def check_model(self, model: object) -> None:
-        """Raises Refused where it is not this one."""
+        """Raise Refused if `model` names another model."""
         if model not in (None, "", self.model):
             raise Refused(404, f"The model `{model}` does not exist; this replica serves `{self.model}`.")
 
@@ -176,7 +179,7 @@ class Api:
         return json_response({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
     def request_id(self, request: web.Request) -> str:
-        """The client's, or a number."""
+        """Return the client's request id, or a new number."""
         return request.headers.get("x-request-id") or str(next(self._numbers))
 
     def _answer(self, request: web.Request, body: GenerationBody, *, chat: bool) -> Answer:
@@ -189,20 +192,20 @@ class Api:
         )
 
     def fail_once(self) -> None:
-        """Raises Refused while it was set to fail."""
+        """Raise Refused while the replica is set to fail."""
         if self._fail:
             self._fail -= 1
             raise Refused(self._fail_status, "this replica was set to fail")
 
     @contextlib.contextmanager
     def failures(self, request: web.Request) -> Iterator[None]:
-        """What the engine refuses, and its end, as the client sees them."""
+        """Turn a refusal and the end of the engine into the error that the client sees."""
         try:
             yield
         except RequestRefused as refusal:
             raise Refused(400, str(refusal)) from None
         except EngineStopped as problem:
-            # As when the engine's process dies: the client sees its connection end, and no status.
+            # As when the engine's process dies: the client sees its connection end, without a status.
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionResetError(str(problem)) from None
@@ -253,7 +256,7 @@ class Api:
             cached = handover.cached_tokens(job, body.kv_transfer_params)
             counted = usage(job.prompt_tokens, number, cached)
             if number == 1:
-                # Only now: until the first token an error can still be an error status.
+                # Not before: until the first token, an error can still be an error status.
                 await response.prepare(request)
                 opening = answer.opening(counted)
                 if opening is not None:
@@ -321,13 +324,13 @@ class Api:
         return web.Response(body=page, content_type="text/plain", charset="utf-8")
 
     async def _set_faults(self, request: web.Request) -> web.Response:
-        # This path is not vLLM's: accept a curl without a content type.
+        # This path is not vLLM's, so it accepts a curl without a content type.
         faults = await self._decoded(request, Faults)
         await self.apply(faults)
         return json_response(faults)
 
     async def apply(self, faults: Faults) -> None:
-        """Let go wrong what shall go wrong."""
+        """Let the faults take effect."""
         life = self.life
         if faults.drop_events is not None:
             life.stream.drop(faults.drop_events)

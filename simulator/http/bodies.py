@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request bodies that a replica reads and refuses as vLLM 0.32.0 does. Most fields change nothing here.
+"""The request bodies that a replica reads, and refuses as vLLM 0.32.0 does. Most fields change nothing here.
 
 `tests/engine/test_request_checks.py` compares the answers with vLLM's; docs/reference/simulator.md lists the requests
 that only this simulator accepts.
@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-# vLLM refuses ids outside its model's vocabulary. Prompts here may be of any model, and no vocabulary is as large as
-# this.
+# vLLM refuses ids outside its model's vocabulary. Prompts here may be for any model, so this bound is above every
+# vocabulary.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 OnlyOne = Annotated[int, msgspec.Meta(ge=1, le=1)]
@@ -31,20 +31,22 @@ Messages = Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
 
 # vLLM's default of /v1/completions.
 DEFAULT_MAX_TOKENS = 16
-# A chat without max_tokens is answered at this length, as if the model had come to its end there.
+# A chat without max_tokens gets an answer of this length, as if the model had come to its end there.
 DEFAULT_ANSWER_TOKENS = 128
 
 
 class StreamOptions(msgspec.Struct):
-    """Options of a stream. An unset field counts as not wanted; as with vLLM, a request without a stream must not set
-    any."""
+    """Options of a stream. An unset field counts as not wanted.
+
+    As with vLLM, a request without a stream must not set any.
+    """
 
     include_usage: bool | msgspec.UnsetType | None = msgspec.UNSET
     continuous_usage_stats: bool | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """What completions and chats have in common."""
+    """The fields that completions and chats share."""
 
     model: str | None = None
     max_tokens: AtLeastOne | None = None
@@ -54,7 +56,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     cache_salt: Salt | None = None
     return_token_ids: bool | None = False
     kv_transfer_params: dict[str, Any] | None = None
-    # Checked as vLLM checks them, without any effect here.
+    # vLLM's checks apply to these fields, which have no other effect here.
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Logprobs | None = None
@@ -84,12 +86,12 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """Return the limit of the answer, None where the request has none."""
+        """Limit of the answer in tokens; None if the request has none."""
         return self.max_tokens
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    """/v1/completions. One prompt: a text, token ids, or a list that holds one of either."""
+    """Body of /v1/completions. It has one prompt: a text, token ids, or a list that holds one of either."""
 
     prompt: str | list[TokenId | str | list[TokenId]]
     logprobs: Logprobs | None = None
@@ -98,6 +100,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     @property
     def most_tokens(self) -> int:
+        """Limit of the answer in tokens."""
         return self.max_tokens or DEFAULT_MAX_TOKENS
 
 
@@ -113,7 +116,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    """/v1/chat/completions."""
+    """Body of /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: AtLeastOne | None = None
@@ -134,11 +137,12 @@ class ChatBody(GenerationBody, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
+        """Limit of the answer in tokens; None if the request has none."""
         return self.max_completion_tokens or self.max_tokens
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """/tokenize: a prompt or a chat."""
+    """Body of /tokenize: a prompt or a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -154,14 +158,14 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """/detokenize."""
+    """Body of /detokenize."""
 
     tokens: list[TokenId]
     model: str | None = None
 
 
 def prompt_of(body: CompletionBody) -> str | list[int]:
-    """The one prompt of a completion request. Raises ValueError when there are several or they are mixed."""
+    """Return the one prompt of a completion request. Raises ValueError if there are several or they are mixed."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return prompt

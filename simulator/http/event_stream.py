@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica's events on the wire: one batch a step, in vLLM's own structs and framing."""
+"""A replica's events on the wire: one batch for each step, in vLLM's own structs and framing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ GPU, CPU = "GPU", "CPU"
 
 
 def to_wire(event: CacheEvent, geometry: Geometry) -> WireEvent:
-    """The event as vLLM 0.32 would publish it, with whole 32-byte hashes; the encoder shortens them.
+    """Return the event as vLLM 0.32 would publish it, with whole 32-byte hashes; the encoder shortens them.
 
-    For blocks that arrive on the CPU it publishes only the hash and the group, as vLLM does without
+    For a block that arrives on the CPU, the event has only the hash and the group, as in vLLM without
     self_describing_kv_events.
     """
     if isinstance(event, OffloadedChunk):
@@ -55,12 +55,19 @@ def to_wire(event: CacheEvent, geometry: Geometry) -> WireEvent:
 
 
 class EventStream:
-    """Sends each step's events as one batch. Closing it is the publisher's owner's affair."""
+    """A sender of each step's events as one batch. The owner of the publisher closes the publisher."""
 
     def __init__(
         self, geometry: Geometry, publisher: EventPublisher, *, clock: Callable[[], float], dp_rank: int = 0
     ) -> None:
-        """clock: wall-clock seconds, the batch's timestamp. dp_rank: as each batch names it."""
+        """Create a sender.
+
+        Args:
+            geometry: The groups that events name by index.
+            publisher: Sends the batches.
+            clock: Wall clock in seconds, for the timestamps of batches.
+            dp_rank: The data-parallel rank in each batch.
+        """
         self._geometry = geometry
         self._publisher = publisher
         self._clock = clock
@@ -68,7 +75,7 @@ class EventStream:
         self._lose = 0
 
     def send(self, events: list[CacheEvent]) -> None:
-        """Queue one batch; blocks only while the publisher's queue is full, as vLLM does."""
+        """Queue one batch. Blocks only while the publisher's queue is full, as vLLM does."""
         if self._lose:
             self._lose -= 1
             self._publisher.skip_seq()
@@ -77,9 +84,9 @@ class EventStream:
         self._publisher.publish(encode_batch(self._clock(), wire, self._dp_rank))
 
     def drop(self, batches: int) -> None:
-        """The next batches are not sent, but a replay has them."""
+        """Do not send the next batches, but keep them for a replay."""
         self._publisher.drop_next(batches)
 
     def lose(self, batches: int) -> None:
-        """The next batches use up their numbers and are nowhere."""
+        """Lose the next batches: their numbers are used up, and a replay lacks them too."""
         self._lose = batches

@@ -2,9 +2,9 @@
 """Disaggregated prefill over HTTP: the `kv_transfer_params` of vLLM's NixlConnector, read and written.
 
 A prefill replica gets a request with `do_remote_decode` and answers where the prompt's blocks are. A decode replica
-gets that answer, which says `do_remote_prefill`, and receives the prompt instead of computing it: at the rate of a
-load, whole, and without contacting the other replica. The giver's blocks are free at once, where vLLM keeps them until
-they are read.
+gets that answer, which has `do_remote_prefill`, and receives the prompt instead of computing it. It receives the whole
+prompt at the rate of a load, and without contacting the other replica. The prefill replica frees its blocks at once,
+while vLLM keeps them until they are read.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 from kvrouter.simulator.cache.job import Handover, Job
 
-# What a decode replica must know of the other; vLLM computes the prompt itself where one is missing.
+# Fields that a decode replica needs of the other replica; if one is missing, it computes the prompt, as vLLM does.
 NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 PROMPT_CACHED = "remote_prefill_cached_tokens"
 
 
 def part(params: Mapping[str, Any] | None) -> Handover:
-    """A request's part, by what it was sent with."""
+    """Return a request's part in P/D, by its `kv_transfer_params`."""
     if params and params.get("do_remote_prefill"):
-        given = params.get("remote_block_ids") and all(name in params for name in NEEDED)
-        return Handover.TAKES if given else Handover.NONE
+        complete = params.get("remote_block_ids") and all(name in params for name in NEEDED)
+        return Handover.TAKES if complete else Handover.NONE
     return Handover.GIVES if params and params.get("do_remote_decode") else Handover.NONE
 
 
 def given(job: Job, *, engine_id: str, request_id: str, host: str, port: int) -> dict[str, Any] | None:
-    """What a decode replica is to be sent; None for a request that is not to be continued elsewhere."""
+    """Return the `kv_transfer_params` for a decode replica; None if the request is not to be continued elsewhere."""
     if job.handover is not Handover.GIVES:
         return None
     return {
@@ -47,6 +47,6 @@ def given(job: Job, *, engine_id: str, request_id: str, host: str, port: int) ->
 
 
 def cached_tokens(job: Job, params: Mapping[str, Any] | None) -> int:
-    """What usage reports as cached: for a received prompt, what the prefill replica had, as in vLLM."""
-    told = params.get(PROMPT_CACHED) if params and job.handover is Handover.TAKES else None
-    return told if isinstance(told, int) else job.cached
+    """Return the tokens that usage reports as cached: for a received prompt, the prefill replica's, as in vLLM."""
+    cached = params.get(PROMPT_CACHED) if params and job.handover is Handover.TAKES else None
+    return cached if isinstance(cached, int) else job.cached

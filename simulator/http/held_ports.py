@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ports of a replica that is down for a while: nobody answers there, and no other process's connection gets one."""
+"""Reserved ports of a replica that is down: connections to them are refused, and no other process gets one of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 
-# ZMQ frees a closed socket's address in its own time, some milliseconds after the close.
+# ZMQ frees a closed socket's address some milliseconds after the close.
 TRIES = 100
 PAUSE_S = 0.01
 
 
 @contextlib.asynccontextmanager
 async def held_ports(*endpoints: str | None) -> AsyncIterator[None]:
-    """Those of the ZMQ endpoints that are TCP's; one that somebody else has already is left."""
+    """Reserve the ports of the TCP endpoints while the block runs, except ports that another process has already."""
     with contextlib.ExitStack() as stack:
         for endpoint in endpoints:
             if endpoint is not None and endpoint.startswith("tcp://"):
@@ -26,7 +26,7 @@ async def held_ports(*endpoints: str | None) -> AsyncIterator[None]:
 
 async def _hold(host: str, port: int, stack: contextlib.ExitStack) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # It does not listen, so connections are refused.
+    # The socket does not listen, so connections are refused.
     holder = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     for _ in range(TRIES):

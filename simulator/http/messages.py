@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anthropic's `/v1/messages` as vLLM 0.32.0 serves it: the chat that it makes of a body, and its answers and events."""
+"""Anthropic's `/v1/messages` as vLLM 0.32.0 serves it: the chat that a body becomes, and the answers and events."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Blocks = str | list[dict[str, Any]]
 
 
 class Message(msgspec.Struct):
-    """One message."""
+    """A message of a body."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
 class CountBody(msgspec.Struct, kw_only=True):
-    """/v1/messages/count_tokens."""
+    """Body of /v1/messages/count_tokens."""
 
     model: str
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
@@ -34,7 +34,7 @@ class CountBody(msgspec.Struct, kw_only=True):
 
 
 class MessagesBody(GenerationBody, kw_only=True):
-    """/v1/messages."""
+    """Body of /v1/messages."""
 
     model: str
     max_tokens: AtLeastOne
@@ -44,7 +44,7 @@ class MessagesBody(GenerationBody, kw_only=True):
 
 
 def chat_of(body: CountBody | MessagesBody) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and tools of the chat. This replica's template takes system messages anywhere."""
+    """Return messages and tools of the chat. This replica's template takes system messages anywhere."""
     messages: list[dict[str, Any]] = []
     if body.system:
         text = body.system if isinstance(body.system, str) else _joined(body.system)
@@ -65,7 +65,7 @@ def _joined(blocks: list[dict[str, Any]]) -> str:
 
 
 def _messages(role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     for block in blocks:
@@ -80,13 +80,13 @@ def _messages(role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
             content = block.get("content") or ""
             if not isinstance(content, str):
                 content = "\n".join(str(part.get("text", "")) for part in content)
-            found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         elif kind == "image":
             parts.append({"type": "image_url"})
     if parts or role != "user":
-        own: dict[str, Any] = {"role": role, "content": parts or None}
-        found.append(own | ({"tool_calls": calls} if calls else {}))
-    return found
+        message: dict[str, Any] = {"role": role, "content": parts or None}
+        messages.append(message | ({"tool_calls": calls} if calls else {}))
+    return messages
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -97,25 +97,25 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class MessageAnswer:
-    """One message's answer, as `replies.Answer` is one of OpenAI's."""
+    """The answer to one request, as `replies.Answer` is for OpenAI's paths."""
 
     def __init__(self, *, request_id: str, model: str) -> None:
         self.id = "chatcmpl-" + request_id
         self._model = model
 
     def opening(self, usage: dict[str, Any]) -> bytes:
-        """The events before the first token."""
+        """Return the events before the first token."""
         message = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None}
         began = _event("message_start", message={**message, "usage": _usage({**usage, "completion_tokens": 0})})
         return began + _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
 
     def piece(self, token: int, finish: Finish | None, usage: dict[str, Any] | None) -> bytes:
-        """One token's event."""
+        """Return one token's event."""
         delta = {"type": "text_delta", "text": tokenizer.decode((token,))}
         return _event("content_block_delta", index=0, delta=delta)
 
     def closing(self, finish: Finish, usage: dict[str, Any], *, with_usage: bool) -> bytes:
-        """The events behind the last token; they always have the usage."""
+        """Return the events after the last token, which always include the usage."""
         delta = {"stop_reason": _reason(finish), "stop_sequence": None}
         ended = _event("content_block_stop", index=0) + _event("message_delta", delta=delta, usage=_usage(usage))
         return ended + _event("message_stop")
@@ -123,7 +123,7 @@ class MessageAnswer:
     def whole(
         self, tokens: Sequence[int], finish: Finish, usage: dict[str, Any], transfer: dict[str, Any] | None
     ) -> bytes:
-        """The answer as one body."""
+        """Return the answer as one body."""
         content = [{"type": "text", "text": tokenizer.decode(tokens)}]
         body = {**self._head(), "content": content, "stop_reason": _reason(finish), "usage": _usage(usage)}
         return msgspec.json.encode(body if transfer is None else {**body, "kv_transfer_params": transfer})
@@ -137,7 +137,7 @@ def _reason(finish: Finish) -> str:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """Anthropic's input is what was not read from the cache."""
+    """Return Anthropic's usage, whose input is the tokens that were not read from the cache."""
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
@@ -152,5 +152,5 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def message_error(kind: str, message: str) -> dict[str, Any]:
-    """vLLM's error body on these paths."""
+    """Return vLLM's error body on these paths."""
     return {"type": "error", "error": {"type": kind, "message": message}}

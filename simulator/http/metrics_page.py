@@ -12,7 +12,7 @@ from kvrouter.simulator.engine.realtime import Engine
 
 
 class _Page:
-    """Reads an engine's state when it is scraped, so that nothing has to be kept up to date."""
+    """A collector that reads an engine's state when it is scraped, so that no metric has to be kept up to date."""
 
     def __init__(self, engine: Engine, model: str, started_s: float, dp_rank: int) -> None:
         self._engine = engine
@@ -40,14 +40,15 @@ class _Page:
             counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=("model_name", "engine"))
             counter.add_metric(self._labels, value)
             yield counter
-        # prometheus_client's own collector would tell when this process began; here many replicas live in one.
+        # prometheus_client's own collector would report when this process began; here many replicas live in one
+        # process.
         yield GaugeMetricFamily(
             "process_start_time_seconds", "Start time of the process since unix epoch in seconds.", self._started_s
         )
 
 
 def metrics_page(engine: Engine, model: str, started_s: float, dp_rank: int = 0) -> bytes:
-    """The page as Prometheus text. started_s: wall clock, when this replica's life began."""
+    """Return the page as Prometheus text; `started_s` is the wall-clock time at which this replica's life began."""
     registry = CollectorRegistry()
     registry.register(_Page(engine, model, started_s, dp_rank))
     return generate_latest(registry)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paths of which a router does not know the prompts: scores, rerank and audio."""
+"""The paths whose prompts a router does not know: scores, rerank and audio."""
 
 from __future__ import annotations
 
@@ -26,33 +26,45 @@ class _Life(Protocol):
 
 
 class ReplicaApi(Protocol):
-    """What of `api.Api` is needed here."""
+    """The part of `Api` that these paths use."""
 
     model: str
     clock: Callable[[], float]
 
     @property
-    def life(self) -> _Life: ...
+    def life(self) -> _Life:
+        """Present life of the replica."""
+        ...
 
-    async def read(self, request: web.Request, kind: type[Body]) -> Body: ...
+    async def read(self, request: web.Request, kind: type[Body]) -> Body:
+        """Return the decoded body. Raises Refused."""
+        ...
 
-    def check_model(self, model: object) -> None: ...
+    def check_model(self, model: object) -> None:
+        """Raise Refused if `model` names another model."""
+        ...
 
-    def request_id(self, request: web.Request) -> str: ...
+    def request_id(self, request: web.Request) -> str:
+        """Return the client's request id, or a new number."""
+        ...
 
-    def fail_once(self) -> None: ...
+    def fail_once(self) -> None:
+        """Raise Refused while the replica is set to fail."""
+        ...
 
-    def failures(self, request: web.Request) -> AbstractContextManager[None]: ...
+    def failures(self, request: web.Request) -> AbstractContextManager[None]:
+        """Turn a refusal and the end of the engine into the error that the client sees."""
+        ...
 
 
 class PromptlessApi:
-    """These paths of one replica."""
+    """The handlers of these paths for one replica."""
 
     def __init__(self, api: ReplicaApi) -> None:
         self._api = api
 
     def route(self, app: web.Application) -> None:
-        """Adds the routes."""
+        """Add the routes."""
         for path in ("/score", "/v1/score"):
             app.router.add_post(path, self._score)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
@@ -102,17 +114,17 @@ class PromptlessApi:
         return json_response({"text": text} if translates else audio.reply(text, len(sound)))
 
     async def _compute_pairs(self, request: web.Request, scored: list[tuple[str, str]]) -> int:
-        """Has each pair computed; the tokens of all."""
+        """Compute each pair, and return the number of prompt tokens of all."""
         self._api.fail_once()
         tokens = 0
-        for one, other in scored:
-            ids = tokenizer.encode(f"{one}\n{other}")
+        for first, second in scored:
+            ids = tokenizer.encode(f"{first}\n{second}")
             await self._computed(request, ids, 1)
             tokens += len(ids)
         return tokens
 
     async def _computed(self, request: web.Request, ids: list[int], max_tokens: int) -> list[int]:
-        """The sampled tokens."""
+        """Return the sampled tokens."""
         engine = self._api.life.engine
         with self._api.failures(request):
             async with engine.generate(engine.replica.text(ids, None), max_tokens) as (_, tokens):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that a replica answers with an error."""
+"""The errors that a replica answers requests with."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ class Refused(Exception):
 
 
 class Unreadable(Refused):
-    """A body that has another form; vLLM words these alike on all paths."""
+    """A body that cannot be decoded; vLLM words these errors alike on all paths."""

@@ -17,7 +17,7 @@ Finish = Literal["length", "stop"]
 
 
 class Answer:
-    """One request's answer, written piece by piece or as a whole. Knows the shape, not the timing."""
+    """The shape of one request's answer, written piece by piece or as a whole."""
 
     def __init__(self, *, request_id: str, model: str, created: int, chat: bool, with_token_ids: bool) -> None:
         self.id = ("chatcmpl-" if chat else "cmpl-") + request_id
@@ -29,14 +29,14 @@ class Answer:
         self._piece = "chat.completion.chunk" if chat else kind
 
     def opening(self, usage: dict[str, Any]) -> bytes | None:
-        """The chunk before the first token: a chat's says who speaks."""
+        """Return the chunk before the first token: for a chat, the role; otherwise None."""
         if not self._chat:
             return None
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return self._event({"choices": [choice]})
 
     def piece(self, token: int, finish: Finish | None, usage: dict[str, Any] | None) -> bytes:
-        """One token's chunk."""
+        """Return one token's chunk."""
         text = tokenizer.decode((token,))
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish, "stop_reason": None}
         if self._chat:
@@ -48,13 +48,13 @@ class Answer:
         return self._event({"choices": [choice]} if usage is None else {"choices": [choice], "usage": usage})
 
     def closing(self, finish: Finish, usage: dict[str, Any], *, with_usage: bool) -> bytes:
-        """The chunks behind the last token."""
+        """Return the chunks after the last token."""
         return self._event({"choices": [], "usage": usage}) + DONE if with_usage else DONE
 
     def whole(
         self, tokens: Sequence[int], finish: Finish, usage: dict[str, Any], transfer: dict[str, Any] | None
     ) -> bytes:
-        """The answer as one body."""
+        """Return the answer as one body."""
         text = tokenizer.decode(tokens)
         choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish, "stop_reason": None}
         if self._chat:
@@ -71,7 +71,10 @@ class Answer:
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Tokens in and out; `cached_tokens` of the prompt were not computed (vLLM with --enable-prompt-tokens-details)."""
+    """Return the usage of a request.
+
+    `cached_tokens` of the prompt were not computed (vLLM with --enable-prompt-tokens-details).
+    """
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -84,11 +87,11 @@ _KINDS = {400: "BadRequestError", 404: "NotFoundError"}
 
 
 def json_response(body: object, status: int = 200) -> web.Response:
-    """A whole answer."""
+    """Return a response with `body` as JSON."""
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
 def error(status: int, message: str) -> dict[str, Any]:
-    """vLLM's error body."""
+    """Return an error body as vLLM writes it."""
     kind = _KINDS.get(status, "InternalServerError")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores and rerank as vLLM 0.32.0 serves them. Each pair of texts is a prompt of its own; how well two texts fit is the
-share of words that they have in common."""
+"""Scores and rerank as vLLM 0.32.0 serves them.
+
+Each pair of texts is a separate prompt. The score of two texts is the share of words that they have in common.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import msgspec
 
 
 class ScoreBody(msgspec.Struct, kw_only=True):
-    """/score: one text, or as many as the others."""
+    """Body of /score: `text_1` has one text, or as many as `text_2`."""
 
     text_1: str | list[str]
     text_2: str | list[str]
@@ -18,7 +20,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
-    """/rerank."""
+    """Body of /rerank."""
 
     query: str
     documents: list[str]
@@ -27,7 +29,7 @@ class RerankBody(msgspec.Struct, kw_only=True):
 
 
 def pairs(one: str | list[str], other: str | list[str]) -> list[tuple[str, str]]:
-    """The pairs that are scored. Raises ValueError where they do not go together."""
+    """Return the pairs that are scored. Raises ValueError if the numbers of texts do not match."""
     ones, others = [one] if isinstance(one, str) else one, [other] if isinstance(other, str) else other
     if len(ones) == 1:
         ones = ones * len(others)
@@ -37,7 +39,7 @@ def pairs(one: str | list[str], other: str | list[str]) -> list[tuple[str, str]]
 
 
 def score(one: str, other: str) -> float:
-    """Between 0 and 1."""
+    """Return the share of common words, between 0 and 1."""
     ones, others = set(one.split()), set(other.split())
     return len(ones & others) / max(1, len(ones | others))
 
@@ -45,7 +47,7 @@ def score(one: str, other: str) -> float:
 def score_reply(
     request_id: str, model: str, created: int, scored: list[tuple[str, str]], tokens: int
 ) -> dict[str, Any]:
-    """tokens: of all prompts."""
+    """Return the answer to /score; `tokens` counts the tokens of all prompts."""
     data = [{"index": n, "object": "score", "score": score(*pair)} for n, pair in enumerate(scored)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0, "prompt_tokens_details": None}
     head = {"id": f"score-{request_id}", "object": "list", "created": created, "model": model}
@@ -53,11 +55,11 @@ def score_reply(
 
 
 def rerank_reply(request_id: str, model: str, body: RerankBody, tokens: int) -> dict[str, Any]:
-    """The best first."""
-    found = [(score(body.query, text), n, text) for n, text in enumerate(body.documents)]
+    """Return the answer to /rerank, the best document first; `tokens` counts the tokens of all prompts."""
+    scored = [(score(body.query, text), n, text) for n, text in enumerate(body.documents)]
     results = [
-        {"index": n, "document": {"text": text, "multi_modal": None}, "relevance_score": how_well}
-        for how_well, n, text in sorted(found, key=lambda one: -one[0])
+        {"index": n, "document": {"text": text, "multi_modal": None}, "relevance_score": score_value}
+        for score_value, n, text in sorted(scored, key=lambda result: -result[0])
     ]
     return {
         "id": f"rerank-{request_id}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated replica that listens: HTTP, event stream and replay, started and stopped as one."""
+"""A simulated replica that listens: HTTP, event stream and replay, started and stopped together."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvrouter.simulator.http.held_ports import held_ports
 
 log = logging.getLogger(__name__)
 
-# A connection that still has an answer to come when the replica stops is cut after this.
+# When the replica stops, a connection that still waits for an answer is cut after this time.
 SHUTDOWN_S = 5.0
 # More connections that wait to be accepted than clients open at once.
 BACKLOG = 1024
@@ -41,7 +41,7 @@ ANY_PORT = "tcp://127.0.0.1:0"
 
 
 class Endpoints(TypedDict):
-    """Where a replica listens, with the ports that were free."""
+    """The addresses at which a replica listens, with the ports that it got."""
 
     model: str
     url: str
@@ -50,7 +50,7 @@ class Endpoints(TypedDict):
 
 
 class ReplicaServer:
-    """One replica behind HTTP and ZMQ. Binds when made; `open` and `close` belong to one event loop."""
+    """One replica behind HTTP and ZMQ. The constructor binds; `open` and `close` belong to one event loop."""
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class ReplicaServer:
         context: zmq.Context[zmq.Socket[bytes]],
         model: str,
         host: str = "127.0.0.1",
+        # 0 for a free port.
         port: int = 0,
         events: str = ANY_PORT,
         replay: str | None = ANY_PORT,
@@ -69,13 +70,12 @@ class ReplicaServer:
         max_running: int = DEFAULT_MAX_RUNNING,
         max_text_tokens: int = DEFAULT_MAX_TEXT_TOKENS,
         dp_rank: int = 0,
+        # Whether /kv_event_sources exists.
         event_sources: bool = True,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """port 0 takes a free one. event_sources: whether /kv_event_sources exists.
-
-        Raises OSError or zmq.ZMQError when an address is taken, ValueError for a size."""
+        """Bind the addresses. Raises OSError or zmq.ZMQError if one is taken, ValueError for a bad size."""
         self._context = context
         self._clock = clock
 
@@ -123,12 +123,12 @@ class ReplicaServer:
 
     @property
     def replica(self) -> Replica:
-        """The replica of the present life. Other threads may look at it while no request runs."""
+        """Replica of the present life. Other threads may look at it while no request runs."""
         return self.api.life.engine.replica
 
     async def open(self) -> None:
         """Begin to answer. The socket listens already, so a client may connect before."""
-        # A handler whose client goes away is cancelled, which aborts its request.
+        # A handler whose client disconnects is cancelled, which aborts the request.
         self._runner = web.AppRunner(
             self.api.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
         )
@@ -137,7 +137,7 @@ class ReplicaServer:
         self._running = asyncio.create_task(self._live())
 
     async def close(self) -> None:
-        """Answer what runs, send the last events, free the ports. Safe to call twice, and before `open`."""
+        """Finish running requests, send the last events, free the ports. Safe to call twice, and before `open`."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -145,7 +145,7 @@ class ReplicaServer:
         self.release()
 
     def release(self) -> None:
-        """Free the ports of one that is not open. Safe to call twice."""
+        """Free the ports of a replica that is not open. Safe to call twice."""
         self._socket.close()
         self.publisher.close()
 
@@ -157,7 +157,7 @@ class ReplicaServer:
             self._running = None
 
     async def _live(self) -> None:
-        """One life of the engine's process. One that fails ends the process, as far as clients can tell."""
+        """Run one life of the engine's process. If the engine fails, clients see its process gone."""
         try:
             await self.api.life.engine.run()
         except Exception:
@@ -165,7 +165,7 @@ class ReplicaServer:
             self.api.down = True
 
     async def _restart(self, down_s: float) -> None:
-        """The process dies and another takes its place: empty cache, a stream that begins at 0, the same addresses."""
+        """Replace the process: the cache is empty, the event stream begins at 0, the addresses stay the same."""
         self.api.down = True
         await self._end_life()
         self.publisher.close()
@@ -178,10 +178,10 @@ class ReplicaServer:
 
 
 class ServerThread:
-    """Replicas that are served by an event loop in a thread of its own, for callers without one."""
+    """A thread with an event loop that serves replicas, for callers without an event loop."""
 
     def __init__(self, servers: Sequence[ReplicaServer], *, faults: Faults | None = None) -> None:
-        """faults: what every replica suffers from the start."""
+        """Create a thread that is not started; every replica has `faults` from the start."""
         self._servers = list(servers)
         self._faults = faults
         self._open = threading.Event()
@@ -190,7 +190,7 @@ class ServerThread:
         self._thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-sim")
 
     def start(self) -> None:
-        """Return when all of them answer. Raises what kept one from it."""
+        """Start the replicas, and return when all of them answer. Raises the error that prevented it."""
         self._thread.start()
         self._open.wait()
         if self._failure is not None:
