@@ -154,7 +154,6 @@ class VirtualFleet:
 
     async def hash_ahead(self, question: Question) -> None:
         """Do nothing, as requests come with their hashes."""
-        pass  # noqa: PIE790
 
     def hits(self, question: Question) -> Sequence[Hit]:
         """Return every worker's hit."""
@@ -166,7 +165,6 @@ class VirtualFleet:
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
         """Do nothing, as the simulation submits the request."""
-        pass  # noqa: PIE790
 
     def writes(self, model: str) -> ModelWrites:
         """Return how often the model's caches were written."""
@@ -174,7 +172,6 @@ class VirtualFleet:
 
     def state_pools(self) -> None:
         """Do nothing, as the sizes of the pools are known from the start."""
-        pass  # noqa: PIE790
 
     def hash_block_size(self, model: str) -> int:
         """Return the tokens that one hash covers."""

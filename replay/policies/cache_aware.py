@@ -54,4 +54,3 @@ class CacheAware:
 
     def done(self, blocks: list[int], worker: int) -> None:
         """Keep the prompt, as the tree does not depend on running requests."""
-        pass  # noqa: PIE790

@@ -76,11 +76,9 @@ class StatelessRule:
 
     def placed(self, sight: Sight, worker: int) -> None:
         """Do nothing."""
-        pass  # noqa: PIE790
 
     def done(self, blocks: list[int], worker: int) -> None:
         """Do nothing."""
-        pass  # noqa: PIE790
 
 
 class PeerPlaced:
@@ -110,7 +108,6 @@ class PeerPlaced:
 
     def reused(self, tokens: int) -> None:
         """Do nothing, as these routers do not learn from it."""
-        pass  # noqa: PIE790
 
     def done(self, output_tokens: int | None) -> None:
         """End the request."""

@@ -42,7 +42,6 @@ class VllmRouter:
 
     def done(self, blocks: list[int], worker: int) -> None:
         """Do nothing, as blocks expire by time."""
-        pass  # noqa: PIE790
 
     def _scores(self, sight: Sight) -> list[int]:
         """Return for each worker how many blocks in a row, from the first on, count as cached."""

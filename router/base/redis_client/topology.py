@@ -55,7 +55,6 @@ class OneServer:
 
     async def close(self) -> None:
         """Close the connections to cluster nodes or Sentinels; a single server has none."""
-        ...  # noqa: PIE790
 
 
 class ClusterSlots(OneServer):
