@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvrouter.router.model.kvcache.block_hash import (
-    ALGORITHMS,
     HashScheme,
     HashSpace,
     SchemeVerified,
@@ -20,6 +19,7 @@ from kvrouter.router.model.kvcache.block_hash import (
 )
 from kvrouter.router.model.kvcache.multimodal import Items, MultimodalItem
 from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher, SegmentMemory
+from kvrouter.router.model.workers.hash_algorithms import ALGORITHMS
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from kvrouter.router.model.kvcache import block_hash, chain_hash
 from kvrouter.router.model.kvcache.block_hash import (
-    ALGORITHMS,
     ExtraKeys,
     HashScheme,
     hash_block,
     hash_chain,
     reduce_hash,
 )
+from kvrouter.router.model.workers.hash_algorithms import ALGORITHMS
 from tests.support.examples import examples
 
 pytestmark = pytest.mark.skipif(chain_hash.__file__.endswith(".py"), reason="installed without a C compiler")

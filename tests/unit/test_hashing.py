@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from kvrouter.events.vllm.messages import BlockStored
 from kvrouter.router.model.kvcache.block_hash import (
-    ALGORITHMS,
     ExtraKeys,
     HashScheme,
     HashSpace,
@@ -35,6 +34,7 @@ from kvrouter.router.model.kvcache.block_hash import (
 )
 from kvrouter.router.model.kvcache.prompt_hasher import PromptHasher, SegmentMemory
 from kvrouter.router.model.kvcache.scheme_verification import HashIdentity
+from kvrouter.router.model.workers.hash_algorithms import ALGORITHMS
 from kvrouter.router.model.workers.registration import CatalogSpec
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "hash_vectors.json").read_text())

@@ -10,25 +10,19 @@ Source: vLLM 0.32.0 utils/hashing.py and v1/core/kv_cache_utils.py:131-172, 578-
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
-import cbor2
 import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from kvrouter.router.base.common.json_numbers import all_bits
 from kvrouter.router.model.kvcache.chain_hash import hash_blocks
 from kvrouter.router.model.kvcache.multimodal import Items
-from kvrouter.router.model.kvcache.page_hash import LOOKAHEAD_TOKENS, page_chain
-
-# The algorithms of vLLM; those of SGLang are in `page_hash.py`.
-ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+from kvrouter.router.model.kvcache.page_hash import page_chain
+from kvrouter.router.model.workers.hash_algorithms import ALGORITHMS, LOOKAHEAD_TOKENS, HashAlgorithm, cbored, sha256
 
 # vLLM's NONE_HASH seed when PYTHONHASHSEED is unset and the algorithm is cryptographic (since 0.29.0; random before).
 DEFAULT_SEED = "vllm-none-hash"
@@ -36,10 +30,6 @@ DEFAULT_SEED = "vllm-none-hash"
 # The values of PYTHONHASHSEED in the guides of LMCache ("0") and llm-d ("42"). They are tried, so that such engines
 # verify without a declaration.
 COMMON_SEEDS = ("0", "42")
-
-# vLLM writes pickle.HIGHEST_PROTOCOL, which is 5 in every Python that runs vLLM. It is pinned here, because the Python
-# of the router may have another one.
-PICKLE_PROTOCOL = 5
 
 MAX_TOKEN_ID = 2**63 - 1
 
@@ -57,35 +47,8 @@ CACHED_SEEDS = 64
 ExtraKeys = tuple[tuple[object, ...], ...]
 
 
-def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
-
-
-_pickled = functools.partial(pickle.dumps, protocol=PICKLE_PROTOCOL)
-_cbored = functools.partial(cbor2.dumps, canonical=True)
-
-
-class _Algorithm(msgspec.Struct, frozen=True):
-    serialize: Callable[[object], bytes]
-    # The last bytes of a serialised block without extra keys, from the position of the extra keys on.
-    plain_ending: bytes
-    digest: Callable[[bytes], bytes]
-    digest_bytes: int
-    # Whether vLLM draws a random seed in each process, because a predictable one would let an attacker precompute
-    # collisions.
-    secret_seed: bool
-
-
-_ALGORITHMS = {
-    "sha256": _Algorithm(_pickled, b"N\x87\x94.", _sha256, 32, False),
-    "sha256_cbor": _Algorithm(_cbored, b"\xf6", _sha256, 32, False),
-    "xxhash": _Algorithm(_pickled, b"N\x87\x94.", xxhash.xxh3_128_digest, 16, True),
-    "xxhash_cbor": _Algorithm(_cbored, b"\xf6", xxhash.xxh3_128_digest, 16, True),
-}
-
-
-def _algorithm(algo: str) -> _Algorithm:
-    algorithm = _ALGORITHMS.get(algo)
+def _algorithm(algo: str) -> HashAlgorithm:
+    algorithm = ALGORITHMS.get(algo)
     if algorithm is None:
         raise ValueError(f"unknown hash algorithm {algo!r}: vLLM has {', '.join(ALGORITHMS)}")
     return algorithm
@@ -249,7 +212,7 @@ def hash_block(
     return algorithm.digest(algorithm.serialize((parent or scheme.none_hash, block, extra_keys)))
 
 
-def _ending(algorithm: _Algorithm, keys: ExtraKeys | None) -> bytes:
+def _ending(algorithm: HashAlgorithm, keys: ExtraKeys | None) -> bytes:
     """Return the bytes of a serialised block from its extra keys on.
 
     They are the same for every parent and all token ids: the references of a pickle count the objects before them, and
@@ -293,8 +256,8 @@ def hash_chain(
     if scheme.lookahead and hashes.size:
         extra_keys = _with_lookahead(extra_keys, token_ids.tolist(), block_size, scheme.lookahead, hashes.size)
     endings = tuple([_ending(algorithm, keys) for keys in extra_keys])
-    python_digest = None if digest is _sha256 else digest
-    last = hash_blocks(tail, token_ids, block_size, endings, serialize is _cbored, python_digest, hashes)
+    python_digest = None if digest is sha256 else digest
+    last = hash_blocks(tail, token_ids, block_size, endings, serialize is cbored, python_digest, hashes)
     if last is not None:
         return hashes, last
     tokens = iter(token_ids[: hashes.size * block_size].tolist())

@@ -18,7 +18,7 @@ from enum import Enum
 import msgspec
 
 from kvrouter.router.model.kvcache.offload_connectors import OffloadTier, TierEvidence
-from kvrouter.router.model.kvcache.page_hash import LOOKAHEAD_TOKENS
+from kvrouter.router.model.workers.hash_algorithms import LOOKAHEAD_TOKENS
 from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec
 
 

@@ -17,9 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.model.kvcache.chain_hash import hash_pages
-
-# By algorithm, the number of tokens after a page that its hash covers too.
-LOOKAHEAD_TOKENS = {"sglang": 0, "sglang_bigram": 1}
+from kvrouter.router.model.workers.hash_algorithms import LOOKAHEAD_TOKENS
 
 _SALT_TAG = b"sglang-cache-salt-v1\0"
 _NAMESPACE_TAG = b"sglang-kv-event-namespace-v1"

@@ -21,7 +21,7 @@ from kvrouter.router.model.kvcache.block_hash import (
     Verdict,
     verify_scheme,
 )
-from kvrouter.router.model.kvcache.page_hash import LOOKAHEAD_TOKENS
+from kvrouter.router.model.workers.hash_algorithms import LOOKAHEAD_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec
 
 # How many root blocks are judged before the router gives up on a worker that no scheme explains. A judgement costs up

@@ -9,6 +9,7 @@ from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.json_arrays import UINT64_MAX
 from kvrouter.router.model.workers.engine_name import engine_problem
+from kvrouter.router.model.workers.hash_algorithms import HASH_ALGOS
 from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec, Registration
 from kvrouter.router.model.workers.registration_bodies import (
     CatalogBody,
@@ -20,7 +21,6 @@ from kvrouter.router.model.workers.registration_bodies import (
 )
 from kvrouter.router.model.workers.role import HandoverWay, Role, handover_problem, role_problem
 from kvrouter.router.model.workers.worker_spec import (
-    HASH_ALGOS,
     MAX_DP_RANK,
     MAX_NAME_CHARS,
     connector_problem,

@@ -16,6 +16,7 @@ import msgspec
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.workers.engine_name import engine_problem
+from kvrouter.router.model.workers.hash_algorithms import HASH_ALGOS
 from kvrouter.router.model.workers.registration import MAX_TOKENS, NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.model.workers.role import HandoverWay, Role, handover_problem, role_problem
 
@@ -24,8 +25,6 @@ MAX_NAME_CHARS = 512
 
 # Data-parallel ranks count from 0; vLLM's largest deployments have a few hundred.
 MAX_DP_RANK = 65_535
-
-HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor", "sglang", "sglang_bigram")
 
 SHAPE = "ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
 CATALOG_NUMBERS = ("hash_block_size", "scheduler_block_size", "hash_lookahead_tokens", "offload_blocks_per_chunk")

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""preStop of an engine: returns when no request is left, so that none is cut off. Kubernetes bounds it by the pod's
-terminationGracePeriodSeconds. Engine: vLLM or a simulated replica, whose /metrics has vLLM's names."""
+"""The preStop hook of an engine: waits until no request is left, so that none is cut off.
+
+Kubernetes bounds it by the pod's terminationGracePeriodSeconds. The engine is vLLM, or a simulated replica, whose
+/metrics has vLLM's names.
+"""
 
 import sys
 import time
@@ -13,6 +16,7 @@ GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
 def requests_left(url: str) -> float:
+    """Return how many requests the engine at `url` runs or has waiting."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(GAUGES))

@@ -20,7 +20,7 @@ from kvrouter.router.model.engines.sglang.server_info import SERVER_INFO_PATH, s
 from kvrouter.router.model.kvcache.block_hash import HashScheme
 from kvrouter.router.model.kvcache.catalog import FULL_KINDS
 from kvrouter.router.model.kvcache.offload_connectors import HICACHE
-from kvrouter.router.model.kvcache.page_hash import LOOKAHEAD_TOKENS
+from kvrouter.router.model.workers.hash_algorithms import LOOKAHEAD_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec
 
 DEFAULT_ALGO = "sglang"

@@ -10,7 +10,7 @@ from kvrouter.router.model.engines.engine import Engine, EngineGauges, OperatorF
 from kvrouter.router.model.engines.vllm.cache_info import cache_in
 from kvrouter.router.model.engines.vllm.event_sources import SOURCES_PATH, streams_in
 from kvrouter.router.model.kvcache.block_hash import HashScheme, known_schemes
-from kvrouter.router.model.kvcache.page_hash import LOOKAHEAD_TOKENS
+from kvrouter.router.model.workers.hash_algorithms import LOOKAHEAD_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec
 
 
