@@ -44,7 +44,7 @@ WELL = {
     f"kvrouter_mirror_refused_blocks_total{{{ONE}}}": "7x90",
     f"kvrouter_predicted_cached_tokens_total{{{ONE}}}": "0+1000x90",
     f"kvrouter_over_credit_tokens_total{{{ONE}}}": "0+10x90",
-    'kvrouter_predictions_untold_total{instance="a",reason="no_cached_tokens"}': "3x90",
+    'kvrouter_predictions_unjudged_total{instance="a",reason="no_cached_tokens"}': "3x90",
     f"kvrouter_token_count_mismatches_total{{{ONE}}}": "1x90",
     'kvrouter_prompts_total{instance="a",source="given"}': "0+1000x90",
     'kvrouter_prompts_total{instance="a",source="render"}': "0+60x90",
@@ -96,7 +96,9 @@ FAULTS: dict[str, dict[str, str | None]] = {
     "KvrouterEventsOfAnother": {f'kvrouter_stream_state{{{ONE},state="mismatched"}}': "1x90"},
     "KvrouterBlocksRefused": {f"kvrouter_mirror_refused_blocks_total{{{ONE}}}": "0+1x90"},
     "KvrouterPredictionsWrong": {f"kvrouter_over_credit_tokens_total{{{ONE}}}": "0+60x90"},
-    "KvrouterReuseNotReported": {'kvrouter_predictions_untold_total{instance="a",reason="no_cached_tokens"}': "0+3x90"},
+    "KvrouterReuseNotReported": {
+        'kvrouter_predictions_unjudged_total{instance="a",reason="no_cached_tokens"}': "0+3x90"
+    },
     "KvrouterTokenCountsDiffer": {f"kvrouter_token_count_mismatches_total{{{ONE}}}": "0+1x90"},
     "KvrouterReuseLost": {'kvrouter_lost_hit_tokens_total{instance="a",model="m",reason="load"}': "0+110x90"},
     "KvrouterClientsWait": {

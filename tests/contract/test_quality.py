@@ -46,7 +46,9 @@ def counted(router: ProxyServer, worker: str = "w0") -> dict[str, float]:
 
 
 def untold(router: ProxyServer, reason: str) -> float:
-    return router.sample("predictions_untold_total", reason=reason)
+    former = router.sample("predictions_untold_total", reason=reason)
+    assert router.sample("predictions_unjudged_total", reason=reason) == former
+    return former
 
 
 @pytest.mark.parametrize(("cached", "outcome"), [(PREDICTED, "exact"), (0, "less"), (98, "more")])

@@ -157,7 +157,7 @@ def test_what_a_prefill_worker_hands_over_is_a_trace_of_two_requests_and_no_pred
             computing, decoding = spans[name], spans[f"{name} #2"]
             assert (computing.attributes["kvrouter.worker"], decoding.attributes["kvrouter.worker"]) == ("p0", "d0")
             assert computing.error is None and computing.end <= decoding.start
-            until(lambda: counted(router, "predictions_untold_total", reason="unpredicted") == 1, "it is counted")
+            until(lambda: counted(router, "predictions_unjudged_total", reason="unpredicted") == 1, "it is counted")
             assert counted(router, "predictions_total", outcome="untold", worker="d0") == 1
             assert counted(router, "predicted_cached_tokens_total") == 0
 

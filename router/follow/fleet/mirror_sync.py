@@ -36,7 +36,7 @@ from kvrouter.router.index.store.log_entry import LogEntry
 from kvrouter.router.index.store.log_follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.store.store import IndexStore
 
-log = logging.getLogger("kvrouter.following")
+log = logging.getLogger("kvrouter.mirror")
 
 # How many log entries, and how many transitions, are applied before the event loop may answer questions again. This is
 # about a millisecond at 2,048 transitions an entry, and some milliseconds for the largest possible entry

@@ -26,7 +26,7 @@ from kvrouter.router.index.store.commit import Commit, CommitOutcome, Head, Leas
 from kvrouter.router.index.store.leases import LeaseLook
 from kvrouter.router.index.store.store import IndexStore
 
-log = logging.getLogger("kvrouter.hold")
+log = logging.getLogger("kvrouter.lease")
 
 # The pause between tries while the store does not answer, doubled from the first to the last.
 RETRY_FIRST_S = 0.05

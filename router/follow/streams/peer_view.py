@@ -32,7 +32,7 @@ from kvrouter.router.model.workers.engine_cache import EngineCache
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
 
-log = logging.getLogger("kvrouter.told")
+log = logging.getLogger("kvrouter.peers")
 
 META_STATE = "state"
 META_REASON = "reason"

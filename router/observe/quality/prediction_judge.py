@@ -42,7 +42,8 @@ class PredictionOutcome(StrEnum):
     LESS = "less"
     MORE = "more"
     # The engine did not report what it reused.
-    UNTOLD = "untold"
+    # The value is the label that dashboards have.
+    UNJUDGED = "untold"
 
 
 class DoubtKind(StrEnum):

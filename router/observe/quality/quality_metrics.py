@@ -18,7 +18,7 @@ E2E_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 12
 ERROR_BUCKETS_TOKENS = (-16_384, -4_096, -1_024, -256, -64, -16, -1, 0, 16, 64, 256, 1_024, 4_096, 16_384)
 
 # Why a prediction cannot be judged.
-UNTOLD_REASONS = (
+UNJUDGED_REASONS = (
     "unpredicted",  # the prompt's tokens were not known, or its worker's hits are handed over
     "no_usage",  # a stream without stream_options.include_usage, or an answer that has none
     "no_cached_tokens",  # usage without cached_tokens: the engine runs without --enable-prompt-tokens-details
@@ -69,10 +69,16 @@ class QualityMetrics:
             WORKER,
             outcome=PredictionOutcome,
         )
-        self.untold = registry.counters(
-            "predictions_untold_total",
+        self.unjudged = registry.counters(
+            "predictions_unjudged_total",
             "Answered requests whose prediction cannot be judged, by reason",
-            reason=UNTOLD_REASONS,
+            reason=UNJUDGED_REASONS,
+        )
+        # The name before 0.2, which dashboards may have; it goes with that version.
+        self.unjudged_former = registry.counters(
+            "predictions_untold_total",
+            "Former name of kvrouter_predictions_unjudged_total",
+            reason=UNJUDGED_REASONS,
         )
         self.predicted_tokens = counter(
             "predicted_cached_tokens_total", "Tokens that were predicted to be reused, of judged requests", WORKER

@@ -333,8 +333,10 @@ class RequestWatch:
             if report.usage.prompt_tokens != placement.num_tokens:
                 measures.length_mismatches(placement.worker).inc()
         if report.predicted is None or report.expected is None or report.delivered is None:
-            metrics.outcomes[PredictionOutcome.UNTOLD].inc()
-            measures.untold[_untold(report, tap)].inc()
+            metrics.outcomes[PredictionOutcome.UNJUDGED].inc()
+            reason = _unjudged_reason(report, tap)
+            measures.unjudged[reason].inc()
+            measures.unjudged_former[reason].inc()
             return
         judge.sum_up(report.predicted, report.delivered)
         error = report.delivered - report.predicted
@@ -352,7 +354,7 @@ class RequestWatch:
             judge.judge(report.predicted, report.delivered, alone=tap.uncontested)
 
 
-def _untold(report: ReuseReport, tap: AnswerTap) -> str:
+def _unjudged_reason(report: ReuseReport, tap: AnswerTap) -> str:
     if report.predicted is None:
         return "unpredicted"
     if not tap.readable:

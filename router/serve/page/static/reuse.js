@@ -14,13 +14,13 @@ const ACHIEVABLE = "kvrouter_achievable_hit_tokens_total";
 const CHOSEN = "kvrouter_chosen_hit_tokens_total";
 const LOST = "kvrouter_lost_hit_tokens_total";
 const JUDGED = "kvrouter_predictions_total";
-const UNTOLD = "kvrouter_predictions_untold_total";
+const UNJUDGED = "kvrouter_predictions_unjudged_total";
 const EXPECTED = "kvrouter_expected_cached_tokens_total";
 const PREDICTION_ERRORS = "kvrouter_prediction_error_tokens_bucket";
 const EXPECTATION_ERRORS = "kvrouter_expectation_error_tokens_bucket";
 
 export const REUSE_METRICS = [
-  PREDICTED, EXPECTED, DELIVERED, OVER, UNDER, ACHIEVABLE, CHOSEN, LOST, JUDGED, UNTOLD, PREDICTION_ERRORS, EXPECTATION_ERRORS,
+  PREDICTED, EXPECTED, DELIVERED, OVER, UNDER, ACHIEVABLE, CHOSEN, LOST, JUDGED, UNJUDGED, PREDICTION_ERRORS, EXPECTATION_ERRORS,
 ];
 const LINES = [PREDICTED, DELIVERED, ACHIEVABLE, CHOSEN];
 
@@ -133,9 +133,9 @@ function update({ state }) {
       [worker, count(value), count(delivered.get(worker) ?? 0), count(over.get(worker) ?? 0), count(under.get(worker) ?? 0)]),
     empty: "No answer passed this router yet whose reuse is known.",
   }));
-  const untold = [...by(UNTOLD, "reason")].filter(([, value]) => value);
-  show(document.getElementById("reuse-untold"), untold.length ? el("p", { class: "quiet", text:
-    `Not judged: ${untold.map(([reason, value]) => `${count(value)} ${reason.replaceAll("_", " ")}`).join(", ")}.` }) : null);
+  const unjudged = [...by(UNJUDGED, "reason")].filter(([, value]) => value);
+  show(document.getElementById("reuse-untold"), unjudged.length ? el("p", { class: "quiet", text:
+    `Not judged: ${unjudged.map(([reason, value]) => `${count(value)} ${reason.replaceAll("_", " ")}`).join(", ")}.` }) : null);
 }
 
 export const reuse = {
