@@ -3,7 +3,7 @@
 
 redis-py connects and logs in; then a plain asyncio protocol over hiredis' reader takes over the transport. Reading
 reply by reply, as redis-py does, would make a commit cost a third more CPU time
-(`docs/adr/0005-own-redis-connection.md`). Retries and pooling are in `servers.py`.
+(`docs/adr/0005-redis-py-connects-commits-are-packed-here.md`). Retries and pooling are in `servers.py`.
 """
 
 from __future__ import annotations
