@@ -22,7 +22,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[StoreServer]:
-    """A Valkey for several routers to share."""
+    """Start a Valkey for several routers to share."""
     with StoreServer(tmp_path / "store") as server:
         yield server
 
@@ -36,8 +36,8 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 @pytest.fixture
 def engines(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[list[FakeEngine]]:
-    """Publishers made by a test; closed after it."""
-    made: list[FakeEngine] = []
-    yield made
-    for engine in made:
+    """Collect the publishers that a test makes, and close them after it."""
+    publishers: list[FakeEngine] = []
+    yield publishers
+    for engine in publishers:
         engine.close()

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make image-check`: the Dockerfile's instructions in chroots of the image's Debian release, made of Debian's packages
-alone; then its command as its user, its health check, and its end. Exit code 0: all as in the image.
+"""Check of the image without a container engine (`make image-check`): the Dockerfile runs in chroots of Debian.
 
-Other than in a container engine: Python is Debian's (3.11.2 of bookworm) and not python.org's, so that redis needs one
-package more than the lock has (async-timeout, before 3.11.3); there are no cgroups, namespaces or capabilities. It needs
-root, debootstrap and the package registries, and takes some minutes.
+The chroots are of the image's Debian release and made of Debian's packages alone. The check runs the Dockerfile's
+instructions, then the image's command as its user, its health check, and its end. Exit code 0 means that everything
+works as in the image.
+
+It differs from a container engine as follows: Python is Debian's (3.11.2 of bookworm) and not python.org's, so redis
+needs one package more than the lock has (async-timeout, before 3.11.3); there are no cgroups, namespaces or
+capabilities. The check needs root, debootstrap and the package registries, and takes some minutes.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ from pathlib import Path
 from tests.support.container_files import ROOT, Instruction, dockerfile, last
 from tests.support.ports import free_port
 
-# python.org's image has Python's headers with it.
+# libpython3-dev has Python's headers, which python.org's image includes.
 PACKAGES = ("python3", "python3-venv", "python3-pip", "libpython3-dev", "ca-certificates")
 PATIENCE_S = 60.0
-# What pip and apt know of registries; a container engine hands on its own.
+# Files by which pip and apt reach their registries. A container engine passes on its own.
 HOST_FILES = [
     *("etc/pip.conf", "etc/resolv.conf", "etc/hosts", "etc/ssl/certs/ca-certificates.crt"),
     *("etc/apt/sources.list", "etc/apt/sources.list.d", "etc/apt/apt.conf.d", "etc/apt/auth.conf.d"),
@@ -36,7 +39,7 @@ HOST_FILES = [
 
 
 class Stage:
-    """One FROM and what follows it, in a chroot of its own."""
+    """A stage of the Dockerfile: one FROM and the instructions after it, run in a chroot."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -62,8 +65,8 @@ class Stage:
 
 
 def base(release: str, root: Path) -> None:
-    """What `python:*-slim-RELEASE` is, as near as Debian's packages come."""
-    # Of this machine's sources, the one that has Debian's own release.
+    """Make a chroot that is as near to `python:*-slim-RELEASE` as Debian's packages come."""
+    # Take the mirror from this machine's source that has Debian's own release.
     urls = re.findall(r"^(?:deb .*?|URIs: *)(https?://\S+?)/?(?:\s|$)", sources(), re.MULTILINE)
     mirror = next(url for url in urls if url.endswith("/debian"))
     include = f"--include={','.join(PACKAGES)}"
@@ -89,7 +92,7 @@ def sources() -> str:
 
 
 def build(folder: Path) -> Stage:
-    """Runs all instructions; the last stage."""
+    """Run all instructions, and return the last stage."""
     pristine = folder / "base"
     stages: dict[str, Stage] = {}
     stage: Stage | None = None
@@ -142,7 +145,7 @@ def instruct(stage: Stage, step: Instruction, stages: dict[str, Stage]) -> None:
 
 def copy(source: Path, into: Path) -> None:
     if source.is_dir():
-        # What .dockerignore leaves out.
+        # Leave out the files that .dockerignore leaves out.
         ignored = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.so") if source.is_relative_to(ROOT) else None
         shutil.copytree(source, into, symlinks=True, ignore=ignored, dirs_exist_ok=True)
     else:
@@ -151,7 +154,7 @@ def copy(source: Path, into: Path) -> None:
 
 
 def serve(stage: Stage) -> None:
-    """The image's command is healthy, runs as its user, and ends with 0."""
+    """Check that the image's command turns healthy, runs as its user, and ends with 0."""
     stage.env["KVROUTER_PORT"] = str(free_port())
     health = stage.command(json.loads(last("HEALTHCHECK").text.partition(" CMD ")[2]))
     command = stage.command([*last("ENTRYPOINT").words(), *last("CMD").words()])
@@ -181,8 +184,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvrouter-image-") as name:
         stage = build(Path(name))
         serve(stage)
-        extras = "import grpc" if (ROOT / "router/gateway").exists() else "pass"
-        stage.run(["python", "-c", f"import tokenizers, jinja2, opentelemetry.sdk; {extras}"])
+        stage.run(["python", "-c", "import tokenizers, jinja2, opentelemetry.sdk, grpc"])
         megabytes = sum(path.lstat().st_size for path in stage.root.glob("opt/kvrouter/**/*")) / 1e6
         if len(sys.argv) > 1:
             patched(stage, sys.argv[1])
@@ -191,11 +193,11 @@ def main() -> int:
 
 
 def patched(stage: Stage, python: str) -> None:
-    """The engine image's copy of the patch, and the chart's init step, in a vLLM that is on this machine."""
+    """Copy the patch as the engine image and the chart's init step do, and load it in a vLLM of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         (site,) = stage.root.glob("opt/kvrouter/lib/python*/site-packages")
-        for each in ("kvrouter", *(path.name for path in site.glob("hybrid_kv_router-*.dist-info"))):
-            shutil.copytree(site / each, Path(folder, each))
+        for name in ("kvrouter", *(path.name for path in site.glob("hybrid_kv_router-*.dist-info"))):
+            shutil.copytree(site / name, Path(folder, name))
         load = "from vllm.plugins import load_plugins_by_group as load; print(sorted(load('vllm.general_plugins')))"
         env = {**os.environ, "PYTHONPATH": folder}
         done = subprocess.run([python, "-c", load], env=env, cwd=folder, capture_output=True, text=True, check=True)

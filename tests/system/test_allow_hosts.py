@@ -26,9 +26,9 @@ from tests.support.fake_reporter import FakeReporter
 from tests.support.router_process import RouterProcess
 
 GOOD = "127.0.0.1"
-# Loopback too, so that what connects there in error does no harm.
+# This is a loopback address too, so a connection made in error does no harm.
 FORBIDDEN = "127.0.0.2"
-# ZMQ connects within milliseconds of a registration; a router that is not allowed to never does.
+# ZMQ connects within milliseconds of a registration. A router that is not allowed to connect never does.
 QUIET_S = 2.0
 WAIT_S = 20.0
 
@@ -69,11 +69,11 @@ def test_no_way_of_registering_leads_elsewhere(
     engine = FakeEngine(context)
     engines.append(engine)
     forbidden = f"tcp://{FORBIDDEN}:{victim.port}"
-    known = engine.registration("w0", "m")
+    registration = engine.registration("w0", "m")
     with RouterProcess(tmp_path, ["--allow-host", GOOD]) as router:
-        assert post(router, "/register", known)[0] == 200
+        assert post(router, "/register", registration)[0] == 200
         router.wait_connected("w0")
-        for more in (
+        for fields in (
             {"endpoint": forbidden},
             {"replay_endpoint": forbidden},
             {"patch_endpoint": forbidden},
@@ -82,16 +82,16 @@ def test_no_way_of_registering_leads_elsewhere(
             {"url": f"http://localhost:{victim.port}"},
         ):
             for worker_id in ("w0", "w1"):
-                status, answer = post(router, "/register", known | {"worker_id": worker_id} | more)
-                assert (status, answer["error"]["code"]) == (403, "host_not_allowed"), more
+                status, answer = post(router, "/register", registration | {"worker_id": worker_id} | fields)
+                assert (status, answer["error"]["code"]) == (403, "host_not_allowed"), fields
                 assert "allow_hosts" in answer["error"]["message"]
-                assert next(iter(more)) in answer["error"]["message"]
-            assert post(router, "/workers/w0", more, "PATCH")[0] == 403
+                assert next(iter(fields)) in answer["error"]["message"]
+            assert post(router, "/workers/w0", fields, "PATCH")[0] == 403
         assert not victim.was_reached()
         rows = router.request("GET", "/workers")["workers"]
         assert [(row["worker_id"], row["state"] != "down") for row in rows] == [("w0", True)]
 
-        # Another process on Redis writes a registration of its own. Whoever starts next finds it.
+        # Another process writes a registration to Redis, and the next router that starts finds it.
         store = redis.Redis(unix_socket_path=str(next((tmp_path / "data").glob("*.sock"))))
         planted = {"worker": ["m", "planted", 0], "events": forbidden, "url": "http://127.0.0.1:1"}
         store.hset(keys.registry("m"), "planted@0", json.dumps(planted))
@@ -119,7 +119,7 @@ def test_a_patch_cannot_name_reports_elsewhere(tmp_path: Path, victim: Victim) -
                 body["patch_endpoint"] = reporter.requests_endpoint
                 await asyncio.to_thread(router.request, "POST", "/register", body)
                 deadline = time.monotonic() + WAIT_S
-                # One hello finds the patch, the next one is followed.
+                # The first hello request finds the patch; with the second one, the router follows it.
                 while len(reporter.requests) < 2:
                     assert time.monotonic() < deadline
                     await asyncio.sleep(0.05)
@@ -135,14 +135,14 @@ def test_a_patch_cannot_name_reports_elsewhere(tmp_path: Path, victim: Victim) -
 
 
 def test_an_engine_cannot_redirect_the_router(tmp_path: Path, victim: Victim) -> None:
-    asked = threading.Event()
+    requested = threading.Event()
 
     class Redirecting(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(302)
             self.send_header("location", f"http://{FORBIDDEN}:{victim.port}/v1/models")
             self.end_headers()
-            asked.set()
+            requested.set()
 
         def log_message(self, *_: object) -> None:
             pass
@@ -153,7 +153,7 @@ def test_an_engine_cannot_redirect_the_router(tmp_path: Path, victim: Victim) ->
     try:
         worker = f"w0=http://{GOOD}:{engine.server_port}"
         with RouterProcess(tmp_path, ["--allow-host", GOOD, "--worker", worker]) as router:
-            assert asked.wait(WAIT_S)
+            assert requested.wait(WAIT_S)
             assert not victim.was_reached()
             assert "its model is not known" in router.log_tail()
     finally:

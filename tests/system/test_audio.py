@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings through `kvrouter serve` to simulated replicas, by OpenAI's own client: forms pass byte for byte."""
+"""Recordings that OpenAI's client sends through `kvrouter serve` to simulated replicas: forms pass byte for byte."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ALIAS = "whisper"
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    with replicas(2, "--shape", "gemma3", "--blocks", "2000", "--instant") as found:
-        flags = ["--model-alias", f"{ALIAS}={MODEL}", *worker_flags(found)]
+    with replicas(2, "--shape", "gemma3", "--blocks", "2000", "--instant") as endpoints:
+        flags = ["--model-alias", f"{ALIAS}={MODEL}", *worker_flags(endpoints)]
         with RouterProcess(tmp_path_factory.mktemp("router"), flags) as started:
             yield started
 
@@ -29,8 +29,8 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
 def client(router: RouterProcess) -> Iterator[Any]:
     with openai.OpenAI(
         base_url=f"http://127.0.0.1:{router.port}/v1", api_key="x", max_retries=0, timeout=STOP_S
-    ) as made:
-        yield made
+    ) as openai_client:
+        yield openai_client
 
 
 # OpenAI's client calls its translations deprecated; vLLM serves them.
@@ -42,8 +42,8 @@ def test_a_transcription_and_a_translation(client: Any, router: RouterProcess, m
     answer = client.audio.transcriptions.with_raw_response.create(model=model, file=file, extra_headers=pin)
     assert answer.headers["x-kvrouter-worker"] == "w1" and "x-kvrouter-predicted-hit" not in answer.headers
     assert answer.parse().text
-    kept = router.request("GET", f"/decisions/audio-{model}")
-    assert (kept["proof"], kept["outcome"]["outcome"], kept["pinned_worker"]) == ("unknown", "ok", "w1")
+    decision = router.request("GET", f"/decisions/audio-{model}")
+    assert (decision["proof"], decision["outcome"]["outcome"], decision["pinned_worker"]) == ("unknown", "ok", "w1")
     assert client.audio.translations.create(model=model, file=file).text
 
 
@@ -56,7 +56,7 @@ def test_errors(client: Any, router: RouterProcess) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.audio.transcriptions.create(model="nobody", file=("a.wav", SOUND))
     assert caught.value.code == "unknown_model"
-    # The engine's own.
+    # The engine's own error passes.
     answer = httpx.post(f"http://127.0.0.1:{router.port}/v1/audio/transcriptions", data={"x": "1"}, files={"f": b"x"})
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "the form has no file")
     answer = httpx.post(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole routers before simulated engines: chats that share a beginning are placed so that their histories stay in
-memory."""
+"""Placement by whole routers in front of simulated engines.
+
+Chats that share a beginning are placed so that their histories stay in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 from benchmarks.choice_fleet import LiveFleet, simulated
 from benchmarks.choice_worlds import Finding, run
 
-# How much less may be reused than under round robin, which no choice between equals can avoid.
+# The share by which reuse may fall below that under round robin: a choice between equals cannot avoid it.
 TOLERANCE = 0.03
 
 

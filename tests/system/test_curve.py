@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CURVE between a router and an engine's patch: the right key works, a wrong one is reported, and without one nothing
-is heard."""
+"""CURVE between a router and an engine's patch.
+
+The right key works, a wrong one is reported, and without a key nothing is heard.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,9 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 @pytest.fixture
 def engine(context: Context) -> Iterator[PatchedEngine]:
-    made = PatchedEngine(context, patched=False)
-    yield made
-    made.close()
+    patched_engine = PatchedEngine(context, patched=False)
+    yield patched_engine
+    patched_engine.close()
 
 
 def until(router: RouterProcess, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -60,17 +62,17 @@ def test_keys(router: RouterProcess, engine: PatchedEngine) -> None:
     other, _ = zmq.curve_keypair()
     engine.patch(curve_secret=secret)
     assert engine.reporter is not None
-    known = engine.registration("w0", "m")
+    registration = engine.registration("w0", "m")
     try:
-        # The right key.
-        router.request("POST", "/register", known | {"patch_key": public.decode()})
+        # The right key works.
+        router.request("POST", "/register", registration | {"patch_key": public.decode()})
         until(router, lambda row: row["patch"] is not None and row["state"] in ("live", "catching_up"))
         engine.report(stores(CHAIN[:4]))
         until(router, lambda row: sum(row["residency"].values()) == 4)
 
-        # Another one: reported within seconds, nothing credited, and the engine's plain topic is not listened to in its
-        # place.
-        router.request("POST", "/register", known | {"patch_key": other.decode()})
+        # A wrong key is reported within seconds, earns no credit, and does not make the router follow the engine's
+        # plain topic.
+        router.request("POST", "/register", registration | {"patch_key": other.decode()})
         row = until(router, told)
         engine.publish(stored(TOKENS, 0, 8))
         time.sleep(1)
@@ -78,21 +80,21 @@ def test_keys(router: RouterProcess, engine: PatchedEngine) -> None:
         assert sum(router.worker("w0")["residency"].values()) <= 4
         assert secret.decode() not in str(row) + router.log_tail()
 
-        # None: the encrypted patch is not there for a plain router, so the engine's own topic is followed.
+        # Without a key, the encrypted patch does not exist for the router, so it follows the engine's own topic.
         router.unregister("w0")
-        router.request("POST", "/register", known)
+        router.request("POST", "/register", registration)
         row = until(router, lambda row: row["state"] not in ("connecting", "down"))
         assert row["patch"] is None
 
-        # A plain engine is not accepted by who has a key.
+        # A router with a key does not accept a plain engine.
         router.unregister("w0")
         engine.reporter.close()
         engine.patch()
-        router.request("POST", "/register", known | {"patch_key": public.decode()})
+        router.request("POST", "/register", registration | {"patch_key": public.decode()})
         until(router, told)
         assert sum(router.worker("w0")["residency"].values()) == 0
 
-        # And what was wrong can be mended without registering again.
+        # The engine can be mended without registering the worker again.
         engine.reporter.close()
         engine.patch(curve_secret=secret)
         until(router, lambda row: row["patch"] is not None and not told(row))
@@ -158,11 +160,11 @@ def test_a_patch_key_that_is_none_is_refused(router: RouterProcess, engine: Patc
             router.request("POST", "/register", engine.registration("w9", "m") | more)
 
 
-# A list of clients.
+# Lists of the clients that a patch admits.
 
 
 def write(file: Path, text: str) -> None:
-    """At once, as a ConfigMap changes."""
+    """Replace the file at once, as a ConfigMap changes."""
     beside = file.with_suffix(".new")
     beside.write_text(text)
     beside.rename(file)
@@ -177,30 +179,31 @@ def test_a_patch_with_a_list_admits_those_alone(engine: PatchedEngine, tmp_path:
     clients.write_text(f"# routers\n{client_public.decode()} router-a\n")
     engine.patch(curve_secret=secret, clients=ClientList(str(clients)))
     assert engine.reporter is not None
-    known = engine.registration("w0", "m") | {"patch_key": public.decode()}
+    registration = engine.registration("w0", "m") | {"patch_key": public.decode()}
     with (
         RouterProcess(tmp_path / "a", ["--curve-client-key", str(key_file)]) as listed,
         RouterProcess(tmp_path / "b") as without,
     ):
         for router in (listed, without):
-            router.request("POST", "/register", known)
+            router.request("POST", "/register", registration)
         until(listed, lambda row: row["patch"] is not None and row["state"] in ("live", "catching_up"))
         engine.report(stores(CHAIN[:4]))
         until(listed, lambda row: sum(row["residency"].values()) == 4)
-        # The other one learns why, and what to do.
+        # The router without a key learns why it is refused, and what to do.
         until(without, lambda row: "has no key of its own: set curve_client_key" in row["reason"])
         assert sum(without.worker("w0")["residency"].values()) == 0
         assert engine.reporter.counters.clients_refused > 0
-        # The engine goes on, whoever is refused.
+        # The engine goes on reporting, whichever router is refused.
         engine.report(stores(CHAIN[4:8]))
         until(listed, lambda row: sum(row["residency"].values()) == 8)
 
-        # A router that is taken off the list stays until its connection ends, and is then refused by its name.
+        # A router that is taken off the list stays until its connection ends. It is then refused, and the reason names
+        # its public key.
         write(clients, "# nobody\n")
         engine.reporter.close()
         engine.patch(curve_secret=secret, clients=ClientList(str(clients)))
         until(listed, lambda row: f"add its public key {client_public.decode()} to the file" in row["reason"])
-        # One that is added is admitted, without a restart of either.
+        # A router that is added to the list is admitted without a restart of the router or the engine.
         write(clients, client_public.decode())
         until(listed, lambda row: row["patch"] is not None and not row["reason"].startswith("the engine patch"))
         engine.report(stores(CHAIN[:4]))
@@ -213,15 +216,15 @@ def test_the_engines_thread_waits_for_no_handshake(engine: PatchedEngine, contex
     public, secret = zmq.curve_keypair()
     clients = tmp_path / "clients"
     clients.write_text("")
-    judged = ClientList(str(clients))
+    client_list = ClientList(str(clients))
     begun, release = threading.Event(), threading.Event()
 
     def stand_still() -> None:
         begun.set()
         release.wait(WAIT_S)
 
-    judged.refresh = stand_still  # type: ignore[method-assign,assignment]
-    engine.patch(curve_secret=secret, clients=judged)
+    client_list.refresh = stand_still  # type: ignore[method-assign,assignment]
+    engine.patch(curve_secret=secret, clients=client_list)
     assert engine.reporter is not None
     socket = context.socket(zmq.DEALER)
     try:
@@ -285,14 +288,14 @@ def test_a_list_that_is_none_is_refused_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         ClientList(str(file))
     key = zmq.curve_keypair()[0].decode()
-    for text, said in ((f"{key}\nshort\n", "line 2 has no public key"), ("\xfc", "is not ASCII")):
+    for text, message in ((f"{key}\nshort\n", "line 2 has no public key"), ("\xfc", "is not ASCII")):
         file.write_text(text, encoding="latin-1")
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             ClientList(str(file))
-    # A key may begin as a comment does.
+    # A key may begin with #, as a comment does.
     file.write_text(f"#{key[1:]}\n# {key}\n#{key}\n\n  {key} name\n")
-    found = ClientList(str(file))
-    assert found.admits(key.encode()) and found.admits(b"#" + key[1:].encode())
+    client_list = ClientList(str(file))
+    assert client_list.admits(key.encode()) and client_list.admits(b"#" + key[1:].encode())
 
 
 def test_the_public_key_follows_from_the_secret_one() -> None:
@@ -301,7 +304,7 @@ def test_the_public_key_follows_from_the_secret_one() -> None:
 
 
 class Publisher:
-    """As far as a start looks at an engine's own."""
+    """The parts of an engine's publisher that the start of a reporter reads."""
 
     _endpoint = "inproc://events"
     _dp_rank = 0
@@ -313,8 +316,8 @@ def test_an_engine_reports_nothing_rather_than_to_all(tmp_path: Path) -> None:
     places = {name: f"ipc://{tmp_path}/{name}" for name in ("REQUESTS", "REPORTS")}
 
     def started(**named: Path) -> tuple[bool, str]:
-        given = {f"KVROUTER_PATCH_{name}": str(value) for name, value in (places | named).items()}
-        settings, wrong = from_environment(given)
+        environment = {f"KVROUTER_PATCH_{name}": str(value) for name, value in (places | named).items()}
+        settings, wrong = from_environment(environment)
         assert not wrong
         features = Features(logging.getLogger("test"))
         reporter = start_reporter(settings, Publisher(), features, Publisher._endpoint)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a request went where it went, explained later by a whole router in front of simulated replicas."""
+"""Explanations of past decisions, by a whole router in front of simulated replicas."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.smoke
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    with replicas(2, "--shape", "gemma3", "--blocks", "600") as found:
-        flags = ["--decisions-kept", "50", *worker_flags(found)]
+    with replicas(2, "--shape", "gemma3", "--blocks", "600") as endpoints:
+        flags = ["--decisions-kept", "50", *worker_flags(endpoints)]
         with RouterProcess(tmp_path_factory.mktemp("router"), flags) as started:
             for number in range(2):
                 complete(started, [number + 1_000] * 100, {"x-kvrouter-worker": f"w{number}"})
@@ -70,7 +70,7 @@ def test_a_request_is_explained_later_with_what_came_of_it(router: RouterProcess
         complete(router, PROMPT, {"x-request-id": "second"})
 
         def is_shown() -> bool:
-            # Some a second are.
+            # Only some decisions a second are shown, so send requests until one is.
             complete(router, PROMPT, {"x-request-id": "third"})
             return len(reader.events) >= 1
 
@@ -94,10 +94,10 @@ def test_a_request_is_explained_later_with_what_came_of_it(router: RouterProcess
 
 def test_a_choice_without_a_request_is_explained_too(router: RouterProcess) -> None:
     chosen = router.request("POST", "/select", {"model": MODEL, "token_ids": PROMPT[:64], "selection_id": "mine"})
-    kept = router.request("GET", f"/decisions/{chosen['selection_id']}")
-    assert kept["reason"] == chosen["reason"] and kept["outcome"] is None and kept["request_id"] == ""
+    decision = router.request("GET", f"/decisions/{chosen['selection_id']}")
+    assert decision["reason"] == chosen["reason"] and decision["outcome"] is None and decision["request_id"] == ""
     newest = router.request("GET", "/decisions?limit=1")["decisions"]
-    assert [one["selection_id"] for one in newest] == [chosen["selection_id"]] and "candidates" not in newest[0]
+    assert [row["selection_id"] for row in newest] == [chosen["selection_id"]] and "candidates" not in newest[0]
 
 
 def test_as_many_are_kept_as_was_set(router: RouterProcess) -> None:

@@ -20,7 +20,7 @@ from kvrouter.simulator.demo.router import DemoFailed, Http, RouterProcess
 from kvrouter.simulator.demo.trace import SCENES
 from tests.support.fleet import until
 
-# Answers as the router does, predicts nothing, sends everything to the first worker.
+# A router that answers like ours, predicts nothing, and sends everything to the first worker.
 IGNORANT = """
 import json, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -87,10 +87,10 @@ def test_wrong_predictions_end_with_1_and_leave_nothing(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert run_demo(DemoOptions(replicas=2, requests=12, json_output=True, command=ignorant)) == 1
-    said = json.loads(capsys.readouterr().out)
-    assert said["summary"]["prompts"] == 12
-    assert 0 < said["summary"]["exact_prompts"] < 12
-    assert len(said["rows"]) == 12
+    report = json.loads(capsys.readouterr().out)
+    assert report["summary"]["prompts"] == 12
+    assert 0 < report["summary"]["exact_prompts"] < 12
+    assert len(report["rows"]) == 12
     assert list(tmp_path.iterdir()) == []
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
@@ -142,10 +142,10 @@ def test_a_trace_is_predicted_exactly_under_another_policy(tmp_path: Path, capsy
     assert prompts[0].tokens[:1_024] == prompts[6].tokens[:1_024]
     options = DemoOptions(replicas=2, prompts=prompts, policy="round_robin", json_output=True)
     assert run_demo(options) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["summary"]["checked"] == said["summary"]["exact_checked"] == 24
-    chosen = [row["chosen"] for row in said["rows"]][len(prompts) // WARMUP_SHARE :]
-    assert all(one != following for one, following in itertools.pairwise(chosen))
+    report = json.loads(capsys.readouterr().out)
+    assert report["summary"]["checked"] == report["summary"]["exact_checked"] == 24
+    chosen = [row["chosen"] for row in report["rows"]][len(prompts) // WARMUP_SHARE :]
+    assert all(worker != next_worker for worker, next_worker in itertools.pairwise(chosen))
 
 
 def test_it_stays_until_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None:
@@ -161,8 +161,10 @@ def test_it_stays_until_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None:
         url = line.split()[-1].rstrip("/")
         http = Http()
         until(lambda: len(http.call(f"{url}/decisions")["decisions"]) > 20, "traffic goes on")
-        outcomes = [one["outcome"] for one in http.call(f"{url}/decisions?limit=10")["decisions"]]
-        assert any(one and one["outcome"] == "ok" and one["delivered_tokens"] is not None for one in outcomes)
+        outcomes = [decision["outcome"] for decision in http.call(f"{url}/decisions?limit=10")["decisions"]]
+        assert any(
+            outcome and outcome["outcome"] == "ok" and outcome["delivered_tokens"] is not None for outcome in outcomes
+        )
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert process.returncode == 0 and "Stopped after" in out and not err

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts computed by prefill workers and decoded by others: one router, and simulated replicas that speak vLLM's
-kv_transfer_params. Each test has a model of its own."""
+"""Prompts that prefill workers compute and decode workers go on with.
+
+One router stands before simulated replicas that speak vLLM's kv_transfer_params. Each test has its own model.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ from tests.support.prefill_pools import (
 )
 from tests.support.router_process import RouterProcess
 
-# A step takes some 5 ms and a long prompt some 50, so that requests overlap.
+# A step takes some 5 ms and a long prompt some 50 ms, so that requests overlap.
 SLOW = Timing(40_000.0, 0.002, 0.0005)
 
 
@@ -58,11 +60,11 @@ def test_a_long_prompt_is_computed_here_and_decoded_there(pools: Pools) -> None:
     status, headers, answer = pools.ask(prompt)
     assert (status, headers["x-kvrouter-worker"], headers["x-kvrouter-prefill-worker"]) == (200, "d0", "p0")
     assert headers["x-kvrouter-predicted-hit"] == "0" and "x-kvrouter-retried" not in headers
-    # Nothing of it was known to the prefill worker, and the decode worker received all but the last token.
+    # The prefill worker held nothing of the prompt, and the decode worker received all of it but the last token.
     assert cached(answer) == 0 and answer["usage"]["completion_tokens"] == 4
     assert p0.api.life.engine.prompt_tokens == d0.api.life.engine.prompt_tokens == LONG
     assert outcomes(pools.router) - before == Counter(remote=1, done=1)
-    # The same prefix with a long new part: what the prefill worker had of it is reported as cached.
+    # For the same prefix with a long new part, the answer reports the prefill worker's hit as cached.
     again = prompt + tokens(2, LONG)
     until(lambda: pools.hit("p0", again) > 0 and pools.hit("d0", again) > 0, "both have reported their blocks")
     predicted = pools.hit("p0", again)
@@ -70,14 +72,14 @@ def test_a_long_prompt_is_computed_here_and_decoded_there(pools: Pools) -> None:
     assert headers["x-kvrouter-prefill-worker"] == "p0"
     assert (int(headers["x-kvrouter-predicted-hit"]), cached(answer)) == (predicted, predicted)
     assert 0 < predicted <= LONG
-    # A second turn: nearly all of it is where it was decoded, so that one does it alone.
+    # In a second turn, the decode worker holds nearly all of the prompt, so it computes the rest alone.
     turn = again + answer_ids(answer) + tokens(3, 40)
     until(lambda: pools.hit("d0", turn) >= 2 * LONG - 600, "the decode worker has reported its blocks")
     predicted = pools.hit("d0", turn)
     status, headers, answer = pools.ask(turn)
     assert headers["x-kvrouter-worker"] == "d0" and "x-kvrouter-prefill-worker" not in headers
     assert (int(headers["x-kvrouter-predicted-hit"]), cached(answer)) == (predicted, predicted)
-    # A short prompt.
+    # A short prompt is not handed over.
     status, headers, _ = pools.ask(tokens(4, 300))
     assert headers["x-kvrouter-worker"] == "d0" and "x-kvrouter-prefill-worker" not in headers
     assert outcomes(pools.router) - before == Counter(remote=2, done=2, short=2)
@@ -110,24 +112,24 @@ def test_select_names_both_and_a_reservation_counts_at_both(pools: Pools) -> Non
     pools.add("d0")
     pools.occupy("d0")
     busy = pools.loads()["d0"]
-    asked = {"model": pools.model, "token_ids": tokens(1), "max_tokens": 10, "explain": True}
-    answer = pools.router.request("POST", "/select", asked)
+    body = {"model": pools.model, "token_ids": tokens(1), "max_tokens": 10, "explain": True}
+    answer = pools.router.request("POST", "/select", body)
     assert (answer["worker_id"], answer["prefill"]["worker_id"]) == ("d0", "p0")
     assert answer["prefill"]["endpoint"] == pools.replicas["p0"].endpoints["url"]
     assert (answer["prefill"]["handover"], answer["prefill"]["effective_prefill_tokens"]) == (
         "kv_transfer_params",
         LONG,
     )
-    assert [one["worker_id"] for one in answer["candidates"]] == ["d0"]
-    assert [one["worker_id"] for one in answer["prefill"]["candidates"]] == ["p0"]
-    answer = pools.router.request("POST", "/select_and_reserve", asked | {"token_ids": tokens(2)})
+    assert [candidate["worker_id"] for candidate in answer["candidates"]] == ["d0"]
+    assert [candidate["worker_id"] for candidate in answer["prefill"]["candidates"]] == ["p0"]
+    answer = pools.router.request("POST", "/select_and_reserve", body | {"token_ids": tokens(2)})
     assert answer["prefill"]["worker_id"] == "p0"
     assert pools.loads() == {"p0": (LONG, 1), "d0": (busy[0], busy[1] + 1)}
     pools.router.request("POST", f"/reservations/{answer['selection_id']}/prefill_complete")
     assert pools.loads() == {"p0": (0, 0), "d0": (busy[0], busy[1] + 1)}
     pools.router.request("DELETE", f"/reservations/{answer['selection_id']}")
     assert pools.loads() == {"p0": (0, 0), "d0": busy}
-    short = pools.router.request("POST", "/select", asked | {"token_ids": tokens(3, 64)})
+    short = pools.router.request("POST", "/select", body | {"token_ids": tokens(3, 64)})
     assert "prefill" not in short
     pools.free("d0")
 
@@ -138,15 +140,15 @@ def test_a_prefill_worker_that_dies_meanwhile_loses_no_request(pools: Pools) -> 
     before = outcomes(pools.router)
     fault(p0, stall_s=WAIT_S)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        asked = pool.submit(pools.ask, tokens(1))
+        pending = pool.submit(pools.ask, tokens(1))
         until(lambda: p0.api.life.engine.num_running > 0, "the prefill has begun")
         fault(p0, restart=True, down_s=WAIT_S)
-        status, headers, answer = asked.result(WAIT_S)
+        status, headers, answer = pending.result(WAIT_S)
     assert status == 200 and answer["usage"]["completion_tokens"] == 4
     assert headers["x-kvrouter-worker"] == "d0" and "x-kvrouter-prefill-worker" not in headers
     assert headers["x-kvrouter-retried"] in ("p0 reset", "p0 lost")
     assert outcomes(pools.router) - before == Counter(remote=1, failed=1)
-    # While it is down nobody is sent there, and that is counted.
+    # While the prefill worker is down, no prompt is sent there, and that is counted.
     until(lambda: pools.router.worker("p0")["state"] == "down", "its health is seen")
     status, headers, _ = pools.ask(tokens(2))
     assert (status, "x-kvrouter-retried" in headers) == (200, False)
@@ -162,11 +164,11 @@ def test_another_prefill_worker_is_asked_where_the_first_cannot_be_reached(pools
     pools.occupy("d0", "p1")
     for attempt in range(2, 12):
         name = f"p{attempt}"
-        # It goes between two looks at it; once the router has seen that nobody listens, it is down and not tried at
-        # all.
+        # The worker goes between two health checks. Once the router has seen that nothing listens there, the worker is
+        # down and not tried at all.
         with socket.create_server(("127.0.0.1", 0)) as gone:
             gone.settimeout(WAIT_S)
-            # With an event endpoint, so that the engine is not queried for one.
+            # The registration names an event endpoint, so the engine is not queried for one.
             at = f"127.0.0.1:{gone.getsockname()[1]}"
             pools.register(name, f"http://{at}", endpoint=f"tcp://{at}", patch_endpoint="off")
             gone.accept()[0].close()
@@ -174,7 +176,7 @@ def test_another_prefill_worker_is_asked_where_the_first_cannot_be_reached(pools
         assert status == 200
         if "x-kvrouter-retried" in headers:
             break
-    # The one with nothing queued was tried first; it never got the request, so the other one may.
+    # The worker with nothing queued was tried first. It never got the request, so the other prefill worker may.
     assert (headers["x-kvrouter-retried"], headers.get("x-kvrouter-prefill-worker")) in (
         (f"{name} refused", "p1"),
         (f"{name} refused", None),
@@ -188,7 +190,7 @@ def test_a_decode_worker_that_dies_is_replaced_by_another(pools: Pools) -> None:
         pools.add(name)
     pools.occupy("d0", "d1")
     prompt = tokens(1)
-    # Which one it will be; then that one dies when it is called.
+    # Learn which decode worker will be chosen, and let it fail when it is called.
     first = pools.router.request("POST", "/select", {"model": pools.model, "token_ids": prompt})["worker_id"]
     other = "d1" if first == "d0" else "d0"
     fault(pools.replicas[first], fail=1, fail_status=503)
@@ -203,12 +205,12 @@ def test_blocks_that_could_not_be_fetched_are_computed(pools: Pools) -> None:
     pools.add("p0")
     d0 = pools.add("d0")
     pools.occupy("d0")
-    # vLLM's answer where kv_load_failure_policy is `fail`, its default.
+    # vLLM answers 500 if kv_load_failure_policy is `fail`, its default.
     fault(d0, fail=1, fail_status=500)
     status, headers, answer = pools.ask(tokens(1))
     assert (status, headers["x-kvrouter-worker"], headers["x-kvrouter-retried"]) == (200, "d0", "d0 gone")
     assert "x-kvrouter-prefill-worker" not in headers and answer["usage"]["completion_tokens"] == 4
-    # An engine's own 500 to a prompt that it computed itself stays the client's.
+    # A 500 for a prompt that the engine computed itself passes to the client.
     fault(d0, fail=1, fail_status=500)
     assert pools.ask(tokens(2, 100))[0] == 500
     pools.free("d0")
@@ -255,7 +257,7 @@ def test_two_pools_under_load_answer_all_and_keep_nothing(pools: Pools) -> None:
     counted = outcomes(pools.router) - before
     assert counted["done"] == counted["remote"] == computed["p0"] + computed["p1"]
     engines = {name: replica.api.life.engine for name, replica in pools.replicas.items()}
-    # Each prefill worker samples one token of each of its prompts, and none of any other.
+    # Each prefill worker samples one token of each of its prompts, and none of any other prompt.
     assert {name: engine.generated_tokens for name, engine in engines.items() if name.startswith("p")} == {
         "p0": computed["p0"],
         "p1": computed["p1"],

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that nobody registered, in whole routers: from flags and files alone, with simulated engines that tell the
-rest."""
+"""Discovery of workers that nobody registered, in whole routers.
+
+The routers have flags and files alone; simulated engines report the rest.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,18 @@ def until(condition: Callable[[], Any], what: str) -> Any:
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         with contextlib.suppress(RouterError):
-            if found := condition():
-                return found
+            if result := condition():
+                return result
         assert time.monotonic() < deadline, f"not in {TIMEOUT_S:g} s: {what}"
         time.sleep(0.05)
 
 
 @pytest.fixture
 def replicas(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[list[ReplicaServer]]:
-    made = [ReplicaServer(make_geometry("llama"), 64, context=context, model=MODEL) for _ in range(2)]
-    thread = ServerThread(made)
+    servers = [ReplicaServer(make_geometry("llama"), 64, context=context, model=MODEL) for _ in range(2)]
+    thread = ServerThread(servers)
     thread.start()
-    yield made
+    yield servers
     thread.stop()
 
 
@@ -56,15 +58,15 @@ def said(router: RouterProcess) -> str:
 
 def live(router: RouterProcess, *names: str) -> Callable[[], Any]:
     def look() -> Any:
-        found = rows(router)
-        good = set(found) == set(names) and all(row["state"] != "connecting" for row in found.values())
-        return found if good else None
+        workers = rows(router)
+        good = set(workers) == set(names) and all(row["state"] != "connecting" for row in workers.values())
+        return workers if good else None
 
     return look
 
 
 def write(file: Path, text: str) -> None:
-    """As a careful writer does: all at once."""
+    """Replace the file at once, as a careful writer does."""
     other = file.with_suffix(".new")
     other.write_text(text)
     other.rename(file)
@@ -76,7 +78,7 @@ def test_an_address_is_enough(tmp_path: Path, replicas: list[ReplicaServer]) -> 
         row = until(lambda: rows(router).get("w0"), "registered")
         assert (row["model"], row["source"], row["approximate"]) == (MODEL, "static", False)
         router.wait_connected("w0")
-        # Its events are followed: a prompt that it computed is known here.
+        # The router follows the engine's events, so it learns of a prompt that the engine computed.
         tokens = list(range(64))
         body = {"model": MODEL, "prompt": tokens, "max_tokens": 1}
         assert router.request("POST", "/v1/completions", body)["usage"]["prompt_tokens"] == 64
@@ -102,7 +104,7 @@ def test_what_a_source_keeps_is_changed_there(tmp_path: Path, replicas: list[Rep
         router.request("PATCH", "/workers/w0", {"state": "draining"})
         time.sleep(2.5)
         assert rows(router)["w0"]["draining"], "the source must leave a client's word alone"
-        # The same in other words is a no-op, so that engines can go on registering themselves.
+        # Registering the same worker in other words changes nothing, so engines can go on registering themselves.
         router.request("POST", "/register", {**same, "replay_endpoint": replicas[0].endpoints["replay"]})
         router.request("PATCH", "/workers/w0", {"state": "active"})
         write(file, "[]\n")
@@ -175,7 +177,7 @@ def test_of_several_processes_one_has_the_sources(tmp_path: Path, replicas: list
 
 
 def test_an_engine_that_does_not_tell_is_named(tmp_path: Path) -> None:
-    # It is there, as far as its socket shows, but answers nothing.
+    # The engine's socket accepts connections, but nothing answers.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         arguments = ["--worker", f"w0=http://127.0.0.1:{silent.getsockname()[1]},model=m"]
         with RouterProcess(tmp_path, arguments) as router:
@@ -185,7 +187,7 @@ def test_an_engine_that_does_not_tell_is_named(tmp_path: Path) -> None:
 
 
 class NotFound(BaseHTTPRequestHandler):
-    """The default backend of an ingress, for paths that nobody serves."""
+    """The default backend of an ingress, for paths that no service has."""
 
     def do_GET(self) -> None:
         self.send_error(404)
@@ -207,20 +209,20 @@ def default_backend() -> Iterator[str]:
 
 
 def test_where_no_engine_answers_is_named_and_stops_nothing(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
-    said_of_it = "/v1/models answers 404): write http://HOST:PORT of the engine itself"
+    message = "/v1/models answers 404): write http://HOST:PORT of the engine itself"
     file = tmp_path / "workers.yaml"
     file.write_text("[]\n")
     with default_backend() as nothing:
         # Give the base URL of an OpenAI client, once for an engine and once for no engine.
-        given = ["--worker", f"w0={replicas[0].endpoints['url']}/v1", "--worker", f"w1={nothing}/v1"]
-        with RouterProcess(tmp_path / "r", [*given, "--workers-file", str(file)]) as router:
+        flags = ["--worker", f"w0={replicas[0].endpoints['url']}/v1", "--worker", f"w1={nothing}/v1"]
+        with RouterProcess(tmp_path / "r", [*flags, "--workers-file", str(file)]) as router:
             until(live(router, "w0", "w1"), "listed")
             assert rows(router)["w0"]["url"] == replicas[0].endpoints["url"]
-            assert said_of_it in rows(router)["w1"]["reason"]
+            assert message in rows(router)["w1"]["reason"]
             write(file, f"- w2={nothing}\n- w3={nothing},model=other\n")
             until(lambda: {"w2", "w3"} <= rows(router).keys(), "listed")
-            until(lambda: said_of_it in rows(router)["w2"]["reason"], "named")
-            until(lambda: said_of_it in rows(router)["w3"]["reason"], "named")
+            until(lambda: message in rows(router)["w2"]["reason"], "named")
+            until(lambda: message in rows(router)["w3"]["reason"], "named")
             with pytest.raises(RouterError, match=r"gave 502.*/v1/models answers 404"):
                 router.request("POST", "/register", {"worker_id": "w4", "url": f"{nothing}/v1/"})
             assert router.request("POST", "/v1/completions", {"model": MODEL, "prompt": [1], "max_tokens": 1})[

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shell blocks of the pages, word by word: each page in a network of its own, with what it takes for granted.
+"""The shell blocks of the documentation's pages, run word by word.
 
-Commands that do not end (a router, replicas, whatever follows or watches) run until the page's last block, or until the
-page starts another router. All others must exit with 0, and curl does so for no status over 399. Where an example wants
-the user to read something, `World.shown` looks for it."""
+Each page has its own network, with what the page takes for granted (`tests/support/doc_worlds.py`). Commands that do
+not end (a router, replicas, or one that follows or watches) run until the page's last block, or until the page starts
+another router. All others must exit with 0, and curl does so for no status over 399. Where an example wants the user to
+read something, `World.shown` looks for it.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,19 @@ from tests.support.doc_blocks import ROOT, Block, blocks_of
 from tests.support.doc_worlds import WORLDS, World, filled
 from tests.support.own_network import OwnNetwork, interrupt
 
-# They run until they are interrupted.
+# Commands that run until they are interrupted.
 ENDLESS = re.compile(
     r"kvrouter (serve|epp|sim|tail)\b|kvrouter (demo\b.*--stay|workers\b.*(--watch|-w\b)|shadow\b.*--follow)"
     r"|curl .*/events"
 )
 ROUTER = re.compile(r"kvrouter (serve|epp)\b")
-# On a busy machine. A page's slowest command is a replay of a short trace.
+# Limits for a busy machine. A page's slowest command is a replay of a short trace.
 COMMAND_S = 120.0
 READY_S = 60.0
 STOP_S = 30.0
-# What an interrupted command exits with.
+# Exit codes of an interrupted command.
 INTERRUPTED = {0, 130, -2}
-# Not the clone's own: its data folder, and what is built.
+# Entries of the clone that the test's folder does not link to: its history, built files, and its data folder.
 NOT_LINKED = {".git", "build", "kvrouter-data"}
 DEMO_READY = b"The fleet in a browser: "
 URL = "http://127.0.0.1:{port}"
@@ -47,7 +49,7 @@ DEFAULT_PORT = 30_000
 
 
 class Shell:
-    """Runs a page's commands, in a folder that looks like a clone."""
+    """A shell that runs a page's commands in a folder that looks like a clone."""
 
     def __init__(self, network: OwnNetwork, folder: Path) -> None:
         self._network = network
@@ -56,7 +58,7 @@ class Shell:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         # A status over 399 is a failure: an example must not show an error.
         (folder / ".curlrc").write_text("fail-with-body\nno-progress-meter\n")
-        # matplotlib's list of fonts takes seconds to make.
+        # Keep the user's cache, because matplotlib's list of fonts takes seconds to make.
         cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
         home = {"HOME": str(folder), "XDG_CACHE_HOME": cache}
         self._environment = {**own, **home, "PATH": path, "NO_COLOR": "1", "COLUMNS": "100"}
@@ -66,7 +68,7 @@ class Shell:
 
     @property
     def output(self) -> str:
-        """All that was printed until now."""
+        """All output that the commands have printed so far."""
         return "\n".join([*self._outputs, *(path.read_text(errors="replace") for _, _, path in self._running)])
 
     def run(self, command: str) -> str:
@@ -76,7 +78,7 @@ class Shell:
         return done.stdout
 
     def start(self, *commands: str) -> None:
-        """Side by side, until all are ready: they answer, or have printed something."""
+        """Start commands side by side, and wait until each one answers or has printed something."""
         started = [self._launch(command) for command in commands]
         deadline = time.monotonic() + READY_S
         for command, process, log in started:
@@ -90,9 +92,9 @@ class Shell:
 
     def _launch(self, command: str) -> tuple[str, subprocess.Popen[bytes], Path]:
         if ROUTER.search(command):
-            # One at a time: a page shows several ways to start it.
-            for one in [row for row in self._running if ROUTER.search(row[0])]:
-                self._end(*one)
+            # Only one router runs at a time, because a page shows several ways to start it.
+            for entry in [row for row in self._running if ROUTER.search(row[0])]:
+                self._end(*entry)
         self._count += 1
         log = self._folder / f".output-{self._count}"
         process = self._network.start(command, self._folder, self._environment, log)
@@ -109,25 +111,25 @@ class Shell:
         return rows is not None and len(rows) >= named and all(row["state"] == "live" for row in rows)
 
     def _workers(self, words: list[str]) -> list[dict[str, Any]] | None:
-        """Those of the router that was started with these words; None where it does not answer."""
+        """Return the workers of the router that was started with these words, or None if it does not answer."""
         port = int(words[words.index("--port") + 1]) if "--port" in words else DEFAULT_PORT
         answer = self._asked(f"{URL.format(port=port)}/workers")
         return None if answer is None else list(answer["workers"])
 
     def residency(self) -> Any:
-        """What the running router knows of each worker's blocks."""
-        words = [one.split() for one, _, _ in self._running if ROUTER.search(one)]
+        """Return each worker's residency, as the running router knows it."""
+        words = [command.split() for command, _, _ in self._running if ROUTER.search(command)]
         return [row["residency"] for row in self._workers(words[0]) or []] if words else []
 
     def wait_residency(self, before: Any) -> None:
-        """Until it is another."""
+        """Wait until the residency differs from `before`."""
         deadline = time.monotonic() + READY_S
         while self.residency() == before:
             assert time.monotonic() < deadline, "the router has not heard of a prompt's blocks"
             time.sleep(0.1)
 
     def _asked(self, url: str) -> Any:
-        """None where nobody answers."""
+        """Return the JSON answer of a URL, or None if nobody answers."""
         done = self._network.run(f"curl -s {url}", self._folder, self._environment, COMMAND_S)
         return json.loads(done.stdout) if done.returncode == 0 else None
 
@@ -139,14 +141,14 @@ class Shell:
         assert "Traceback" not in self._outputs[-1], self._outputs[-1][-4000:]
 
     def end(self) -> None:
-        # What was started last ends first: a router before its engines.
+        # End the command that was started last first: a router before its engines.
         while self._running:
             self._end(*self._running[-1])
 
 
 @contextmanager
 def shell_of(world: World) -> Iterator[Shell]:
-    # A short path: the private store listens on a unix socket below it.
+    # The folder's path is short, because the private store listens on a unix socket below it.
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvr-")))
         for path in ROOT.iterdir():
@@ -170,7 +172,7 @@ def shell_of(world: World) -> Iterator[Shell]:
 
 
 def run_block(shell: Shell, block: Block, world: World) -> None:
-    """Commands between two that do not end share one bash, with its variables."""
+    """Run a block's commands; those between two that do not end share one bash, with its variables."""
     script: list[str] = []
     for command in (filled(text, world.fill) for text in block.commands):
         if not ENDLESS.search(command):

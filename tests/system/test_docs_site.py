@@ -24,16 +24,16 @@ from tests.support.browser_page import BrowserPage, browser
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_S = 400.0
-# Their `src` and `href` are fetched as a page is shown.
+# Elements whose `src` or `href` a browser fetches when it shows a page.
 FETCHED = {("link", "href"), ("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src")}
 PHONE, DESK = 360, 1280
-# Each has something that is wide: tables, code, pictures.
+# Pages with something wide: tables, code, or pictures.
 WIDE = ("", "reference/benchmarks/", "reference/settings/", "reference/protocol/", "how-to/migration/")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 
 
 class Document(HTMLParser):
-    """What a page has: elements by name, what it fetches, where it links to, its ids."""
+    """A page of the site: its elements by name, the addresses that it fetches, its links, and its ids."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -63,8 +63,11 @@ def made(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def site() -> Path:
-    """Built as a user does it. mkdocs ends with 1 where it has a warning."""
-    # What pip says of its indexes is not mkdocs'.
+    """Build the site as a user does, and fail on a warning.
+
+    mkdocs ends with 1 if it has a warning.
+    """
+    # Install first, so that pip's messages about its indexes are not taken for mkdocs'.
     made("make", ".venv-docs/installed", f"PYTHON={sys.executable}")
     done = made("make", "docs")
     assert not [line for line in done.stderr.splitlines() if not line.startswith("INFO ")], done.stderr
@@ -94,14 +97,19 @@ def test_every_link_and_anchor_of_the_site_leads_somewhere(site: Path) -> None:
             path, anchor = urldefrag(link)
             target = (page.parent / unquote(path)).resolve() if path else page
             target = target / "index.html" if target.is_dir() else target
-            known = documents.get(target)
-            if not target.exists() or (anchor and known is not None and unquote(anchor) not in known.ids):
+            target_document = documents.get(target)
+            if not target.exists() or (
+                anchor and target_document is not None and unquote(anchor) not in target_document.ids
+            ):
                 missing.append(f"{page.relative_to(site)}: {link}")
     assert not missing
 
 
 def test_lists_and_tables_are_what_they_are_on_github(site: Path) -> None:
-    """mkdocs reads another Markdown than GitHub: what one takes for a list may be a paragraph to the other."""
+    """Compare the site with GitHub's reading of the pages.
+
+    The Markdown of mkdocs is not that of GitHub: a list for one may be a paragraph for the other.
+    """
     from markdown_it import MarkdownIt
 
     for path in (ROOT / "docs").rglob("*.md"):
@@ -150,10 +158,10 @@ def chromium() -> Iterator[Browser]:
 @pytest.mark.parametrize("width", [PHONE, DESK])
 def test_pages_fit_their_window(chromium: Browser, site: Path, port: int, width: int, scheme: str) -> None:
     with closing(BrowserPage(chromium, port, viewport={"width": width, "height": 900}, color_scheme=scheme)) as tab:
-        # Every page but the decisions on the phone, where it is tight.
-        every = [f"{page.parent.relative_to(site).as_posix()}/".removeprefix("./") for page in pages_of(site)]
-        every = [path for path in every if not re.match(r"adr/\d", path)]
-        for path in every if (width, scheme) == (PHONE, "light") else WIDE:
+        # Look at every page but the decision records on the phone, where space is tight.
+        paths = [f"{page.parent.relative_to(site).as_posix()}/".removeprefix("./") for page in pages_of(site)]
+        paths = [path for path in paths if not re.match(r"adr/\d", path)]
+        for path in paths if (width, scheme) == (PHONE, "light") else WIDE:
             tab.page.goto(f"{tab.address}{path}")
             tab.page.wait_for_selector("article h1")
             assert tab.page.evaluate("document.documentElement.scrollWidth") <= width, path
@@ -165,7 +173,7 @@ def test_a_page_is_found_by_its_words_and_its_pictures_are_shown(chromium: Brows
     with closing(BrowserPage(chromium, port, viewport={"width": DESK, "height": 900})) as tab:
         page = tab.page
         page.goto(tab.address)
-        # Key by key: it looks at what stands there when a key is released.
+        # Type key by key, because the search reads the field when a key is released.
         page.locator(".md-search__input").press_sequentially("sliding window")
         expect(page.locator(".md-search-result__item").first).to_be_visible(timeout=30_000)
         links = page.locator(".md-search-result__link").all()

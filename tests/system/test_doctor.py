@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault of a worker that `kvrouter doctor` knows, made with simulated or scripted engines and found; and a fleet
-that is well, in which it finds nothing. One router for all: each test's workers have a name of their own."""
+"""Every fault of a worker that `kvrouter doctor` knows, and a fleet that is well, in which it finds nothing.
+
+The faults are made with simulated or scripted engines. One router serves all tests, and each test names its workers
+differently.
+"""
 
 from __future__ import annotations
 
@@ -45,48 +48,48 @@ def clinic(router: RouterProcess) -> Clinic:
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[list[dict[str, Any]]]:
-    """Two hybrid ones, and one with full attention that does not say where its events are."""
+    """Start two hybrid replicas, and one with full attention that does not say where its events are."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     shapes = (("gemma3", True), ("gemma3", True), ("llama", False))
-    made = [
+    servers = [
         ReplicaServer(make_geometry(shape), POOL_BLOCKS, context=context, model=MODEL, event_sources=says)
         for shape, says in shapes
     ]
-    thread = ServerThread(made)
+    thread = ServerThread(servers)
     thread.start()
-    yield [dict(one.endpoints) for one in made]
+    yield [dict(server.endpoints) for server in servers]
     thread.stop()
     context.destroy(linger=0)
 
 
 @pytest.fixture
 def engine(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[FakeEngine]:
-    """A publisher without an engine."""
-    made = FakeEngine(context)
-    yield made
-    made.close()
+    """Make a publisher without an engine."""
+    publisher = FakeEngine(context)
+    yield publisher
+    publisher.close()
 
 
 @pytest.fixture
 def http() -> Iterator[EngineHttp]:
-    """An engine's HTTP without an engine."""
-    made = EngineHttp()
-    yield made
-    made.stop()
+    """Serve an engine's HTTP without an engine."""
+    server = EngineHttp()
+    yield server
+    server.stop()
 
 
 def compute(replica: dict[str, Any], tokens: list[int]) -> None:
-    """Directly at a replica."""
+    """Send a prompt directly to a replica."""
     body = json.dumps({"model": MODEL, "prompt": tokens, "max_tokens": 1}).encode()
-    wanted = urllib.request.Request(f"{replica['url']}/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(wanted, timeout=30):
+    request = urllib.request.Request(f"{replica['url']}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30):
         pass
 
 
 def of(replica: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """The fields of its registration."""
-    given = {"url": replica["url"], "endpoint": replica["events"], "replay_endpoint": replica["replay"]}
-    return given | {"model": MODEL} | more
+    """Return the fields of a replica's registration, with `more` in place of its own."""
+    fields = {"url": replica["url"], "endpoint": replica["events"], "replay_endpoint": replica["replay"]}
+    return fields | {"model": MODEL} | more
 
 
 def shows(clinic: Clinic, worker_id: str) -> None:
@@ -99,7 +102,7 @@ def test_no_worker_then_a_fleet_that_is_well(clinic: Clinic, replicas: list[dict
     assert clinic.codes() == ["KV005"]
     command = [sys.executable, "-m", "kvrouter.router.cli", "doctor", "--url", f"http://127.0.0.1:{clinic.router.port}"]
     with clinic.worker("w0", **of(replicas[0])), clinic.worker("w1", **of(replicas[1])):
-        # Before its first prompt, and after it.
+        # The fleet is well before its first prompt and after it.
         clinic.wait_well()
         for replica, seed in ((replicas[0], 1), (replicas[1], 2)):
             compute(replica, prompt(seed, 40))
@@ -160,8 +163,8 @@ def test_kv201_no_event_endpoint(clinic: Clinic, http: EngineHttp) -> None:
 def test_kv202_an_endpoint_that_says_nothing(
     clinic: Clinic, engine: FakeEngine, replicas: list[dict[str, Any]]
 ) -> None:
-    given = engine.registration("mute", MODEL, url=replicas[2]["url"])
-    with clinic.worker(**given) as subject:
+    registration = engine.registration("mute", MODEL, url=replicas[2]["url"])
+    with clinic.worker(**registration) as subject:
         clinic.router.wait_connected("mute")
         for seed in range(UNHEARD_PROMPTS):
             assert "KV202" not in clinic.codes()
@@ -180,7 +183,7 @@ def test_kv204_swapped_endpoints(clinic: Clinic, engine: FakeEngine) -> None:
     with clinic.worker("swapped", **swapped) as subject:
         finding = clinic.find("KV204", subject)
         assert finding.fix == f"register events={engine.endpoint},replay={engine.replay_endpoint}"
-        assert [one.code for one in clinic.report().findings if one.subject == subject] == ["KV204"]
+        assert [reported.code for reported in clinic.report().findings if reported.subject == subject] == ["KV204"]
 
 
 def test_kv205_closed_ports(clinic: Clinic, engine: FakeEngine, http: EngineHttp) -> None:
@@ -197,7 +200,7 @@ def test_kv205_names_the_ports_that_the_engine_names(clinic: Clinic, replicas: l
         # The fix names the engine's own endpoints only once it has answered.
         right = f"register events={replicas[0]['events']},replay={replicas[0]['replay']}"
         until(lambda: clinic.find("KV205", subject).fix == right, "the right ports are not named")
-        assert [one.code for one in clinic.report().findings if one.subject == subject].count("KV205") == 1
+        assert [finding.code for finding in clinic.report().findings if finding.subject == subject].count("KV205") == 1
 
 
 def test_kv110_one_engine_with_two_names(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
@@ -230,15 +233,15 @@ def test_kv207_no_replay_endpoint(clinic: Clinic, engine: FakeEngine) -> None:
 
 
 def test_kv208_events_that_do_not_come_for_another_reason(clinic: Clinic, engine: FakeEngine) -> None:
-    """It greets as ZMQ does, and never gets ready."""
+    """Follow a server that greets as ZMQ does and never gets ready."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        held: list[socket.socket] = []
+        connections: list[socket.socket] = []
 
         def greet() -> None:
             while True:
                 try:
-                    held.append(server.accept()[0])
-                    held[-1].sendall(GREETING)
+                    connections.append(server.accept()[0])
+                    connections[-1].sendall(GREETING)
                 except OSError:
                     return
 
@@ -251,7 +254,7 @@ def test_kv208_events_that_do_not_come_for_another_reason(clinic: Clinic, engine
         finally:
             server.shutdown(socket.SHUT_RDWR)
             thread.join()
-            for connection in held:
+            for connection in connections:
                 connection.close()
 
 
@@ -292,7 +295,7 @@ def test_kv304_a_hybrid_model_with_one_group(
     # Another worker of the model shows that it is hybrid.
     with clinic.worker("flat", **of(replicas[2])) as subject, clinic.worker("several", **of(replicas[0])):
         assert "worker several has several groups" in clinic.find("KV304", subject).evidence
-    # Its name alone.
+    # The model's name alone makes a warning.
     http.pages["/v1/models"] = json.dumps({"data": [{"id": "named", "root": "google/gemma-3-27b-it"}]}).encode()
     stream = {"endpoint": replicas[2]["events"], "replay_endpoint": replicas[2]["replay"]}
     with clinic.worker("named", "named", url=http.url, **stream) as subject:
@@ -309,10 +312,10 @@ def test_kv305_engines_of_one_model_with_different_blocks(
             clinic.worker(**engine.registration("small", "sizes")),
             clinic.worker(**other.registration("large", "sizes")),
         ):
-            for name, one, blocks in (("small", engine, 1), ("large", other, 2)):
-                clinic.router.wait_connected(name, one.wait_subscribed)
+            for name, publisher, blocks in (("small", engine, 1), ("large", other, 2)):
+                clinic.router.wait_connected(name, publisher.wait_subscribed)
                 tokens = prompt(1)
-                one.publish(
+                publisher.publish(
                     stored(tokens, 0, 1, block_size=blocks * BLOCK, token_ids=tokens[: blocks * BLOCK], chain=[7])
                 )
             assert "(full_attention, 32, -, -)" in clinic.find("KV305", "model sizes").evidence
@@ -338,7 +341,10 @@ def test_kv307_a_cpu_tier_that_refuses(clinic: Clinic, http: EngineHttp) -> None
 
 
 class Answers:
-    """The script of an engine that says this of each prompt's usage."""
+    """The script of an engine that gives the same usage for each prompt.
+
+    `cached` None leaves the cached tokens out, and `prompt_tokens` replaces the prompt's true length.
+    """
 
     def __init__(self, cached: int | None, prompt_tokens: int | None = None) -> None:
         self._cached = cached
@@ -365,8 +371,8 @@ def test_kv401_to_kv403_what_answers_say_of_predictions(
     clinic: Clinic, engine: FakeEngine, code: str, answers: Answers, requests: int
 ) -> None:
     with ScriptedEngine(answers) as scripted:
-        given = engine.registration(code.lower(), code, url=scripted.url)
-        with clinic.worker(**given) as subject:
+        registration = engine.registration(code.lower(), code, url=scripted.url)
+        with clinic.worker(**registration) as subject:
             clinic.router.wait_connected(code.lower(), engine.wait_subscribed)
             clinic.router.wait_seen(code.lower(), engine.publish(stored(prompt(1), 0, 12)))
             for _ in range(requests):
@@ -398,7 +404,7 @@ def test_kv405_engines_that_make_different_tokens(clinic: Clinic, context: zmq.C
         return script
 
     with ScriptedEngine(renders(1)) as one, ScriptedEngine(renders(2)) as two:
-        given = {"model": "texts"}
-        with clinic.worker("t0", url=one.url, **given), clinic.worker("t1", url=two.url, **given):
+        fields = {"model": "texts"}
+        with clinic.worker("t0", url=one.url, **fields), clinic.worker("t1", url=two.url, **fields):
             clinic.router.request("POST", "/select", {"model": "texts", "prompt": "a text"})
             assert "make different tokens of one text" in clinic.find("KV405", "model texts").evidence

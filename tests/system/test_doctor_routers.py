@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault of Redis and of the routers on it that `kvrouter doctor` knows, made and found. Three routers share one
-Valkey: one that is well, one whose process and settings are odd, and one that needs a key and has few rights."""
+"""Every fault of Redis and of the routers on it that `kvrouter doctor` knows, made and found.
+
+Three routers share one Valkey: one that is well, one whose process and settings are odd, and one that needs a key and
+has few rights.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ from tests.support.store_server import StoreServer
 
 KEY = "open-sesame"
 SMALL_BUDGET = 16 * 1024**2
-# More blocks than find room in it.
+# More blocks than fit into SMALL_BUDGET.
 BATCHES, BATCH_BLOCKS = 24, 50_000
-# Its clock is a minute ahead, its version another, and one of its tasks fails again and again.
+# A router with a clock a minute ahead, another version, and a task that fails again and again.
 ODD_PROCESS = """\
 import time
 now_s = time.time
@@ -43,7 +46,7 @@ Core._tend_now = fail
 from kvrouter.router.app.cli.commands import main
 main()
 """
-# As docs/how-to/hardening.md has it.
+# The rights of a router's user, as in docs/how-to/hardening.md.
 RIGHTS = (
     "resetkeys ~kvr:* resetchannels -@all +info +cluster|slots +select +multi +exec +watch +unwatch +get +set +del +unlink "
     "+pttl +hset +hsetnx +hget +hmget +hgetall +hdel +hlen +sadd +srem +smembers +xadd +xread +xrevrange +incr +incrby"
@@ -94,9 +97,9 @@ def keyed(store: StoreServer, well: Clinic, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def engine(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[FakeEngine]:
-    made = FakeEngine(context)
-    yield made
-    made.close()
+    publisher = FakeEngine(context)
+    yield publisher
+    publisher.close()
 
 
 def test_a_router_with_a_redis_of_its_own_choice_is_well(well: Clinic, engine: FakeEngine) -> None:
@@ -124,13 +127,13 @@ def test_kv501_and_kv604_a_redis_that_stands_still(well: Clinic, store: StoreSer
         assert "has not answered" in well.find("KV501", "Redis").evidence
     finally:
         store.resume()
-    # The load between routers may not be read.
+    # Forbid the routers to read the load that they share.
     store.client.execute_command("ACL", "SETUSER", "default", "-xread")
     try:
         assert "NOPERM" in well.find("KV604", "router").evidence
     finally:
         store.client.execute_command("ACL", "SETUSER", "default", "+xread")
-    # Another program's value where the load between routers belongs is replaced.
+    # A router replaces another program's value at the key of the shared load.
     store.client.delete(keys.LOADS)
     store.client.set(keys.LOADS, "mine")
     until(lambda: store.client.type(keys.LOADS) == b"stream", "the load is shared again")
@@ -180,7 +183,7 @@ def test_kv002_and_kv505_a_router_with_a_key_and_few_rights(keyed: Clinic) -> No
     assert "TIME" in finding.evidence and "CONFIG" not in finding.evidence
     setting = keyed.find("KV602", "setting api_key").evidence
     assert setting.startswith("this router has set; router ") and setting.endswith(" has none")
-    # A note is no fault; that the routers differ is one.
+    # KV505 is a note and no fault; that the routers differ (KV602) is a fault.
     assert {finding.severity.value for finding in keyed.report().findings if finding.code == "KV505"} == {"note"}
 
 
@@ -188,8 +191,8 @@ def test_kv003_kv004_kv601_and_kv603_another_version_and_another_time(odd: Clini
     assert f"this command has version {VERSION}, the router 9.9" in odd.find("KV003").evidence
     assert "behind the router's" in odd.find("KV004").evidence
     assert "behind this router's" in odd.find("KV603").evidence
-    for one in (odd, well):
-        evidence = one.find("KV601", "routers").evidence
+    for clinic in (odd, well):
+        evidence = clinic.find("KV601", "routers").evidence
         assert "has 9.9" in evidence and f"has {VERSION}" in evidence
 
 

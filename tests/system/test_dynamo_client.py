@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that knows only Dynamo's or Mooncake's shapes, at Dynamo's own services where they are installed, and at
-ours."""
+"""A client that knows only Dynamo's or Mooncake's shapes, at Dynamo's own services if installed, and at ours."""
 
 from __future__ import annotations
 
@@ -31,22 +30,23 @@ DYNAMO = (
 GOLDEN = Path(__file__).parents[1] / "golden" / "dynamo_1_6_1.json"
 TOKENS = prompt(1)
 
-# What an answer of theirs has and ours has not: hints of their scheduler, and what it knows of the worker and we do
-# not use.
+# Fields that Dynamo's answers have and ours lack: hints of its scheduler, and facts about the worker that we do not
+# use.
 NOT_OURS = frozenset(
     (
         *("sequence_hashes", "track_prefill_tokens", "kv_events_endpoints", "data_parallel_start_rank"),
         *("data_parallel_size", "max_num_batched_tokens", "total_kv_blocks", "stable_routing_id", "is_eagle", "taints"),
         *("topology_domains", "kv_transfer_domain", "kv_transfer_enforcement", "kv_transfer_preferred_weight"),
-        # GET /ready lists them there, and GET /workers here.
+        # Dynamo lists the workers at GET /ready, and we do at GET /workers.
         "workers",
     )
 )
-# Numbers of each one's own: here an answer's load is counted with its prompt, and so is a prompt of which only the
-# length is known; ids are made; of several ranks the chosen one is named. What the client reads of them it checks
-# itself.
+# Fields whose values may differ from Dynamo's, but not their types. Our answers count a load with its prompt, and also
+# a prompt of which only the length is known. Ids are made up. If a worker has several ranks, we name the chosen one.
+# The client checks the values that it reads itself.
 OWN_NUMBERS = frozenset({"potential_decode_blocks", "potential_prefill_tokens", "selection_id", "dp"})
-# Done is done: 201 is 200 here where a worker is added. What is not there is 404 here, what is over its bounds 400.
+# Our statuses where they differ from Dynamo's: 200 in place of 201 for an added worker, 404 for a missing thing, and
+# 400 for a value over its bounds.
 OWN_STATUSES = {
     "register": 200,
     "register ranks": 200,
@@ -58,7 +58,7 @@ OWN_STATUSES = {
 
 @contextmanager
 def service(module: str, folder: Path) -> Iterator[int]:
-    """Dynamo's own, on a free port."""
+    """Run one of Dynamo's own services on a free port, and yield the port."""
     port = free_port()
     with (folder / f"{module}.log").open("wb") as log:
         command = [str(DYNAMO), "-m", module, "--port", str(port)]
@@ -89,7 +89,7 @@ def addresses(engine: FakeEngine) -> tuple[str, str]:
 
 
 def selection_exchanges(port: int, pair: tuple[FakeEngine, FakeEngine]) -> list[Exchange]:
-    """Everything that such a client does, at whoever listens there."""
+    """Do everything that a client of the selection service does, at the service on `port`."""
     first, second = pair
 
     def publish() -> None:
@@ -126,21 +126,23 @@ def golden(name: str) -> list[Exchange]:
 
 
 def written(exchanges: Sequence[Exchange], engines: Sequence[FakeEngine]) -> list[dict[str, Any]]:
-    """As the golden file has them: without what differs from run to run."""
+    """Return the exchanges as the golden file has them, without the parts that differ from run to run."""
     text = msgspec.json.encode(exchanges).decode().replace(json.dumps(TOKENS, separators=(",", ":")), '"TOKENS"')
     text = text.replace(json.dumps(prompt(2), separators=(",", ":")), '"OTHER TOKENS"')
     for n, engine in enumerate(engines, 1):
         text = text.replace(engine.endpoint, f"tcp://events-{n}").replace(addresses(engine)[1], f"tcp://replay-{n}")
-    made = [one["path"].rpartition("/")[2] for one in json.loads(text) if one["method"] == "DELETE"]
-    for selection_id in made:
+    deleted_ids = [
+        exchange["path"].rpartition("/")[2] for exchange in json.loads(text) if exchange["method"] == "DELETE"
+    ]
+    for selection_id in deleted_ids:
         if len(selection_id) >= 30:
             text = text.replace(selection_id, "MADE")
     return list(json.loads(text))
 
 
 def check_alike(ours: Sequence[dict[str, Any]], theirs: Sequence[Exchange]) -> None:
-    """Ours says what theirs says, and may say more."""
-    assert [one["name"] for one in ours] == [one.name for one in theirs]
+    """Check that our answers contain everything that Dynamo's contain; ours may contain more."""
+    assert [exchange["name"] for exchange in ours] == [exchange.name for exchange in theirs]
     for mine, their in zip(ours, theirs, strict=True):
         where = f"{their.name}: {their.method} {their.path}"
         wanted = OWN_STATUSES.get(their.name, their.status)
@@ -164,8 +166,8 @@ def check_value(mine: Any, theirs: Any, where: str) -> None:
                 check_value(mine[name], value, f"{where}.{name}")
     elif isinstance(theirs, list):
         assert isinstance(mine, list) and len(mine) == len(theirs), where
-        for one, other in zip(mine, theirs, strict=True):
-            check_value(one, other, where)
+        for my_item, their_item in zip(mine, theirs, strict=True):
+            check_value(my_item, their_item, where)
     elif theirs is not None:
         assert mine == theirs, where
 
@@ -173,33 +175,40 @@ def check_value(mine: Any, theirs: Any, where: str) -> None:
 @pytest.mark.skipif(not DYNAMO.exists(), reason=f"ai-dynamo-runtime {VERSION} is not installed in {DYNAMO.parents[1]}")
 def test_the_clients_are_those_of_dynamos_own_services(tmp_path: Path, pair: tuple[FakeEngine, FakeEngine]) -> None:
     with service("dynamo.select_service", tmp_path) as port:
-        found = written(selection_exchanges(port, pair), pair)
-    assert [(one["name"], one["status"]) for one in found] == [(one.name, one.status) for one in golden("selection")]
-    # What is published while the engine still hears the service that ended would count as heard.
+        exchanges = written(selection_exchanges(port, pair), pair)
+    assert [(exchange["name"], exchange["status"]) for exchange in exchanges] == [
+        (exchange.name, exchange.status) for exchange in golden("selection")
+    ]
+    # Wait until the ended service has unsubscribed; otherwise a publication would count as heard.
     pair[0].wait_subscribed(False)
     with service("dynamo.indexer", tmp_path) as port:
-        found = written(indexer_exchanges(port, pair[0]), pair)
-    assert [(one["name"], one["status"]) for one in found] == [(one.name, one.status) for one in golden("indexer")]
+        exchanges = written(indexer_exchanges(port, pair[0]), pair)
+    assert [(exchange["name"], exchange["status"]) for exchange in exchanges] == [
+        (exchange.name, exchange.status) for exchange in golden("indexer")
+    ]
 
 
 def test_a_client_of_the_selection_service(tmp_path: Path, pair: tuple[FakeEngine, FakeEngine]) -> None:
     # Nothing listens at the endpoints that the client names.
     with RouterProcess(tmp_path, ["--health-interval-s", "0"]) as router:
         check_alike(written(selection_exchanges(router.port, pair), pair), golden("selection"))
-        # Nothing of the client's is left.
+        # The client has left no worker.
         assert router.request("GET", "/workers") == {"workers": []}
 
 
 def test_a_client_of_the_indexer(router: RouterProcess, pair: tuple[FakeEngine, FakeEngine]) -> None:
     ours = written(indexer_exchanges(router.port, pair[0]), pair)
-    # It lists no worker without a hit; a client that looks for one in the map finds the same.
-    by_hash = next(one for one in golden("indexer") if one.name == "query by hash")
+    # Dynamo's indexer lists no worker without a hit. A client that looks up a worker in the map gets the same result.
+    by_hash = next(exchange for exchange in golden("indexer") if exchange.name == "query by hash")
     assert by_hash.answer["instances"] == {}
     check_alike(ours, golden("indexer"))
 
 
 def test_a_client_of_mooncakes_rfc(router: RouterProcess, pair: tuple[FakeEngine, FakeEngine]) -> None:
-    """Its names: modelname, type, additionalsalt, tenant_id; instance ids are texts; hashes are u64."""
+    """Use the names of Mooncake's RFC: modelname, type, additionalsalt, tenant_id.
+
+    Instance ids are texts, and hashes are u64.
+    """
     first, second = pair
     for rank, engine in enumerate(pair):
         engine.dp_rank = rank
@@ -212,10 +221,10 @@ def test_a_client_of_mooncakes_rfc(router: RouterProcess, pair: tuple[FakeEngine
         engine.wait_subscribed()
     first.publish(stored(TOKENS, 0, 12))
     second.publish(stored(TOKENS, 0, 6))
-    asked = {"model": "rfc", "lora_name": None, "token_ids": TOKENS, "tenant_id": "default", "block_size": 16}
+    question = {"model": "rfc", "lora_name": None, "token_ids": TOKENS, "tenant_id": "default", "block_size": 16}
     deadline = time.monotonic() + 30.0
     while True:
-        answer = router.request("POST", "/query", asked)
+        answer = router.request("POST", "/query", question)
         row = answer["instances"]["vllm-prefill-node1"]
         if row["dp"] == {"0": 192, "1": 96}:
             break
@@ -223,16 +232,16 @@ def test_a_client_of_mooncakes_rfc(router: RouterProcess, pair: tuple[FakeEngine
         time.sleep(0.02)
     assert (row["longest_matched"], row["gpu"], row["cpu"], row["disk"]) == (192, 192, 192, 192)
     by_hash = {"model": "rfc", "block_hashes": hashes(TOKENS)[:6], "tenant_id": "default", "block_size": 16}
-    found = router.request("POST", "/query_by_hash", by_hash)["instances"]["vllm-prefill-node1"]
-    assert (found["longest_matched"], found["dp"]) == (96, {"0": 96, "1": 96})
+    instance = router.request("POST", "/query_by_hash", by_hash)["instances"]["vllm-prefill-node1"]
+    assert (instance["longest_matched"], instance["dp"]) == (96, {"0": 96, "1": 96})
     first.publish(*removed(hashes(TOKENS)[3:]))
-    while router.request("POST", "/query", asked)["instances"]["vllm-prefill-node1"]["dp"]["0"] != 48:
+    while router.request("POST", "/query", question)["instances"]["vllm-prefill-node1"]["dp"]["0"] != 48:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     gone = {"type": "vLLM", "modelname": "rfc", "tenant_id": "default", "instance_id": "vllm-prefill-node1",
             "block_size": 16, "dp_rank": 0}  # fmt: skip
     assert router.request("POST", "/unregister", gone)["status"] == "ok"
-    assert router.request("POST", "/query", asked)["instances"]["vllm-prefill-node1"]["dp"] == {"1": 96}
+    assert router.request("POST", "/query", question)["instances"]["vllm-prefill-node1"]["dp"] == {"1": 96}
     router.request("POST", "/unregister", gone | {"dp_rank": 1})
 
 

@@ -41,7 +41,10 @@ def engine() -> Iterator[ScriptedEngine]:
 
 @pytest.fixture(scope="module")
 def clinic(tmp_path_factory: pytest.TempPathFactory, engine: ScriptedEngine) -> Iterator[Clinic]:
-    """Its router knows two engines by their addresses alone; that of the second has the wrong scheme."""
+    """Start a router that knows two engines by their addresses alone.
+
+    The address of the second engine has the wrong scheme.
+    """
     plain_http = EngineHttp()
     workers = ["--worker", f"keyed={engine.url}", "--worker", f"tls={plain_http.url.replace('http:', 'https:')}"]
     with RouterProcess(tmp_path_factory.mktemp("router"), workers) as router:
@@ -78,7 +81,7 @@ def test_a_listed_worker_says_what_keeps_it_from_being_registered(clinic: Clinic
         return evidence in clinic.find("KV104", f"worker {name}").evidence
 
     for name, evidence, fix in (("keyed", "answers 401", FLAG), ("tls", "does not speak TLS", "write http://")):
-        # A busy machine may still be asking.
+        # On a busy machine, the engine may not have answered yet.
         until(partial(says, name, evidence), evidence)
         assert fix in clinic.find("KV104", f"worker {name}").fix
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt that engines die of costs two of them at most, one where it is pinned. Engines are processes, and they
-die."""
+"""A prompt that kills engines costs two of them at most, or one if it is pinned.
+
+The engines are processes, and they die.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,24 @@ from tests.support.router_process import RouterProcess
 
 ENGINES = 5
 WAIT_S = 30.0
-# Long enough that it is computed elsewhere than where it is decoded.
+# Long enough to be computed by a prefill worker.
 PROMPT = [7] * 600
 POISONED = [*PROMPT, int(POISON)]
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    # Health checks would tell of a death before the next attempt; nothing here may depend on them.
+    # Health checks are off: they would notice a death before the next attempt, and nothing here may depend on that.
     flags = ["--health-interval-s", "0", "--handover-token-cost", "0", "--remote-prefill-min-tokens", "512"]
     with RouterProcess(tmp_path_factory.mktemp("router"), flags) as process:
         yield process
 
 
 class Mortals:
-    """Five engines of one model, by name; `p0` and so on only compute prompts."""
+    """The engines of one model, by name.
+
+    An engine whose name begins with p only computes prompts, and one whose name begins with d only decodes.
+    """
 
     def __init__(self, router: RouterProcess, stack: ExitStack, model: str, *names: str) -> None:
         self.router, self.model = router, model
@@ -56,7 +61,7 @@ class Mortals:
             connection.close()
 
     def occupy(self, *names: str) -> None:
-        """As if much was queued there, so that a hand-over pays."""
+        """Reserve load at workers, as if much was queued there, so that a hand-over pays."""
         for name in names:
             body = {
                 "model": self.model,
@@ -70,13 +75,13 @@ class Mortals:
         self.router.request("DELETE", f"/reservations/{self.model}-{name}")
 
     def keep_connections(self) -> None:
-        """One to every engine, as after the first requests of a day."""
+        """Open a connection to each engine that decodes, as after the first requests of a day."""
         for name in self.engines:
             if not name.startswith("p"):
                 assert self.ask(PROMPT[:9], **{"x-kvrouter-worker": name})[0] == 200
 
     def dead(self) -> list[str]:
-        """After a moment in which the last one may die."""
+        """Return the engines that have died, after a moment in which the last one may die."""
         time.sleep(0.3)
         return [name for name, engine in self.engines.items() if engine.died]
 
@@ -91,7 +96,7 @@ def test_a_prompt_that_kills_engines_kills_two_at_most(router: RouterProcess, ke
         dead = fleet.dead()
         assert (status, len(dead)) == (502, 2), (headers, dead)
         assert headers["x-kvrouter-retried"].count("reset") == 2
-        # The others serve.
+        # The other engines serve.
         assert all(fleet.ask(PROMPT)[0] == 200 for _ in range(ENGINES))
 
 
@@ -112,7 +117,7 @@ def test_prefill_workers_count_among_those_that_die(router: RouterProcess, kept:
         fleet.occupy("d0", "d1", "d2")
         if kept:
             fleet.keep_connections()
-            # The prefill workers too, each while the other is busy: measured speeds choose between two idle ones.
+            # Use each prefill worker while the other is busy, because measured speeds choose between two idle ones.
             for n, (busy, idle) in enumerate((("p0", "p1"), ("p1", "p0"))):
                 fleet.occupy(busy)
                 _, headers = fleet.ask([n] * len(PROMPT))
@@ -127,7 +132,7 @@ def test_prefill_workers_count_among_those_that_die(router: RouterProcess, kept:
 def test_a_prefill_worker_is_the_last_where_a_decode_worker_died_before(router: RouterProcess) -> None:
     with ExitStack() as stack:
         fleet = Mortals(router, stack, "late-split", "p0", "d0", "d1", "d2", "d3")
-        # The first attempt is decoded where it is computed, the second one not.
+        # The first attempt is decoded where it is computed, and the second one elsewhere.
         fleet.occupy("d1", "d2", "d3")
         status, headers = fleet.ask(POISONED)
         assert (status, headers["x-kvrouter-retried"], fleet.dead()) == (502, "d0 reset, p0 reset", ["p0", "d0"])

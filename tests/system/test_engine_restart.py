@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judgements of an engine end with its process: at the router that follows its worker, and at another one on the same
-store, which learns of the restart from the state that the first one writes.
+"""Judgements of an engine end with its process, at every router.
+
+The router that follows the worker sees the restart itself. Another one on the same store learns of it from the state
+that the first one writes.
 """
 
 from __future__ import annotations
@@ -44,23 +46,31 @@ class Engine:
         self.start(1_000.5)
 
     def start(self, start_s: float, page: str = "") -> None:
-        """Let another process answer from now on. page: further lines of its metrics page."""
+        """Let another process answer from now on.
+
+        Args:
+            start_s: The start time of the process.
+            page: Further lines of its metrics page.
+        """
         self.http.pages["/metrics"] = plain(f"process_start_time_seconds {start_s}\n{page}".encode())
 
 
 def is_shared(one: RouterProcess, two: RouterProcess) -> bool:
-    """One of the two routers follows the worker, and both credit it."""
+    """Return whether one of the two routers follows the worker and both credit it."""
     shown = [router.worker("w") for router in (one, two)]
     return sorted((held(one), held(two))) == [0, 1] and all(row["state"] == "live" and row["credited"] for row in shown)
 
 
 def has_described_cache(row: dict[str, Any]) -> bool:
-    """The worker's row has the cache of an engine that reuses nothing, as its metrics page describes it."""
+    """Return whether the row has the cache that the engine's metrics page describes.
+
+    The page describes an engine that reuses nothing.
+    """
     return bool(row["engine_cache"] == {"prefix_caching": False, "block_size": 32, "blocks": 9, "tokens": None})
 
 
 def is_judged_silent(clinic: Clinic) -> bool:
-    """Send one more prompt, and say whether the doctor now finds that the engine reports no cached tokens."""
+    """Send one more prompt, and return whether the doctor now finds that the engine reports no cached tokens."""
     clinic.complete(MODEL, CACHED)
     return "KV401" in clinic.codes()
 
@@ -75,7 +85,10 @@ def engine(context: Any, engines: list[FakeEngine]) -> Iterator[Engine]:
 
 @pytest.fixture
 def clinics(tmp_path: Path, server: StoreServer, engine: Engine) -> Iterator[list[Clinic]]:
-    """The router that follows the worker, and one that does not. Both have seen that the engine holds CACHED."""
+    """Start a router that follows the worker, and one that does not.
+
+    Both have seen that the engine holds CACHED.
+    """
     flags = ["--redis", server.url, "--health-interval-s", "0.1", "--lease-ttl-s", "2"]
     with RouterProcess(tmp_path / "a", flags) as one:
         one.request("POST", "/register", engine.events.registration("w", MODEL, url=engine.http.url))
@@ -91,7 +104,8 @@ def clinics(tmp_path: Path, server: StoreServer, engine: Engine) -> Iterator[lis
 
 def test_what_was_judged_ends_with_the_engines_process_at_every_router(engine: Engine, clinics: list[Clinic]) -> None:
     for clinic in clinics:
-        # A prompt that comes while the worker is being handed over is not predicted to hit: send until it is enough.
+        # A prompt that comes while the worker is being handed over is not predicted to hit, so send prompts until
+        # enough are judged.
         until(partial(is_judged_silent, clinic), "an engine that names no cached tokens is not found")
         clinic.find("KV401", "worker w")
         assert "cached_tokens" in str(clinic.router.request("GET", "/health"))
@@ -151,7 +165,7 @@ def test_an_engine_without_prefix_caching_says_so_at_once_at_every_router(
     for clinic in clinics:
         finding = clinic.find("KV202", "worker w")
         assert "prefix caching is off" in finding.evidence and "--enable-prefix-caching" in finding.fix
-        # The other router shows what Redis has of the worker, which begins again with the engine's process.
+        # The other router shows the worker's state in Redis, which begins again with the engine's process.
         clinic.router.wait_row("w", has_described_cache, "its cache is known")
     engine.start(3_000.5, line.format(True))
     for clinic in clinics:

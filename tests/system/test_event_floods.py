@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event sources that speak ZMTP and send messages that no engine sends: without an end, of any number of frames, or
-faster than they can be read. Each one costs its own connection, is named, and takes little memory from the others.
+"""Event sources that speak ZMTP and send messages that no engine sends.
+
+The messages have no end, any number of frames, or come faster than they can be read. Each source costs its own
+connection, is named, and takes little memory from the others.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def test_a_source_that_sends_no_message_that_can_be_read_is_cut_off(
 
         until(is_cut_again, "the source is cut off, and again when it is back")
         assert any(at in shown and "the connection was closed" in shown for shown in reasons)
-        # Nobody else noticed.
+        # The quiet worker is not affected.
         tokens = prompt(1, 2)
         router.wait_seen("quiet", quiet.publish(stored(tokens, 0, 2)))
         answer = router.request("POST", "/query", {"model": MODEL, "token_ids": tokens})["instances"]["quiet"]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GET /events` of whole routers: whoever follows a worker, each client has every event once, and they add up to what
-the engines hold."""
+"""`GET /events` of whole routers: each client gets every event once, whichever router follows the worker.
+
+The events add up to the blocks that the engines hold.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,13 @@ RATE = 4_000
 
 
 def differences(reader: EventReader, churn: Churn, truth: dict[str, Any]) -> list[str]:
-    """Where what the events add up to is not what the engines hold."""
+    """Return where the sum of the events differs from the blocks that the engines hold."""
     wrong = []
     for number, worker in enumerate(churn.workers):
         for group in range(len(KINDS)):
-            expected, found = set(truth["held"][number][group]), reader.held[worker][group]
-            if expected != found:
-                wrong.append(
-                    f"{worker} group {group}: {len(found - expected)} too many, {len(expected - found)} missing"
-                )
+            expected, held = set(truth["held"][number][group]), reader.held[worker][group]
+            if expected != held:
+                wrong.append(f"{worker} group {group}: {len(held - expected)} too many, {len(expected - held)} missing")
     return wrong
 
 
@@ -53,7 +53,8 @@ def test_the_events_of_every_router_add_up_to_what_the_engines_hold(tmp_path: Pa
         register(routers[0], churn)
         churn.ask("go")
         until(lambda: all(len(reader.events) > 500 for reader in readers), "events come")
-        # Batches that come by replay only: the worker's follower has a gap, and everybody hears of it.
+        # Drop batches, which then come by replay only: the worker's follower has a gap, and every client gets that
+        # event.
         churn.ask("drop")
         until(lambda: all(reader.of("gap") and reader.of("resync") for reader in readers), "the gap is shown")
         seqs = paused(churn)
@@ -129,8 +130,8 @@ def test_a_stop_does_not_wait_for_those_who_watch(tmp_path: Path) -> None:
 
 
 IDLE_CLIENTS = 64
-# The most memory that they may add to the router: the events that all share, and a piece in the connection of each.
-# With copies of its own for each client, it would be IDLE_CLIENTS times MAX_UNREAD_BYTES, which is a gigabyte.
+# The most memory that idle clients may add to the router: the events that all share, and a piece in the connection of
+# each. With copies for each client, it would be IDLE_CLIENTS times MAX_UNREAD_BYTES, which is a gigabyte.
 MAX_ADDED_BYTES = 200 * 1024**2
 FLOODED_BATCHES = 1_000
 
@@ -150,7 +151,7 @@ def test_clients_that_read_nothing_share_their_memory_and_are_cut(tmp_path: Path
         assert flooder.stdin is not None
         flooder.stdin.write(b"go\n")
         flooder.stdin.flush()
-        # The flood costs memory too.
+        # Measure after the flood, which costs memory too.
         router.wait_seen("w", FLOODED_BATCHES)
         before = peak_bytes(router.pid)
         for _ in range(IDLE_CLIENTS):

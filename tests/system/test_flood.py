@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker that publishes as fast as it can, and one that holds more than there is room for: the others do not
-notice."""
+"""One worker that publishes as fast as it can, and one that holds more blocks than fit into the mirror.
+
+The other workers are not affected.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from tests.support.router_process import RouterError, RouterProcess
 
 MODEL, NOISY = "quiet-model", "noisy-model"
 ROUNDS = 25
-# A private mirror of the least size that there is: some 600,000 blocks.
+# The smallest size of a private mirror: some 600,000 blocks.
 SMALL_BUDGET = 16 * 1024**2
 BATCH_BLOCKS = 20_000
 BATCHES = 60
@@ -47,7 +49,7 @@ def test_a_flood_keeps_nobody_waiting(
             router.wait_seen(name, quiet.publish(stored(tokens, 0, 2)))
             answer = router.request("POST", "/query", {"model": MODEL, "token_ids": tokens})["instances"][name]
             assert (answer["gpu"], answer["state"]) == (32, "live")
-        # Else nothing was shown: it was followed all the while.
+        # The noisy worker was followed all the while; otherwise the test would show nothing.
         assert router.wait_seen("noisy", before + ROUNDS)["seq"] > before
         router.unregister("noisy")
     assert router.worker(name)["gaps"] == 0
@@ -72,7 +74,7 @@ def test_what_a_full_mirror_refuses_is_counted_and_told_and_the_rest_goes_on(
             router.wait_connected(name)
         with pytest.raises(RouterError, match=r"409.*too_many_workers"):
             router.request("POST", "/register", {"worker_id": "third", "model": MODEL, "url": "http://127.0.0.1:1"})
-        # The same one again, or another address of it, is no further worker.
+        # Registering a worker again, or with another address, adds no further worker.
         router.request("POST", "/register", small.registration("small", MODEL, url="http://127.0.0.1:1"))
         tokens = prompt(1)
         router.wait_seen("small", small.publish(stored(tokens, 0, 12)))
@@ -91,7 +93,7 @@ def test_what_a_full_mirror_refuses_is_counted_and_told_and_the_rest_goes_on(
         assert router.worker("small")["refused_blocks"] == 0
         answer = router.request("POST", "/query", {"model": MODEL, "token_ids": tokens})["instances"]
         assert answer["small"]["gpu"] == 192
-        # A new life begins with what room there is.
+        # The engine's new life begins with the room that there is.
         large.restart()
         row = router.wait_seen("large", large.publish(stored(tokens, 0, 12)))
         answer = router.request("POST", "/query", {"model": MODEL, "token_ids": tokens})["instances"]
@@ -100,7 +102,10 @@ def test_what_a_full_mirror_refuses_is_counted_and_told_and_the_rest_goes_on(
 
 
 def test_four_hundred_workers_have_sockets_enough(router: RouterProcess) -> None:
-    """ZMQ's own limit of 1,023 sockets and the usual one of 1,024 descriptors once ended at some hundreds."""
+    """Follow 400 workers at once.
+
+    ZMQ's own limit of 1,023 sockets and the usual one of 1,024 descriptors once allowed only some hundreds.
+    """
     names = [f"many{number}" for number in range(400)]
     for name in names:
         body = {"worker_id": name, "model": "many", "endpoint": "tcp://127.0.0.1:9", "patch_endpoint": "off"}

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router shows of a worker is worth what the router that follows it says: none that refuses it, none that does
-not exist."""
+"""Workers go only to routers that exist and do not refuse them, as all routers show what the follower reports."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tests.support.store_server import StoreServer
 
 ENGINES = 4
 RATE = 2_000.0
-# Long enough for every router to have looked, and for the workers to have been handed over if they are to be.
+# Long enough for every router to look, and to hand over workers if it would.
 SETTLED_S = 4.0
 
 
@@ -51,7 +50,7 @@ def test_a_router_that_refuses_workers_gets_none_of_them(tmp_path: Path, server:
             for row in rows(two).values():
                 assert row["state"] == "down" and "allow_hosts" in row["reason"], row
             churn.ask("go")
-            # A third, which refuses none, gets its share.
+            # A third router, which refuses no worker, gets its share.
             with RouterProcess(tmp_path / "c", ["--redis", server.url]) as three:
                 wait_shared([one, three], ENGINES)
                 check([one, three], server.client, churn)
@@ -63,7 +62,7 @@ def heartbeat(count: int, **fields: Any) -> bytes:
     return encode_heartbeat(Heartbeat(count, VERSION, fields.get("holds", {}), fields.get("refuses", {})))
 
 
-# Fields of the hash of routers that no router wrote.
+# Fields of the hash of routers that no router wrote, with their values.
 FORGED: dict[str, tuple[bytes, bytes]] = {
     "future": (b"ghost", msgspec.msgpack.encode(9e15)),
     "text": (b"ghost", b"live until 2099"),

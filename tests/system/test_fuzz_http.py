@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged bodies against a running router with real residency: a clear error or an answer, and the index stays as it
-was."""
+"""Damaged bodies sent to a running router with real residency.
+
+Each one gets a clear error or an answer, and the index does not change.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Garbage on the event socket of a running router: it is counted, and costs neither the process nor anybody's
-answers."""
+"""Garbage on the event socket of a running router: it is counted, and harms neither the process nor any answer."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from tests.support.fake_engine import FakeEngine, hashes, prompt, removed, store
 from tests.support.router_process import RouterProcess
 
 MESSAGES = 10_000
-# Sent at once before the router is queried for how far it is, so that the PUB's high-water mark drops nothing.
+# Messages sent at once before the router must have read them, so that the PUB's high-water mark drops nothing.
 BURST = 500
 TOKENS = prompt(1)
 
@@ -32,7 +31,7 @@ def valid_payloads() -> list[bytes]:
 
 
 def mutated(draw: random.Random, payload: bytes) -> bytes:
-    """One payload, damaged in one of the ways that wires and bugs damage things."""
+    """Damage a payload in one of the ways that wires and bugs damage things."""
     how = draw.randrange(6)
     if how == 0:
         return draw.randbytes(draw.randrange(200))
@@ -67,7 +66,7 @@ def mutated(draw: random.Random, payload: bytes) -> bytes:
 
 
 def messages(draw: random.Random) -> Iterator[tuple[list[bytes], bool]]:
-    """(frames, whether the sequence goes on) of every message."""
+    """Yield the frames of every message, with whether the message takes the next sequence number."""
     payloads = valid_payloads()
     seq = 0
     for _ in range(MESSAGES):
@@ -81,7 +80,7 @@ def messages(draw: random.Random) -> Iterator[tuple[list[bytes], bool]]:
 
 @pytest.fixture
 def publisher(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[zmq.Socket[bytes]]:
-    # XPUB hears of the subscription.
+    # An XPUB socket receives the subscription, so the test can wait for it.
     socket = context.socket(zmq.XPUB)
     socket.sndhwm = 0
     yield socket
@@ -121,8 +120,7 @@ def test_garbage_costs_only_itself(
     hashes_of_good = {"model": "fuzz", "block_hashes": hashes(good)}
     instances = router.request("POST", "/query_by_hash", hashes_of_good)["instances"]
     assert instances["bystander"]["gpu"] == 0
-    # Garbage may have said contradictory things of a group, which withholds credit and says so; it may not do so
-    # silently.
+    # Garbage may have contradicted itself about a group. The router then withholds credit, but never without a reason.
     assert instances["victim"]["gpu"] == 192 or instances["victim"]["reason"]
     answer = router.request("POST", "/query", {"model": "fuzz", "token_ids": TOKENS})["instances"]["bystander"]
     assert answer["gpu"] == 192 and answer["state"] == "live"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Envoy in front of simulated replicas, with `kvrouter epp` as its endpoint picker: what is predicted is what the
-engines reuse, whatever the form of the request."""
+"""A real Envoy in front of simulated replicas, with `kvrouter epp` as its endpoint picker.
+
+The predicted hits are the tokens that the engines reuse, whatever the form of the request.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from tests.support.router_process import RouterProcess
 
 pytestmark = pytest.mark.smoke
 
-# 2,000 by hand: KVROUTER_TEST_GATEWAY_REQUESTS=2000.
+# Set KVROUTER_TEST_GATEWAY_REQUESTS=2000 for a longer run by hand.
 REQUESTS = int(os.environ.get("KVROUTER_TEST_GATEWAY_REQUESTS", "60"))
 CHATS = 6
 REPLICAS = 3
@@ -47,16 +49,18 @@ TIMEOUT_S = 60.0
 
 
 class Site(NamedTuple):
-    """duplex: finds engines by the header alone, bodies in FULL_DUPLEX_STREAMED. held: by metadata, BUFFERED."""
+    """A router with simulated replicas, and two Envoys in front of them."""
 
     router: RouterProcess
     urls: list[str]
     gateway_port: int
+    # Finds engines by the header alone, and sends bodies in FULL_DUPLEX_STREAMED.
     duplex: EnvoyProcess
+    # Finds engines by metadata, and sends bodies BUFFERED.
     held: EnvoyProcess
 
     def active(self) -> int:
-        """Requests under way, by the router's count."""
+        """Return the number of requests under way, by the router's count."""
         loads = self.router.request("GET", "/loads")[0]["loads"]
         return sum(row["active_requests"] for row in loads)
 
@@ -69,19 +73,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder, port = tmp_path_factory.mktemp("gateway"), free_port()
     flags = ["--gateway-port", str(port), "--model-alias", f"other={MODEL}", "--max-body-bytes", str(MAX_BODY_BYTES)]
     with (
-        replicas(REPLICAS, "--shape", "gemma3", "--blocks", "2500") as found,
-        RouterProcess(folder / "router", [*flags, *worker_flags(found)]) as router,
+        replicas(REPLICAS, "--shape", "gemma3", "--blocks", "2500") as endpoints,
+        RouterProcess(folder / "router", [*flags, *worker_flags(endpoints)]) as router,
     ):
-        urls = [at["url"] for at in found]
+        urls = [endpoint["url"] for endpoint in endpoints]
         with (
             EnvoyProcess(folder / "duplex", urls, picker_port=port, how=ORIGINAL_DST) as duplex,
             EnvoyProcess(folder / "held", urls, picker_port=port, how=OVERRIDE_HOST, processing=BUFFERED) as held,
         ):
             started = Site(router, urls, port, duplex, held)
             for number in range(REPLICAS):
-                # Whoever has no block yet has said nothing.
-                only = {"x-kvrouter-worker": f"w{number}"}
-                assert post(duplex.port, completion([number + 1] * 100), only)[1]["x-kvrouter-worker"] == f"w{number}"
+                # A replica without blocks has published nothing yet, so send each one a prompt.
+                pin = {"x-kvrouter-worker": f"w{number}"}
+                assert post(duplex.port, completion([number + 1] * 100), pin)[1]["x-kvrouter-worker"] == f"w{number}"
             wait_live(router)
             yield started
 
@@ -93,7 +97,7 @@ def completion(prompt: list[int], **more: Any) -> dict[str, Any]:
 def post(
     port: int, body: Any, headers: dict[str, str] | None = None, path: str = COMPLETIONS, expected: int = 200
 ) -> tuple[Any, dict[str, str]]:
-    """The decoded answer and its headers."""
+    """Return the decoded answer and its headers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -128,16 +132,16 @@ def test_every_prediction_is_what_the_engine_reused(site: Site, name: str) -> No
             chat.clear()
         chat += [rng.randrange(1, 30_000) for _ in range(rng.randrange(50, 400))]
         streams = {"stream": True, "stream_options": {"include_usage": True}} if number % 7 == 0 else {}
-        # Where chats begin is chance, which now and then leaves a worker out.
-        where = {"x-kvrouter-worker": f"w{number}"} if number < REPLICAS else {}
+        # Pin the first requests: chance decides where chats begin, and now and then leaves a worker out.
+        pin = {"x-kvrouter-worker": f"w{number}"} if number < REPLICAS else {}
         settle(site.router)
         if streams:
-            found, headers = streamed(port, completion(list(chat), **streams), where)
+            hit_tokens, headers = streamed(port, completion(list(chat), **streams), pin)
         else:
-            answer, headers = post(port, completion(list(chat)), where)
-            found = cached(answer)
-        assert int(headers["x-kvrouter-predicted-hit"]) == found, (number, headers)
-        reused += found
+            answer, headers = post(port, completion(list(chat)), pin)
+            hit_tokens = cached(answer)
+        assert int(headers["x-kvrouter-predicted-hit"]) == hit_tokens, (number, headers)
+        reused += hit_tokens
         workers.add(headers["x-kvrouter-worker"])
     assert reused > 0 and len(workers) == REPLICAS
     site.wait_idle()
@@ -146,7 +150,7 @@ def test_every_prediction_is_what_the_engine_reused(site: Site, name: str) -> No
 
 
 def streamed(port: int, body: Any, headers: dict[str, str] | None = None) -> tuple[int, dict[str, str]]:
-    """Cached tokens, and the headers, of a stream."""
+    """Return the cached tokens and the headers of a stream."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         connection.request(
@@ -194,12 +198,12 @@ def test_openais_client_sees_an_openai_server(site: Site) -> None:
             settle(site.router)
             raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, max_tokens=2)
             usage: Any = raw.parse().usage
-            found = usage.prompt_tokens_details.cached_tokens
-            assert int(raw.headers["x-kvrouter-predicted-hit"]) == found
-        assert found > 0
+            hit_tokens = usage.prompt_tokens_details.cached_tokens
+            assert int(raw.headers["x-kvrouter-predicted-hit"]) == hit_tokens
+        assert hit_tokens > 0
         stream = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=3, stream=True)
         assert "".join(part.choices[0].delta.content or "" for part in stream)
-        # Answered by a worker: no prompt is in it.
+        # A worker answers this request, which has no prompt.
         assert [model.id for model in client.models.list()] == [MODEL]
         with pytest.raises(openai.NotFoundError, match="no worker is registered for model 'nope'"):
             client.completions.create(model="nope", prompt="x")
@@ -240,9 +244,9 @@ def test_a_session_stays_where_it_was(site: Site) -> None:
 
 @pytest.mark.parametrize("number", range(REPLICAS))
 def test_a_subset_is_honoured(site: Site, number: int) -> None:
-    only = {SUBSET_HEADER: f"10.9.9.9:1,{endpoint_of(site.urls[number])}"}
+    subset = {SUBSET_HEADER: f"10.9.9.9:1,{endpoint_of(site.urls[number])}"}
     for _ in range(4):
-        assert post(site.duplex.port, completion([5] * 90), only)[1]["x-kvrouter-worker"] == f"w{number}"
+        assert post(site.duplex.port, completion([5] * 90), subset)[1]["x-kvrouter-worker"] == f"w{number}"
 
 
 @pytest.mark.parametrize("subset", [",", "10.9.9.9:1", "nonsense"])
@@ -286,7 +290,10 @@ def test_a_huge_body_arrives_whole(site: Site) -> None:
 
 
 def refusal_of(port: int, size_bytes: int, *, chunked: bool) -> Any:
-    """The error that a body of this size is answered with; it is only sent where its length is not announced."""
+    """Return the error that answers a body of this size.
+
+    The body itself is only sent if its length is not announced.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
         if chunked:
@@ -317,7 +324,7 @@ def test_a_body_over_the_limit_is_413(site: Site) -> None:
 
 
 def test_pieces_behind_a_refusal_get_no_second_one(site: Site) -> None:
-    # A ProcessingRequest: its request_headers with a POST to /v1/completions; its request_body.
+    # Encode each ProcessingRequest: its request_headers with a POST to /v1/completions, or its request_body.
     def field(number: int, content: bytes) -> bytes:
         size, length = len(content), bytearray()
         while size > 127:
@@ -325,8 +332,8 @@ def test_pieces_behind_a_refusal_get_no_second_one(site: Site) -> None:
             size >>= 7
         return bytes([number << 3 | 2, *length, size]) + content
 
-    named = [(b":method", b"POST"), (b":path", COMPLETIONS.encode())]
-    head = b"".join(field(1, field(1, name) + field(3, value)) for name, value in named)
+    headers = [(b":method", b"POST"), (b":path", COMPLETIONS.encode())]
+    head = b"".join(field(1, field(1, name) + field(3, value)) for name, value in headers)
     piece = field(4, field(1, b"x" * (MAX_BODY_BYTES // 2)))
     with grpc.insecure_channel(f"127.0.0.1:{site.gateway_port}") as channel:
         process = channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")
@@ -359,8 +366,8 @@ def with_trailers(port: int, body: bytes, method: str = "POST") -> bytes:
     return bytes(answer)
 
 
-# With a BUFFERED body, Envoy has sent the headers on before it knows that there is no body: 503, as no endpoint was
-# picked.
+# With a BUFFERED body, Envoy has sent the headers on before it knows that there is no body. The answer is 503, because
+# no endpoint was picked.
 @pytest.mark.parametrize(
     ("processing", "empty_post", "empty_get"),
     [

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an endpoint picker, its gateway, engines and clients do to each other when one of them fails: no reservation
-outlives its request, and with fail-open no request is lost."""
+"""Failures of an endpoint picker, its gateway, engines and clients, and their effects on each other.
+
+No reservation outlives its request, and with fail-open no request is lost.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ answers = plain(ANSWER)
 
 
 async def endless(asked: Asked, wire: Wire) -> None:
-    """One event, and then nothing until the other side has gone."""
+    """Send one event, and then nothing until the other side has gone."""
     await wire.send(STREAM_HEAD, chunk(EVENT))
     await wire.gone.wait()
 
@@ -76,7 +78,7 @@ class Stage:
         return self._stack.enter_context(started)
 
     def kill_picker(self) -> None:
-        """kill -9, and the end of the store that it leaves behind."""
+        """Kill the picker with SIGKILL, and end the store that it leaves behind."""
         self.router.kill()
         with self.router.store() as client:
             client.shutdown(nosave=True)
@@ -102,7 +104,7 @@ def stage(folder: Path, scripts: list[Any], *flags: str) -> Iterator[Stage]:
 
 
 def post(port: int, **more: Any) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body; status 0 where the connection broke."""
+    """Return status, headers and body; the status is 0 if the connection broke."""
     headers = {"content-type": "application/json", **more.pop("headers", {})}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
@@ -117,7 +119,7 @@ def post(port: int, **more: Any) -> tuple[int, dict[str, str], bytes]:
 
 
 def begun_stream(port: int) -> tuple[socket.socket, str]:
-    """A stream whose first event has come, and its selection."""
+    """Begin a stream, and return its connection after the first event, with its selection id."""
     body = json.dumps(BODY | {"stream": True}).encode()
     connection = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: e\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -198,10 +200,10 @@ def test_an_engine_that_is_gone_is_left_alone_after_some_failures(tmp_path: Path
         envoy = site.envoy()
         assert post(envoy.port)[0] == 200
         site.engines[0].kill()
-        found = [post(envoy.port)[0] for _ in range(40)]
-        assert set(found) == {200, 503}
-        # Its breaker opens after five, for seconds.
-        assert found.count(503) <= 8 and set(found[-10:]) == {200}
+        statuses = [post(envoy.port)[0] for _ in range(40)]
+        assert set(statuses) == {200, 503}
+        # The engine's breaker opens after five failures, for seconds.
+        assert statuses.count(503) <= 8 and set(statuses[-10:]) == {200}
         assert site.router.metric("kvrouter_proxy_breaker_state", model="m", worker="w0", state="closed") == 0
         site.wait_idle()
 
@@ -225,17 +227,21 @@ def test_a_fallbacks_prediction_is_its_own(tmp_path: Path) -> None:
     arguments = ["--shape", "llama", "--blocks", "500", "--instant", "--model", "m"]
     port, prompt = free_port(), tokens(3, 300)
     with ReplicaProcess(tmp_path / "0", arguments) as first, ReplicaProcess(tmp_path / "1", arguments) as second:
-        found = [first.endpoints, second.endpoints]
+        endpoints = [first.endpoints, second.endpoints]
         flags = ["--gateway-port", str(port), "--gateway-fallbacks", "1", "--health-interval-s", "0"]
         with (
-            RouterProcess(tmp_path / "router", [*flags, *worker_flags(found)]) as router,
+            RouterProcess(tmp_path / "router", [*flags, *worker_flags(endpoints)]) as router,
             EnvoyProcess(
-                tmp_path / "e", [at["url"] for at in found], picker_port=port, how=OVERRIDE_HOST, retries=1
+                tmp_path / "e",
+                [endpoint["url"] for endpoint in endpoints],
+                picker_port=port,
+                how=OVERRIDE_HOST,
+                retries=1,
             ) as envoy,
         ):
             for worker, length in (("w1", 100), ("w0", 300)):
-                only = {"x-kvrouter-worker": worker}
-                assert post(envoy.port, prompt=prompt[:length], headers=only)[1]["x-kvrouter-worker"] == worker
+                pin = {"x-kvrouter-worker": worker}
+                assert post(envoy.port, prompt=prompt[:length], headers=pin)[1]["x-kvrouter-worker"] == worker
 
             def hits() -> list[int]:
                 answer = router.request("POST", "/query", {"model": "m", "token_ids": [*prompt, 1]})["instances"]
@@ -249,8 +255,8 @@ def test_a_fallbacks_prediction_is_its_own(tmp_path: Path) -> None:
             assert headers["x-kvrouter-worker"] == "w1"
             cached = json.loads(data)["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert int(headers["x-kvrouter-predicted-hit"]) == cached == expected
-            kept = router.request("GET", f"/decisions/{headers['x-kvrouter-selection-id']}")["outcome"]
-            assert kept["predicted_tokens"] == kept["delivered_tokens"] == expected
+            recorded = router.request("GET", f"/decisions/{headers['x-kvrouter-selection-id']}")["outcome"]
+            assert recorded["predicted_tokens"] == recorded["delivered_tokens"] == expected
             assert router.metric("kvrouter_predictions_total", model="m", worker="w1", outcome="exact") >= 1
             loads = router.request("GET", "/loads")[0]["loads"]
             assert [row["active_requests"] for row in loads] == [0, 0]
@@ -268,25 +274,25 @@ def test_fail_closed_says_so_while_the_picker_is_gone(tmp_path: Path, processing
 def test_fail_open_loses_no_request_when_the_picker_is_killed(tmp_path: Path) -> None:
     with stage(tmp_path, [answers, answers, answers]) as site:
         envoy = site.envoy(OVERRIDE_HOST, processing=BUFFERED, failure_mode_allow=True)
-        found: Counter[int] = Counter()
+        statuses: Counter[int] = Counter()
         stop = threading.Event()
 
         def ask() -> None:
             while not stop.is_set():
-                found[post(envoy.port)[0]] += 1
+                statuses[post(envoy.port)[0]] += 1
 
         threads = [threading.Thread(target=ask) for _ in range(CLIENTS)]
         for thread in threads:
             thread.start()
-        until(lambda: found[200] > 50, "requests are answered")
+        until(lambda: statuses[200] > 50, "requests are answered")
         picked = site.router.metric("kvrouter_gateway_requests_total", path=COMPLETIONS, outcome="ok")
         site.kill_picker()
-        before = found[200]
-        until(lambda: found[200] > before + 50, "they still are")
+        before = statuses[200]
+        until(lambda: statuses[200] > before + 50, "they still are")
         stop.set()
         for thread in threads:
             thread.join()
-        assert picked > 0 and set(found) == {200}, found
+        assert picked > 0 and set(statuses) == {200}, statuses
 
 
 def test_fail_open_goes_on_without_a_picker_that_is_slow(tmp_path: Path) -> None:
@@ -311,8 +317,8 @@ def test_responses_are_placed_and_followed(tmp_path: Path) -> None:
         connection.request("POST", "/v1/responses", json.dumps({"model": "m", "input": "hello"}))
         answer = connection.getresponse()
         assert json.loads(answer.read())["usage"] == usage
-        found = site.router.request("GET", f"/decisions/{answer.getheader('x-kvrouter-selection-id')}")["outcome"]
-        assert (found["outcome"], found["prompt_tokens"], found["completion_tokens"]) == ("ok", 7, 2)
+        recorded = site.router.request("GET", f"/decisions/{answer.getheader('x-kvrouter-selection-id')}")["outcome"]
+        assert (recorded["outcome"], recorded["prompt_tokens"], recorded["completion_tokens"]) == ("ok", 7, 2)
         connection.close()
 
 
@@ -431,14 +437,14 @@ def test_a_certificate_is_read_again_when_it_changes(tmp_path: Path) -> None:
         )
 
     def presented(port: int) -> str:
-        shown = subprocess.run(
+        s_client = subprocess.run(
             ["openssl", "s_client", "-connect", f"127.0.0.1:{port}", "-alpn", "h2"],
             input="",
             capture_output=True,
             text=True,
             errors="replace",
         )
-        return next(line for line in shown.stdout.splitlines() if line.startswith("subject="))
+        return next(line for line in s_client.stdout.splitlines() if line.startswith("subject="))
 
     write("one")
     flags = ("--gateway-certificate", str(tmp_path / "cert.pem"), "--gateway-key", str(tmp_path / "key.pem"))
@@ -464,10 +470,8 @@ def test_gateways_without_a_certificate_of_the_authorities_are_refused(tmp_path:
     server = authority.issue("picker")
     flags = ("--gateway-certificate", str(server.certificate), "--gateway-key", str(server.key))
 
-    def serves(shown: Pair | None) -> bool:
-        proof = (
-            {} if shown is None else {"certificate_chain": shown[0].read_bytes(), "private_key": shown[1].read_bytes()}
-        )
+    def serves(pair: Pair | None) -> bool:
+        proof = {} if pair is None else {"certificate_chain": pair[0].read_bytes(), "private_key": pair[1].read_bytes()}
         credentials = grpc.ssl_channel_credentials(authority.file.read_bytes(), **proof)
         with grpc.secure_channel(f"127.0.0.1:{site.gateway_port}", credentials) as channel:
             try:
@@ -523,13 +527,13 @@ def test_a_sidecar_is_told_the_prefill_worker_by_header(pools: tuple[Pools, Envo
     site.script("d0", engine, handover="header")
     site.occupy("d0")
     headers = {"x-prefiller-host-port": "10.9.9.9:1", "x-prefiller-url": "http://10.9.9.9:1"}
-    status, found, data = post(envoy.port, prompt=tokens(2), headers=headers)
+    status, answer_headers, data = post(envoy.port, prompt=tokens(2), headers=headers)
     assert status == 200, data
-    assert found["x-kvrouter-prefill-worker"] == "p0"
-    asked = [one for one in engine.asked if one.target == COMPLETIONS][-1]
-    assert asked.all("x-prefiller-host-port") == [f"127.0.0.1:{prefill.port}"]
-    assert not asked.all("x-prefiller-url")
+    assert answer_headers["x-kvrouter-prefill-worker"] == "p0"
+    request = [sent for sent in engine.asked if sent.target == COMPLETIONS][-1]
+    assert request.all("x-prefiller-host-port") == [f"127.0.0.1:{prefill.port}"]
+    assert not request.all("x-prefiller-url")
     site.free("d0")
-    # A prompt that its decode worker computes names nobody, whatever the client sends.
+    # A prompt that its decode worker computes names no prefill worker, whatever the client sends.
     post(envoy.port, prompt=tokens(3, 20), headers=headers)
-    assert not [one for one in engine.asked if one.target == COMPLETIONS][-1].all("x-prefiller-host-port")
+    assert not [sent for sent in engine.asked if sent.target == COMPLETIONS][-1].all("x-prefiller-host-port")

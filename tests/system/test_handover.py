@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two requests of a hand-over say, and what follows from any answer: one router, scripted engines. Each test
-has a model of its own."""
+"""The two requests of a hand-over, and the consequences of every answer: one router, and scripted engines.
+
+Each test has its own model.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,8 @@ def test_the_two_requests_say_what_vllm_wants(pools: Pools) -> None:
     pools.script("d0", decode)
     pools.occupy("d0")
     sent = {"min_tokens": 3, "logprobs": 2, "temperature": 0.5, "stream": False, "stream_options": None, "seed": 7}
-    names = {"x-request-id": "mine", "x-prefiller-host-port": "evil:1", "accept-encoding": "gzip"}
-    assert pools.ask(tokens(1), headers=names, **sent)[0] == 200
+    headers = {"x-request-id": "mine", "x-prefiller-host-port": "evil:1", "accept-encoding": "gzip"}
+    assert pools.ask(tokens(1), headers=headers, **sent)[0] == 200
     (first,), (second,) = completions(prefill), completions(decode)
     body = json.loads(first.body)
     assert body == {
@@ -103,13 +105,13 @@ def test_the_two_requests_say_what_vllm_wants(pools: Pools) -> None:
             "remote_port": None,
         },
     }
-    given = json.loads(GIVES)["kv_transfer_params"]
+    transfer_params = json.loads(GIVES)["kv_transfer_params"]
     assert json.loads(second.body) == {
         "model": pools.model,
         "prompt": tokens(1),
         "max_tokens": 4,
         **sent,
-        "kv_transfer_params": given,
+        "kv_transfer_params": transfer_params,
     }
     assert first.all("x-request-id") == second.all("x-request-id") == ["mine"]
     assert not first.all("x-prefiller-host-port") and not second.all("x-prefiller-host-port")
@@ -137,7 +139,7 @@ def test_what_cannot_be_handed_over_goes_on_as_it_came(pools: Pools, fields: dic
 
 def test_a_sidecar_is_told_where_the_prompt_is_to_be_computed(pools: Pools) -> None:
     async def sidecar(asked: Asked, wire: Wire) -> None:
-        """As llm-d's: what it does not get from the prefill worker is its own error."""
+        """Answer as llm-d's sidecar does: with an error of its own if it gets nothing from the prefill worker."""
         fails = asked.target == COMPLETIONS and unreachable and asked.all("x-prefiller-host-port")
         await plain(ANSWER, "502 Bad Gateway" if fails else "200 OK")(asked, wire)
 
@@ -181,9 +183,9 @@ def test_a_prefill_worker_that_hangs_is_given_up_when_its_health_is_gone(pools: 
     until(lambda: pools.router.worker("p0")["state"] != "down", "it was seen alive")
     pools.occupy("d0")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        asked = pool.submit(pools.ask, tokens(1))
+        pending = pool.submit(pools.ask, tokens(1))
         until(lambda: bool(completions(prefill)), "it is called")
         prefill.healthy = False
-        status, headers, _ = asked.result(WAIT_S)
+        status, headers, _ = pending.result(WAIT_S)
     assert (status, headers["x-kvrouter-retried"]) == (200, "p0 lost")
     pools.free("d0")

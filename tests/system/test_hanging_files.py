@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that cannot be read while a router runs: a FIFO takes the place of each. It is named, the other files are still
-read, and the end of the router does not wait for it.
+"""Files that cannot be read while a router runs, because a FIFO takes the place of each.
+
+Such a file is named, the other files are still read, and the end of the router does not wait for it.
 """
 
 from __future__ import annotations

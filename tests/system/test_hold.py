@@ -41,16 +41,16 @@ def test_a_lost_lease_is_noticed_and_survived(
         wait_stored(store, {WorkerKey(MODEL, "w0"): before["seq"]})
         worker = WorkerKey(MODEL, "w0")
         assert store.get(keys.lease(worker)) is not None
-        # As a router takes it: a lease without a number is none.
+        # Take the lease as another router would; a lease without a number is none.
         number = store.hincrby(keys.meta(worker), keys.META_LEASE)
         store.set(keys.router_lease("another-router"), 1, px=5_000)
         store.set(keys.lease(worker), f"another-router:{number}")
-        # Whoever has it is not heard, so what this router knew is in doubt.
+        # No router reports that it follows the worker, so the state that this router knows is in doubt.
         row = until(router, lambda row: "no router follows this worker" in row["reason"])
         assert row["state"] == "suspect"
         seq = engine.publish(*removed(hashes(TOKENS)[6:]))
         assert store.hget(keys.meta(worker), keys.META_SEQ) == b"0"
-        # The other's lease runs out; what was missed is made up by replay.
+        # The other router's lease runs out, and a replay makes up for the missed batches.
         row = until(router, lambda row: row["seq"] == seq)
         assert row["epoch"] == before["epoch"] and row["state"] == "live"
         answer = router.request("POST", "/query", {"model": MODEL, "token_ids": TOKENS})["instances"]["w0"]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names are data: whatever a worker or a model is called, no answer, metric, log line, terminal or key takes it for
-more."""
+"""Names are data: no answer, metric, log line, terminal or key takes the name of a worker or model for more."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ HOSTILE = [
     "w0?",
     "kvr:models",
 ]
-# Of those, what would be taken for a rank of another worker.
+# Names in HOSTILE that would be taken for a rank of another worker.
 RANKED = ["a/b:c@1", "w0@1"]
 REFUSED = ["", " \t\n", "x" * 513, "x" * 10_000, "lone\ud800surrogate", "\udfff"]
 TOKENS = prompt(1)
@@ -85,14 +84,15 @@ def is_safe(shown: str) -> bool:
 def test_names_are_data_everywhere(
     tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine], log_format: str
 ) -> None:
-    # Each as the name of a worker of model m, and of a model with a worker w0.
+    # Use each name for a worker of model m, and for a model with a worker w0.
     named = [("m", name) for name in HOSTILE if name not in RANKED] + [(name, "w0") for name in HOSTILE]
     arguments = ["--log-format", log_format, "--log-level", "debug"]
     with RouterProcess(tmp_path, arguments) as router, router.store() as store:
         for model, worker_id in named:
-            # One id is one worker, whatever its model: the last one would replace those before.
+            # An id is one worker, whatever its model, so each w0 gets its own rank. Otherwise each would replace the
+            # one before.
             dp_rank = HOSTILE.index(model) if worker_id == "w0" else 0
-            # Each has an engine of its own: two workers on one event endpoint contradict each other.
+            # Each worker has its own engine, because two workers on one event endpoint contradict each other.
             engine = FakeEngine(context, replay=False)
             engine.dp_rank = dp_rank
             engines.append(engine)
@@ -116,7 +116,7 @@ def test_names_are_data_everywhere(
             rows = router.request("GET", "/workers")["workers"]
         for engine in engines:
             engine.wait_subscribed()
-        # The first of each engine.
+        # This is the first message of each engine.
         seq = 0
         assert {engine.publish(stored(TOKENS, 0, 4)) for engine in engines} == {seq}
         while not all(row["seq"] == seq for row in rows):
@@ -126,7 +126,7 @@ def test_names_are_data_everywhere(
 
         wait_stored(store, {WorkerKey(row["model"], row["worker_id"], row["dp_rank"]): seq for row in rows})
 
-        # Each worker has keys of its own, which share one hash tag that nobody else has.
+        # Each worker has its own keys, which share one hash tag that no other worker has.
         before = {key.decode("ascii") for key in store.scan_iter(count=1_000)}
         owned: dict[str, set[str]] = {}
         for key in before:
@@ -166,7 +166,7 @@ def test_names_are_data_everywhere(
         for model in ("m", "\x1b[2J\u202e", HOSTILE[10], HOSTILE[17]):
             assert is_safe(command(router, "explain", f"--model={model}", "--tokens", str(tmp_path / "tokens")))
 
-        # Each takes exactly its own with it.
+        # Unregistering a worker deletes exactly that worker's keys.
         for number, (model, worker_id) in enumerate(named):
             rank = HOSTILE.index(model) if worker_id == "w0" else 0
             if number % 2 and worker_id not in ("", ".."):
@@ -187,7 +187,7 @@ def test_names_are_data_everywhere(
 
 
 def check_log(log: str, log_format: str, workers: int) -> None:
-    # The first line is the start's, on stdout.
+    # Leave out the first line, which the start prints on stdout.
     lines = [line for line in log.split("\n") if line and not line.startswith("kvrouter ")]
     assert is_safe(log)
     if log_format == "json":

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package is built with compiled modules, and without a compiler it is built all the same; each Python that there is
-installs and runs it."""
+"""Builds of the package, with compiled modules and without a compiler.
+
+Each Python that is on this machine installs and runs the package.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,15 @@ FOLDERS = ("client", "events", "router", "engine_patch", "simulator", "replay", 
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 NO_COMPILER = "/bin/false"
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
-# What a base installation may take, pip left out.
+# The most that a base installation may take, without pip.
 MAX_SITE_MB = 250
 
 
 def source_tree(folder: Path) -> Path:
-    """What a fresh clone has of the package."""
+    """Copy the package's files as a fresh clone has them, and return their folder."""
     folder.mkdir()
     for name in FOLDERS:
-        # Not what an earlier build left there.
+        # Leave out the files that an earlier build left there.
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for file in FILES:
         shutil.copy(ROOT / file, folder)
@@ -34,14 +36,14 @@ def source_tree(folder: Path) -> Path:
 
 
 def interpreter(version: str) -> Path | None:
-    """That Python, from the PATH or from pyenv; None where there is none that runs."""
+    """Return this version's Python from the PATH or from pyenv, or None if there is none that runs."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     on_path = shutil.which(f"python{version}")
     places = [*([Path(on_path)] if on_path else []), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
     for place in places:
         code = "import sys, venv, ensurepip; print('.'.join(map(str, sys.version_info[:2])))"
-        asked = subprocess.run([place, "-c", code], capture_output=True, text=True, check=False)
-        if asked.stdout.strip() == version:
+        probe = subprocess.run([place, "-c", code], capture_output=True, text=True, check=False)
+        if probe.stdout.strip() == version:
             return place
     return None
 
@@ -83,14 +85,14 @@ def test_a_wheel_made_of_the_sdist_installs_and_predicts(tmp_path: Path, version
         text=True,
     )
     assert int(sizes.stdout.split()[0]) < MAX_SITE_MB
-    # It compares every prediction with what the replicas then reuse, and fails where one is wrong.
+    # The demo compares every prediction with the tokens that the replicas then reuse, and fails if one is wrong.
     shown = run([inside / "kvrouter", "demo"], cwd=tmp_path)
     assert "not compiled" not in shown
     assert run([inside / "kvrouter", "--version"]).startswith("kvrouter ")
 
 
 def run(command: list[str | Path], cwd: Path | None = None) -> str:
-    # Nothing of this environment is seen by that one.
+    # Hide this environment's Python and settings from the new one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVROUTER_"))}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

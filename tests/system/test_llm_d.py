@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter for llm-d's scheduler asks for, in Go, of a real router: its hits are what the replicas then reuse."""
+"""The adapter for llm-d's scheduler, in Go, before a real router: its hits are the tokens that replicas then reuse."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_the_hits_that_llm_ds_scheduler_gets_are_what_replicas_reuse(tmp_path: P
             headers = {"authorization": f"Bearer {KEY}"}
             deadline = time.monotonic() + WAIT_S
             while True:
-                asked = {"model": MODEL, "token_ids": prompt}
-                answer = router.request("POST", "/query", asked, headers)["instances"]
-                if answer["pod-1"]["longest_matched"] and {one["state"] for one in answer.values()} == {"live"}:
+                question = {"model": MODEL, "token_ids": prompt}
+                answer = router.request("POST", "/query", question, headers)["instances"]
+                if answer["pod-1"]["longest_matched"] and {row["state"] for row in answer.values()} == {"live"}:
                     break
                 assert time.monotonic() < deadline, answer
                 time.sleep(0.05)
@@ -54,7 +54,7 @@ def test_the_hits_that_llm_ds_scheduler_gets_are_what_replicas_reuse(tmp_path: P
             done = go(tmp_path, "test", "-count=1", "-v", "./...", KVROUTER_LLM_D_FLEET=json.dumps(fleet))
             assert done.returncode == 0, done.stdout + done.stderr
             assert done.stdout.count("--- PASS") == 3
-            # Another number of tokens is seen.
+            # The adapter's test notices another number of tokens.
             fleet["reused"]["pod-1"] += 1
             wrong = go(tmp_path, "test", "-count=1", "./...", KVROUTER_LLM_D_FLEET=json.dumps(fleet))
             assert wrong.returncode != 0 and "were reused" in wrong.stdout

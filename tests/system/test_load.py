@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load that routers count, over HTTP: reserved here, seen and ended there, and gone with the process that reserved
-it."""
+"""The load that routers count, over HTTP.
+
+It is reserved at one router, seen and ended at another, and gone with the process that reserved it.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,21 @@ def pair(tmp_path: Path, server: StoreServer) -> Iterator[tuple[RouterProcess, R
 
 def add_workers(router: RouterProcess) -> None:
     for name in WORKERS:
-        # Nobody listens there: load needs no events.
+        # Nothing listens at these addresses, because load needs no events.
         router.register(name, MODEL, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", patch_endpoint="off")
 
 
 def loads(router: RouterProcess) -> dict[str, dict[str, Any]]:
     answer = router.request("GET", f"/loads?model_name={MODEL}")
-    return {one["worker_id"]: one for entry in answer for one in entry["loads"]}
+    return {row["worker_id"]: row for entry in answer for row in entry["loads"]}
 
 
 def queued(router: RouterProcess) -> dict[str, int]:
-    return {name: one["potential_prefill_tokens"] for name, one in loads(router).items()}
+    return {name: row["potential_prefill_tokens"] for name, row in loads(router).items()}
 
 
 def requests(router: RouterProcess) -> int:
-    return sum(one["active_requests"] for one in loads(router).values())
+    return sum(row["active_requests"] for row in loads(router).values())
 
 
 def reserve(router: RouterProcess, seed: int, **fields: Any) -> dict[str, Any]:
@@ -82,9 +84,9 @@ def test_prompts_spread_by_what_another_router_has_reserved(pair: tuple[RouterPr
 
 def test_a_reservation_ends_at_any_router(pair: tuple[RouterProcess, RouterProcess]) -> None:
     one, two = pair
-    made = reserve(one, 1)
-    name, selection_id = made["worker_id"], made["selection_id"]
-    # At once, before the other router can have heard of it.
+    reservation = reserve(one, 1)
+    name, selection_id = reservation["worker_id"], reservation["selection_id"]
+    # End it at once, before the other router can have heard of it.
     assert two.request("POST", f"/reservations/{selection_id}/prefill_complete") == {"status": "ok"}
     assert (loads(one)[name]["active_requests"], queued(one)[name]) == (1, 0)
     assert two.request("DELETE", f"/reservations/{selection_id}") == {"status": "ok"}
@@ -97,23 +99,23 @@ def test_a_reservation_ends_at_any_router(pair: tuple[RouterProcess, RouterProce
 
 def test_routers_agree_whatever_happens_where(pair: tuple[RouterProcess, RouterProcess]) -> None:
     rng = random.Random(7)
-    held: list[str] = []
+    open_ids: list[str] = []
     prefilling = set()
     for step in range(150):
         router = rng.choice(pair)
-        if not held or rng.random() < 0.5:
-            made = reserve(router, step)
-            held.append(made["selection_id"])
-            prefilling.add(made["selection_id"])
+        if not open_ids or rng.random() < 0.5:
+            reservation = reserve(router, step)
+            open_ids.append(reservation["selection_id"])
+            prefilling.add(reservation["selection_id"])
         elif rng.random() < 0.4 and prefilling:
             router.request("POST", f"/reservations/{prefilling.pop()}/prefill_complete")
         else:
-            gone = held.pop(rng.randrange(len(held)))
-            prefilling.discard(gone)
-            router.request("DELETE", f"/reservations/{gone}")
-    until(lambda: all(requests(router) == len(held) for router in pair), "the routers count other requests")
+            ended_id = open_ids.pop(rng.randrange(len(open_ids)))
+            prefilling.discard(ended_id)
+            router.request("DELETE", f"/reservations/{ended_id}")
+    until(lambda: all(requests(router) == len(open_ids) for router in pair), "the routers count other requests")
     until(lambda: queued(pair[0]) == queued(pair[1]), "the routers see other loads")
-    for number, selection_id in enumerate(held):
+    for number, selection_id in enumerate(open_ids):
         pair[number % 2].request("DELETE", f"/reservations/{selection_id}")
     until(lambda: all(is_idle(router) for router in pair), "load is left")
 
@@ -135,7 +137,7 @@ def test_without_the_store_each_counts_its_own_and_says_so(
     pair: tuple[RouterProcess, RouterProcess], server: StoreServer
 ) -> None:
     one, two = pair
-    made = reserve(one, 1)
+    reservation = reserve(one, 1)
     until(lambda: requests(two) == 1, "the load of the other router is not seen")
     server.kill()
 
@@ -144,7 +146,7 @@ def test_without_the_store_each_counts_its_own_and_says_so(
 
     until(says_so, "nothing is said of it")
     until(lambda: requests(two) == 0, "what is no longer heard still counts")
-    assert status(two, "DELETE", f"/reservations/{made['selection_id']}") == 503
+    assert status(two, "DELETE", f"/reservations/{reservation['selection_id']}") == 503
     assert reserve(two, 2)["worker_id"] in WORKERS
     server.start()
     until(lambda: requests(one) == requests(two) == 2, "the routers do not find together again")
@@ -152,7 +154,7 @@ def test_without_the_store_each_counts_its_own_and_says_so(
 
 
 def test_a_client_that_knows_only_the_selection_service(tmp_path: Path) -> None:
-    """Its names of fields, its shapes, its statuses (seen at dynamo.select_service 1.6.1)."""
+    """Use the field names, shapes and statuses of Dynamo's service (seen at dynamo.select_service 1.6.1)."""
     with RouterProcess(tmp_path, []) as router:
         router.request("POST", "/register", {"instance_id": 1, "model_name": MODEL, "endpoint": "tcp://127.0.0.1:9"})
         body = {"model_name": MODEL, "selection_id": "mine", "token_ids": list(range(TOKENS)), "allowed_worker_ids": [1],
@@ -217,7 +219,7 @@ def test_an_engines_own_numbers_count_what_came_by_other_ways(tmp_path: Path) ->
         until(lambda: queued(router).get("busy", 0) > 1_000, "what waits at the engine does not count")
         assert loads(router)["busy"]["engine"]["waiting"] == 8
         assert all(reserve(router, seed)["worker_id"] == "idle" for seed in range(3))
-        # Nobody ends these; the engine says that it has nothing.
+        # Nobody ends these reservations; the engine reports that it has no request.
         until(lambda: loads(router)["idle"]["active_requests"] == 0, "an idle engine's reservations count for ever")
         assert router.metric("kvrouter_reservations_voided_total") == 3
     busy.stop()
@@ -230,32 +232,35 @@ def test_several_processes_behind_one_port_are_one(tmp_path: Path) -> None:
         add_workers(router)
 
         def one(seed: int) -> str:
-            made: dict[str, Any] = {}
+            reservation: dict[str, Any] = {}
 
             def answered() -> bool:
                 connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
                 body = {"model": MODEL, "token_ids": [seed] * TOKENS}
                 connection.request("POST", "/select_and_reserve", json.dumps(body))
-                made.update(json.loads(connection.getresponse().read()))
+                reservation.update(json.loads(connection.getresponse().read()))
                 connection.close()
-                return "selection_id" in made
+                return "selection_id" in reservation
 
             # A process may not have heard of the workers yet.
-            until(answered, f"not reserved: {made}")
-            return str(made["selection_id"])
+            until(answered, f"not reserved: {reservation}")
+            return str(reservation["selection_id"])
 
         def end(selection_id: str) -> int:
             return status(router, "DELETE", f"/reservations/{selection_id}")
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            made = list(pool.map(one, range(60)))
+            selection_ids = list(pool.map(one, range(60)))
             until(lambda: agree(router, 60), "the processes count differently")
-            assert set(pool.map(end, made)) == {200}
+            assert set(pool.map(end, selection_ids)) == {200}
         until(lambda: agree(router, 0), "load is left")
 
 
 def agree(router: RouterProcess, count: int) -> bool:
-    """Connections are spread over the processes; some of many reach each."""
+    """Return whether the processes count this number of requests.
+
+    Connections are spread over the processes, so some of many reach each one.
+    """
     for _ in range(12):
         router.reconnect()
         if requests(router) != count:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anthropic's own client through `kvrouter serve` to simulated replicas: streams, tools, token counts and errors pass;
-what is predicted is what the replica says it read from its cache. Scores and rerank beside it."""
+"""Anthropic's own client through `kvrouter serve` to simulated replicas, with scores and rerank beside it.
+
+Streams, tools, token counts and errors pass, and the predicted hit is the number of tokens that the replica reports as
+read from its cache.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tests.support.fleet import rows, settle, until, wait_live
 from tests.support.replica_process import MODEL, STOP_S, replicas, worker_flags
 from tests.support.router_process import RouterProcess
 
-# Some blocks of the shape.
+# A text of some blocks of the shape.
 SYSTEM = [{"type": "text", "text": "You are brief." + " bada bede" * 200, "cache_control": {"type": "ephemeral"}}]
 TOOL = {"name": "weather", "description": "The weather in a city", "input_schema": {"properties": {"city": {}}}}
 
@@ -23,8 +26,8 @@ TOOL = {"name": "weather", "description": "The weather in a city", "input_schema
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     with (
-        replicas(2, "--shape", "gemma3", "--blocks", "2000", "--instant") as found,
-        RouterProcess(tmp_path_factory.mktemp("router"), worker_flags(found)) as started,
+        replicas(2, "--shape", "gemma3", "--blocks", "2000", "--instant") as endpoints,
+        RouterProcess(tmp_path_factory.mktemp("router"), worker_flags(endpoints)) as started,
     ):
         with client_of(started) as client:
             for number in range(2):
@@ -43,8 +46,8 @@ def ask(client: Any, content: Any, **more: Any) -> Any:
 
 
 def predicted(answer: Any) -> int | None:
-    said = answer.headers.get("x-kvrouter-predicted-hit")
-    return None if said is None else int(said)
+    header = answer.headers.get("x-kvrouter-predicted-hit")
+    return None if header is None else int(header)
 
 
 def test_a_conversation_with_tools_is_predicted_exactly(router: RouterProcess) -> None:
@@ -61,8 +64,8 @@ def test_a_conversation_with_tools_is_predicted_exactly(router: RouterProcess) -
             assert counted.input_tokens == message.usage.input_tokens + message.usage.cache_read_input_tokens
             call = {"type": "tool_use", "id": f"call_{number}", "name": "weather", "input": {"city": "Paris"}}
             result = {"type": "tool_result", "tool_use_id": f"call_{number}", "content": "21 degrees"}
-            said = [block.model_dump(include={"type", "text"}) for block in message.content]
-            turns += [{"role": "assistant", "content": [*said, call]}, {"role": "user", "content": [result]}]
+            text_blocks = [block.model_dump(include={"type", "text"}) for block in message.content]
+            turns += [{"role": "assistant", "content": [*text_blocks, call]}, {"role": "user", "content": [result]}]
     assert reused > 1_000
 
 
@@ -74,12 +77,12 @@ def test_a_stream_has_the_clients_events_and_its_usage_is_read(router: RouterPro
             with client.messages.stream(
                 model=MODEL, max_tokens=8, system=SYSTEM, messages=[{"role": "user", "content": "Count."}]
             ) as stream:
-                said = int(stream.response.headers["x-kvrouter-predicted-hit"])
+                predicted_hit = int(stream.response.headers["x-kvrouter-predicted-hit"])
                 kinds = {event.type for event in stream}
                 final = stream.get_final_message()
             assert {"message_start", "content_block_delta", "message_delta", "message_stop"} <= kinds
-            assert final.usage.cache_read_input_tokens == said and final.usage.output_tokens == 8
-            total += said
+            assert final.usage.cache_read_input_tokens == predicted_hit and final.usage.output_tokens == 8
+            total += predicted_hit
     assert total > before
     until(lambda: delivered(router) == total, "quality has read the usage")
 
@@ -117,5 +120,5 @@ def test_scores_and_rerank_pass_with_session_and_pin(router: RouterProcess) -> N
         assert [entry["score"] for entry in answer.json()["data"]] == [1.0, 0.0]
         places.add(answer.headers["x-kvrouter-worker"])
     assert len(places) == 1
-    kept = router.request("GET", "/decisions/scored")
-    assert (kept["proof"], kept["session_id"], kept["outcome"]["outcome"]) == ("unknown", "s", "ok")
+    decision = router.request("GET", "/decisions/scored")
+    assert (decision["proof"], decision["session_id"], decision["outcome"]["outcome"]) == ("unknown", "s", "ok")

@@ -33,9 +33,9 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
 
 @pytest.fixture
 def https() -> Iterator[list[EngineHttp]]:
-    made = [EngineHttp(), EngineHttp()]
-    yield made
-    for engine in made:
+    servers = [EngineHttp(), EngineHttp()]
+    yield servers
+    for engine in servers:
         engine.stop()
 
 
@@ -89,7 +89,7 @@ def test_an_adapter_that_engines_list_is_a_model_of_those_who_have_it(
     assert ask(ADAPTER) == ask("nice") == {"w0": 8 * BLOCK}
     chosen = router.request("POST", "/select", {"model": "nice", "token_ids": TOKENS})
     assert (chosen["model"], chosen["worker_id"]) == (BASE, "w0")
-    # An adapter that is taken away, and one that comes elsewhere.
+    # Take the adapter away from one engine, and let the other one list it.
     https[0].pages["/v1/models"] = models()
     https[1].pages["/v1/models"] = models(ADAPTER)
     until(lambda: ask(ADAPTER).keys() == {"w1"})
@@ -112,7 +112,7 @@ def test_one_engine_with_ranks_is_asked_rank_by_rank(
         rows = router.request("GET", "/workers")["workers"]
         return next(row for row in rows if (row["worker_id"], row["dp_rank"]) == ("dp", rank))
 
-    # Nothing answers on that url: both are down until their events come, and none is queried for tokens.
+    # Nothing answers at that URL: both are down until their events come, and none is queried for tokens.
     until(lambda: all(row(rank)["state"] != "connecting" for rank in range(2)))
     seqs = [engines[rank].publish(stored(TOKENS, 0, 3 + 3 * rank)) for rank in range(2)]
     until(lambda: all((-1 if row(rank)["seq"] is None else row(rank)["seq"]) >= seqs[rank] for rank in range(2)))

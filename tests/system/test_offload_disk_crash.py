@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that writes to the disk tier is killed at any moment, and what it had announced is there."""
+"""A process that writes to the disk tier is killed at any moment, and the records that it announced are there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.disk_child import (
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 KILLS = 20
-# From nearly nothing to a few hundred writes.
+# Long enough for a few hundred writes; the shortest lives have nearly none.
 LONGEST_LIFE_S = 0.5
 HANG_S = 120
 READS = 600
@@ -39,7 +39,7 @@ READERS = 2
 
 
 class Child:
-    """One life of the writing process, and all that it said."""
+    """One life of the writing process, and all lines that it printed."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._path = folder / f"said-{seed}"
@@ -51,7 +51,7 @@ class Child:
         self._wait_said(b"open\n")
 
     def wait_stored(self) -> None:
-        """Until a write of a folder that was empty has ended, however busy the machine is."""
+        """Wait until a write to the folder, which was empty, has ended, however busy the machine is."""
         self._wait_said(b"+ ")
 
     def _wait_said(self, words: bytes) -> None:
@@ -65,7 +65,7 @@ class Child:
         return self.process.communicate()[1].decode()
 
     def end(self, number: int) -> tuple[int, list[str]]:
-        """Its exit status and its lines; one that a kill has cut short is left out."""
+        """Send a signal, and return the exit status and the lines, without one that a kill has cut short."""
         self.process.send_signal(number)
         error = self.process.communicate(timeout=HANG_S)[1]
         self._file.close()
@@ -74,19 +74,20 @@ class Child:
 
 
 class Account:
-    """What all lives have said so far."""
+    """The state of the disk tier by the lines that all lives have printed so far."""
 
     def __init__(self) -> None:
         self.there: set[bytes] = set()
         # Nothing with a smaller salt was written since the last clear.
         self.oldest_salt = 0
-        # The last life ended within a clear; after it had begun a write, which may have evicted.
+        # Whether the last life ended within a clear.
         self.clearing = False
+        # Whether the last life ended after it had begun a write, which may have evicted.
         self.writing = False
 
-    def add(self, lines: list[str], found: list[bytes]) -> None:
-        """The lines of one life. found: what was there before it."""
-        assert [line for line in lines if line.startswith("+")][: len(found)] == [f"+ {name.hex()}" for name in found]
+    def add(self, lines: list[str], before: list[bytes]) -> None:
+        """Add the lines of one life; `before` has the keys that were there when it began."""
+        assert [line for line in lines if line.startswith("+")][: len(before)] == [f"+ {name.hex()}" for name in before]
         self.there.clear()
         self.clearing = False
         for line in lines:
@@ -107,17 +108,17 @@ class Account:
 
 
 def check(folder: Path, account: Account) -> list[bytes]:
-    """All that was announced is found, and all that is found is right. Returns it, oldest first."""
+    """Check that all announced records are found and all found ones are right; return their keys, oldest first."""
     slots = Slots(1, CHILD_RECORD_BYTES)
     budget = CHILD_RECORDS * CHILD_RECORD_BYTES
     tier = DiskTier(folder / "disk", identity(CHILD_RECORD_BYTES), CHILD_RECORD_BYTES, budget, slots.view)
-    found = tier.open()
+    stored_keys = tier.open()
     try:
-        assert len(found) == len(set(found)) <= CHILD_RECORDS
-        assert set(found) <= {key(number) for number in range(CHILD_KEYS)}
-        missing = account.there - set(found)
-        assert len(missing) <= account.writing or (account.clearing and not found)
-        for name in found:
+        assert len(stored_keys) == len(set(stored_keys)) <= CHILD_RECORDS
+        assert set(stored_keys) <= {key(number) for number in range(CHILD_KEYS)}
+        missing = account.there - set(stored_keys)
+        assert len(missing) <= account.writing or (account.clearing and not stored_keys)
+        for name in stored_keys:
             slots.fill(0, bytes(CHILD_RECORD_BYTES))
             assert tier.read(name, 0)
             while not (finished := tier.poll()):
@@ -130,13 +131,13 @@ def check(folder: Path, account: Account) -> list[bytes]:
         assert tier.counters.corrupt <= CHILD_THREADS
     finally:
         tier.close()
-    return list(found)
+    return list(stored_keys)
 
 
 def test_what_was_announced_survives_kills(tmp_path: Path) -> None:
     rng = random.Random(4)
     account = Account()
-    found: list[bytes] = []
+    stored_keys: list[bytes] = []
     checked = clears = 0
     for seed in range(KILLS):
         child = Child(tmp_path, seed)
@@ -144,9 +145,9 @@ def test_what_was_announced_survives_kills(tmp_path: Path) -> None:
         time.sleep(rng.uniform(0, LONGEST_LIFE_S))
         status, lines = child.end(signal.SIGKILL)
         assert status == -signal.SIGKILL
-        account.add(lines, found)
-        found = check(tmp_path, account)
-        checked += len(found)
+        account.add(lines, stored_keys)
+        stored_keys = check(tmp_path, account)
+        checked += len(stored_keys)
         clears = max(clears, account.oldest_salt)
     assert checked > KILLS and clears >= SALTS_A_LIFE
 
@@ -162,19 +163,21 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
     assert (status, lines[-1]) == (0, "end")
     account.add(lines, [])
     assert account.there and not account.writing
-    # And maybe what had left for writes that were queued at the end and dropped.
+    # Keys may be there, too, that had left for writes which were queued at the end and dropped.
     assert set(check(tmp_path, account)) >= account.there
 
 
 def test_a_reader_beside_a_writer_loads_nothing_else(tmp_path: Path) -> None:
-    """Records are given to other keys, torn and cleared while they are read; what is loaded is what was written for
-    that key."""
+    """Read records while they are given to other keys, torn and cleared.
+
+    Every loaded record is the one that was written for its key.
+    """
     rng = random.Random(4)
     child = Child(tmp_path, 1)
     child.wait_open()
     slots = Slots(READERS, CHILD_RECORD_BYTES)
     reader = DiskReader(tmp_path / "disk", identity(CHILD_RECORD_BYTES), slots.view, READERS, READERS)
-    told = set(reader.open())
+    known_keys = set(reader.open())
     free, good, missed, resets = list(range(READERS)), 0, 0, 0
     end = time.monotonic() + HANG_S
     try:
@@ -187,16 +190,16 @@ def test_a_reader_beside_a_writer_loads_nothing_else(tmp_path: Path) -> None:
                 missed += not finished.ok
                 free.append(finished.slot)
             for stored, name in reader.take_changes():
-                assert stored is (name not in told)
-                (told.add if stored else told.remove)(name)
-            assert reader.records == len(told)
+                assert stored is (name not in known_keys)
+                (known_keys.add if stored else known_keys.remove)(name)
+            assert reader.records == len(known_keys)
             if reader.off:
-                # The writer was reset: as often here.
+                # The writer was reset, so reset the reader as well.
                 reader.clear()
                 resets += 1
-            while free and told:
+            while free and known_keys:
                 slots.fill(free[-1], bytes(CHILD_RECORD_BYTES))
-                if not reader.read(rng.choice(sorted(told)), free[-1]):
+                if not reader.read(rng.choice(sorted(known_keys)), free[-1]):
                     break
                 free.pop()
             time.sleep(LOOK_S / 500)

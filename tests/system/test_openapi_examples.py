@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example of the OpenAPI document, sent to a router as it stands there: all succeed, and every answer fits its
-schema."""
+"""Every example of the OpenAPI document, sent to a router: all succeed, and every answer fits its schema."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from tests.support.router_process import RouterProcess
 from tests.support.scripted_engine import ScriptedEngine, plain
 
 WAIT_S = 30.0
-# Addresses of the examples, where nobody is; those of the second worker here are those of closed ports.
+# Addresses in the examples, where nothing listens. Closed ports of this machine take their place.
 ADDRESSES = ("10.0.0.2:8000", "10.0.0.2:5557", "10.0.0.2:5558")
 
 
 def sent(port: int, method: str, path: str, body: Any) -> tuple[int, str, bytes]:
-    """Status, content type and body."""
+    """Send a request, and return status, content type and body."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     try:
         text = None if body is None else json.dumps(body)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a whole router in front of simulated replicas, in a real browser.
 
-PAGE_IMAGES=docs/images writes a picture of every view there, light, dark and as on a phone."""
+PAGE_IMAGES=docs/images writes a picture of every view there, light, dark and as on a phone.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tests.support.router_process import RouterProcess
 
 MODEL = "sim-gemma3"
 VIEWS = ("fleet", "reuse", "decisions", "prompt", "events", "store")
-# What a view shows when it has its data.
+# Selectors of the elements that a view shows when it has its data.
 READY = {
     "fleet": "#fleet-workers tbody tr >> nth=2",
     "reuse": "#reuse-workers tbody tr",
@@ -45,7 +46,7 @@ def conversation(number: int, tokens: int) -> list[int]:
 
 
 class Traffic:
-    """Conversations that grow and begin again, one request after another, until it is stopped."""
+    """Conversations that grow and begin again, one request after another, until the traffic is closed."""
 
     def __init__(self, router: RouterProcess, seed: int) -> None:
         self._port = router.port
@@ -84,8 +85,8 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     folder = tmp_path_factory.mktemp("page")
     with ExitStack() as stack:
         arguments = ["--shape", "gemma3", "--blocks", "420", "--cpu-chunks", "300"]
-        made = [stack.enter_context(ReplicaProcess(folder / f"w{number}", arguments)) for number in range(3)]
-        flags = worker_flags(replica.endpoints for replica in made)
+        replicas = [stack.enter_context(ReplicaProcess(folder / f"w{number}", arguments)) for number in range(3)]
+        flags = worker_flags(replica.endpoints for replica in replicas)
         started = stack.enter_context(RouterProcess(folder / "router", flags))
         for seed in range(2):
             stack.callback(Traffic(started, seed).close)
@@ -134,17 +135,20 @@ def test_every_view_fits_its_window_and_axe_finds_nothing(
             page = tab.open(view)
             shown(page, view)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, view
-            found = Axe().run(page).response["violations"]
-            assert not found, (view, [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found])
+            violations = Axe().run(page).response["violations"]
+            assert not violations, (
+                view,
+                [(violation["id"], [node["html"] for node in violation["nodes"]][:3]) for violation in violations],
+            )
 
 
 def most_held(router: RouterProcess) -> list[int]:
-    """The conversation of which the workers hold the most, so that there is something to see."""
+    """Return the conversation of which the workers hold the most, so that there is something to see."""
 
     def held_tokens(ids: list[int]) -> int:
         body = {"model": MODEL, "token_ids": ids, "held": True}
         instances = router.request("POST", "/query", body)["instances"].values()
-        return sum(end - first for one in instances for place in one["held"] for first, end in place["runs"])
+        return sum(end - first for instance in instances for place in instance["held"] for first, end in place["runs"])
 
     return max((conversation(number, 7 * PIECE_TOKENS) for number in range(CONVERSATIONS)), key=held_tokens)
 
@@ -206,9 +210,9 @@ def test_a_decision_opens_to_its_reasons(tab: BrowserPage, router: RouterProcess
     page.click("text=Explain >> nth=0")
     page.wait_for_selector("#decision .bar")
     text = page.inner_text("#decision")
-    whole = router.request("GET", f"/decisions/{decision['request_id']}")
-    assert decision["selection_id"] in text and whole["reason"] in text
-    for candidate in whole["candidates"]:
+    explained = router.request("GET", f"/decisions/{decision['request_id']}")
+    assert decision["selection_id"] in text and explained["reason"] in text
+    for candidate in explained["candidates"]:
         assert f"{candidate['cost']:,} =" in text
     page.goto(f"{tab.address}#decisions/nothing-of-this-name")
     expect(page.locator("#decision .notice")).to_contain_text("no decision")
@@ -222,7 +226,10 @@ def test_the_blocks_of_a_prompt_are_those_of_the_query(tab: BrowserPage, router:
     seen: set[str] = set()
 
     def agrees() -> bool:
-        """Traffic goes on: an answer between two equal ones of the API is of the same moment."""
+        """Compare the page with the API, and return whether enough places were seen.
+
+        Traffic goes on, so the page is only compared if the API answers the same before and after it.
+        """
         ids = conversation(random.randrange(CONVERSATIONS), 7 * PIECE_TOKENS)
         body = {"model": MODEL, "token_ids": ids, "explain": True, "held": True}
         before = router.request("POST", "/query", body)["instances"]
@@ -236,9 +243,10 @@ def test_the_blocks_of_a_prompt_are_those_of_the_query(tab: BrowserPage, router:
                 for lane in panel.locator("[data-place]").all()
             }
             held = {
-                f"g{one['group_idx']}:{one['medium']}": str(one["runs"]).replace(" ", "") for one in instance["held"]
+                f"g{entry['group_idx']}:{entry['medium']}": str(entry["runs"]).replace(" ", "")
+                for entry in instance["held"]
             }
-            assert lanes == (held if any(one["runs"] for one in instance["held"]) else {})
+            assert lanes == (held if any(entry["runs"] for entry in instance["held"]) else {})
             assert f"Reuses {instance['longest_matched']:,} of {len(ids):,} tokens" in panel.inner_text()
             if instance["limited_by"]:
                 assert instance["limited_by"]["why"] in panel.inner_text()
@@ -296,17 +304,17 @@ def test_all_of_it_is_reached_by_keyboard(tab: BrowserPage) -> None:
 def test_a_page_that_nobody_sees_asks_for_nothing(tab: BrowserPage) -> None:
     page = tab.open("fleet")
     page.wait_for_selector(READY["fleet"])
-    asked: list[str] = []
+    requested: list[str] = []
     hide = (
         "Object.defineProperty(document, 'hidden', {{value: {0}, configurable: true}});"
         "document.dispatchEvent(new Event('visibilitychange'))"
     )
     page.evaluate(hide.format("true"))
-    # What was under way ends.
+    # Wait until the requests under way have ended.
     page.wait_for_timeout(500)
-    page.on("request", lambda request: asked.append(request.url))
+    page.on("request", lambda request: requested.append(request.url))
     page.wait_for_timeout(5_000)
-    assert not asked
+    assert not requested
     with page.expect_request("**/events"), page.expect_request("**/workers"):
         page.evaluate(hide.format("false"))
 
@@ -384,7 +392,7 @@ def test_pictures(chromium: Browser, router: RouterProcess, name: str, width: in
             page.evaluate("scrollTo(0, 0)")
             path = folder / f"page-{view}-{name}.png"
             page.screenshot(path=path, full_page=view == "prompt" and name != "phone")
-            # As small as it can be without looking different.
+            # Make the file as small as it can be without looking different.
             with Image.open(path) as picture:
                 few = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
             few.save(path, optimize=True)

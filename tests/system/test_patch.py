@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router in front of engines with the patch: snapshots, heartbeats, clears, restarts; and the patch coming and
-going."""
+"""A router in front of engines with the patch: snapshots, heartbeats, clears, restarts; the patch comes and goes."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ WAIT_S = 30.0
 
 @pytest.fixture
 def engine(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[PatchedEngine]:
-    made = PatchedEngine(context)
-    yield made
-    made.close()
+    patched_engine = PatchedEngine(context)
+    yield patched_engine
+    patched_engine.close()
 
 
 def ask(router: RouterProcess, worker: str = "w0", what: str = "gpu") -> int:
@@ -41,7 +40,7 @@ def ask(router: RouterProcess, worker: str = "w0", what: str = "gpu") -> int:
 
 
 def until(router: RouterProcess, reached: Callable[[dict[str, Any]], bool], worker: str = "w0") -> dict[str, Any]:
-    """The worker's row once it is as wanted; fails with the last one otherwise."""
+    """Return the worker's row once it is as wanted; fail with the last row otherwise."""
     deadline = time.monotonic() + WAIT_S
     while not reached(row := router.worker(worker)):
         assert time.monotonic() < deadline, f"{row}\n{router.log_tail()}"
@@ -54,7 +53,7 @@ def proven(row: dict[str, Any]) -> bool:
 
 
 def at(seq: int) -> Callable[[dict[str, Any]], bool]:
-    """Proven, and its answers show message `seq`."""
+    """Return the condition that the row is proven and its answers show message `seq`."""
     return lambda row: proven(row) and row["seq"] == seq
 
 
@@ -64,7 +63,7 @@ def register(router: RouterProcess, engine: FakeEngine, worker: str = "w0", **mo
 
 @pytest.fixture
 def fresh(router: RouterProcess) -> Iterator[RouterProcess]:
-    """The module's router without workers."""
+    """Yield the module's router without workers, and unregister the test's workers at the end."""
     yield router
     for row in router.request("GET", "/workers")["workers"]:
         router.unregister(row["worker_id"])
@@ -105,7 +104,7 @@ def test_a_new_life_of_the_patch_voids_and_loads_anew(fresh: RouterProcess, engi
     engine.unpatch()
     engine.patch()
     engine.report(stores(CHAIN[:2]))
-    # `patch` shows what was heard last, `epoch` and `seq` what the answers show.
+    # `patch` shows the last report that was heard, `epoch` and `seq` the state that the answers show.
     row = until(fresh, lambda row: at(0)(row) and row["epoch"] != before["epoch"])
     assert ask(fresh) == 32 and row["residency"] == {"g0:GPU": 2}
     assert row["patch"]["epoch"] != before["patch"]["epoch"]
@@ -219,7 +218,7 @@ def test_a_patch_that_failed_earns_nothing_and_the_engines_own_events_are_follow
     assert "the engine's patch no longer reports anything (components: failed)" in row["reason"]
     assert row["residency"] == {"g0:GPU": 3} and ask(fresh) == 48
     assert fresh.metric("kvrouter_patch_withheld", worker="w0") == 1
-    # Another life of the engine has it again.
+    # The engine's next life has the patch again.
     engine.unpatch()
     engine.restart()
     engine.patch()
@@ -249,7 +248,7 @@ def test_an_index_that_differs_is_found_by_the_heartbeat_and_replaced(
     register(fresh, engine)
     until(fresh, at(0))
     assert ask(fresh) == 128 and engine.reporter is not None
-    # What no message said: the ledger is the truth here, as it is when a reader has miscounted.
+    # Change the ledger without a message. The ledger is the truth here, as it is when a reader has miscounted.
     engine.reporter._stream.ledger.apply(removes(CHAIN[3:4]))
     row = until(fresh, lambda row: row["patch"]["mismatches"] > 0 and row["state"] == "live")
     deadline = time.monotonic() + WAIT_S

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other routers were measured to get wrong, each case through the whole router: socket, Redis, HTTP."""
+"""Cases that other routers were measured to get wrong, each through the whole router: socket, Redis, HTTP."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_an_engine_restart_voids_what_it_held(fleet: Fleet, replay: bool) -> Non
     assert fleet.ask() == {"w1": 192}
     engine.restart()
     if not replay:
-        # Nothing shows that the new life began until it speaks; the connection's loss is shown meanwhile.
+        # Nothing shows that the new life began until the engine publishes; meanwhile the lost connection is shown.
         fleet.until("w1", lambda row: row["state"] == "suspect")
         engine.wait_subscribed()
     other = prompt(4)
@@ -216,7 +216,7 @@ def test_one_workers_removal_leaves_the_others_alone(fleet: Fleet) -> None:
 def test_ties_do_not_always_go_to_the_first_worker(fleet: Fleet) -> None:
     for worker_id in ("w1", "w2", "w3"):
         fleet.add(worker_id)
-    # Each another one: a prompt that is just computed somewhere goes there.
+    # Each prompt differs, because a prompt that a worker is just computing goes to that worker.
     assert {fleet.chosen([number, *TOKENS]) for number in range(60)} == {"w1", "w2", "w3"}
 
 

@@ -22,7 +22,7 @@ COUNT = 3
 
 
 def processes(router: RouterProcess) -> set[int]:
-    """The ids of the processes behind the port."""
+    """Return the ids of the processes behind the port."""
     listed = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(router.pid)], capture_output=True, text=True, check=False
     )
@@ -32,12 +32,15 @@ def processes(router: RouterProcess) -> set[int]:
 
 
 def samples(text: str, name: str) -> dict[str, float]:
-    """Values by the process that has them."""
+    """Return the values of a metric by the process that has them."""
     return {process: float(value) for process, value in re.findall(rf'^{name}{{process="(\d)"}} (\S+)$', text, re.M)}
 
 
 def ask_all(router: RouterProcess, churn: Churn, truth: dict[str, object]) -> None:
-    """Every process answers rightly: connections are spread over them, so some are made again."""
+    """Check that every process answers correctly.
+
+    Connections are spread over the processes, so some are made again.
+    """
     for _ in range(4 * COUNT):
         assert not wrong_answers(router, churn, truth)
         router.reconnect()
@@ -61,7 +64,7 @@ def test_several_processes_are_one_router(tmp_path: Path) -> None:
         ask_all(router, churn, truth)
         text = router.text("/metrics")
         assert "kvrouter_processes_answering 3.0" in text
-        # What each counted, not what chance showed: every batch once, in one process.
+        # The page has the counts of all processes, and not of one that chance picked: every batch once, in one process.
         batches = sum(float(v) for v in re.findall(r"^kvrouter_ingest_batches_total{.*} (\S+)$", text, re.M))
         assert batches == sum(seqs.values()) + ENGINES
 
@@ -93,7 +96,7 @@ def test_all_end_with_the_supervisor(how: signal.Signals, tmp_path: Path) -> Non
         router.signal(how)
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "processes stay", 20.0)
         if how == signal.SIGKILL:
-            # Meant to be there for the next router; here there is none.
+            # The store stays for the next router. There is none here, so end it.
             os.kill(store, signal.SIGTERM)
         else:
             assert router.wait() == 0
@@ -118,7 +121,7 @@ def test_any_process_explains_a_decision_of_another_and_shows_it(tmp_path: Path)
         readers: list[EventReader] = []
 
         def lives() -> set[str]:
-            """Of the processes that the readers are connected to."""
+            """Connect one more reader, and return the lives of the processes that the readers are connected to."""
             readers.append(stack.enter_context(EventReader(router.port, "?type=decision")))
             until(lambda: readers[-1].last_id, "it watches")
             return {reader.last_id.partition("-")[0] for reader in readers}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter serve` as a process, in front of engines that fail, queried by OpenAI's own client and by many clients at
-once."""
+"""`kvrouter serve` as a process, in front of engines that fail.
+
+OpenAI's own client and many clients at once send requests.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def event(text: str) -> bytes:
 
 
 async def openai_like(asked: Asked, wire: Wire) -> None:
-    """What an engine answers to a chat, streamed or not; the router also asks it for tokens, which it does not know."""
+    """Answer a chat as an engine does, streamed or not.
+
+    The router also requests tokens, which this engine does not know.
+    """
     if asked.target != CHAT:
         await plain(b"{}", "404 Not Found")(asked, wire)
         return
@@ -69,14 +74,16 @@ async def openai_like(asked: Asked, wire: Wire) -> None:
 @contextmanager
 def served(folder: Path, engines: int, *arguments: str) -> Iterator[tuple[RouterProcess, list[ScriptedEngine]]]:
     with ExitStack() as stack:
-        made = [stack.enter_context(ScriptedEngine(openai_like)) for _ in range(engines)]
-        workers = [part for n, engine in enumerate(made) for part in ("--worker", f"w{n}={engine.url},model=m")]
+        scripted_engines = [stack.enter_context(ScriptedEngine(openai_like)) for _ in range(engines)]
+        workers = [
+            part for n, engine in enumerate(scripted_engines) for part in ("--worker", f"w{n}={engine.url},model=m")
+        ]
         flags = ["--health-interval-s", "0.1", "--drain-s", "10", *arguments, *workers]
-        yield stack.enter_context(RouterProcess(folder, flags)), made
+        yield stack.enter_context(RouterProcess(folder, flags)), scripted_engines
 
 
 def client_of(router: RouterProcess, **options: Any) -> openai.OpenAI:
-    # Its own retries would hide ours.
+    # The client's own retries would hide those of the router.
     return openai.OpenAI(
         base_url=f"http://127.0.0.1:{router.port}/v1", api_key="x", max_retries=0, timeout=WAIT_S, **options
     )
@@ -100,20 +107,23 @@ def test_openais_client_finds_an_openai_server(tmp_path: Path) -> None:
                 client.chat.completions.create(model="nope", messages=messages)
             with pytest.raises(openai.BadRequestError):
                 client.post("/chat/completions", body=[], cast_to=object)
-        asked = [request for engine in engines for request in chats(engine)]
-        assert len(asked) == 2
-        # Also what the router asks on its own account.
-        every = [request for engine in engines for request in engine.asked]
-        assert {key for request in every for key in request.all("authorization") or ["none"]} == {"Bearer theirs"}
+        chat_requests = [request for engine in engines for request in chats(engine)]
+        assert len(chat_requests) == 2
+        # The key also goes with the requests that the router sends on its own account.
+        requests = [request for engine in engines for request in engine.asked]
+        assert {key for request in requests for key in request.all("authorization") or ["none"]} == {"Bearer theirs"}
 
 
 def chats(engine: ScriptedEngine) -> list[Asked]:
-    """What clients requested; the router requests the tokens of some chats of its own."""
+    """Return the requests of clients, without those by which the router gets the tokens of some chats."""
     return [asked for asked in engine.asked if asked.target == CHAT and b"return_token_ids" not in asked.body]
 
 
 class Load:
-    """Clients in threads, each sending one request after another; what each got is counted."""
+    """Clients in threads, each sending one request after another.
+
+    The outcomes are counted over all clients.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -187,7 +197,7 @@ def test_killed_hung_and_slow_engines_lose_no_request_that_can_be_sent_again(tmp
         assert rows["w0"]["closed"] and rows["w1"]["closed"]
         assert not rows["w2"]["closed"] and not rows["w3"]["closed"]
         print(f"outcomes {dict(load.outcomes)}, retried {dict(load.retried)}")
-        # It comes back by its health check and one request.
+        # The hung engine comes back by its health check and one request.
         hung.script, hung.healthy = openai_like, True
         wait(lambda: not router.worker("w1")["closed"], "its health is seen")
 
@@ -200,7 +210,7 @@ def test_a_drained_worker_stays_drained_over_a_restart_of_the_router(tmp_path: P
         for _ in range(10):
             assert router.request("POST", CHAT, body) == ANSWER
         assert not chats(drained) and len(chats(other)) == 10
-        # Another router on the same data, with the same workers.
+        # Start another router on the same data, with the same workers.
         router.__exit__()
         workers = [
             part for n, engine in enumerate((drained, other)) for part in ("--worker", f"w{n}={engine.url},model=m")

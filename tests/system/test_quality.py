@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated replicas behind `kvrouter serve`, queried by OpenAI's client: what is predicted is delivered, counted and
-traced."""
+"""Simulated replicas behind `kvrouter serve`: predictions for OpenAI's client are delivered, counted and traced."""
 
 from __future__ import annotations
 
@@ -22,27 +21,27 @@ from tests.support.replica_process import MODEL, STOP_S, replicas, worker_flags
 from tests.support.router_process import RouterProcess
 
 REQUESTS = 40
-# Some blocks of the shape, so that prefixes are reused and the pool evicts.
+# The length of some blocks of the shape, so that prefixes are reused and the pool evicts.
 PROMPT_TOKENS = (200, 900)
 
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as found:
-        yield found
+    with Collector() as running_collector:
+        yield running_collector
 
 
 @pytest.fixture
 def router(tmp_path: Path, collector: Collector) -> Iterator[RouterProcess]:
-    with replicas(2, "--shape", "gemma3", "--blocks", "600") as found:
-        flags = ["--otlp-endpoint", collector.url, *worker_flags(found)]
+    with replicas(2, "--shape", "gemma3", "--blocks", "600") as endpoints:
+        flags = ["--otlp-endpoint", collector.url, *worker_flags(endpoints)]
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "20", "OTEL_SERVICE_NAME": "front door"}
         with RouterProcess(tmp_path, flags, environment) as started:
-            # Whoever has no block yet has said nothing.
+            # A replica without blocks has published nothing yet, so send each one a prompt.
             with client_of(started) as client:
                 for number in range(2):
-                    only = {"x-kvrouter-worker": f"w{number}"}
-                    client.completions.create(model=MODEL, prompt=[number + 1] * 100, max_tokens=1, extra_headers=only)
+                    pin = {"x-kvrouter-worker": f"w{number}"}
+                    client.completions.create(model=MODEL, prompt=[number + 1] * 100, max_tokens=1, extra_headers=pin)
             wait_live(started)
             yield started
 
@@ -52,19 +51,19 @@ def client_of(router: RouterProcess) -> Any:
 
 
 def counted(router: RouterProcess, name: str, **labels: str) -> float:
-    """Over all workers."""
-    found = 0.0
+    """Return the sum of a metric over all workers, for samples with these labels."""
+    total = 0.0
     for line in router.text("/metrics").splitlines():
-        named = line.startswith((f"kvrouter_{name} ", f"kvrouter_{name}{{"))
-        if named and all(f'{label}="{value}"' in line for label, value in labels.items()):
-            found += float(line.rpartition(" ")[2])
-    return found
+        is_of_metric = line.startswith((f"kvrouter_{name} ", f"kvrouter_{name}{{"))
+        if is_of_metric and all(f'{label}="{value}"' in line for label, value in labels.items()):
+            total += float(line.rpartition(" ")[2])
+    return total
 
 
 def test_one_at_a_time_everything_predicted_is_delivered(router: RouterProcess, collector: Collector) -> None:
     rng = Random(7)
     prompts = [[rng.randrange(10, 50_000) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(4)]
-    said = reused = 0
+    predicted = reused = 0
     before = {o: counted(router, "predictions_total", outcome=o) for o in ("exact", "less", "more", "untold")}
     with client_of(router) as client:
         for number in range(REQUESTS):
@@ -77,19 +76,23 @@ def test_one_at_a_time_everything_predicted_is_delivered(router: RouterProcess, 
             create = client.completions.with_raw_response.create
             streams: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if number % 2 else {}
             answer = create(model=MODEL, prompt=prompt, max_tokens=6, **streams)
-            said += int(answer.headers["x-kvrouter-predicted-hit"])
+            predicted += int(answer.headers["x-kvrouter-predicted-hit"])
             whole = list(answer.parse())[-1] if streams else answer.parse()
             reused += whole.usage.prompt_tokens_details.cached_tokens
     until(lambda: counted(router, "proxy_open_requests") == 0, "all is over")
     after = {o: counted(router, "predictions_total", outcome=o) for o in before}
     assert {o: after[o] - before[o] for o in before} == {"exact": REQUESTS, "less": 0, "more": 0, "untold": 0}
-    assert counted(router, "predicted_cached_tokens_total") == counted(router, "delivered_cached_tokens_total") == said
-    assert said == reused > 0
+    assert (
+        counted(router, "predicted_cached_tokens_total")
+        == counted(router, "delivered_cached_tokens_total")
+        == predicted
+    )
+    assert predicted == reused > 0
     assert counted(router, "token_count_mismatches_total") == 0
     for name, count in (("ttft", REQUESTS / 2), ("itl", REQUESTS / 2), ("e2e", REQUESTS + 2), ("choice", REQUESTS + 2)):
         assert counted(router, f"{name}_seconds_count") == count
     assert router.request("GET", "/health") == {"status": "ok", "reasons": []}
-    # The rates of decoding are learned from what the answers tell.
+    # The rates of decoding are learned from the answers.
     shown = router.request("GET", "/loads")
     assert "decode" in json.dumps(shown)
     until(lambda: sum(span.kind == "SERVER" for span in collector.spans) == REQUESTS + 2, "every request is a trace")
@@ -97,10 +100,13 @@ def test_one_at_a_time_everything_predicted_is_delivered(router: RouterProcess, 
 
 
 def test_events_of_another_engine_are_found_out_by_what_it_delivers(tmp_path: Path) -> None:
-    """Where engines do not say which events are theirs; test_wrong_endpoints.py has those that do."""
-    with replicas(2, "--shape", "llama", "--no-event-sources") as found:
+    """Swap the events of two engines that do not say which events are theirs.
+
+    Engines that do say so are in test_wrong_endpoints.py.
+    """
+    with replicas(2, "--shape", "llama", "--no-event-sources") as endpoints:
         flags = []
-        one, two = found
+        one, two = endpoints
         for name, engine, other in (("w0", one, two), ("w1", two, one)):
             spec = f"{name}={engine['url']},events={other['events']},replay={other['replay']},model={MODEL}"
             flags += ["--worker", spec]
@@ -141,13 +147,13 @@ def test_events_of_another_engine_are_found_out_by_what_it_delivers(tmp_path: Pa
 def test_what_a_prefill_worker_hands_over_is_a_trace_of_two_requests_and_no_prediction(
     tmp_path: Path, collector: Collector
 ) -> None:
-    with replicas(2, "--shape", "llama") as found:
+    with replicas(2, "--shape", "llama") as endpoints:
         flags = ["--otlp-endpoint", collector.url, "--handover-token-cost", "0"]
-        for name, role, at in (("p0", "prefill", found[0]), ("d0", "decode", found[1])):
-            spec = f"{name}={at['url']},events={at['events']},replay={at['replay']},model={MODEL},role={role}"
+        for name, role, endpoint in (("p0", "prefill", endpoints[0]), ("d0", "decode", endpoints[1])):
+            spec = f"{name}={endpoint['url']},events={endpoint['events']},replay={endpoint['replay']},model={MODEL},role={role}"
             flags += ["--worker", spec]
         with RouterProcess(tmp_path, flags, {"OTEL_BSP_SCHEDULE_DELAY": "20"}) as router, client_of(router) as client:
-            # So that a hand-over pays.
+            # Keep the decode worker busy, so that a hand-over pays.
             busy = {"model": MODEL, "worker_id": "d0", "isl_tokens": 60_000, "selection_id": "busy"}
             router.request("POST", "/reservations", busy)
             answer = client.completions.with_raw_response.create(model=MODEL, prompt=[*range(10, 2_010)], max_tokens=2)
@@ -167,7 +173,7 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end(router: RouterProcess, 
         client.completions.create(model=MODEL, prompt=[1] * 50, max_tokens=1)
     collector.hangs.set()
     router.signal(15)
-    # Its exporter alone would wait for twice as long as this does.
+    # The exporter alone would wait for twice as long as this test does.
     assert router.wait() == 0
 
 

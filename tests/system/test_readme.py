@@ -26,17 +26,17 @@ TIMEOUT_S = 30.0
 
 
 def commands(page: str, program: str) -> list[list[str]]:
-    """The words of each command of a page's code blocks that begins with `program`, comments left out."""
+    """Return the words of each command in a page's code blocks that begins with `program`, without comments."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    found = []
+    word_lists = []
     for block in blocks:
         text = block.replace("\\\n", " ")
         for start in re.finditer(rf"^(?=[^\n]*{program} )", text, re.MULTILINE):
-            # A quoted value may go over lines.
+            # A quoted value may span lines.
             lines = text[start.start() :].splitlines()
             whole = next("\n".join(lines[:n]) for n in range(1, len(lines) + 1) if _is_whole("\n".join(lines[:n])))
-            found.append(shlex.split(whole, comments=True))
-    return found
+            word_lists.append(shlex.split(whole, comments=True))
+    return word_lists
 
 
 def _is_whole(text: str) -> bool:
@@ -65,23 +65,23 @@ def test_every_start_of_vllm_names_the_flags_that_are_needed(page: str) -> None:
 
 @pytest.fixture
 def replicas(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[list[ReplicaServer]]:
-    """As many as the README has workers, serving the name that its start of vLLM gives."""
+    """Start as many replicas as the README has workers, serving the name that its start of vLLM gives."""
     (start,) = commands("README.md", "vllm serve")
     served = value_of(start, "--served-model-name") if "--served-model-name" in start else start[2]
-    made = [ReplicaServer(make_geometry("gemma3"), 256, context=context, model=served) for _ in range(2)]
-    thread = ServerThread(made)
+    servers = [ReplicaServer(make_geometry("gemma3"), 256, context=context, model=served) for _ in range(2)]
+    thread = ServerThread(servers)
     thread.start()
-    yield made
+    yield servers
     thread.stop()
 
 
 def serve_arguments(replicas: list[ReplicaServer]) -> list[str]:
-    """Those of the README's `kvrouter serve`, with the replicas' addresses."""
+    """Return the arguments of the README's `kvrouter serve`, with the replicas' addresses."""
     (words, *_) = commands("README.md", "kvrouter serve")
     text = shlex.join(words[2:])
     for number, replica in enumerate(replicas, 1):
-        here = replica.endpoints
-        for written, port in ((here["url"], 8000), (here["events"], 5557), (here["replay"], 5558)):
+        endpoints = replica.endpoints
+        for written, port in ((endpoints["url"], 8000), (endpoints["events"], 5557), (endpoints["replay"], 5558)):
             scheme = "http" if port == 8000 else "tcp"
             text = text.replace(f"{scheme}://10.0.0.{number}:{port}", str(written))
     return shlex.split(text)
@@ -103,7 +103,7 @@ def test_the_readmes_commands_do_what_they_say(tmp_path: Path, replicas: list[Re
         (tmp_path / "prompt.json").write_text(json.dumps([2, 105, 2364, 107]))
         for words in commands("README.md", "kvrouter (?:workers|explain)"):
             output = run(words, router, tmp_path)
-            # w0 drains since the README's PATCH.
+            # w0 drains since the README's PATCH, so look for w1.
             assert "w1" in output, output
         assert not any("serves" in reason for reason in router.request("GET", "/health")["reasons"])
 

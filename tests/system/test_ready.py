@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/ready` says yes only while a request would be placed, as `/select` finds; `kvrouter workers` says of each worker
-why not."""
+"""`/ready` says yes only while a request would be placed, as `/select` finds.
+
+`kvrouter workers` says of each worker why none is placed there.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from tests.support.router_process import RouterProcess
 from tests.support.scripted_engine import ScriptedEngine, plain
 
 WAIT_S = 30.0
-# Some blocks.
+# A chat of some blocks.
 MESSAGES = [{"role": "user", "content": "hi " * 200}]
 
 
@@ -36,7 +38,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
 
 
 class Fleet:
-    """Engines of one model, by name; what is registered goes with the test."""
+    """The engines of one model, by name; their registrations end with the test."""
 
     def __init__(self, router: RouterProcess, stack: ExitStack, model: str) -> None:
         self.router, self._stack, self.model = router, stack, model
@@ -52,7 +54,7 @@ class Fleet:
         return engine
 
     def ready(self) -> tuple[bool, str]:
-        """What `/ready` says; `/select` finds the same."""
+        """Return whether the router is ready, or else why not; check that `/select` finds the same."""
         status, answer = self._ask("GET", "/ready")
         placed, _ = self._ask("POST", "/select", {"model": self.model, "token_ids": [1, 2, 3]})
         assert (status == 200) == (placed == 200), (status, answer, placed)
@@ -73,7 +75,7 @@ class Fleet:
             connection.close()
 
     def shown(self) -> str:
-        """The table with all columns, each row on one line."""
+        """Return the table of workers with all columns, each row on one line."""
         return self.command("workers", "--wide")
 
     def command(self, *arguments: str) -> str:
@@ -96,9 +98,12 @@ def fleet(router: RouterProcess, request: pytest.FixtureRequest) -> Iterator[Fle
 
 
 def live(fleet: Fleet, *names: str) -> None:
-    """Their health checks were answered: what never answered is not missed."""
+    """Wait until the engines' health checks were answered.
+
+    An engine that has never answered is not missed when it goes.
+    """
     for name in names:
-        # The second is not sent before the first is answered.
+        # The second health check is not sent before the first is answered.
         fleet.until(lambda name=name: fleet.engines[name].looked.count("/health") > 1, name)  # type: ignore[misc]
 
 
@@ -120,8 +125,8 @@ def test_it_is_ready_while_an_engine_lives_and_not_longer(fleet: Fleet) -> None:
 def test_it_is_not_ready_while_all_drain(fleet: Fleet) -> None:
     for name in ("w0", "w1"):
         fleet.engine(name)
-        (said,) = fleet.command("drain", name).splitlines()
-        assert said.startswith(f"{name} (model {fleet.model}) drains: it gets no new requests; none is in flight")
+        (line,) = fleet.command("drain", name).splitlines()
+        assert line.startswith(f"{name} (model {fleet.model}) drains: it gets no new requests; none is in flight")
     is_ready, why = fleet.ready()
     assert not is_ready and "w0: it is draining" in why and "w1: it is draining" in why
     assert fleet.shown().count(", draining") == 2
@@ -135,21 +140,21 @@ def test_it_is_not_ready_while_all_breakers_are_open(fleet: Fleet) -> None:
     engine.script = plain(b"{}", "500 Oh")
 
     def paused_s() -> float:
-        """Each failed try doubles it."""
+        """Let one more try fail, which doubles the pause, and return the pause in seconds."""
         fleet.chat()
         _, _, rest = fleet.router.worker("w0")["closed"].partition("not tried for ")
         return float(rest.partition(" s")[0] or 0)
 
-    # Long enough to look in.
+    # Wait for a pause that is long enough to look at the router meanwhile.
     fleet.until(lambda: paused_s() > 3.0, "its breaker is open")
     is_ready, why = fleet.ready()
     assert not is_ready and "failures in a row, the last: it answers 500" in why
 
     def shown_open() -> bool:
-        # A request that fails, as the pause may be over by now.
+        # Send a request that fails, as the pause may be over by now.
         fleet.chat()
-        shown = fleet.shown()
-        return "breaker open" in shown and "it answers 500" in shown
+        table = fleet.shown()
+        return "breaker open" in table and "it answers 500" in table
 
     fleet.until(shown_open, "it is shown")
     engine.script = plain(b"{}")
@@ -163,7 +168,7 @@ def test_who_only_computes_prompts_or_has_no_url(fleet: Fleet) -> None:
     fleet.engine("p0", role="prefill")
     is_ready, why = fleet.ready()
     assert not is_ready and "p0: role prefill" in why
-    # A gateway asks /select and goes there itself.
+    # A gateway sends /select, and goes to the worker itself.
     fleet.register("w0", endpoint="tcp://127.0.0.1:9", replay_endpoint="tcp://127.0.0.1:10")
     assert fleet.ready()[0]
 
@@ -192,13 +197,13 @@ def test_an_engine_that_has_stored_nothing_yet_degrades_nothing_and_blocks_of_no
     prompt = list(range(2 * BLOCK))
 
     def row() -> dict[str, Any]:
-        (found,) = router.request("GET", "/workers")["workers"]
-        return dict(found)
+        (worker_row,) = router.request("GET", "/workers")["workers"]
+        return dict(worker_row)
 
     try:
         router.request("POST", "/register", engine.registration("fresh", "m-fresh", patch_endpoint="off"))
         until(lambda: row()["state"] == "live", "it is not live")
-        # What it stores is known from its first event on.
+        # The engine's groups are known from its first event on.
         assert router.request("GET", "/health")["reasons"] == []
         engine.publish(stored(prompt, 0, 1, kind=None))
         until(lambda: row()["residency"], "its block is not taken")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker is credited with while its stream, or its engine, is in doubt; and how it comes back."""
+"""The credit of a worker while its stream, or its engine, is in doubt, and its way back."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ def http() -> Iterator[EngineHttp]:
 def worker(
     router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
 ) -> Iterator[Callable[..., CutEngine]]:
-    """Registers a worker w0 and fills it: 12 blocks of TOKENS."""
+    """Return a function that registers a worker w0 and fills it with 12 blocks of TOKENS."""
 
     def make(replay: bool, url: str | None = None) -> CutEngine:
         engine = CutEngine(context, replay=replay)
         engines.append(engine)
         router.request("POST", "/register", engine.registration("w0", MODEL, **({} if url is None else {"url": url})))
-        # Its pause lets the engine's HTTP name its process before the first batch, which nothing shows.
+        # The pause of `wait_connected` lets the engine's HTTP name its process before the first batch, as nothing shows
+        # when it has.
         router.wait_connected("w0")
         router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
         assert hit(router) == 192
@@ -102,7 +103,7 @@ def test_doubt_is_credited_for_a_while_then_not_and_again_when_it_is_over(
         engine.wait_subscribed()
         engine.publish(stored(OTHER, 0, 2))
     until(router, has(state="live", credited=True))
-    # Without a replay endpoint and a url nothing proves that it is the same life.
+    # Without a replay endpoint and a URL, nothing proves that the engine's life is the same.
     assert hit(router) == (192 if replay else 0)
 
 
@@ -117,7 +118,7 @@ def test_an_engine_that_nobody_answers_for_is_down_at_once_and_void(
     assert hit(router) == 0
     with pytest.raises(RouterError, match="no_worker"):
         router.request("POST", "/select", {"model": MODEL, "token_ids": TOKENS})
-    # It was only its HTTP: what the stream remembers comes back.
+    # Only the engine's HTTP was gone, so the batches that its stream remembers come back.
     http.start()
     until(router, has(state="live", seq=0))
     assert hit(router) == 192
@@ -128,8 +129,8 @@ def test_slow_answers_are_no_end(router: RouterProcess, worker: Callable[..., Cu
     worker(True, http.url)
     until(router, lambda row: len(http.asked) > 2)
     http.status = 503
-    asked = len(http.asked)
-    until(router, lambda row: len(http.asked) > asked)
+    count = len(http.asked)
+    until(router, lambda row: len(http.asked) > count)
     http.status = 200
     assert router.worker("w0")["state"] == "live" and hit(router) == 192
 
@@ -147,12 +148,12 @@ def test_an_url_where_nobody_ever_answered_says_nothing(
 def test_a_restart_that_nothing_else_tells_is_told_by_the_start_time(
     replay: bool, router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
 ) -> None:
-    """The stream is the same to look at: no connection was lost."""
+    """Restart the process without losing a connection, so that the stream looks the same."""
     worker(replay, http.url)
     until(router, lambda row: http.asked.count("/metrics") > 1)
     before = router.worker("w0")["epoch"]
     http.start_s = 2_000.5
-    # Where there is a replay, all that the publisher remembers of its life is read again.
+    # With a replay endpoint, everything that the publisher remembers of its life is read again.
     seq = 0 if replay else None
     until(router, lambda row: row["epoch"] != before and row["state"] == "live" and row["seq"] == seq)
     assert hit(router) == (192 if replay else 0)
@@ -161,14 +162,17 @@ def test_a_restart_that_nothing_else_tells_is_told_by_the_start_time(
 def test_a_new_life_that_goes_on_where_the_old_one_was_is_not_believed(
     router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
 ) -> None:
-    """No replay to read; its next seq is the one that is waited for. Only the start time shows it."""
+    """Begin a new life at the seq that the router waits for, without a replay endpoint.
+
+    Only the start time shows the new life.
+    """
     engine = worker(False, http.url)
     until(router, lambda row: http.asked.count("/metrics") > 1)
     engine.cut()
     until(router, has(state="suspect"))
     engine.begin_anew(engine.publisher.next_seq)
     http.start_s = 2_000.5
-    # Longer than the batch takes, shorter than what counts as no answer.
+    # The delay is longer than the batch takes, and shorter than what counts as no answer.
     http.delay_s = SLOW_ANSWER_S
     engine.mend()
     until(router, lambda row: "waiting for proof" in row["reason"])
@@ -190,7 +194,7 @@ def test_the_same_life_that_goes_on_is_believed_when_it_says_so(
     engine.mend()
     until(router, lambda row: "waiting for proof" in row["reason"])
     engine.wait_subscribed()
-    # Nobody says whether it is the same process, so a batch that follows is no proof.
+    # No answer says yet whether the process is the same, so a batch that follows is no proof.
     http.delay_s = SLOW_ANSWER_S
     engine.publish(stored(OTHER, 0, 2))
     until(router, has(state="live", seq=1))
@@ -206,23 +210,23 @@ def test_a_worker_without_events_is_credited_with_what_was_sent_there_and_says_s
         assert router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"] == 0
         assert router.request("POST", "/select", body)["overlap"]["longest_matched"] == 0
         row = router.request("POST", "/query", body)["instances"]["w0"]
-        # Whole pieces of 64 tokens.
+        # The credit is for whole pieces of 64 tokens.
         assert row["longest_matched"] == 192 and row["approximate"] is True and "approximate" in row["reason"]
         chosen = router.request("POST", "/select", body | {"explain": True})
         assert "approximate" in chosen["reason"] and chosen["candidates"][0]["approximate"] is True
         row = router.worker("w0")
         assert row["approximate"] and not row["credited"] and "without an event endpoint" in row["reason"]
         assert router.metric("kvrouter_approximate_workers") == 1
-        # In the engine's own blocks, once it says how large they are.
+        # The credit is in the engine's own blocks, once the engine says how large they are.
         http.metrics = b'vllm:cache_config_info{block_size="128",enable_prefix_caching="True",engine="0"} 1.0\n'
         until(router, lambda row: row["engine_cache"]["block_size"] == 128)
         router.request("POST", "/select", body)
         assert router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"] == 128
-        # Another process holds nothing of it; the start of this one is known.
+        # Another process holds nothing of the prompt. Wait until the start of the present one is known.
         until(router, lambda row: http.asked.count("/metrics") > 1)
         http.start_s = 2_000.5
         until(router, lambda row: not router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"])
-        # One that reuses nothing is credited with nothing that is sent there.
+        # An engine that reuses nothing is credited with nothing that is sent there.
         http.metrics = http.metrics.replace(b"True", b"False")
         until(router, lambda row: not row["approximate"])
         router.request("POST", "/select", body)

@@ -78,7 +78,7 @@ def test_a_node_that_is_lost_and_comes_back(
     for router in pair:
         assert sum(sum(row["residency"].values()) for row in rows(router).values()) > 1_000
     if data == "lost":
-        # Its place in the cluster is in nodes.conf.
+        # Only the data is lost: the node's place in the cluster is in nodes.conf.
         shutil.rmtree(tmp_path / "cluster" / "1" / "appendonlydir")
     lost.start()
     cluster.wait_well()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Redis can do to two routers: they go on answering, say by name what is wrong, and the index is right when it is
-back."""
+"""Faults of Redis under two routers.
+
+The routers go on answering and name the fault, and the index is right when Redis is back.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,13 @@ def pair(tmp_path: Path, server: StoreServer, churn: Churn) -> Iterator[Pair]:
 
 
 def said(router: RouterProcess, words: str) -> bool:
-    """Whether health names the trouble, and every worker that this router follows does."""
+    """Return whether health names the trouble, and the reason of a worker does, too."""
     reasons = router.request("GET", "/health")["reasons"]
     return any(words in reason for reason in reasons) and any(words in row["reason"] for row in rows(router).values())
 
 
 def answered(router: RouterProcess) -> None:
-    """Questions are answered, and credit is given."""
+    """Check that questions are answered and credit is given."""
     answer = router.request("POST", "/query_by_hash", {"model": "m", "block_hashes": [1, 2, 3]})
     assert len(answer["instances"]) == ENGINES
     assert sum(sum(row["residency"].values()) for row in rows(router).values()) > 1_000
@@ -102,7 +104,7 @@ def test_everything_deleted(engines: str, pair: Pair, server: StoreServer, churn
     until(lambda: rewrites(pair, churn) >= ENGINES, "the index is not rewritten")
     recovered(pair, server, churn)
     assert sum(router.metric("kvrouter_registry_repairs_total") for router in pair) >= 1
-    # From memory: the engines were queried for nothing that they may have forgotten.
+    # The index was rewritten from memory: the engines were queried for nothing that they may have forgotten.
     assert all(row["gaps"] == 0 for row in rows(pair[0]).values())
 
 
@@ -114,7 +116,7 @@ def test_a_replica_that_lacks_the_last_writes_takes_over(
         replica.client.replicaof("127.0.0.1", server.port)
         until(lambda: replica.client.info("replication")["master_link_status"] == "up", "the replica does not follow")
         until(lambda: replica.client.dbsize() == server.client.dbsize() > 0, "the replica is not filled")
-        # From here on it is cut off, so what follows will be lost.
+        # From here on the replica is cut off, so all later writes will be lost.
         replica.client.replicaof("NO", "ONE")
         time.sleep(0.7)
         if engines == "silent":
@@ -131,7 +133,10 @@ def test_a_replica_that_lacks_the_last_writes_takes_over(
 
 @pytest.mark.parametrize("away_s", [1.0, AWAY_S, 14.0])
 def test_standing_still(away_s: float, pair: Pair, server: StoreServer, churn: Churn) -> None:
-    """It accepts and does not answer: for less than a lease, for longer, and for longer than we wait for an answer."""
+    """Let Redis accept connections without answering.
+
+    It stands still for less than a lease, for longer, and for longer than we wait for an answer.
+    """
     server.stop()
     time.sleep(away_s)
     for router in pair:

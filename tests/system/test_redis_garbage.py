@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values in Redis that no router writes: they cost the worker whose they are its credit, by name, and nobody else
-anything."""
+"""Values in Redis that no router writes: their worker loses its credit, by name, and no other worker is affected."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def residents(client: Any) -> str:
 
 
 def checkpointed(spoil: Spoil) -> Spoil:
-    """`meta` says that the worker has a checkpoint of one block."""
+    """Return a spoiler that also lets `meta` say that the worker has a checkpoint of one block."""
 
     def both(client: Any) -> None:
         client.hset(META, "places", b"g0:GPU=1")
@@ -58,7 +57,7 @@ def checkpointed(spoil: Spoil) -> Spoil:
 
 
 def replaced(key: Callable[[Any], str]) -> Spoil:
-    """Another type in place of what was there."""
+    """Return a spoiler that puts a value of another type in the place of a key's."""
 
     def spoil(client: Any) -> None:
         name = key(client)
@@ -73,9 +72,10 @@ def replaced(key: Callable[[Any], str]) -> Spoil:
     return spoil
 
 
-# It holds nothing and refuses every command, so the router that meets it drops it, and names it for a moment at most.
+# A key of another type holds nothing and refuses every command. The router that meets it drops it, and names it for a
+# moment at most.
 DROPPED = "meta of another type"
-# Values that `load` of the worker refuses, or a transaction.
+# Values that are refused when the worker is loaded, or by a transaction.
 HEADS: dict[str, Spoil] = {
     "seq": field("seq", b"abc"),
     "commits": field("commits", b"1_0"),
@@ -93,7 +93,7 @@ HEADS: dict[str, Spoil] = {
     DROPPED: replaced(lambda client: META),
     "log of another type": replaced(lambda client: LOG),
 }
-# Values that are only read where a router takes the worker over, or has a stand-in for; or that belong to the lease.
+# Values that are only read by a router that takes the worker over, that have a stand-in, or that belong to the lease.
 OTHERS: dict[str, Spoil] = {
     "copies": lambda client: client.hset(f"{TAG}:{client.hget(META, 'epoch').decode()}:copies", b"x", b"y"),
     "fingerprint": field("fingerprint", b"x"),
@@ -116,7 +116,7 @@ def failed_tasks(router: RouterProcess) -> float:
 
 
 def make_all_reload(client: Any) -> None:
-    """An entry of the worker's log that nobody can read, so that all routers load it."""
+    """Append an entry that nobody can read to the worker's log, so that all routers load the worker."""
     if client.type(LOG) == b"stream":
         client.xadd(LOG, {"kind": "junk"})
 
@@ -134,7 +134,7 @@ def pair(tmp_path: Path, server: StoreServer, churn: Churn) -> Iterator[Pair]:
 
 
 def others_right(routers: Pair, churn: Churn) -> None:
-    """The answers for all but the spoiled worker are what their engines hold."""
+    """Check that the answers for all workers but the spoiled one are what their engines hold."""
     seqs = paused(churn)
     truth = churn.ask("dump")
     seqs.pop(SPOILED)
@@ -177,14 +177,14 @@ def test_a_bad_value_of_a_worker_that_nobody_follows_is_named_and_loaded_when_it
         wait_stored(client, {WorkerKey(MODEL, worker): seq for worker, seq in seqs.items()})
         wait_well(one, ENGINES)
         residency = rows(one)[SPOILED]["residency"]
-    # As if another router followed it.
+    # Take the lease as if another router followed the worker.
     client.set(keys.router_lease("another"), 1, ex=3_600)
     client.set(LEASE, "another:999999")
     saved = {key: client.dump(key) for key in client.scan_iter(f"{TAG}:*", count=1000)}
     HEADS["seq"](client)
     churn.ask("go")
     with RouterProcess(tmp_path / "b", ["--redis", server.url]) as two:
-        # It starts, whatever it finds, and the other workers are unchanged.
+        # The router starts, whatever Redis holds, and the other workers are not affected.
         for kind, spoil in HEADS.items():
             print(kind)
             spoil(client)
@@ -198,7 +198,7 @@ def test_a_bad_value_of_a_worker_that_nobody_follows_is_named_and_loaded_when_it
                 assert any(SPOILED in line and "Redis holds" in line for line in reasons)
             others = [worker for worker in churn.workers if worker != SPOILED]
             until(partial(all_live, two, others), "the others suffer")
-            # Repaired: it is shown as it is stored.
+            # Repair the values: the worker is shown as it is stored.
             with client.pipeline() as pipe:
                 for key in saved.keys() | set(client.scan_iter(f"{TAG}:*", count=1000)):
                     pipe.delete(key)
@@ -206,13 +206,14 @@ def test_a_bad_value_of_a_worker_that_nobody_follows_is_named_and_loaded_when_it
                     pipe.restore(key, 0, value)
                 pipe.execute()
             if kind == DROPPED:
-                # Where the router loaded it meanwhile, it knows an empty worker, and a repair by hand writes no entry.
+                # If the router loaded the worker meanwhile, it knows an empty one, and a repair by hand writes no log
+                # entry.
                 make_all_reload(client)
             until(lambda: not cannot_be_read(two), f"{kind} is not loaded when it is repaired")
-            # The problem is not shown either while it is being loaded.
+            # The problem is not shown either while the worker is being loaded, so wait for its residency.
             until(lambda: rows(two)[SPOILED]["residency"] == residency, f"{kind} is not shown as it is stored")
         assert two.metric("kvrouter_unreadable_values_total", where="worker") >= len(HEADS) - 1
-        # And it is followed again by whoever may.
+        # Without the lease, the router may follow the worker again.
         client.delete(LEASE)
         wait_well(two, ENGINES)
         check([two], client, churn)
@@ -250,7 +251,7 @@ def test_a_bad_entry_of_the_registry_is_named_and_left_out(
         if key in (keys.MODELS.encode(), keys.registry(MODEL).encode())
     }
     REGISTRY[kind](client)
-    # Registrations of others are known all the same.
+    # Registrations of other workers are still known.
     events, replay = churn.endpoints[0]
     one.register("late", "m2", events, replay, patch_endpoint="off")
     until(lambda: "late" in rows(two), "registrations at the other router are no longer known")
@@ -258,7 +259,7 @@ def test_a_bad_entry_of_the_registry_is_named_and_left_out(
         until(partial(named, router), "it is not named")
         assert SPOILED in rows(router)
     assert two.metric("kvrouter_unreadable_values_total", where="registry") >= 1
-    # And a router starts.
+    # A new router starts, too.
     with RouterProcess(tmp_path / "c", ["--redis", server.url]) as three:
         assert {"w1", "w2", "late"} <= set(rows(three))
         assert named(three)
@@ -273,8 +274,8 @@ def test_a_bad_entry_of_the_registry_is_named_and_left_out(
 
 
 def all_live(router: RouterProcess, names: list[str]) -> bool:
-    found = rows(router)
-    return all(found[name]["state"] == "live" for name in names)
+    workers = rows(router)
+    return all(workers[name]["state"] == "live" for name in names)
 
 
 def knows(router: RouterProcess, names: set[str]) -> bool:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated replicas that are killed, hang, slow down, fail and restart under load, and clients that send nonsense
-meanwhile."""
+"""Replicas that are killed, hang, slow down, fail and restart under load, while clients send nonsense."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ TURNS = 60
 STALL_S = 8.0
 MODEL = "sim-gemma3"
 REPLICA = ("--prefill-rate", "50000", "--step-ms", "1", "--decode-ms", "0.1")
-# One in this many requests is a client's own mistake, which an engine or the router says.
+# One in this many requests is a client's own mistake, which an engine or the router reports.
 MISTAKES = 6
 NONSENSE = (
     {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": -1},
@@ -35,7 +34,7 @@ NONSENSE = (
 
 
 class Conversations:
-    """Clients in threads; each has a conversation of its own that grows by each answer."""
+    """Clients in threads, each with its own conversation that grows with each turn."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -61,11 +60,11 @@ class Conversations:
         talk = [rng.randrange(10, 5_000) for _ in range(rng.randint(50, 400))]
         for turn in range(TURNS):
             if rng.randrange(MISTAKES) == 0:
-                status, said = ask(self._port, rng.choice(NONSENSE))
+                status, answer = ask(self._port, rng.choice(NONSENSE))
                 with self._lock:
                     self.mistakes[status] += 1
                     if status != 400:
-                        self.wrong.append(f"a mistake was answered {status}: {said[:200]!r}")
+                        self.wrong.append(f"a mistake was answered {status}: {answer[:200]!r}")
             talk += [rng.randrange(10, 5_000) for _ in range(rng.randint(1, 40))]
             body = {"model": MODEL, "prompt": talk, "max_tokens": rng.randint(1, 12), "stream": turn % 2 == 0}
             outcome = self._turn(body)
@@ -76,14 +75,14 @@ class Conversations:
 
     def _turn(self, body: dict[str, object]) -> str:
         try:
-            status, said = ask(self._port, body)
+            status, answer = ask(self._port, body)
         except http.client.IncompleteRead:
             return "cut"
-        whole = said.endswith(b"data: [DONE]\n\n") if body["stream"] else b'"usage"' in said
+        whole = answer.endswith(b"data: [DONE]\n\n") if body["stream"] else b'"usage"' in answer
         if status == 200 and whole:
             return "ok"
         with self._lock:
-            self.wrong.append(f"{status}: {said[:300]!r}")
+            self.wrong.append(f"{status}: {answer[:300]!r}")
         return str(status)
 
 
@@ -122,21 +121,22 @@ def test_replicas_fail_in_every_way_and_no_request_is_lost(tmp_path: Path) -> No
         slowed.faults(slow=5.0)
         killed.kill()
         wait(lambda: load.done > total // 4, "without the killed one")
-        # Longer than anybody would wait who could be sent elsewhere; a stream that had begun there goes on afterwards.
+        # The stall is longer than a request waits that could be sent elsewhere; a stream that had begun there goes on
+        # afterwards.
         hung.faults(stall_s=STALL_S, unhealthy=True)
         wait(lambda: load.done > total // 2, "without the hanging one")
         restarted.faults(restart=True, down_s=0.5)
         failing.faults(fail=3, fail_status=503)
         load.join()
         print(f"outcomes {dict(load.outcomes)}, mistakes {dict(load.mistakes)}")
-        # What had begun to stream at the killed and at the restarted one cannot be taken back.
+        # Streams that had begun at the killed replica and at the restarted one cannot be taken back.
         assert not load.wrong, "\n".join(load.wrong[:5])
         assert load.outcomes["ok"] + load.outcomes["cut"] == total
         assert load.outcomes["cut"] <= 2 * CLIENTS
         assert sum(load.mistakes.values()) > total // MISTAKES // 2
         wait(lambda: router.worker("w0")["closed"] and router.worker("w1")["closed"], "nothing is sent where nobody is")
         hung.faults(unhealthy=False)
-        # The others take requests again: health checks tell, and requests.
+        # The other replicas take requests again, once health checks and requests show that they are back.
         for name in ("w1", "w2", "w3", "w4"):
             wait(partial(is_open, router, name), f"{name} is back")
         wait(lambda: router.metric("kvrouter_reservations_held") == 0, "no load of a request that is over")
@@ -149,8 +149,8 @@ def test_nobody_is_blamed_for_a_clients_mistakes(tmp_path: Path) -> None:
         router = stack.enter_context(RouterProcess(tmp_path / "router", workers))
         for _ in range(10):
             for body in NONSENSE:
-                status, said = ask(router.port, body)
-                assert status == 400 and b'"error"' in said
+                status, answer = ask(router.port, body)
+                assert status == 400 and b'"error"' in answer
         assert [router.worker(name)["closed"] for name in ("w0", "w1")] == ["", ""]
         assert ask(router.port, {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1})[0] == 200
 
@@ -177,5 +177,5 @@ def test_an_engine_with_another_address_is_asked_there_whether_it_lives(tmp_path
         there.faults(unhealthy=True)
         wait(lambda: there.endpoints["url"] in router.worker("w0")["closed"], "the new address counts")
         there.faults(unhealthy=False)
-        # The old one is still unwell, and nobody asks it.
+        # The engine at the old address is still unwell, but no longer queried.
         wait(lambda: not router.worker("w0")["closed"], "it is back")

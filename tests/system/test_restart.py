@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router that comes back on its data directory: the same workers, the same answers, and honesty about what it
-missed."""
+"""A router that comes back on its data directory.
+
+It has the same workers, gives the same answers, and is honest about the batches that it missed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def ask(router: RouterProcess, tokens: list[int] = TOKENS) -> dict[str, Any]:
 
 
 def fill(router: RouterProcess, engine: FakeEngine) -> dict[str, Any]:
-    """Twelve blocks, one of them twice, learned from the stream and in Redis; returns the worker's row."""
+    """Fill a worker with twelve blocks, one of them stored twice, and return its row.
+
+    The blocks are learned from the stream, and are in Redis at the end.
+    """
     router.request("POST", "/register", engine.registration("w0", MODEL, url="http://127.0.0.1:1"))
     router.wait_connected("w0", engine.wait_subscribed)
     engine.publish(stored(TOKENS, 0, 12), stored(TOKENS, 11, 12))
@@ -48,9 +53,9 @@ def fill(router: RouterProcess, engine: FakeEngine) -> dict[str, Any]:
 
 
 def signal_store(folder: Path, number: int) -> list[int]:
-    """Signal the embedded store, found by its data directory; returns its pids."""
-    found = subprocess.run(["pgrep", "-f", f"valkey-server.*{folder}"], capture_output=True, text=True, check=False)
-    pids = [int(pid) for pid in found.stdout.split()]
+    """Signal the embedded store, found by its data directory, and return its pids."""
+    pgrep = subprocess.run(["pgrep", "-f", f"valkey-server.*{folder}"], capture_output=True, text=True, check=False)
+    pids = [int(pid) for pid in pgrep.stdout.split()]
     if not pids:
         pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _works_in(p, folder)]
     assert pids, "no embedded store found"
@@ -60,9 +65,9 @@ def signal_store(folder: Path, number: int) -> list[int]:
 
 
 def kill_store(router: RouterProcess, folder: Path) -> None:
-    """kill -9 for the embedded store too, once its log is written; until it is gone."""
+    """Kill the embedded store with SIGKILL once its log is written, and wait until it is gone."""
     with router.store() as store:
-        while (known := store.info("persistence"))["aof_buffer_length"] or known["aof_pending_bio_fsync"]:
+        while (persistence := store.info("persistence"))["aof_buffer_length"] or persistence["aof_pending_bio_fsync"]:
             time.sleep(0.01)
     pids = signal_store(folder, signal.SIGKILL)
     while any(_works_in(Path(f"/proc/{pid}"), folder) for pid in pids):
@@ -103,8 +108,8 @@ def test_same_workers_and_answers_with_the_engine_silent(
         assert ask(router) == {"w0": 192} and ask(router, OTHER) == {"w0": 32}
         router.wait_connected("w0", engine.wait_subscribed)
         assert router.worker("w0")["state"] == "suspect"
-        # The next seq follows, which another life can reach accidentally. The twelfth block had two copies, and one is
-        # left.
+        # The batch has the next seq, which another life can reach accidentally, so the worker stays in doubt. The
+        # twelfth block had two copies, and one is left.
         row = router.wait_seen("w0", engine.publish(*removed(hashes(TOKENS)[11:])))
         assert row["state"] == "suspect" and "HTTP" in row["reason"] and row["epoch"] == before["epoch"]
         assert ask(router) == {"w0": 192}
@@ -131,7 +136,10 @@ def test_what_was_missed_is_made_up_by_replay(
 def test_what_a_killed_router_had_not_written_is_credited_as_the_engine_has_it(
     replay: bool, tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
 ) -> None:
-    """Its answers were ahead of Redis: for the next router these are missed batches like any others."""
+    """Kill a router whose answers are ahead of Redis.
+
+    For the next router, the batches that were not written are missed ones like any others.
+    """
     engine = FakeEngine(context, replay=replay)
     engines.append(engine)
     with RouterProcess(tmp_path) as router:
@@ -146,14 +154,15 @@ def test_what_a_killed_router_had_not_written_is_credited_as_the_engine_has_it(
             router.kill()
         finally:
             signal_store(tmp_path, signal.SIGCONT)
-    # Else the subscription of the dead one may pass for the next one's.
+    # Otherwise the subscription of the dead router may pass for that of the next one.
     engine.wait_subscribed(False)
     with RouterProcess(tmp_path) as router:
         if replay:
             row = router.wait_seen("w0", last["seq"])
             assert row["epoch"] == before["epoch"] and ask(router) == {"w0": 96} and ask(router, OTHER) == {"w0": 16}
         else:
-            # Nothing proves what Redis holds, and it says so; the next batch shows the gap, which voids it.
+            # Nothing proves the blocks in Redis, and the router says so. The next batch shows the gap, which voids
+            # them.
             row = router.worker("w0")
             assert row["state"] == "suspect" and row["seq"] < last["seq"]
             router.wait_connected("w0", engine.wait_subscribed)
@@ -188,7 +197,7 @@ def test_an_engine_that_restarted_meanwhile_is_void_before_it_speaks(
         before = fill(router, engine)
         router.kill()
         engine.restart()
-        # As many batches as the old life had, so that the lives differ in content alone.
+        # Publish as many batches as the old life had, so that the lives differ in content alone.
         engine.publish(stored(OTHER, 0, 4))
         last = engine.publish(stored(OTHER, 4, 6))
     with RouterProcess(tmp_path) as router:
@@ -203,7 +212,7 @@ def test_an_engine_that_restarted_meanwhile_is_void_before_it_speaks(
 def test_a_new_life_at_the_old_seq_is_told_by_the_start_time_that_another_router_knew(
     tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
 ) -> None:
-    """No replay to ask, and the next seq is the one that is waited for."""
+    """Restart the engine without a replay endpoint, so that its next seq is the one that is waited for."""
     engine = FakeEngine(context, replay=False)
     engines.append(engine)
     http = EngineHttp()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router that stops loses nothing: who connects is served or refused, streams end whole, `/ready` says no
-at once."""
+"""A router that stops loses nothing.
+
+Clients that connect are served or refused, streams end whole, and `/ready` says no at once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from tests.support.scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wi
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
 STREAMED = json.dumps({"model": "m", "stream": True, "messages": []}).encode()
-# Two ways to be answered, by new connections.
+# Two requests over new connections: one that is proxied, and one that the router answers itself.
 PROXIED = (
     f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(BODY)}\r\n\r\n".encode()
     + BODY
@@ -57,8 +59,8 @@ async def engine_script(asked: Asked, wire: Wire) -> None:
 def serving(folder: Path, processes: int, *flags: str) -> Iterator[tuple[RouterProcess, ScriptedEngine]]:
     with ExitStack() as stack:
         engine = stack.enter_context(ScriptedEngine(engine_script))
-        given = ["--health-interval-s", "0", "--worker", f"w0={engine.url},model=m", *PROCESSES[processes], *flags]
-        router = stack.enter_context(RouterProcess(folder, given))
+        arguments = ["--health-interval-s", "0", "--worker", f"w0={engine.url},model=m", *PROCESSES[processes], *flags]
+        router = stack.enter_context(RouterProcess(folder, arguments))
         deadline = time.monotonic() + WAIT_S
         while "listens on" not in router.log_tail():
             assert time.monotonic() < deadline
@@ -93,7 +95,7 @@ def test_who_connects_while_it_stops_is_served_or_refused(tmp_path: Path, proces
         streams = [threads.submit(stream, router.port) for _ in range(STREAMS)]
         hammers = [Hammer(router.port, request) for request in (PROXIED, OWN)]
         try:
-            while sum(b'"stream"' in one.body for one in list(engine.asked)) < STREAMS:
+            while sum(b'"stream"' in request.body for request in list(engine.asked)) < STREAMS:
                 time.sleep(0.01)
             router.signal(signal.SIGTERM)
             ended = sum((Counter(hammer.ended()) for hammer in hammers), Counter())
@@ -103,7 +105,7 @@ def test_who_connects_while_it_stops_is_served_or_refused(tmp_path: Path, proces
         assert not {how: count for how, count in ended.items() if how.startswith("broken")}, ended
         assert ended["served"] > 10 and ended["refused"]
         whole = b"".join(b"data: %d\n\n" % n for n in range(PIECES))
-        assert [one.result() for one in streams] == [whole] * STREAMS
+        assert [future.result() for future in streams] == [whole] * STREAMS
         assert router.wait() == 0
         assert "Traceback" not in router.log_tail()
 
@@ -113,7 +115,7 @@ def test_it_is_not_ready_from_the_signal_on_and_serves_on_for_the_delay(tmp_path
     with serving(tmp_path, processes, "--shutdown-delay-s", "3600") as (router, _):
         assert asked(router.port)[0] == 200
         router.signal(signal.SIGTERM)
-        # Every process hears of it for itself.
+        # Every process notices the signal for itself.
         deadline = time.monotonic() + WAIT_S
         while not all(asked(router.port)[0] == 503 for _ in range(20)):
             assert time.monotonic() < deadline
@@ -121,7 +123,7 @@ def test_it_is_not_ready_from_the_signal_on_and_serves_on_for_the_delay(tmp_path
         assert status == 503 and "this router is shutting down" in json.loads(answer)["error"]["message"]
         assert asked(router.port, "/health")[0] == 200
         assert stream(router.port).count(b"data: ") == PIECES
-        # A kept connection is given up with its answer, so that its client comes to another router.
+        # A kept connection ends with its answer, so that its client comes to another router.
         connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
         for method, path, body in (("POST", CHAT, BODY), ("GET", "/version", None), ("POST", "/query", b"{}")):
             connection.request(method, path, body)
@@ -129,14 +131,17 @@ def test_it_is_not_ready_from_the_signal_on_and_serves_on_for_the_delay(tmp_path
             response.read()
             assert response.getheader("connection") == "close", path
         connection.close()
-        # The second signal does not wait.
+        # The second signal ends the delay.
         router.signal(signal.SIGINT)
         assert router.wait() == 0
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_a_client_whose_stream_outlives_the_listener_may_send_one_more_request(tmp_path: Path, processes: int) -> None:
-    """The head of its answer, which was sent before the end began, promised that the connection stays."""
+    """Send one more request over a connection whose stream began before the router's end.
+
+    The head of the stream's answer promised that the connection stays.
+    """
     with serving(tmp_path, processes) as (router, _):
         connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
         connection.request("POST", CHAT, STREAMED)
@@ -154,10 +159,13 @@ def test_a_client_whose_stream_outlives_the_listener_may_send_one_more_request(t
 
 
 def test_two_routers_are_replaced_one_after_the_other_and_no_stream_breaks(tmp_path: Path) -> None:
-    """The chart's rollout, with shorter times; `python -m tests.support.rollout` has its own, and 200 streams."""
+    """Run the chart's rollout with shorter times.
+
+    `python -m tests.support.rollout` runs it with the chart's own times (`--streams 200` for 200 streams).
+    """
     values = {"router": {"shutdownDelaySeconds": 3, "drainSeconds": 30}}
-    found, opened, took = rollout(tmp_path, 24, values)
-    assert set(found) == {"whole"} and found["whole"] > 48, found
+    stream_ends, opened, took = rollout(tmp_path, 24, values)
+    assert set(stream_ends) == {"whole"} and stream_ends["whole"] > 48, stream_ends
     assert opened > 12
     assert all(3 <= end < 45 for end in took)
 
@@ -167,7 +175,7 @@ def test_an_engines_pre_stop_returns_when_no_request_is_left(tmp_path: Path) -> 
     with ReplicaProcess(tmp_path, ["--model", "sim", "--step-ms", "100"]) as replica, ThreadPoolExecutor(1) as thread:
         host, _, port = replica.endpoints["url"].removeprefix("http://").partition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
-        # Ends some seconds after the hook would, were there no request.
+        # The request ends some seconds after the hook would end without it.
         body = {"model": "sim", "prompt": [1, 2, 3], "max_tokens": 90, "stream": True}
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
@@ -180,6 +188,6 @@ def test_an_engines_pre_stop_returns_when_no_request_is_left(tmp_path: Path) -> 
             assert answer.done() and answer.result().endswith(b"data: [DONE]\n\n")
         assert waiting.returncode == 0
         connection.close()
-    # Of an engine that is gone nothing is waited for; Kubernetes takes a failed hook for a finished one.
+    # For an engine that is gone, the hook does not wait; Kubernetes takes a failed hook for a finished one.
     gone = subprocess.run(command, capture_output=True, text=True)
     assert gone.returncode != 0 and "Connection refused" in gone.stderr

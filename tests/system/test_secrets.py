@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redis over TLS with a user of its own; and no password or key is ever shown, whatever goes wrong."""
+"""Redis over TLS with its own user for the router; no password or key is ever shown, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.ports import free_port
 from tests.support.router_process import RouterProcess
 from tests.support.tls_redis import TlsRedis, certificates, tls_redis
 
-# In everything that must stay hidden, so that one search finds any of it.
+# A part of every text that must stay hidden, so that one search finds any of them.
 MARK = "Hush"
 PASSWORD = f"{MARK}-redis-password"
 API_KEY = f"{MARK}-api-key"
@@ -47,7 +47,7 @@ def asked(router: RouterProcess, path: str, body: object = None, key: str = API_
 
 
 def eventually(router: RouterProcess, path: str, *parts: str, body: object = None) -> str:
-    """The answer once it holds all `parts`."""
+    """Return the answer once it has all `parts`."""
     deadline = time.monotonic() + WAIT_S
     while True:
         text = asked(router, path, body)[1]
@@ -58,15 +58,15 @@ def eventually(router: RouterProcess, path: str, *parts: str, body: object = Non
 
 
 def command_lines(folder: Path) -> list[str]:
-    """What `ps` shows of all processes that run in `folder` or below, with their pids."""
-    found = []
+    """Return the command lines of all processes that run in `folder` or below, as `ps` shows them."""
+    lines = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and (entry / "cwd").readlink().is_relative_to(folder):
-                found.append((entry / "cmdline").read_bytes().decode(errors="replace"))
+                lines.append((entry / "cmdline").read_bytes().decode(errors="replace"))
         except OSError:
             continue
-    return found
+    return lines
 
 
 def test_tls_an_acl_user_and_nothing_shown(
@@ -93,7 +93,7 @@ def test_tls_an_acl_user_and_nothing_shown(
             seen += [asked(router, path, key=f"{API_KEY[:-1]}")[1] for path in ("/workers", "/query")]
             seen += [asked(router, "/query", body)[1] for body in ({}, [1], {"model": "x", "token_ids": [1]})]
             if life == 1:
-                # The password is changed behind the router's back, and then the server goes.
+                # Change the password behind the router's back, and close its connections.
                 admin.acl_log_reset()
                 admin.execute_command("ACL", "SETUSER", "router", "resetpass", ">another")
                 admin.client_kill_filter(_type="normal", skipme=True)
@@ -130,7 +130,7 @@ def test_what_fails_at_the_start_is_told_without_secrets(tmp_path: Path, server:
         "login ": {"KVROUTER_REDIS": server.url(user="nobody")},
         "certificate": {"KVROUTER_REDIS": server.url(authority=tmp_path / "other" / "ca.pem")},
         "certificate ": {"KVROUTER_REDIS": f"rediss://{secret}@127.0.0.1:{port}"},
-        # The certificate is that of 127.0.0.1.
+        # The certificate is that of 127.0.0.1, and not of localhost.
         "certificate  ": {"KVROUTER_REDIS": f"rediss://{secret}@localhost:{port}/0{tls}"},
         "rediss://": {"KVROUTER_REDIS": f"redis://{secret}@127.0.0.1:{port}"},
         "TLS options": {"KVROUTER_REDIS": f"rediss://{secret}@127.0.0.1:{port}/0?ssl_ca_certs=/none"},
@@ -147,12 +147,12 @@ def test_what_fails_at_the_start_is_told_without_secrets(tmp_path: Path, server:
         "password": {"KVROUTER_WORKERS": f"w0=http://u:{MARK}@h:1"},
         "events": {"KVROUTER_WORKERS": f"w0=http://h:1,events=tcp://u:{MARK}@h:1"},
     }
-    for told, environment in cases.items():
-        code, said = start(environment, "serve", "--port", "0", folder=tmp_path)
-        assert code in (1, 2), (told, said)
-        last = said.strip().splitlines()[-1]
-        assert last.startswith("kvrouter: ") and told.strip().lower() in last.lower(), (told, said)
-        assert MARK not in said and "Traceback" not in said, (told, said)
+    for expected, environment in cases.items():
+        code, output = start(environment, "serve", "--port", "0", folder=tmp_path)
+        assert code in (1, 2), (expected, output)
+        last = output.strip().splitlines()[-1]
+        assert last.startswith("kvrouter: ") and expected.strip().lower() in last.lower(), (expected, output)
+        assert MARK not in output and "Traceback" not in output, (expected, output)
     url = f"http://127.0.0.1:{free_port()}"
-    _, said = start({"KVROUTER_API_KEY": API_KEY, "KVROUTER_URL": url}, "workers", folder=tmp_path)
-    assert said.startswith("kvrouter: ") and MARK not in said
+    _, output = start({"KVROUTER_API_KEY": API_KEY, "KVROUTER_URL": url}, "workers", folder=tmp_path)
+    assert output.startswith("kvrouter: ") and MARK not in output

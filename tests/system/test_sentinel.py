@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two routers on a Redis that Sentinel watches: its primary fails, the replica is promoted, with all that was committed
-or without the last of it."""
+"""Two routers on a Redis that Sentinel watches: its primary fails, and the replica is promoted.
+
+The replica has all that was committed, or lacks the last of it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def pair(tmp_path: Path, store: SentinelStore, churn: Churn) -> Iterator[Pair]:
 
 
 def seqs(client: Any, churn: Churn) -> list[int]:
-    """The last committed seq of each worker."""
+    """Return the last committed seq of each worker."""
     return [int(client.hget(keys.meta(WorkerKey(MODEL, worker)), keys.META_SEQ)) for worker in churn.workers]
 
 
@@ -77,7 +79,7 @@ def test_the_routers_go_on_with_the_promoted_replica(
         store.primary.stop()
     store.wait_promoted()
     recovered(pair, store, churn)
-    # It comes back believing that it is the primary, until a Sentinel says otherwise.
+    # The old primary comes back believing that it is the primary, until a Sentinel says otherwise.
     churn.ask("go")
     if fault == "killed":
         store.primary.start()
@@ -104,7 +106,7 @@ def test_a_promoted_replica_that_lacks_the_last_commits_gives_no_false_credit(
         churn.ask("pause")
     store.primary.kill()
     store.wait_promoted()
-    # Silent engines say nothing that could show it: the follower sees that Redis is behind what it wrote.
+    # Silent engines publish nothing that could show the loss: the follower sees that Redis is behind its own writes.
     until(lambda: rewrites(pair, churn) >= ENGINES, "the index is not rewritten")
     recovered(pair, store, churn)
 
@@ -138,7 +140,7 @@ def test_what_is_wrong_with_a_sentinel_url_is_said_without_passwords(store: Sent
 
 
 def test_a_replica_is_never_taken_for_the_primary(store: SentinelStore) -> None:
-    """A Sentinel that knows no better names a server that follows another one now."""
+    """Refuse a server that a Sentinel still names as primary, although it follows another one now."""
 
     async def main() -> None:
         for sentinel in store.sentinels:

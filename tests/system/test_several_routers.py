@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two routers on one Redis: the same answers, even shares, takeovers without loss, and a stopped one that changes
-nothing."""
+"""Two routers on one Redis.
+
+They give the same answers, share the workers evenly, and take over without loss; one that was stopped changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ def test_registrations_are_known_to_all(
     two.request("POST", "/unregister", {"worker_id": "w0"})
     until(lambda: "w0" not in rows(one), "a worker unregistered at the other router is still there", 5.0)
     until(lambda: not list(server.client.scan_iter(f"{keys.PREFIX}{{{MODEL}/w0}}*")), "keys of a dropped worker stay")
-    # Another address for the same worker: an update.
+    # Registering the same worker with another address is an update.
     events, replay = churn.endpoints[0]
     two.register("w1", MODEL, events, replay, patch_endpoint="off")
     churn.ask("go")
@@ -113,7 +115,8 @@ def test_registrations_are_known_to_all(
         wait_seqs(router, {worker: seqs[worker] for worker in ("w1", "w2", "w3", "w4")})
 
     def told(router: RouterProcess) -> list[dict[str, Any]]:
-        # The rest only the router that follows a worker can know: lag, age of the last event, what resyncs found.
+        # Only the router that follows a worker can know the other fields: lag, age of the last event, findings of
+        # resyncs.
         shared = (
             "worker_id",
             "model",
@@ -133,7 +136,7 @@ def test_registrations_are_known_to_all(
 
 
 def looks(port: int, path: str, question: dict[str, Any] | None, ended: threading.Event) -> tuple[int, list[str]]:
-    """How many answers came, and those that lack w0, until `ended`."""
+    """Query until `ended`, and return the number of answers, with the answers that lack w0."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     count, missed = 0, []
     while not ended.is_set():
@@ -150,7 +153,7 @@ def looks(port: int, path: str, question: dict[str, Any] | None, ended: threadin
 
 
 def shows(routers: tuple[RouterProcess, ...], model: str) -> bool:
-    """Whether w0 is live at each, as a worker of this model."""
+    """Return whether w0 is live at each router, as a worker of this model."""
     return all((row["model"], row["state"]) == (model, "live") for row in (rows(router)["w0"] for router in routers))
 
 
@@ -158,33 +161,37 @@ def shows(routers: tuple[RouterProcess, ...], model: str) -> bool:
 def test_a_worker_that_is_registered_again_is_never_missed(
     server: StoreServer, churn: Churn, pair: tuple[RouterProcess, RouterProcess], what: str
 ) -> None:
-    """By any look at any router; what is predicted of it meanwhile is nothing. With another model it is another's."""
+    """Register a worker again and again, while clients query both routers.
+
+    Every answer has the worker; meanwhile no hit is predicted for it. With another model, it becomes a worker of that
+    model.
+    """
     register(pair[0], churn)
     churn.ask("go")
     wait_shared(pair, ENGINES)
-    # Whose engine w0 is in turns.
+    # Unregister w4, because w0 uses its engine every other turn.
     pair[0].unregister("w4")
     questions: list[tuple[str, dict[str, Any] | None]] = [("/workers", None)]
     if what == "address":
         questions.append(("/query", {"model": MODEL, "token_ids": list(range(64))}))
     ended = threading.Event()
     with ThreadPoolExecutor(4) as threads:
-        asked = [
+        futures = [
             threads.submit(looks, router.port, path, question, ended) for router in pair for path, question in questions
         ]
         try:
             for turn in range(20):
                 events, replay = churn.endpoints[4 * (turn % 2) if what == "address" else 0]
                 model = MODEL if what == "address" else f"m{turn}"
-                # At each router, the one that follows it and the other.
+                # Register at either router, so both at the one that follows w0 and at the other.
                 pair[turn // 2 % 2].register("w0", model, events, replay, patch_endpoint="off")
                 until(partial(shows, pair, model), "it is not followed again by both")
         finally:
             ended.set()
-    for one in asked:
-        count, missed = one.result()
+    for future in futures:
+        count, missed = future.result()
         assert count > 20 and not missed, missed[:3]
-    # Each its own again: w0 first.
+    # Give each worker its own engine again, w0 first.
     register(pair[0], churn)
     check(pair, server.client, churn)
     for router in pair:
@@ -194,7 +201,10 @@ def test_a_worker_that_is_registered_again_is_never_missed(
 def test_the_last_registration_holds_at_whichever_router_it_came(
     server: StoreServer, churn: Churn, pair: tuple[RouterProcess, RouterProcess]
 ) -> None:
-    """Also where that router has not read yet what another one changed, and knows only what came before that."""
+    """Register at a router that has not yet read what another router changed.
+
+    The last registration holds, although its router knows only the state before the other change.
+    """
     register(pair[0], churn)
     wait_shared(pair, ENGINES)
     pair[0].unregister("w4")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter shadow` beside a round-robin client of simulated engines: its sums are those of the engines and the
-index."""
+"""`kvrouter shadow` beside a round-robin client of simulated engines: its sums match the engines and the index."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from tests.support.shadow_process import ShadowProcess
 
 TURNS, CHATS = 4, 3
 COMPLETIONS = "/v1/completions"
-# A request of the log that is older is too late: far above what a test takes.
+# A request of the log that is older than this is too late; it is far longer than a test takes.
 RECENT_S = 600.0
 
 pytestmark = pytest.mark.smoke
@@ -39,19 +38,19 @@ class Site(NamedTuple):
         return f"http://127.0.0.1:{self.router.port}"
 
     def held(self, prompt: list[int]) -> list[int]:
-        """What each engine would reuse of it now, by the index."""
-        found = self.router.request("POST", "/query", {"model": MODEL, "token_ids": prompt})["instances"]
-        return [found[f"w{number}"]["disk"] for number in range(len(self.urls))]
+        """Return the tokens of the prompt that each engine would reuse now, by the index."""
+        instances = self.router.request("POST", "/query", {"model": MODEL, "token_ids": prompt})["instances"]
+        return [instances[f"w{number}"]["disk"] for number in range(len(self.urls))]
 
     def prompt_tokens(self) -> list[str]:
-        """What each engine was sent in all, by its own count."""
+        """Return the lines in which the engines count all prompt tokens that they were sent."""
         pages = [urlopen(f"{url}/metrics").read().decode() for url in self.urls]
         return [line for page in pages for line in page.splitlines() if line.startswith("vllm:prompt_tokens_total")]
 
     def send(self, number: int, prompt: list[int]) -> dict[str, Any]:
-        """What the engine says that it used, once the index shows what it holds of it."""
+        """Send a prompt to an engine, and return its usage once the index shows the prompt's blocks there."""
         usage: dict[str, Any] = post(self.urls[number], COMPLETIONS, body_of(prompt))["usage"]
-        # The whole prompt, up to the last block that it shares with a longer one.
+        # Wait for the whole prompt, up to the last block that it shares with a longer one.
         until(lambda: self.held([*prompt, 1])[number] >= len(prompt) - 16, "the index has the prompt")
         return usage
 
@@ -59,12 +58,12 @@ class Site(NamedTuple):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with (
-        replicas(2, "--shape", "gemma3", "--blocks", "3000") as found,
-        RouterProcess(tmp_path_factory.mktemp("router"), worker_flags(found)) as router,
+        replicas(2, "--shape", "gemma3", "--blocks", "3000") as endpoints,
+        RouterProcess(tmp_path_factory.mktemp("router"), worker_flags(endpoints)) as router,
     ):
-        started = Site(router, [at["url"] for at in found])
+        started = Site(router, [endpoint["url"] for endpoint in endpoints])
         until(lambda: all(row["seq"] is None for row in router.request("GET", "/workers")["workers"]), "connected")
-        # Whoever has no block yet has said nothing.
+        # An engine without blocks has published nothing yet, so send each one a prompt.
         for number in range(2):
             post(started.urls[number], COMPLETIONS, body_of([number + 1] * 100))
         wait_live(router)
@@ -89,7 +88,10 @@ def body_of(prompt: list[int]) -> dict[str, Any]:
 
 
 def turns(seed: int) -> Iterator[tuple[int, list[int]]]:
-    """Chats that grow, in turn, round robin over two engines: a turn often misses where the one before went."""
+    """Yield the turns of growing chats, each with the number of its engine, round robin over two engines.
+
+    A turn often misses the engine of the chat's turn before.
+    """
     rng = Random(seed)
     chats: list[list[int]] = [[] for _ in range(CHATS)]
     at = 0
@@ -101,7 +103,7 @@ def turns(seed: int) -> Iterator[tuple[int, list[int]]]:
 
 
 class Sums:
-    """What the engines and the index said."""
+    """The sums of what the engines reported and of what the index held."""
 
     def __init__(self) -> None:
         self.requests = self.prompts = self.reused = self.there = 0
@@ -128,7 +130,14 @@ class Sums:
 
 
 def replay(site: Site, seed: int, before: Callable[..., None], after: Callable[..., None]) -> Sums:
-    """Sends all turns. before, after: called with the place in line, the engine's number, the prompt, and the usage."""
+    """Send all turns, and return their sums.
+
+    Args:
+        site: The router and its engines.
+        seed: The seed of the turns.
+        before: Called before each request with the place in line, the engine's number, and the prompt.
+        after: Called after each request with the same, and with the usage.
+    """
     sums = Sums()
     for place, (number, prompt) in enumerate(turns(seed)):
         held = site.held(prompt)
@@ -152,10 +161,10 @@ def test_a_log_written_when_requests_come_is_judged_by_the_index(site: Site, tmp
 
         sums = replay(site, 1, before, lambda *_: None)
         report = shadow.finish()
-    # The line that was there at the start is not.
+    # The line that was in the log at the start is not counted.
     sums.check(report)
     assert report["placed"]["reported_requests"] == 0 and report["skipped"] == []
-    # Nothing else is under way, so all that this router gives up is for what a prompt would push out.
+    # Nothing else is under way, so this router gives up hits only for blocks that a prompt would push out.
     assert report["ours"]["requests"] == sums.requests
     assert report["ours"]["there_tokens"] == sums.there
     assert sums.reused < report["ours"]["ours_tokens"] > 0.9 * sums.there
@@ -175,7 +184,7 @@ def test_a_log_with_cached_tokens_is_judged_after_the_requests(site: Site) -> No
         report = shadow.finish(None)
     sums.check(report)
     assert report["placed"]["reported_requests"] == sums.requests
-    # The index has the requests themselves by then, so it cannot say what it would have chosen.
+    # By then the index has the requests themselves, so it cannot say where it would have placed them.
     assert report["ours"]["requests"] == 0 and report["check"]["requests"] == 0
 
 
@@ -191,13 +200,13 @@ def test_mirrored_requests_and_the_log_are_joined(site: Site, tmp_path: Path) ->
 
         def after(place: int, number: int, prompt: list[int], usage: dict[str, Any]) -> None:
             line = {"request_id": f"r{place}", "upstream_addr": site.urls[number].removeprefix("http://")}
-            # Every other line has what the engine reported.
+            # Every other line has the usage that the engine reported.
             file.write(json.dumps(line | ({"usage": usage} if place % 2 else {})) + "\n")
             file.flush()
             shadow.wait_seen(place + 1)
 
         sums = replay(site, 3, before, after)
-        # One that the log never names, and a path that is not judged.
+        # Send a request that the log never names, and one to a path that is not judged.
         post(mirror, COMPLETIONS, body_of([5] * 100), {"x-request-id": "lost"})
         shadow.wait_seen(sums.requests, waiting=1)
         post(mirror, "/v1/embeddings", {"model": MODEL, "input": "x"})
@@ -261,7 +270,7 @@ def test_old_and_broken_lines_are_counted_and_nothing_reaches_the_engines(site: 
 
 
 def run_over(site: Site, log: Path) -> dict[str, int]:
-    """The reasons, from a run that ends with the file."""
+    """Run over the log to its end, and return the number of skipped requests by reason."""
     import subprocess
     import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user reads when a router starts: wrong settings at once, a Redis that is away, risks."""
+"""The lines that a user reads when a router starts: wrong settings at once, a Redis that is away, risks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ START_TIMEOUT_S = 120.0
 
 
 def refused(folder: Path, arguments: Sequence[str], environment: dict[str, str] | None = None) -> str:
-    """The one line with which the start ends; no store was started for it."""
+    """Return the one line with which the start ends, and check that no store was started for it."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--port", str(free_port()), *arguments]
     if "--redis" not in arguments:
@@ -76,13 +76,13 @@ def test_a_redis_that_cannot_be_reached_is_named_with_what_to_do(tmp_path: Path)
 
 
 def health(router: RouterProcess) -> dict[str, Any]:
-    found = router.request("GET", "/health")
-    assert isinstance(found, dict)
-    return found
+    answer = router.request("GET", "/health")
+    assert isinstance(answer, dict)
+    return answer
 
 
 def warnings(router: RouterProcess) -> list[str]:
-    """All but that it is not compiled."""
+    """Return all warnings but the one that the router is not compiled."""
     return [line for line in health(router).get("warnings", []) if line != compiled.caution()]
 
 
@@ -149,17 +149,17 @@ def test_a_url_alone_is_registered_as_its_engine_describes_itself(
     engine.start()
     with RouterProcess(tmp_path / "r") as router:
         try:
-            said = replica.endpoints
-            answer = router.request("POST", "/register", {"worker_id": "w0", "url": said["url"]})
+            endpoints = replica.endpoints
+            answer = router.request("POST", "/register", {"worker_id": "w0", "url": endpoints["url"]})
             assert (answer["model_name"], answer["kv_events_endpoint"], answer["replay_endpoint"]) == (
                 MODEL,
-                said["events"],
-                said["replay"],
+                endpoints["events"],
+                endpoints["replay"],
             )
             until(lambda: rows(router)["w0"]["state"] == "live" and not rows(router)["w0"]["approximate"], "not live")
-            # The same again changes nothing; what a client says itself, counts.
-            assert router.request("POST", "/register", {"worker_id": "w0", "url": said["url"]}) == answer
-            router.request("POST", "/register", {"worker_id": "w1", "url": said["url"], "model": "other"})
+            # Registering the same again changes nothing. A value that the client names counts.
+            assert router.request("POST", "/register", {"worker_id": "w0", "url": endpoints["url"]}) == answer
+            router.request("POST", "/register", {"worker_id": "w1", "url": endpoints["url"], "model": "other"})
             assert rows(router)["w1"]["model"] == "other"
         finally:
             engine.stop()

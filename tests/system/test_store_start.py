@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router starts on any store: one with keys of another type than routers write, one on a disk without room, and a
-private one that lost its data.
+"""A router starts on any store.
+
+The stores are one with keys of another type than routers write, one on a disk without room, and a private one that lost
+its data.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from tests.support.store_server import StoreServer
 
 MODEL = "m"
 DISK_BYTES = 6 * 1024**2
-# Keys of all routers and workers together; those of one worker are in test_redis_garbage.py.
+# Keys of all routers and workers together; the keys of one worker are in test_redis_garbage.py.
 COMMON_KEYS = (keys.SCHEMAS, keys.ADOPTED, keys.MODELS, keys.REGISTRATIONS, keys.ROUTERS, keys.CLAIMS, keys.LOADS)
 
 
@@ -51,7 +53,7 @@ def test_a_key_of_another_type_is_replaced_at_a_start(
     with RouterProcess(tmp_path / "b", flags) as router:
         until(lambda: registered(router) == ["w0", "w1"], f"the workers are lost: {registered(router)}")
         until(lambda: server.client.type(key) != b"list", f"{key} is not replaced")
-        # The next router knows workers that are registered from now on, too.
+        # The next router also knows workers that are registered from now on.
         router.request("POST", "/register", engine.registration("w2", "m2"))
     with RouterProcess(tmp_path / "c", flags) as router:
         assert registered(router) == ["w0", "w1", "w2"]
@@ -59,7 +61,7 @@ def test_a_key_of_another_type_is_replaced_at_a_start(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for a store's first files and little more. As root alone it can be mounted."""
+    """Mount a file system with room for a store's first files and little more, which needs root."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
@@ -121,7 +123,7 @@ def test_a_fleet_that_its_store_lost_is_not_well(
         router.request("POST", "/register", engine.registration("w0", MODEL))
     with RouterProcess(tmp_path / "b", flags) as router:
         assert registered(router) == ["w0"] and "lost" not in told(router)
-    # Every start notices it until somebody acts.
+    # Every start notices the loss until somebody acts.
     for name in ("c", "d"):
         # Without a manifest Valkey goes on writing to the file that it did not read.
         lose(tmp_path / "data")

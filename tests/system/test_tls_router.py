@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole router over TLS: commands, streams and the page's data through it, certificates changed while it runs, keys
-with scopes, several processes."""
+"""A whole router over TLS.
+
+Commands, streams and the page's data go through it, certificates change while it runs, keys have scopes, and several
+processes serve.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def command(router: RouterProcess, *arguments: str, **environment: str) -> subpr
 
 
 def serial(router: RouterProcess, authority: Authority) -> str:
-    """Of the certificate that a new connection gets."""
+    """Return the serial number of the certificate that a new connection gets."""
     with (
         socket.create_connection((HOST, router.port), timeout=WAIT_S) as plain,
         authority.client().wrap_socket(plain, server_hostname=HOST) as secured,
@@ -83,20 +86,20 @@ async def stream(asked: Asked, wire: Wire) -> None:
 
 @pytest.fixture(scope="module")
 def placed(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Where the router's certificate lies."""
+    """Write a first pair to the files that the router reads, and return these."""
     folder = tmp_path_factory.mktemp("placed")
     first = authority.issue("first")
     pair = Pair(folder / "tls.crt", folder / "tls.key")
-    for file, given in zip(pair, first, strict=True):
-        file.write_bytes(given.read_bytes())
+    for file, issued in zip(pair, first, strict=True):
+        file.write_bytes(issued.read_bytes())
     return pair
 
 
 @pytest.fixture(scope="module")
 def router(authority: Authority, placed: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     folder = tmp_path_factory.mktemp("router")
-    with RouterProcess(folder, flags(placed), tls=authority.client()) as made:
-        yield made
+    with RouterProcess(folder, flags(placed), tls=authority.client()) as process:
+        yield process
 
 
 def test_commands_reach_it_with_its_authority(router: RouterProcess, authority: Authority) -> None:
@@ -106,7 +109,7 @@ def test_commands_reach_it_with_its_authority(router: RouterProcess, authority: 
         assert not done.stderr, done.stderr
         assert json.loads(done.stdout)
     assert command(router, "workers", KVROUTER_CA_FILE=str(authority.file)).returncode == 0
-    # Each mistake is said with its fix.
+    # Each mistake is reported with its fix.
     unknown = command(router, "workers")
     assert unknown.returncode == 1 and "is not trusted here" in unknown.stderr and "--ca-file" in unknown.stderr
     missing = command(router, "workers", "--ca-file", "/none.pem")
@@ -163,13 +166,13 @@ def test_a_certificate_is_changed_without_a_restart_and_a_broken_one_changes_not
     expires_s = router.metric("kvrouter_tls_certificate_expiry_timestamp_seconds")
     assert 29 * 86_400 < expires_s - time.time() < 31 * 86_400
     assert router.metric("kvrouter_tls_certificate_start_timestamp_seconds") <= time.time()
-    # A connection that is open stays.
+    # An open connection stays.
     router.request("GET", "/version")
     placed.replace(authority.issue("second", days=60))
     until(lambda: serial(router, authority) != first, "the new one is not taken")
     second = serial(router, authority)
     assert router.metric("kvrouter_tls_certificate_expiry_timestamp_seconds") > expires_s + 20 * 86_400
-    # The key of another one: the former is used, and it is said.
+    # With the key of another certificate, the former pair is used, and the router says so.
     placed.key.write_bytes(authority.issue("third").key.read_bytes())
 
     def reasons() -> list[str]:
@@ -180,7 +183,7 @@ def test_a_certificate_is_changed_without_a_restart_and_a_broken_one_changes_not
     assert router.metric("kvrouter_access_file_stale", file="certificate") == 1
     done = command(router, "doctor", "--ca-file", str(authority.file))
     assert done.returncode == 1 and "KV010" in done.stdout and "the former is used" in done.stdout
-    # The whole pair, and all is well; one that ends soon is a warning.
+    # With the whole pair all is well; a certificate that ends soon is only a warning.
     placed.replace(authority.issue("fourth", days=1))
     until(lambda: not reasons(), "the pair is not taken")
     assert serial(router, authority) not in (first, second)
@@ -195,7 +198,7 @@ def test_keys_with_scopes_over_tls_with_client_certificates(authority: Authority
     arguments = [*flags(server), "--tls-client-ca", str(authority.file), "--api-keys-file", str(keys)]
     context = authority.client(client)
     with RouterProcess(tmp_path / "router", arguments, tls=context, api_key=WATCH_KEY) as router:
-        shown = (
+        tls_flags = (
             "--ca-file",
             str(authority.file),
             "--client-certificate",
@@ -203,17 +206,17 @@ def test_keys_with_scopes_over_tls_with_client_certificates(authority: Authority
             "--client-key",
             str(client.key),
         )
-        assert command(router, "workers", *shown, "--api-key", WATCH_KEY).returncode == 0
-        refused = command(router, "drain", "w0", *shown, "--api-key", ASK_KEY)
+        assert command(router, "workers", *tls_flags, "--api-key", WATCH_KEY).returncode == 0
+        refused = command(router, "drain", "w0", *tls_flags, "--api-key", ASK_KEY)
         assert refused.returncode == 1 and "the API key gateway has the scope ask" in refused.stderr
         bare = command(router, "workers", "--ca-file", str(authority.file), "--api-key", WATCH_KEY)
         assert bare.returncode == 1 and "--client-certificate" in bare.stderr, bare.stderr
-        found = command(router, "doctor", "--json", *shown, "--api-key", ASK_KEY)
-        assert json.loads(found.stdout)["findings"][0]["code"] == "KV002"
+        diagnosed = command(router, "doctor", "--json", *tls_flags, "--api-key", ASK_KEY)
+        assert json.loads(diagnosed.stdout)["findings"][0]["code"] == "KV002"
         body = {"worker_id": "w0", "model": "m", "url": "http://127.0.0.1:1", "patch_endpoint": "off"}
         engines = {"authorization": f"Bearer {REGISTER_KEY}"}
         router.request("POST", "/register", body, engines)
-        # Their own worker can be seen by who registers, metrics not.
+        # The key that registers may see workers, but not metrics.
         assert router.request("GET", "/workers", None, engines)["workers"]
         with pytest.raises(AssertionError, match="403"):
             router.request("GET", "/metrics", None, engines)
@@ -224,14 +227,14 @@ def test_keys_with_scopes_over_tls_with_client_certificates(authority: Authority
 
 def test_each_of_several_processes_takes_a_new_certificate(authority: Authority, tmp_path: Path) -> None:
     pair = Pair(tmp_path / "tls.crt", tmp_path / "tls.key")
-    for file, given in zip(pair, authority.issue("many"), strict=True):
-        file.write_bytes(given.read_bytes())
+    for file, issued in zip(pair, authority.issue("many"), strict=True):
+        file.write_bytes(issued.read_bytes())
     arguments = [*flags(pair), "--processes", "2"]
     with RouterProcess(tmp_path / "router", arguments, tls=authority.client()) as router:
         until(lambda: f"https://{HOST}:{router.port}" in router.log_tail(), "it does not say where it listens")
         first = serial(router, authority)
         pair.replace(authority.issue("renewed"))
-        # Either may accept: none may show the former again and again.
+        # Either process may accept a connection, so none of many may show the former certificate.
         until(lambda: first not in {serial(router, authority) for _ in range(20)}, "a process keeps the former")
         assert router.metric("kvrouter_processes_answering") == 2
 

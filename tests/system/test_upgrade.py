@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The former version's data in Redis, and its routers beside the present ones: nothing is misread, no worker has to
-register again, and everything is known again when the old routers are gone.
+"""The former version's data in Redis, and its routers beside the present ones.
 
+Nothing is misread, no worker has to register again, and everything is known again when the old routers are gone.
 `schema_2.json` was written by that version (`tests/golden/make_former_schema.py`); its routers run from the
 repository's history, if it is there.
 """
@@ -51,7 +51,7 @@ def churn() -> Iterator[Churn]:
 
 
 def moved(stored: Stored, churn: Churn) -> Stored:
-    """The fixture with the addresses of engines that run."""
+    """Return the fixture with the addresses of engines that run."""
     fields = []
     for field, text in stored[FORMER_REGISTRY]["value"]:
         registration = json.loads(text)
@@ -64,16 +64,18 @@ def moved(stored: Stored, churn: Churn) -> Stored:
 
 @pytest.fixture
 def left(server: StoreServer, churn: Churn) -> Stored:
-    """What the former version left, in `server`."""
+    """Write the data that the former version left to `server`, and return it."""
     stored = moved(former_release.read(FIXTURE), churn)
     former_release.load(server.client, stored)
     return stored
 
 
 def others(server: StoreServer) -> Stored:
-    """All that is not this schema's, without what expires."""
-    found = former_release.dump(server.client)
-    return {key: one for key, one in found.items() if not key.encode().startswith(OWN) and "expires_ms" not in one}
+    """Return all entries that are not this schema's and do not expire."""
+    entries = former_release.dump(server.client)
+    return {
+        key: entry for key, entry in entries.items() if not key.encode().startswith(OWN) and "expires_ms" not in entry
+    }
 
 
 def start(tmp_path: Path, server: StoreServer, name: str = "new", *flags: str) -> RouterProcess:
@@ -81,15 +83,15 @@ def start(tmp_path: Path, server: StoreServer, name: str = "new", *flags: str) -
 
 
 def over_credited(router: RouterProcess, churn: Churn, truth: dict[str, Any]) -> list[str]:
-    """Where more is predicted than the engines hold, which stand still."""
-    found = []
+    """Return where more is predicted than the engines hold, which stand still."""
+    excesses = []
     for chain, tokens in zip(HASHES, truth["reuse"], strict=True):
         question = {"model": MODEL, "block_hashes": chain, "num_tokens": len(chain) * BLOCK + 1}
         answer = router.request("POST", "/query_by_hash", question)["instances"]
         for worker, most in zip(churn.workers, tokens, strict=True):
             if worker in answer and answer[worker]["gpu"] > most:
-                found.append(f"{worker}: {answer[worker]['gpu']} of {most}")
-    return found
+                excesses.append(f"{worker}: {answer[worker]['gpu']} of {most}")
+    return excesses
 
 
 def test_the_fixture_is_what_the_former_version_wrote() -> None:
@@ -103,7 +105,10 @@ def test_the_fixture_is_what_the_former_version_wrote() -> None:
 def test_what_the_former_version_left_is_registered_and_its_index_is_void_by_name(
     tmp_path: Path, server: StoreServer, churn: Churn, left: Stored
 ) -> None:
-    """The engines live on with other blocks than the old index has: nothing of it may be credited."""
+    """Take over the registrations of engines that hold other blocks than the old index has.
+
+    No block of the old index may be credited.
+    """
     before = others(server)
     churn.ask("go")
     time.sleep(0.5)
@@ -115,25 +120,25 @@ def test_what_the_former_version_left_is_registered_and_its_index_is_void_by_nam
         assert shown["drained"]["draining"] and shown["prefill"]["role"] == "prefill"
         assert (shown["a/b:{c}"]["model"], shown["stated"]["dp_rank"]) == ("m{}:/", 3)
         assert shown["stated"]["catalog"]["groups"]
-        # From its first answer on, until it knows all.
+        # Nothing is over-credited from the router's first answer on, until it knows all.
         until(lambda: not over_credited(router, churn, truth) and rows(router)["w0"]["state"] == "live", "w0 is live")
         check([router], server.client, churn)
-        said = router.request("GET", "/health")
-        assert any("schema 2 of an earlier version" in one for one in said["warnings"])
+        health = router.request("GET", "/health")
+        assert any("schema 2 of an earlier version" in warning for warning in health["warnings"])
         assert router.metric("kvrouter_other_schema", which="former") == 1
         assert router.metric("kvrouter_other_schema", which="newer") == 0
         assert router.metric("kvrouter_registrations_left") == 0
         log = router.log_tail()
         assert "registrations taken over" in log and "Traceback" not in log
         findings = router.request("GET", "/diagnosis")["findings"]
-        assert [one["code"] for one in findings if one["subject"] == "Redis"].count("KV507") == 1
-        # Once: what is dropped here stays so.
+        assert [finding["code"] for finding in findings if finding["subject"] == "Redis"].count("KV507") == 1
+        # Registrations are taken over once: a worker that is dropped here stays dropped.
         router.unregister("drained")
     assert others(server) == before
     with start(tmp_path, server, "again") as router:
         assert set(rows(router)) == WORKERS - {"drained"}
         assert "registrations taken over" not in router.log_tail()
-        # As docs/how-to/upgrade.md has it.
+        # Delete the old keys as in docs/how-to/upgrade.md.
         for key in list(server.client.scan_iter("kvr:2:*")):
             server.client.unlink(key)
         until(lambda: "warnings" not in router.request("GET", "/health"), "it is still said")
@@ -150,7 +155,7 @@ def test_a_registration_that_cannot_be_taken_over_is_named_and_the_others_are_th
     before = others(server)
     with start(tmp_path, server, "new", "--allow-host", "127.0.0.1") as router:
         assert set(rows(router)) == WORKERS
-        reasons = [one for one in router.request("GET", "/health")["reasons"] if "not all taken over" in one]
+        reasons = [reason for reason in router.request("GET", "/health")["reasons"] if "not all taken over" in reason]
         assert sorted(
             word for word in ("bad@0", "the name of a field", "worker far") if word in str(reasons)
         ) == sorted(("bad@0", "the name of a field", "worker far"))
@@ -166,14 +171,17 @@ def test_a_registration_that_cannot_be_taken_over_is_named_and_the_others_are_th
 def test_what_a_node_lost_of_the_former_registry_takes_no_worker_away(
     tmp_path: Path, server: StoreServer, left: Stored
 ) -> None:
-    """Only a change that was counted does."""
+    """Lose the former registry without a change that was counted.
+
+    Only a counted change takes a worker away.
+    """
     with start(tmp_path, server) as router:
         assert set(rows(router)) == WORKERS
         registry = server.client.hgetall(FORMER_REGISTRY)
         server.client.delete(FORMER_REGISTRY)
     with start(tmp_path, server, "again") as router:
         assert set(rows(router)) == WORKERS
-        # Back, but for one that a router of that version dropped.
+        # The registry is back, without a worker that a router of that version dropped.
         server.client.hset(FORMER_REGISTRY, mapping={name: raw for name, raw in registry.items() if name != b"w1@0"})
         server.client.incr(keys.FORMER_REGISTRATIONS)
         until(lambda: set(rows(router)) == WORKERS - {"w1"}, "what was dropped there is still here")
@@ -197,7 +205,7 @@ def test_beside_a_newer_schema_a_router_keeps_to_its_own_and_says_so(
         assert server.client.mget(list(newer)) == list(newer.values())
         server.client.hdel(keys.SCHEMAS, "4")
         until(lambda: "warnings" not in router.request("GET", "/health"), "it is still said")
-        # A store that comes back empty, or with what no router writes, has its number again.
+        # A store that comes back empty, or with a value that no router writes, gets its schema's number again.
         for spoil in (lambda: None, lambda: server.client.set(keys.SCHEMAS, "x")):
             server.client.flushall()
             spoil()
@@ -221,7 +229,7 @@ def test_two_routers_of_each_version_side_by_side(tmp_path: Path, server: StoreS
         churn.ask("go")
         wait_shared((one, two), len(churn.workers))
         wait_seqs(two, dict.fromkeys(churn.workers, 20))
-        # A worker that is registered at an old router is known at the new one, which follows all by itself.
+        # The new router knows a worker that is registered at an old one, and follows all workers by itself.
         until(lambda: set(rows(three)) == set(churn.workers), "a worker of the old routers is not known")
         until(lambda: three.metric("kvrouter_leases_held") == len(churn.workers), "the new router follows less")
         assert check((one, two, three), server.client, churn) > 20
@@ -232,7 +240,7 @@ def test_two_routers_of_each_version_side_by_side(tmp_path: Path, server: StoreS
         until(lambda: "late" in rows(three), "a late worker is not known")
         two.unregister("late")
         until(lambda: "late" not in rows(three) and not rows(three)["w0"]["draining"], "it is still there")
-        # The other way nothing comes.
+        # Nothing comes from the new routers to the old ones.
         three.request("POST", "/register", {"worker_id": "new", "model": "x", "url": "http://127.0.0.1:9"})
         churn.ask("go")
         with start(tmp_path, server, "d") as four:
@@ -246,7 +254,8 @@ def test_two_routers_of_each_version_side_by_side(tmp_path: Path, server: StoreS
             two.__exit__()
             churn.ask("go")
             check((three, four), server.client, churn)
-            # The old ones' heartbeats and leases are gone by themselves; nobody wrote what else they left.
+            # The old routers' heartbeats and leases are gone by themselves, and nobody wrote to the other keys that
+            # they left.
             after = others(server)
             assert {key for key in after if key.endswith(":workers")} <= set(before)
             assert not [key for key in after if key not in before]
@@ -258,7 +267,7 @@ def test_two_routers_of_each_version_side_by_side(tmp_path: Path, server: StoreS
 
 
 def test_one_router_after_the_other_on_its_private_store(tmp_path: Path, left: Stored) -> None:
-    """Stopped, and started with the same data directory."""
+    """Stop the router, and start another one with the same data directory."""
     with RouterProcess(tmp_path / "first") as router, router.store() as client:
         client.flushall()
         former_release.load(client, left)
@@ -271,7 +280,7 @@ def test_one_router_after_the_other_on_its_private_store(tmp_path: Path, left: S
 
 @pytest.mark.skipif(not former_release.is_known(), reason="the repository's history is not here")
 def test_the_way_back_credits_nothing_that_is_gone(tmp_path: Path, server: StoreServer, churn: Churn) -> None:
-    """Under traffic: the old router, the new one in its place, and the old one again beside what it left."""
+    """Replace the old router by the new one under traffic, and go back to the old one with the data that it left."""
     former = former_release.environment(tmp_path / "former")
     flags = ["--redis", server.url]
     with RouterProcess(tmp_path / "a", flags, former) as one:
@@ -287,7 +296,7 @@ def test_the_way_back_credits_nothing_that_is_gone(tmp_path: Path, server: Store
                 two.__exit__()
                 seqs = paused(churn)
                 truth = churn.ask("dump")
-                # The index that the old router left is old: no block may be credited that is gone.
+                # The index that the old router left is out of date, so no block may be credited that is gone.
                 until(lambda: not over_credited(again, churn, truth), "more is predicted than the engines hold")
                 wait_seqs(again, seqs)
                 until(lambda: not wrong_answers(again, churn, truth), "the old router's answers are wrong")

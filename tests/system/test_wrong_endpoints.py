@@ -23,7 +23,7 @@ from tests.support.router_process import RouterError, RouterProcess
 
 MODEL = "sim"
 TOKENS = list(range(96))
-# All but the last block, of which vLLM computes one token at least.
+# All tokens but the last block, because vLLM computes one token at least.
 HIT_TOKENS = 80
 TIMEOUT_S = 30.0
 
@@ -34,7 +34,7 @@ class Fleet:
         self.replicas = replicas
 
     def register(self, worker_id: str, engine: int, events: int, rank: int = 0) -> None:
-        """The engine's address with the events of another one, or its own."""
+        """Register an engine's address with the events of another engine, or with its own."""
         url, stream = self.replicas[engine].endpoints["url"], self.replicas[events].endpoints
         body = {
             "worker_id": worker_id, "model": MODEL, "dp_rank": rank, "url": url, "endpoint": stream["events"],
@@ -47,36 +47,39 @@ class Fleet:
         return next(row for row in rows if (row["worker_id"], row["dp_rank"]) == (worker_id, rank))
 
     def gpu(self, worker_id: str, rank: int = 0) -> int:
-        """Tokens credited to a worker for TOKENS."""
+        """Return the tokens that are credited to a worker for TOKENS."""
         body = {"model": MODEL, "token_ids": TOKENS, "explain": True}
-        found = self.router.request("POST", "/select", body)["candidates"]
+        candidates = self.router.request("POST", "/select", body)["candidates"]
         return next(
-            int(one["overlap"]["gpu"]) for one in found if (one["worker_id"], one["dp_rank"]) == (worker_id, rank)
+            int(candidate["overlap"]["gpu"])
+            for candidate in candidates
+            if (candidate["worker_id"], candidate["dp_rank"]) == (worker_id, rank)
         )
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             with contextlib.suppress(RouterError, StopIteration):
-                if found := condition():
-                    return found
+                if result := condition():
+                    return result
             assert time.monotonic() < deadline, (
                 f"not in {TIMEOUT_S:g} s: {what}; {self.router.request('GET', '/workers')}"
             )
             time.sleep(0.05)
 
     def compute(self, *engines: int) -> None:
-        """Each of these engines has TOKENS cached."""
+        """Let each of these engines compute TOKENS, so that it has them cached."""
         for engine in engines:
             body = json.dumps({"model": MODEL, "prompt": TOKENS, "max_tokens": 1}).encode()
             url = f"{self.replicas[engine].endpoints['url']}/v1/completions"
-            asked = urllib.request.Request(url, body, {"content-type": "application/json"})
-            with urllib.request.urlopen(asked, timeout=TIMEOUT_S):
+            request = urllib.request.Request(url, body, {"content-type": "application/json"})
+            with urllib.request.urlopen(request, timeout=TIMEOUT_S):
                 pass
 
     def mismatched(self, worker_id: str, rank: int = 0) -> str:
         row = self.until(
-            lambda: (found := self.row(worker_id, rank))["state"] == "mismatched" and found, f"{worker_id} is named"
+            lambda: (worker_row := self.row(worker_id, rank))["state"] == "mismatched" and worker_row,
+            f"{worker_id} is named",
         )
         assert self.gpu(worker_id, rank) == 0 and not row["credited"]
         reason = str(row["reason"])
@@ -92,15 +95,15 @@ class Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    """One replica for each data-parallel rank of the mark's."""
-    made = [
+    """Start one replica for each data-parallel rank in the test's parameter, and a router."""
+    replicas = [
         ReplicaServer(make_geometry("llama"), 64, context=context, model=MODEL, dp_rank=rank) for rank in request.param
     ]
-    thread = ServerThread(made)
+    thread = ServerThread(replicas)
     thread.start()
     try:
         with RouterProcess(tmp_path, []) as router:
-            yield Fleet(router, made)
+            yield Fleet(router, replicas)
     finally:
         thread.stop()
 
@@ -109,7 +112,7 @@ def fleet(tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], request: pyte
 def test_a_stream_of_another_rank_is_named_and_earns_nothing(fleet: Fleet) -> None:
     fleet.compute(0, 1, 2)
     fleet.register("w", 0, 0, rank=0)
-    # As if one address had both ranks; the events are those of rank 2.
+    # Register as if one address had both ranks; the events are those of rank 2.
     fleet.register("w", 0, 2, rank=1)
     reason = fleet.mismatched("w", 1)
     assert "publishes rank 2; it is registered as rank 1" in reason and "register the endpoint of rank 1" in reason
@@ -121,7 +124,10 @@ def test_a_stream_of_another_rank_is_named_and_earns_nothing(fleet: Fleet) -> No
 
 @pytest.mark.parametrize("fleet", [(3,)], indirect=True)
 def test_the_only_core_behind_an_address_may_have_any_rank(fleet: Fleet) -> None:
-    """External load balancing: `--data-parallel-rank 3`, registered as a worker of its own."""
+    """Register an engine of rank 3 as its own worker.
+
+    vLLM's external load balancing starts it with `--data-parallel-rank 3`.
+    """
     fleet.compute(0)
     fleet.register("w", 0, 0)
     fleet.credited("w")
@@ -134,7 +140,7 @@ def test_swapped_and_shared_endpoints_are_named_and_earn_nothing(fleet: Fleet) -
     fleet.register("w1", 1, 0)
     assert "is that of w1, by the word of the engine there" in fleet.mismatched("w0")
     assert "is that of w0, by the word of the engine there" in fleet.mismatched("w1")
-    # One is mended: now both have the stream of w0, and the engines say whose it is.
+    # Mend one worker: now both have the stream of w0, and the engines say whose it is.
     fleet.register("w0", 0, 0)
     fleet.credited("w0")
     assert "is that of w0, by the word of the engine there" in fleet.mismatched("w1")
@@ -146,7 +152,10 @@ def test_swapped_and_shared_endpoints_are_named_and_earn_nothing(fleet: Fleet) -
 def test_two_streams_of_one_patched_publisher_are_one_engine(
     router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    """Nothing but the publisher's epoch shows it: the endpoints are one address in two spellings."""
+    """Register one address in two spellings.
+
+    Only the publisher's epoch shows that both are one engine.
+    """
     engine = PatchedEngine(context)
     try:
         port = str(requests_endpoint(engine.endpoint)).rpartition(":")[2]
