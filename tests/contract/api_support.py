@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A core that knows nothing but the API's Protocol, and a client on a socket pair. For HTTP shapes only: what the
-numbers are is proven elsewhere, with the real core."""
+"""A core that has only the API's Protocol, and a client on a socket pair, for tests of HTTP shapes.
+
+Other tests prove the numbers, with the real core.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,16 @@ def status(worker: WorkerKey, url: str | None) -> WorkerStatus:
 
 
 class TinyCore:
-    """Satisfies CorePort. `hits_known` are the answers; `asked` and `registered` are what came in; `fail` is raised by
-    all."""
+    """A core that satisfies CorePort with fixed answers."""
 
     def __init__(self, hits: Sequence[Hit] = ()) -> None:
+        # The hits of every answer.
         self.hits_known = list(hits)
         self.caches = CacheWrites()
+        # The questions and registrations that came in.
         self.asked: list[Question] = []
         self.registered: dict[WorkerKey, Registration] = {}
+        # Raised by most calls if set.
         self.fail: Exception | None = None
         self.degraded: list[str] = []
         self.warned: list[str] = []
@@ -130,12 +134,12 @@ class TinyCore:
         return "http://w:8000"
 
     def is_draining(self, worker: WorkerKey) -> bool:
-        known = self.registered.get(worker)
-        return known is not None and known.draining
+        registration = self.registered.get(worker)
+        return registration is not None and registration.draining
 
     def given_id(self, worker: WorkerKey) -> str | int:
-        known = self.registered.get(worker)
-        return worker.worker_id if known is None else known.given_id
+        registration = self.registered.get(worker)
+        return worker.worker_id if registration is None else registration.given_id
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
         pass
@@ -144,8 +148,8 @@ class TinyCore:
         return frozenset(worker for worker, r in self.registered.items() if r.role is Role.PREFILL)
 
     def handover(self, worker: WorkerKey) -> HandoverWay:
-        known = self.registered.get(worker)
-        return HandoverWay.KV_TRANSFER_PARAMS if known is None else known.handover
+        registration = self.registered.get(worker)
+        return HandoverWay.KV_TRANSFER_PARAMS if registration is None else registration.handover
 
     def workers(self) -> list[WorkerKey]:
         return [hit.worker for hit in self.hits_known]
@@ -184,7 +188,7 @@ class TinyCore:
 
 
 class TinyTokens:
-    """Satisfies TokensPort: a token a byte of the prompt, after a moment; some prompts have their own fate."""
+    """Tokens that satisfy TokensPort: one for each byte of the prompt, after a moment; some prompts fail."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Any]] = []
@@ -212,7 +216,7 @@ class TinyTokens:
 
 
 def hit(worker_id: str, gpu: int, cpu: int, disk: int, rank: int = 0, reason: str = "") -> Hit:
-    """A hit with a group and a limit, as `explain` shows them."""
+    """Return a hit with a group and a limit, as `explain` shows them."""
     return Hit(
         WorkerKey("m", worker_id, rank),
         gpu,
@@ -235,7 +239,7 @@ class Answer(msgspec.Struct):
 
     @property
     def error(self) -> dict[str, str]:
-        """The error, its shape checked: exactly OpenAI's three fields, no trace of the inside."""
+        """The error of the body, whose shape is checked: exactly OpenAI's three fields, no internals."""
         body = msgspec.msgpack.decode(self.body) if "msgpack" in self.headers["content-type"] else self.json()
         assert set(body) == {"error"}
         error: dict[str, str] = body["error"]
@@ -250,10 +254,10 @@ def build(
 ) -> tuple[HttpApi, MetricRegistry]:
     registry, config = MetricRegistry(), Config(**settings)
     ids = (f"s{number}" for number in itertools.count())
-    # Not the test's clock, whose looks some tests count.
+    # The feed does not use the test's clock, because some tests count how often that is read.
     feed = bare_feed(lambda: 0.0)
     decisions = DecisionLog(config.decisions_kept, feed, lambda: 0.0, WatchMetrics(MetricRegistry()))
-    placing = Placer(
+    placer = Placer(
         core,
         record=decisions.record,
         config=config,
@@ -263,13 +267,11 @@ def build(
         new_id=lambda: next(ids),
         prefillers=core.prefill_workers,
     )
-    return build_api(
-        core, placing, config, HttpMetrics(registry), clock, tokens, watch=Watch(feed, decisions)
-    ), registry
+    return build_api(core, placer, config, HttpMetrics(registry), clock, tokens, watch=Watch(feed, decisions)), registry
 
 
 async def exchange(app: HttpApi, sent: bytes, *, hang_up: bool = False) -> bytes:
-    """What a connection of `app` sends for these bytes, until it closes."""
+    """Send these bytes to a new connection of `app`, and return what it sends until it closes."""
     ours, theirs = socket.socketpair()
     state = ServerState()
     factory = connection_factory(app)
@@ -293,7 +295,10 @@ async def ask_app(
     with_length: bool = True,
     host: str = "localhost",
 ) -> Answer:
-    """Send one request on a connection of its own. A list of bytes is a chunked body, which has no content-length."""
+    """Send one request on a new connection.
+
+    A list of bytes is sent as a chunked body, which has no content-length.
+    """
     target = quote(path) + (f"?{query}" if query else "")
     lines = [f"{method} {target} HTTP/1.1".encode(), f"host: {host}".encode(), b"connection: close"]
     lines += [f"{name}: {value}".encode("latin-1") for name, value in (headers or {}).items()]
@@ -307,16 +312,18 @@ async def ask_app(
     received = await exchange(app, b"\r\n".join([*lines, b"", content]))
     head, _, answered = received.partition(b"\r\n\r\n")
     status, *fields = head.split(b"\r\n")
-    given = (field.decode("latin-1").partition(": ") for field in fields)
-    answer = Answer(int(status.split()[1]), {name.lower(): value for name, _, value in given}, answered)
-    # Answers to HEAD, and 304, have no body.
+    fields_sent = (field.decode("latin-1").partition(": ") for field in fields)
+    answer = Answer(int(status.split()[1]), {name.lower(): value for name, _, value in fields_sent}, answered)
+    # Answers to HEAD, and answers with status 304, have no body.
     assert method == "HEAD" or answer.status == 304 or int(answer.headers["content-length"]) == len(answered)
     return answer
 
 
 def call(app: HttpApi, method: str, path: str, body: Any = None, **more: Any) -> Answer:
-    """`ask_app` in a loop of its own. Bytes and a tuple of bytes (chunks) go as they are, None is no body, the rest is
-    JSON."""
+    """Call `ask_app` in a new event loop.
+
+    Bytes and a tuple of bytes (chunks) are sent unchanged, None is no body, and everything else is sent as JSON.
+    """
     if body is None:
         raw: bytes | list[bytes] = b""
     elif isinstance(body, bytes):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers for the contract: the embedded Valkey, Debian's Redis, a cluster of three. Started once, ended by
-pid."""
+"""Real servers for the contract: the embedded Valkey, Debian's Redis, and a cluster of three.
+
+Each is started once, and ended by pid.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.support.ports import free_port
 from tests.support.store_server import StoreCluster, StoreServer
 from tests.support.tls_redis import TlsRedis, tls_redis
 
-# Their assertions are a test's, wherever they are imported from.
+# The assertions of these modules are rewritten as a test's are, wherever the modules are imported from.
 pytest.register_assert_rewrite("index_support", "index_commit_laws", "index_lease_laws", "index_follow_laws")
 
 START_TIMEOUT_S = 20.0
@@ -52,7 +54,10 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 
 def redis_binary() -> str:
-    """Debian's redis-server. Without it CI fails, and any other machine skips what needs it."""
+    """Return the path of Debian's redis-server.
+
+    Without it CI fails, and any other machine skips the tests that need it.
+    """
     binary = shutil.which("redis-server")
     if binary is None:
         reason = (

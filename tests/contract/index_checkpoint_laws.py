@@ -39,7 +39,7 @@ STEPS = st.lists(
 
 
 class Router:
-    """A process that follows the worker: its lease, and what it has in memory."""
+    """A process that follows the worker: its lease, and the residency in its memory."""
 
     def __init__(self, store: IndexStore, worker: WorkerKey, name: str) -> None:
         self.store = store
@@ -51,7 +51,7 @@ class Router:
         self.residency: Residency = {}
 
     async def take_over(self, world: World) -> None:
-        """The lease of another ends, whatever that one was about to write."""
+        """Take the lease after another router's lease ended, whatever that router was about to write."""
         world.raw.delete(keys.lease(self.worker))
         lease = await take(self.store, self.worker, self.name, above=self.lease.number)
         assert lease is not None

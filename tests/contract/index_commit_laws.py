@@ -36,6 +36,8 @@ from tests.contract.index_support import (
 
 
 class CommitLaws:
+    """The laws of commits."""
+
     def test_a_commit_is_stored_as_documented(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
@@ -232,7 +234,7 @@ class CommitLaws:
                             break
                         assert following not in landed
                         landed[following] = token
-                    # The router that lost the lease lets the other one have it once.
+                    # A router that lost the lease waits until the other router has committed once.
                     while landed and landed[max(landed)] == token and len(landed) < 200:
                         await asyncio.sleep(0)
 

@@ -76,6 +76,8 @@ SPOILS: dict[str, Callable[[Any, WorkerKey], object]] = {
 
 
 class FollowLaws:
+    """The laws of loading and following."""
+
     def kill_clients(self, raw: Any) -> None:
         raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
@@ -87,7 +89,7 @@ class FollowLaws:
         world.run(body)
 
     @given(steps=STEPS)
-    # Three classes run this one test, each on its own store: that is meant.
+    # Three classes run this test, each on its own store, so Hypothesis' check for differing executors is off.
     @settings(
         max_examples=examples(40),
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
@@ -101,7 +103,7 @@ class FollowLaws:
             epoch, seq, entries = "e1", -1, 1
             stored_places: set[Place] = set()
             for number, (kind, parts, counts, length) in enumerate(steps):
-                # Later parts of one place could contradict earlier ones; a commit has each place once.
+                # Later parts of one place could contradict earlier ones, so a commit has each place once.
                 parts = list({place: (place, added - removed, removed) for place, added, removed in parts}.values())
                 counts = list({(place, block): (place, block, count) for place, block, count in counts}.values())
                 changes = [change(place, tuple(added), tuple(removed)) for place, added, removed in parts]
@@ -112,18 +114,18 @@ class FollowLaws:
                     continue
                 if kind == "checkpoint":
                     before = world.snapshot()
-                    made = checkpoint(worker, epoch, seq, residency)
-                    assert await store.checkpoint(made, OTHER) is FENCED
-                    late = msgspec.structs.replace(made, seq=seq + 1)
+                    checkpoint_now = checkpoint(worker, epoch, seq, residency)
+                    assert await store.checkpoint(checkpoint_now, OTHER) is FENCED
+                    late = msgspec.structs.replace(checkpoint_now, seq=seq + 1)
                     assert await store.checkpoint(late, ME) is STALE
                     assert world.snapshot() == before
                     if seq >= 0:
-                        assert await store.checkpoint(made, ME) is APPLIED
+                        assert await store.checkpoint(checkpoint_now, ME) is APPLIED
                         stored_places = {place for place, blocks in residency.items() if blocks}
                         assert held((await store.load(worker)).places) == {p: residency[p] for p in stored_places}
                     continue
                 if kind == "clear":
-                    # As ingest says that an engine dropped everything: removals of all that is there.
+                    # Ingest reports that an engine dropped everything as removals of all its blocks.
                     parts = [(place, set(), blocks) for place, blocks in residency.items()]
                     counts = [(place, block, 0) for place, block in copies]
                     changes = [change(place, (), tuple(removed)) for place, _, removed in parts]
@@ -182,7 +184,7 @@ class FollowLaws:
 
             writers = asyncio.gather(*map(write, workers))
             for worker in workers[1:]:
-                # Added while a read that does not know them is under way.
+                # The worker is added while a read of the other workers is under way.
                 await asyncio.sleep(0.005)
                 follower.add(worker)
             await writers
@@ -280,7 +282,7 @@ class FollowLaws:
                 spoil(world.raw, worker)
                 with pytest.raises(StoredValueError, match="Redis holds what no router writes"):
                     await store.load(worker)
-                # The lease holder reads that with its next renewal, and begins again.
+                # The lease holder reads the report with its next renewal, and opens a new epoch.
                 await store.report_unreadable(worker, "bad")
                 with pytest.raises(StoredValueError):
                     await store.commit(Commit(worker, "e1", 4, 4), ME)
@@ -305,7 +307,7 @@ class FollowLaws:
             worker = await world.owned(store)
             for seq in range(400):
                 assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
-            # Nothing that the checkpoint lacks is trimmed.
+            # Entries that the checkpoint lacks are not trimmed.
             assert world.raw.xlen(keys.log(worker)) >= 400
             assert await store.checkpoint(checkpoint(worker, "e1", 399, {GPU: range(400)}), ME) is APPLIED
             assert await store.commit(Commit(worker, "e1", 400, 400), ME) is APPLIED
@@ -325,7 +327,7 @@ class FollowLaws:
                 assert await store.commit(Commit(worker, "e1", seq, seq, [large]), ME) is APPLIED
                 blocks = {GPU: range(2_000 * seq + 2_000)}
                 assert await store.checkpoint(checkpoint(worker, "e1", seq, blocks), ME) is APPLIED
-            # 16 KB each; a stream's node of that size holds one entry.
+            # Each entry has 16 KB, and a stream's node of that size holds one entry.
             assert world.raw.xlen(keys.log(worker)) == 6
             huge = ResidencyDelta(GPU, np.arange(10**6, 10**6 + 20_000, dtype=np.uint64), hashes())
             assert await store.commit(Commit(worker, "e1", 30, 30, [huge]), ME) is APPLIED
@@ -375,7 +377,7 @@ class FollowLaws:
 
 
 class ScanLaws:
-    """Of a user who may look at the names of all keys."""
+    """The laws of a store whose user may list the names of all keys."""
 
     def test_models_are_found_by_their_registrations(self, world: World) -> None:
         async def body(store: IndexStore) -> None:

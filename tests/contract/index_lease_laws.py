@@ -30,6 +30,8 @@ from tests.contract.index_support import (
 
 
 class LeaseLaws:
+    """The laws of leases, heartbeats and the registry."""
+
     def test_a_worker_has_one_holder_for_as_long_as_its_router_has_a_lease(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = world.worker()
@@ -45,7 +47,7 @@ class LeaseLaws:
                 while (second := await take(store, worker, "b")) is None:
                     await asyncio.sleep(0.01)
             assert second == Lease("b", 2)
-            # Also when its router lives again.
+            # The old lease stays lost when its router comes back.
             await store.leases.renew("a", 3, 60)
             assert await store.leases.confirm(worker, first) is None
             assert await take(store, worker, "a") == Lease("a", 3)
@@ -65,7 +67,7 @@ class LeaseLaws:
             async with asyncio.timeout(WAIT_S):
                 while world.raw.exists(keys.router_lease("me")):
                     await asyncio.sleep(0.01)
-            # Nobody wanted it, so nothing was missed.
+            # No other router took the worker meanwhile, so the commit is allowed.
             assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), ME) is APPLIED
             assert await take(store, worker, "other") == Lease("other", 2)
             before = world.snapshot()
@@ -87,11 +89,11 @@ class LeaseLaws:
             lives = store.leases._lives
 
             async def late(token: str) -> bool:
-                """The other takes the worker between the look and the taking."""
-                found = await lives(token)
+                """Let the other router take the worker between the look and the taking."""
+                lives_now = await lives(token)
                 monkeypatch.undo()
                 assert await take(store, worker, "first") == Lease("first", 2)
-                return found
+                return lives_now
 
             monkeypatch.setattr(store.leases, "_lives", late)
             assert await take(store, worker, "second") is None
@@ -142,12 +144,12 @@ class LeaseLaws:
             world.raw.delete(keys.lease(workers[2]))
             assert await take(store, workers[2], "other") == Lease("other", 2)
             looks = [LeaseLook.of(worker) for worker in workers]
-            found = [one for one in await store.leases.look(looks) if isinstance(one, Seen)]
+            answers = [seen for seen in await store.leases.look(looks) if isinstance(seen, Seen)]
             holders: list[bytes | None] = [ME.value] * len(workers)
             holders[1:3] = None, b"other:2"
-            assert [one.holder for one in found] == holders
-            assert [Head.of("", *one.fields).lease for one in found] == [1, 1, 2] + [1] * (len(workers) - 3)
-            # One that the server refuses makes its request void; each is then looked at by itself.
+            assert [seen.holder for seen in answers] == holders
+            assert [Head.of("", *seen.fields).lease for seen in answers] == [1, 1, 2] + [1] * (len(workers) - 3)
+            # A look that the server refuses voids the whole request; each worker is then looked at by itself.
             world.raw.delete(keys.lease(workers[0]))
             world.raw.rpush(keys.lease(workers[0]), "not ours")
             assert await store.leases.look(looks[:1]) == [None]
@@ -156,7 +158,7 @@ class LeaseLaws:
         world.run(body)
 
     def test_a_lease_taken_again_is_another_one(self, world: World) -> None:
-        """A process that lost its lease and got it back must not finish what it began under the first."""
+        """Lose a lease and take it again: the process must not finish what it began under the first lease."""
 
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
@@ -233,34 +235,34 @@ class LeaseLaws:
 
     def test_a_lost_registry_is_written_back_beside_what_is_new(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
-            one, two = WorkerKey("m1", "w", 0), WorkerKey("m2", "w", 3)
-            await store.registry.put(one, b"a")
-            await store.registry.put(two, b"b")
+            first, second = WorkerKey("m1", "w", 0), WorkerKey("m2", "w", 3)
+            await store.registry.put(first, b"a")
+            await store.registry.put(second, b"b")
             version = await store.registry.version()
             world.raw.flushall()
             assert await store.registry.version() < version
-            await store.registry.put(one, b"newer")
-            await store.registry.restore({one: b"a", two: b"b"}, version)
-            assert (await store.registry.load())[0] == {one: b"newer", two: b"b"}
+            await store.registry.put(first, b"newer")
+            await store.registry.restore({first: b"a", second: b"b"}, version)
+            assert (await store.registry.load())[0] == {first: b"newer", second: b"b"}
             assert await store.registry.version() > version
 
         world.run(body)
 
     def test_registrations_come_and_go(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
-            one, two = WorkerKey("m1", "w", 0), WorkerKey("m2", "w", 3)
-            await store.registry.put(one, b"a")
-            await store.registry.put(two, b"b")
-            await store.registry.put(one, b"c")
-            assert (await store.registry.load())[0] == {one: b"c", two: b"b"}
-            assert await take(store, one, "me") == ME
-            assert await store.open_epoch(one, "e", ME) is APPLIED
-            assert await store.commit(Commit(one, "e", 0, 0, [change(GPU, (1,))], [(GPU, 1, 2)]), ME) is APPLIED
-            assert await store.registry.drop(one)
-            assert not await store.registry.drop(one)
-            assert await store.commit(Commit(one, "e", 1, 1), ME) is FENCED
-            assert (await store.registry.load())[0] == {two: b"b"}
-            assert await store.registry.drop(two)
+            first, second = WorkerKey("m1", "w", 0), WorkerKey("m2", "w", 3)
+            await store.registry.put(first, b"a")
+            await store.registry.put(second, b"b")
+            await store.registry.put(first, b"c")
+            assert (await store.registry.load())[0] == {first: b"c", second: b"b"}
+            assert await take(store, first, "me") == ME
+            assert await store.open_epoch(first, "e", ME) is APPLIED
+            assert await store.commit(Commit(first, "e", 0, 0, [change(GPU, (1,))], [(GPU, 1, 2)]), ME) is APPLIED
+            assert await store.registry.drop(first)
+            assert not await store.registry.drop(first)
+            assert await store.commit(Commit(first, "e", 1, 1), ME) is FENCED
+            assert (await store.registry.load())[0] == {second: b"b"}
+            assert await store.registry.drop(second)
             assert world.stored_keys() == {keys.REGISTRATIONS}
 
         world.run(body)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the laws of the index need: a raw look into the store, and plain sets as the model."""
+"""Helpers for the laws of the index: a direct look into the store, and plain sets as the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvrouter.router.index.store.log_follower import LogFollower
 from kvrouter.router.index.store.store import IndexStore
 
 APPLIED, FENCED, STALE = CommitOutcome.APPLIED, CommitOutcome.FENCED, CommitOutcome.STALE
-# What `owned` takes, as the first that ever takes it; and one that nobody has.
+# The lease that `World.owned` takes, which is the worker's first; and a lease that no router has.
 ME, OTHER = Lease("me", 1), Lease("other", 1)
 GPU, CPU, DISK = Place(0, "GPU"), Place(1, "CPU"), Place(None, "STORAGE", "fs:{}\n")
 PLACES = (GPU, CPU, DISK)
@@ -46,18 +46,18 @@ def checkpoint(worker: WorkerKey, epoch: str, seq: int, held: Mapping[Place, Ite
 
 
 def held(places: dict[Place, np.ndarray]) -> Residency:
-    return {place: set(found.tolist()) for place, found in places.items() if len(found)}
+    return {place: set(blocks.tolist()) for place, blocks in places.items() if len(blocks)}
 
 
 def apply(residency: Residency, entry: LogEntry) -> None:
-    """What a mirror does with an entry."""
+    """Apply an entry to the model as a mirror would."""
     if entry.opened_epoch:
         residency.clear()
     for part in entry.changes:
-        there = residency.setdefault(part.place, set())
-        there |= set(part.added.tolist())
-        there -= set(part.removed.tolist())
-        if not there:
+        blocks = residency.setdefault(part.place, set())
+        blocks |= set(part.added.tolist())
+        blocks -= set(part.removed.tolist())
+        if not blocks:
             del residency[part.place]
 
 
@@ -66,13 +66,13 @@ def supervisor() -> TaskSupervisor:
 
 
 async def take(store: IndexStore, worker: WorkerKey, token: str, *, above: int = 0) -> Lease | None:
-    """The lease alone."""
+    """Take a worker's lease, and return only the lease."""
     taken = await store.leases.take(worker, token, above=above)
     return None if taken is None else taken[0]
 
 
 class World:
-    """A flushed store, and a raw client to look into it."""
+    """A flushed store, and a direct client to look into it."""
 
     def __init__(self, url: str, raw: Any) -> None:
         self.url = url
@@ -93,7 +93,7 @@ class World:
         return {key.decode() for key in self.raw.scan_iter(count=1_000)}
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything that is stored, so that "changes nothing" means nothing at all."""
+        """Return everything that is stored, so that "changes nothing" means nothing at all."""
         readers = {
             b"hash": self.raw.hgetall,
             b"set": self.raw.smembers,
@@ -106,7 +106,7 @@ class World:
         return WorkerKey("model", f"w{next(_fresh)}")
 
     async def owned(self, store: IndexStore, epoch: str = "e1") -> WorkerKey:
-        """A worker with the lease ME and an epoch."""
+        """Return a new worker with the lease ME and an open epoch."""
         worker = self.worker()
         assert await take(store, worker, "me") == ME
         assert await store.open_epoch(worker, epoch, ME) is APPLIED
@@ -122,7 +122,7 @@ async def next_items(follower: LogFollower, count: int) -> list[Any]:
 
 
 def move_slot(raw: Any, key: str) -> None:
-    """Moves the slot of `key`, with its keys, to another node, as `redis-cli --cluster reshard` does."""
+    """Move the slot of `key`, with its keys, to another node, as `redis-cli --cluster reshard` does."""
     slot = raw.keyslot(key)
     source = raw.get_node_from_key(key)
     target = next(node for node in raw.get_primaries() if node.name != source.name)

@@ -45,7 +45,7 @@ def registration(engine: FakeEngine, **more: Any) -> Registration:
 async def router(
     server: StoreServer, token: str, watch: Callable[[Core], None] = lambda core: None, **settings: Any
 ) -> AsyncIterator[Core]:
-    """One router's core on the store; `watch` sees it before it starts."""
+    """Run one router's core on the store; `watch` gets the core before it starts."""
     async with AsyncExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.push_async_callback(asyncio.to_thread, context.destroy, linger=0)
@@ -71,10 +71,10 @@ async def router(
 
 async def until(reached: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
     deadline = time.monotonic() + timeout_s
-    while not (found := reached()):
+    while not (result := reached()):
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.005)
-    return found
+    return result
 
 
 def shows(core: Core, seq: int) -> bool:
@@ -82,14 +82,14 @@ def shows(core: Core, seq: int) -> bool:
 
 
 def reused(core: Core) -> int:
-    """Blocks of the prompt that the router says the worker will reuse."""
+    """Return how many blocks of the prompt the router predicts that the worker will reuse."""
     (hit,) = core.ask(Question("m", len(TOKENS), token_ids=np.array(TOKENS, np.int64)))
     return hit.gpu // 16
 
 
 def status(core: Core) -> Any:
-    (found,) = core.statuses()
-    return found
+    (worker_status,) = core.statuses()
+    return worker_status
 
 
 def is_well(core: Core, blocks: int) -> bool:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's HTTP and its proxy in a thread, on a core that takes the first worker that it may: so tests know who is
-called."""
+"""The router's HTTP and its proxy in a thread, on a core that takes the first possible worker.
+
+So tests know which engine is called.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ OK = plain(b"ok")
 
 
 class InOrder(TinyCore):
-    """Has what is registered."""
+    """A core with the given registrations, in their order."""
 
     def __init__(self, registrations: Sequence[Registration]) -> None:
         super().__init__()
@@ -67,17 +69,17 @@ class InOrder(TinyCore):
         return sorted({worker.model for worker in self.registered})
 
     def resolve(self, name: str) -> ServedModel:
-        found = {"other name": "m"}.get(name, name)
-        if found not in self.models():
+        model = {"other name": "m"}.get(name, name)
+        if model not in self.models():
             raise UnknownModel(f"no worker serves {name!r}")
-        return ServedModel(found)
+        return ServedModel(model)
 
     def drains(self, worker: WorkerKey) -> bool:
         return worker in self.draining
 
 
 class Placed:
-    """A place at a worker, and what its request reported."""
+    """A request's placement at a worker, and the calls that the proxy made on it."""
 
     def __init__(self, hit: Hit, url: str | None, num_tokens: int) -> None:
         self.selection_id = f"{random.getrandbits(128):032x}"
@@ -92,9 +94,10 @@ class Placed:
         self.prefill = None
         self.prefilled_at = None
         self.predicted_tokens = hit.disk
-        # As if a block were being computed there.
+        # One token more than the hit, as if the worker were computing a block.
         self.expected_tokens = hit.disk + 1
         self.reused_tokens: int | None = None
+        # The calls in order: "first token", "done".
         self.told: list[str] = []
         self.output_tokens: int | None = None
 
@@ -110,8 +113,10 @@ class Placed:
 
 
 class FirstFit:
-    """In place of `Placer`: takes the first registered worker that the question leaves, which reuses all whole blocks
-    of 16."""
+    """A replacement of `Placer` that takes the first registered worker that the question allows.
+
+    The worker reuses all whole blocks of 16 tokens.
+    """
 
     def __init__(self, core: InOrder, unavailable: Callable[[WorkerKey], str | None]) -> None:
         self._core = core
@@ -122,12 +127,12 @@ class FirstFit:
     async def place(self, ask: PlacementRequest) -> Placed:
         self.requests.append(ask)
         question, why = ask.question, ""
-        of_model = [r for r in self._core.registrations() if r.worker.model == question.model]
+        candidates = [r for r in self._core.registrations() if r.worker.model == question.model]
         if ask.pinned is not None:
-            of_model = [r for r in of_model if r.worker.route_name == ask.pinned]
-            if not of_model:
+            candidates = [r for r in candidates if r.worker.route_name == ask.pinned]
+            if not candidates:
                 raise UnknownWorker("no such worker")
-        for registration in of_model:
+        for registration in candidates:
             worker = registration.worker
             if worker in question.exclude_workers:
                 continue
@@ -141,19 +146,22 @@ class FirstFit:
 
 
 class GivenTokens:
-    """Knows the tokens that a body gives as `prompt`, and no others."""
+    """Tokens for bodies whose `prompt` is a list of ids; the tokens of other bodies are not known."""
 
     async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt:
-        given = json.loads(body.raw).get("prompt")
-        if isinstance(given, int):
+        prompt_given = json.loads(body.raw).get("prompt")
+        if isinstance(prompt_given, int):
             raise BadQuestion("a prompt is text or ids")
-        if not isinstance(given, list):
+        if not isinstance(prompt_given, list):
             return Prompt(max(1, len(body.raw) // 4), None, "none", reason="no_engine")
-        return Prompt(len(given), np.array(given, np.int64), "given")
+        return Prompt(len(prompt_given), np.array(prompt_given, np.int64), "given")
 
 
 class ProxyServer:
-    """Serves until `close`, over TLS where `OverTls` says so. `core` may be changed meanwhile."""
+    """A proxy that serves until `close`, over TLS where `OverTls` says so.
+
+    `core` may be changed meanwhile.
+    """
 
     def __init__(
         self, registrations: Sequence[Registration], limits: HttpLimits | None = None, **settings: Any
@@ -188,8 +196,8 @@ class ProxyServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         config = self._config
-        # For the rest of the API.
-        real = Placer(
+        # The rest of the API uses a real placer.
+        placer = Placer(
             self.core,
             config=config,
             metrics=self.metrics.placement,
@@ -215,7 +223,7 @@ class ProxyServer:
         access = Access(config, self.metrics.http.access, clock=time.monotonic, wall_clock=time.time)
         app = build_api(
             self.core,
-            real,
+            placer,
             config,
             self.metrics.http,
             time.perf_counter,
@@ -247,7 +255,7 @@ class ProxyServer:
         self._socket.close()
 
     def on_loop(self, work: Callable[[], None]) -> None:
-        """Run it where the server runs, and wait."""
+        """Run the work on the server's event loop, and wait until it is done."""
         done = threading.Event()
 
         def run() -> None:
@@ -265,7 +273,7 @@ class ProxyServer:
     def post(
         self, path: str, body: dict[str, Any] | bytes, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers, body, over a connection of its own."""
+        """Post a body over a new connection; return the status, headers and body of the answer."""
         connection = self.http_client()
         try:
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -276,7 +284,7 @@ class ProxyServer:
             connection.close()
 
     def get(self, path: str) -> Any:
-        """The decoded JSON."""
+        """Return the decoded JSON of the answer."""
         connection = self.http_client()
         try:
             connection.request("GET", path)
@@ -285,7 +293,7 @@ class ProxyServer:
             connection.close()
 
     def exchange(self, sent: bytes) -> bytes:
-        """Everything until the router closes the connection, after `sent`."""
+        """Send the bytes, and return everything until the router closes the connection."""
         with self.connect() as client:
             client.sendall(sent)
             return received(client)
@@ -310,6 +318,7 @@ def worker(name: str, url: str | None, model: str = "m", rank: int = 0) -> Regis
 
 @contextmanager
 def proxying(*registrations: Registration, limits: HttpLimits | None = None, **settings: Any) -> Iterator[ProxyServer]:
+    """Run a proxy for these workers, and check at the end that every placement was released."""
     server = ProxyServer(registrations, limits, **settings)
     try:
         yield server
@@ -320,7 +329,7 @@ def proxying(*registrations: Registration, limits: HttpLimits | None = None, **s
 
 @contextmanager
 def fleet(*scripts: Script, limits: HttpLimits | None = None, **settings: Any) -> Iterator[tuple[Any, ...]]:
-    """(router, engine, ...): one engine for each script, as workers w0, w1 and so on."""
+    """Run a router and one engine for each script, as workers w0, w1 and so on; yield (router, engine, ...)."""
     with ExitStack() as stack:
         engines = [stack.enter_context(ScriptedEngine(script)) for script in scripts]
         workers = [worker(f"w{n}", engine.url) for n, engine in enumerate(engines)]
@@ -333,8 +342,8 @@ def raw_request(path: str, body: bytes, *headers: str, close: bool = True) -> by
 
 
 def received(client: socket.socket) -> bytes:
-    """Everything until the end."""
-    # Not bytes, which would be copied for each piece: over TLS those are small.
+    """Return everything until the end of the connection."""
+    # A bytearray, because bytes would be copied for each piece, and over TLS the pieces are small.
     whole = bytearray()
     while piece := client.recv(1024**2):
         whole += piece
@@ -346,7 +355,7 @@ def code(answer: bytes) -> str:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for it, generously."""
+    """Wait up to 30 s for the condition."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, f"not in {WAIT_S:g} s: {what}"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The alert rules of deploy/prometheus and the queries of deploy/grafana: Prometheus' own tool takes them. Each alert
-fires where it should and none where all is well, and each names its section of the doctor's page."""
+"""The alert rules of deploy/prometheus and the queries of deploy/grafana, checked with Prometheus' own tool.
+
+Each alert fires in its own case and no alert fires where all is well; each names its section of the doctor's page.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ DOCTOR = ROOT / "docs" / "how-to" / "doctor.md"
 
 ONE = 'instance="a",model="m",worker="w0"'
 TWO = 'instance="a",model="m",worker="w1"'
-# Of Grafana's dashboards.
+# The columns of Grafana's dashboards.
 GRID_COLUMNS = 24
-# Long enough for every `for`.
+# The duration of a case, which is longer than the `for` of every rule.
 MINUTES = 90
 
-# Series of a router that is well, by Prometheus' notation for values at each minute.
+# Series of a healthy router, in Prometheus' notation for the values at each minute.
 WELL = {
     'kvrouter_build_info{instance="a",version="1",compiled="yes"}': "1x90",
     f'kvrouter_stream_state{{{ONE},state="live"}}': "1x90",
@@ -49,7 +51,7 @@ WELL = {
     'kvrouter_prompts_total{instance="a",source="given"}': "0+1000x90",
     'kvrouter_prompts_total{instance="a",source="render"}': "0+60x90",
     'kvrouter_prompts_total{instance="a",source="none"}': "0+60x90",
-    # A reason that lies in the client's request is not a fault.
+    # A reason that lies in the client's request is not a fault of the router.
     'kvrouter_prompts_unknown_total{instance="a",reason="refused"}': "0+60x90",
     'kvrouter_prompts_unknown_total{instance="a",reason="timeout"}': "0+5x90",
     'kvrouter_achievable_hit_tokens_total{instance="a",model="m"}': "0+1000x90",
@@ -68,7 +70,7 @@ WELL = {
     'kvrouter_load_known{instance="a"}': "1x90",
     'kvrouter_task_failures_total{instance="a",task="mirror"}': "3x90",
     'kvrouter_internal_errors_total{instance="a",where="/query"}': "1x90",
-    # A certificate of ten hours, of which eight and a half are left at the end.
+    # A certificate that is valid for ten hours, of which eight and a half are left at the end.
     'kvrouter_tls_certificate_start_timestamp_seconds{instance="a"}': "1x90",
     'kvrouter_tls_certificate_expiry_timestamp_seconds{instance="a"}': "36000x90",
     # A router without TLS.
@@ -78,10 +80,10 @@ WELL = {
     'kvrouter_trace_spans_total{instance="a",outcome="exported"}': "0+9x90",
     'kvrouter_trace_spans_total{instance="a",outcome="dropped"}': "2x90",
 }
-# The samples that differ from WELL where an alert is to fire; None: the series is not there.
+# The series that differ from WELL in the case of each alert; None removes the series.
 FAULTS: dict[str, dict[str, str | None]] = {
     "KvrouterAbsent": {'kvrouter_build_info{instance="a",version="1",compiled="yes"}': None},
-    "KvrouterModelDown": {f'kvrouter_stream_state{{{one},state="down"}}': "1x90" for one in (ONE, TWO)},
+    "KvrouterModelDown": {f'kvrouter_stream_state{{{worker},state="down"}}': "1x90" for worker in (ONE, TWO)},
     "KvrouterWorkerDown": {f'kvrouter_stream_state{{{TWO},state="down"}}': "1x90"},
     "KvrouterBreakerOpen": {f'kvrouter_proxy_breaker_state{{{ONE},state="open"}}': "1x90"},
     "KvrouterModelNotServed": {f"kvrouter_worker_unserved_models{{{ONE}}}": "1x90"},
@@ -122,24 +124,27 @@ FAULTS: dict[str, dict[str, str | None]] = {
     "KvrouterVersionsDiffer": {'kvrouter_build_info{instance="b",version="2",compiled="yes"}': "1x90"},
     "KvrouterTracesLost": {'kvrouter_trace_spans_total{instance="a",outcome="dropped"}': "0+2x90"},
 }
-# An alert that comes with another one: a model is down when all its workers are.
+# Alerts that fire together with another alert: a model is down when all its workers are.
 COMPANY = {"KvrouterModelDown": {"KvrouterWorkerDown"}}
 
 
 @pytest.fixture(scope="session")
 def promtool() -> str:
-    """Of Debian's package prometheus. Without it CI fails, and any other machine skips what needs it."""
-    found = shutil.which("promtool")
-    if found is None:
+    """Return the path of promtool, from Debian's package prometheus.
+
+    Without it CI fails, and any other machine skips the tests that need it.
+    """
+    path = shutil.which("promtool")
+    if path is None:
         reason = "no promtool on PATH, so the alert rules were not tested: apt-get install prometheus"
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
-    return found
+    return path
 
 
 def case(name: str, series: Mapping[str, str | None], firing: set[str]) -> dict[str, Any]:
-    """A test of promtool: after MINUTES, exactly these alerts fire."""
+    """Return a test for promtool: after MINUTES, exactly these alerts fire."""
     shown = [
         {
             "expr": f'group by (alertname) (ALERTS{{alertstate="firing",alertname="{alert["alert"]}"}})',
@@ -150,16 +155,18 @@ def case(name: str, series: Mapping[str, str | None], firing: set[str]) -> dict[
     return {
         "name": name,
         "interval": "1m",
-        "input_series": [{"series": one, "values": values} for one, values in series.items() if values is not None],
+        "input_series": [
+            {"series": sample, "values": values} for sample, values in series.items() if values is not None
+        ],
         "promql_expr_test": [
             {
-                "expr": one["expr"],
+                "expr": query["expr"],
                 "eval_time": f"{MINUTES}m",
-                "exp_samples": [{"labels": f'{{alertname="{one["fires"]}"}}', "value": 1}]
-                if one["fires"] in firing
+                "exp_samples": [{"labels": f'{{alertname="{query["fires"]}"}}', "value": 1}]
+                if query["fires"] in firing
                 else [],
             }
-            for one in shown
+            for query in shown
         ],
     }
 
@@ -208,7 +215,7 @@ def test_an_alert_says_whom_it_is_about(promtool: str, tmp_path: Path) -> None:
     series = WELL | FAULTS["KvrouterWorkerDown"]
     test = {
         "interval": "1m",
-        "input_series": [{"series": one, "values": values} for one, values in series.items()],
+        "input_series": [{"series": sample, "values": values} for sample, values in series.items()],
         "alert_rule_test": [{"eval_time": "10m", "alertname": "KvrouterWorkerDown", "exp_alerts": [alert]}],
     }
     file = tmp_path / "alerts_test.yaml"

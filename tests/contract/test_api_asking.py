@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/query`, `/query_by_hash`, `/select`: what goes in, what comes out, what is refused."""
+"""`/query`, `/query_by_hash` and `/select`: their answers and their refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def core() -> TinyCore:
     return TinyCore([hit("w0", 64, 128, 192), hit("w1", 0, 0, 0)])
 
 
-# Of the hits that `api_support.hit` makes.
+# The limit of the hits that `api_support.hit` makes.
 LIMITED_AT_64 = {
     "group_idx": 1,
     "kind": "sliding_window",
@@ -101,7 +101,7 @@ HASH_FORMS = [
     ("ff", 255),
     ("0xFf", 255),
     ("0123456789abcdef", 0x0123456789ABCDEF),
-    # Decimal digits in a string are hex all the same.
+    # Decimal digits in a string are read as hex.
     ("10", 16),
     ("aa" * 8 + "0123456789abcdef", 0x0123456789ABCDEF),
     ("0x" + "aa" * 24 + "f123456789abcdef", 0xF123456789ABCDEF),
@@ -259,7 +259,7 @@ def test_select_explains_every_candidate(core: TinyCore) -> None:
         "dp_rank": 0,
         "overlap": {"longest_matched": 192, "gpu": 64, "cpu": 128, "disk": 192, "dp": {"0": 192}},
         "load": 0,
-        # 108 to compute, 64 to load back from each of the two tiers; nobody waits on an idle fleet.
+        # 108 tokens to compute, 64 to load back from each of the two tiers; an idle fleet adds no waiting.
         "cost": 166,
         "parts": {
             "prefill": 166,
@@ -361,7 +361,7 @@ def test_an_end_here_needs_no_task(core: TinyCore) -> None:
     request = HttpRequest(b"DELETE", "1.1", b"/reservations/mine", [(b"host", b"x")], keep_alive=True, upgrades=False)
     answer = app.respond(request)
     assert isinstance(answer, tuple) and answer[0] == 200
-    # It is gone, so somebody else may have it.
+    # The reservation is gone from this process, so another process may have it.
     later = app.respond(request)
     assert not isinstance(later, tuple)
     later.close()
@@ -387,15 +387,15 @@ def test_a_text_is_placed_by_its_tokens(core: TinyCore) -> None:
     question = core.asked[-1]
     assert question.token_ids is not None and question.token_ids.tolist() == list(b"Paris")
     assert (question.num_tokens, question.cache_salt, question.dp_rank) == (5, "s", 0)
-    # The whole body decides, not only what is known here.
+    # The whole body decides the tokens, not only the fields that the router knows.
     assert tokens.asked == [("/v1/completions", "m", body)]
 
 
 def test_a_chat_and_its_tools_reach_the_tokenizer_unchanged(core: TinyCore) -> None:
     tokens = TinyTokens()
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}
-    for given in (body, {**body, "prompt": None}):
-        assert call(build(core, tokens=tokens)[0], "POST", "/select", given).status == 200
+    for question_body in (body, {**body, "prompt": None}):
+        assert call(build(core, tokens=tokens)[0], "POST", "/select", question_body).status == 200
     assert tokens.asked[0] == ("/v1/chat/completions", "m", body)
     packed = msgspec.msgpack.encode(body)
     headers = {"content-type": "application/msgpack"}
@@ -452,7 +452,7 @@ LONG_HASHES = [2**63 + n for n in range(40_000)]
     [
         ("/query", {"token_ids": LONG_IDS}),
         ("/query_by_hash", {"block_hashes": LONG_HASHES}),
-        ("/query_by_hash", {"block_hashes": [hex(one) for one in LONG_HASHES]}),
+        ("/query_by_hash", {"block_hashes": [hex(block_hash) for block_hash in LONG_HASHES]}),
         ("/select", {"token_ids": LONG_IDS}),
         ("/select", {"block_hashes": LONG_HASHES}),
         ("/select", {"prompt": "long " * 60_000}),
@@ -466,10 +466,10 @@ def test_a_long_body_is_asked_about_like_a_short_one(
 ) -> None:
     content_type = "application/msgpack" if packed else "application/json"
     encode = msgspec.msgpack.encode if packed else msgspec.json.encode
-    short = {name: some if name == "worker_id" else some[:20] for name, some in prompt.items()}
-    for given in (short, prompt):
-        body = encode({"model": "m", **given})
-        assert (len(body) >= LONG_BODY_BYTES) == (given is prompt)
+    short = {name: field if name == "worker_id" else field[:20] for name, field in prompt.items()}
+    for fields in (short, prompt):
+        body = encode({"model": "m", **fields})
+        assert (len(body) >= LONG_BODY_BYTES) == (fields is prompt)
         headers = {"content-type": content_type}
         answer = call(build(core, tokens=TinyTokens())[0], "POST", path, body, headers=headers)
         assert answer.status in (200, 201), answer.json()

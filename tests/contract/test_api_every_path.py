@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every endpoint: key, body limit, errors, counting; and health, readiness, metrics, version, docs."""
+"""The rules for every endpoint (key, body limit, errors, counting); and health, readiness, metrics, version, docs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.contract.api_support import TinyCore, ask_app, build, call, exchange,
 
 QUERY = {"model": "m", "token_ids": [1]}
 KEY = "s3cret-key"
-# (method, path, body): one request for each way through the application.
+# One request for each way through the application: (method, path, body).
 EVERY_WAY = [
     ("POST", "/query", QUERY),
     ("POST", "/register", {"worker_id": "w", "model": "m", "url": "http://h:1"}),
@@ -252,7 +252,7 @@ def test_every_operation_has_an_example(core: TinyCore) -> None:
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     }
-    # A stream has no end.
+    # A stream has no end, so it has no example.
     del operations["GET", "/events"]
     assert operations.keys() == EXAMPLES.keys()
     for way, operation in operations.items():
@@ -266,7 +266,7 @@ def test_every_operation_has_an_example(core: TinyCore) -> None:
             assert "example" not in content.get("application/msgpack", {})
         else:
             assert EXAMPLES[way] is None
-    # FastAPI keeps what the document is made of: a second one is the same.
+    # FastAPI keeps the parts of the document, so a second document must be the same.
     assert call(build(core)[0], "GET", "/openapi.json").json() == document
 
 

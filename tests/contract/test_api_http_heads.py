@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of requests beyond the common case, on every way that a request can take here, as RFC 9112 has them. Raw
-sockets."""
+"""Heads of requests beyond the common case, on each way through the server, as RFC 9112 requires.
+
+They are sent over raw sockets.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.contract.proxy_support import CHAT, ProxyServer, fleet, raw_request, 
 from tests.support.scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 
 CHAT_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
-# One of each way: proxied, answered in the protocol, and by the ASGI application.
+# A request for each way: proxied, answered by the protocol itself, and by the ASGI application.
 WAYS = {
     "proxied": ("POST", CHAT, CHAT_BODY),
     "hot": ("POST", "/query_by_hash", b'{"model": "m", "block_hashes": [1, 2, 3]}'),
@@ -58,12 +60,12 @@ def test_a_header_that_decides_something_is_there_once(
     served: tuple[ProxyServer, ScriptedEngine], way: str, name: bytes
 ) -> None:
     router, engine = served
-    asked = len(engine.asked)
+    requests_before = len(engine.asked)
     header = name.decode()
     for second in (header, header.title()):
         answer = router.exchange(sent(way, f"{header}: a", f"{second}: b"))
         assert (status_of(answer), code_of(answer)) == (400, "repeated_header")
-        assert header.encode() in answer and len(engine.asked) == asked
+        assert header.encode() in answer and len(engine.asked) == requests_before
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -71,7 +73,7 @@ def test_exactly_one_valid_host_is_required(served: tuple[ProxyServer, ScriptedE
     router, engine = served
     for host in ("x", "", "127.0.0.1:30000", "[::1]:30000", "my_service.ns.svc"):
         assert status_of(router.exchange(sent(way, host=f"host: {host}"))) == 200, host
-    asked = len(engine.asked)
+    requests_before = len(engine.asked)
     for head in (
         sent(way, host=None),
         sent(way, "host: localhost"),
@@ -81,7 +83,7 @@ def test_exactly_one_valid_host_is_required(served: tuple[ProxyServer, ScriptedE
         answer = router.exchange(head)
         assert (status_of(answer), code_of(answer)) == (400, "invalid_host"), head
         assert b"connection: close\r\n" in answer
-    assert len(engine.asked) == asked
+    assert len(engine.asked) == requests_before
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -150,15 +152,15 @@ def test_connect_and_odd_methods_and_versions_are_answered(served: tuple[ProxySe
 @pytest.mark.parametrize("way", ["proxied", "hot"])
 def test_a_body_has_one_length_and_no_coding_but_chunked(served: tuple[ProxyServer, ScriptedEngine], way: str) -> None:
     router, engine = served
-    asked = len(engine.asked)
-    for given in ("content-length: 1", "transfer-encoding: chunked", "transfer-encoding: identity"):
-        assert status_of(router.exchange(sent(way, given))) in (400, 501), given
+    requests_before = len(engine.asked)
+    for header in ("content-length: 1", "transfer-encoding: chunked", "transfer-encoding: identity"):
+        assert status_of(router.exchange(sent(way, header))) in (400, 501), header
     method, target, body = WAYS[way]
     for coding in ("gzip, chunked", "gzip", "chunked, identity", "chunked\r\ntransfer-encoding: chunked"):
         lines = [LINE.format(method=method, target=target), "host: localhost", f"transfer-encoding: {coding}", "", ""]
         answer = router.exchange("\r\n".join(lines).encode() + chunk(body) + b"0\r\n\r\n")
         assert status_of(answer) in (400, 501), coding
-    assert len(engine.asked) == asked
+    assert len(engine.asked) == requests_before
 
 
 def test_trailers_of_a_request_are_not_headers(served: tuple[ProxyServer, ScriptedEngine]) -> None:
@@ -179,7 +181,8 @@ def test_an_upgrade_with_a_body_is_refused_and_ignored_without_one(
     router, _ = served
     answer = router.exchange(sent(way, "upgrade: h2c", end="connection: upgrade, http2-settings"))
     if way == "cold":
-        # As curl --http2 asks. Nothing can follow: to the parser it is the other protocol's.
+        # This is the request of curl --http2. Nothing can follow it, because the parser takes what follows for the
+        # other protocol.
         assert status_of(answer) == 200 and b"connection: close\r\n" in answer
     else:
         assert (status_of(answer), code_of(answer)) == (400, "upgrade_not_supported")
@@ -217,14 +220,14 @@ def test_a_client_that_closes_its_half_during_computation_gets_the_whole_stream(
         client.sendall(raw_request(CHAT, CHAT_BODY, close=False) * requests)
         client.shutdown(socket.SHUT_WR)
         until(lambda: len(engine.asked) == 1, "the first is at the engine")
-        # Some looks whether it still reads.
+        # Long enough for several checks of whether the client still reads.
         time.sleep(0.5)
         go_on.append(True)
         answer = received(client)
-        # More than the kernel takes at once, so reading stopped and went on.
+        # The answer is more than the kernel buffers, so the router stopped reading and continued.
         assert answer.count(b"x" * 1_000) >= requests * 300 * 64 and answer.count(b"HTTP/1.1 200 OK") == requests
         assert answer.endswith(b"\r\n0\r\n\r\n")
-        # With a second request behind it, the end is not read before the first is answered.
+        # With a second request behind the first, the end is not read before the first is answered.
         assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK") == (requests == 1)
         assert not engine.given_up
 

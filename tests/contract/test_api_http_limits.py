@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client can hold of the HTTP server is bounded, and others are served meanwhile. Raw sockets, real uvicorn."""
+"""Everything that a client can occupy of the HTTP server is bounded, and others are served meanwhile.
+
+The tests use raw sockets and a real uvicorn.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from kvrouter.router.serve.api.http_metrics import CUT_REASONS
 from tests.contract.api_support import TinyCore, build, hit
 from tests.support.certificates import OverTls
 
-# Short, so that the tests are; far above what a loopback exchange takes.
+# The limits are short, so that the tests are, but far above the time of a loopback exchange.
 SMALL = HttpLimits(
     max_head_bytes=2_048, max_headers=20, head_timeout_s=1.0, body_timeout_s=1.5, send_timeout_s=1.5, max_connections=8
 )
@@ -56,7 +59,7 @@ class Server:
             time.sleep(0.01)
 
     def end(self) -> None:
-        """Asks it to stop, and to wait for its connections."""
+        """Tell the server to stop, which waits for its connections."""
         self._server.should_exit = True
 
     def close(self) -> None:
@@ -109,7 +112,7 @@ def request(path: str, body: bytes, *headers: str, close: bool = True) -> bytes:
 
 
 def received(client: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """Return everything that arrives until the server closes."""
     whole = b""
     try:
         while piece := client.recv(65_536):
@@ -126,23 +129,23 @@ def code_of(answer: bytes) -> str:
 
 
 def drips(client: socket.socket, piece: bytes) -> bytes:
-    """Sends `piece` again and again, slowly, until the server says something or closes; what it said."""
+    """Send `piece` repeatedly and slowly until the server answers or closes, and return the answer."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         try:
             client.sendall(piece)
         except (BrokenPipeError, ConnectionResetError):
             return b""
-        # Not select, to which TLS' own records are something, too.
+        # A timeout, not select, which also reports records of TLS itself.
         client.settimeout(0.1)
         try:
-            said = client.recv(65_536)
+            first_bytes = client.recv(65_536)
         except TimeoutError:
             continue
         except ConnectionResetError:
             return b""
         client.settimeout(WAIT_S)
-        return said + received(client)
+        return first_bytes + received(client)
     raise AssertionError("it may go on for ever")
 
 
@@ -161,9 +164,9 @@ CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
         (COLD + b"content-length: 1000\r\n\r\n", b"x", "request_timeout", "body_time"),
         (HOT + CHUNKED, b"1\r\nx\r\n", "request_timeout", "body_time"),
         (COLD + CHUNKED, b"1\r\nx\r\n", "request_timeout", "body_time"),
-        # The parser skips empty lines before a request: they begin none.
+        # The parser skips empty lines before a request, so they do not begin one.
         (b"", b"\r\n", "", "head_time"),
-        # On a kept connection each byte would put off uvicorn's own timeout.
+        # On a kept connection each byte would postpone uvicorn's own timeout.
         (request("/query_by_hash", ASKED, close=False), b"\r\n", "", "head_time"),
         (request("/query_by_hash", ASKED, close=False) + b"GET /", b"a", "request_timeout", "head_time"),
     ],
@@ -207,7 +210,7 @@ def test_an_idle_connection_is_closed_and_one_with_requests_is_kept() -> None:
             busy.sendall(request("/query_by_hash", ASKED, close=False))
             assert busy.recv(65_536).startswith(b"HTTP/1.1 200 ")
             time.sleep(0.2)
-        # Twice its limit has passed.
+        # Twice the idle limit has passed.
         assert select.select([idle], [], [], 0)[0] and idle.recv(1) == b""
         assert received(busy) == b""
         assert server.cuts() == {}
@@ -270,7 +273,7 @@ def test_a_body_of_frames_alone_is_cut(patient: Server, head: bytes, begun: byte
     with patient.connect() as client:
         client.sendall(head + begun)
         drips(client, piece)
-    # The parser has its own opinion of long chunk extensions.
+    # Only the number of cuts is compared, because the parser has its own limit for long chunk extensions.
     assert sum(patient.cuts().values()) == 1.0
 
 
@@ -293,7 +296,7 @@ def test_connections_are_bounded_and_their_places_free_again(patient: Server) ->
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert code_of(answer) == "too_many_connections"
     assert patient.cuts() == {"connections": 1.0}
-    # Connections that were admitted are served on.
+    # Connections that were admitted are still served.
     held[0].sendall(request("/query_by_hash", ASKED, close=False))
     assert held[0].recv(65_536).startswith(b"HTTP/1.1 200 ")
     for client in held:
@@ -307,26 +310,26 @@ def test_a_client_that_reads_no_answers_is_not_read_and_then_cut() -> None:
     with running(SMALL, workers=400) as server, server.connect() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         deaf.setblocking(False)
-        asked = request("/query_by_hash", ASKED, close=False)
+        question = request("/query_by_hash", ASKED, close=False)
         sent = 0
         deadline = time.monotonic() + WAIT_S
         while server.cuts() != {"send_time": 1.0}:
             assert time.monotonic() < deadline
             select.select([], [deaf], [], 0.1)
             try:
-                sent += deaf.send(asked * 10)
+                sent += deaf.send(question * 10)
             except BlockingIOError:
                 time.sleep(0.05)
             except (BrokenPipeError, ConnectionResetError):
                 break
-        # An answer is some 200 times a question: all that was sent would have been 100 MB and more.
+        # An answer is some 200 times as long as a question: the answers to all questions would be 100 MB and more.
         assert sent < 64 * 1024**2
         assert server.serves()
         assert server.cuts() == {"send_time": 1.0}
 
 
 def test_pipelined_queries_wait_until_their_answers_are_read() -> None:
-    # One piece of the network's size, so that no pause in reading can come between; an answer has 60 kB.
+    # The questions fit in one read, so that no pause in reading can come between; an answer has 60 kB.
     questions = 600
     with running(SMALL, workers=400) as server, server.connect() as deaf:
         deaf.sendall(request("/query_by_hash", ASKED, close=False) * questions)
@@ -335,17 +338,20 @@ def test_pipelined_queries_wait_until_their_answers_are_read() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert server.cuts() == {"send_time": 1.0}
-        # As many as the kernel's buffers hold, and one that waits.
+        # The server answered as many questions as the kernel's buffers hold, and one more, which waits.
         assert 0 < len(server.core.asked) < questions / 2
 
 
 def test_a_server_that_stops_waits_for_who_may_be_about_to_send() -> None:
-    """A request that meets a closed connection is lost: its client cannot know whether it was read."""
+    """Stop the server while clients may be about to send a request.
+
+    A request that meets a closed connection is lost, because its client cannot know whether it was read.
+    """
     with running(HttpLimits(next_request_s=3_600)) as server, server.connect() as new, server.connect() as kept:
         kept.sendall(request("/query_by_hash", ASKED, close=False))
         assert kept.recv(65_536).startswith(b"HTTP/1.1 200 ")
         server.end()
-        # All others are closed by then.
+        # Connections that may not send another request are closed by then.
         time.sleep(3 * LAST_REQUEST_S)
         for client in (new, kept):
             client.sendall(request("/query_by_hash", ASKED, close=False))

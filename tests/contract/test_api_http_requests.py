@@ -48,12 +48,12 @@ class Server:
         self._socket.close()
 
     def exchange(self, *pieces: bytes) -> bytes:
-        """Everything the server sends until it closes, after our side sent `pieces` one by one."""
+        """Send `pieces` one by one, and return everything that the server sends until it closes."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=10) as client:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for piece in pieces:
                 client.sendall(piece)
-                # Apart, so that they arrive as pieces.
+                # The pauses make the pieces arrive separately.
                 threading.Event().wait(0.02 if len(pieces) > 1 else 0)
             client.shutdown(socket.SHUT_WR) if not pieces[-1] else None
             received = b""
@@ -69,9 +69,9 @@ def request(path: str, body: bytes, *headers: str, method: str = "POST", close: 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.close()
+    instance = Server()
+    yield instance
+    instance.close()
 
 
 ASKED = request("/query_by_hash", GOOD)
@@ -81,7 +81,7 @@ def text(prompt: str, *, close: bool = True) -> bytes:
     return request("/select", json.dumps({"model": "m", "prompt": prompt}).encode(), close=close)
 
 
-# Pieces as they are sent, and the status of each answer in order.
+# The pieces that are sent, and the status of each answer in order.
 CASES = {
     "an answer": ((ASKED,), [200]),
     "a bad body": ((request("/query_by_hash", b"{"),), [400]),
@@ -127,14 +127,14 @@ CASES = {
 
 
 def statuses(answers: bytes) -> list[int]:
-    """Of each answer; the length of each body is checked."""
-    found = []
+    """Return the status of each answer, and check the length of each body."""
+    codes = []
     while answers:
         head, _, answers = answers.partition(b"\r\n\r\n")
-        found.append(int(head.split()[1]))
+        codes.append(int(head.split()[1]))
         length = re.search(rb"content-length: (\d+)", head)
         answers = answers[int(length[1]) :] if length else answers
-    return found
+    return codes
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -176,14 +176,14 @@ def test_a_kept_connection_serves_again(server: Server) -> None:
 def test_the_key_is_checked_before_the_body_is_read(path: str, header: str, status: int) -> None:
     server = Server(api_key="right")
     try:
-        given = [f"authorization: {header}"] if header else []
-        # A refused body is skipped, and the connection serves on.
-        sent = request(path, GOOD, *given, close=False) + request("/health", b"", method="GET")
+        key_headers = [f"authorization: {header}"] if header else []
+        # The body of a refused request is skipped, and the connection stays usable.
+        sent = request(path, GOOD, *key_headers, close=False) + request("/health", b"", method="GET")
         expected = 404 if (status, path) == (200, "/nowhere") else status
         assert statuses(server.exchange(sent)) == [expected, 200]
         if status == 401:
             with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
-                client.sendall(request(path, GOOD, *given)[:-10])
+                client.sendall(request(path, GOOD, *key_headers)[:-10])
                 assert client.recv(65_536).startswith(b"HTTP/1.1 401 ")
     finally:
         server.close()

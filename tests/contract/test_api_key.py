@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With an API key, only the health paths answer without it: every route there is, by every method."""
+"""With an API key, every route except the health paths requires it, with every method."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def routes() -> set[str]:
     app, _ = build(TinyCore(), api_key=KEY)
     cold = app.cold
     assert isinstance(cold, FastAPI)
-    # Newer versions of FastAPI keep an included router whole.
+    # Newer versions of FastAPI keep an included router as one route.
     routers = [getattr(route, "original_router", None) for route in cold.routes]
-    known = [*cold.routes, *(route for router in routers if router for route in router.routes)]
-    found = {route.path for route in known if isinstance(route, Route)}
-    # Hot paths are in no application, and in the document.
-    found |= set(call(app, "GET", "/openapi.json", headers={"authorization": f"Bearer {KEY}"}).json()["paths"])
-    # One of each kind, so that the walk is known to see them.
+    all_routes = [*cold.routes, *(route for router in routers if router for route in router.routes)]
+    paths = {route.path for route in all_routes if isinstance(route, Route)}
+    # Hot paths are not routes of the application, but the document lists them.
+    paths |= set(call(app, "GET", "/openapi.json", headers={"authorization": f"Bearer {KEY}"}).json()["paths"])
+    # One path of each kind must be among them, so that the test is known to see that kind.
     assert {
         "/query",
         "/select",
@@ -52,8 +52,8 @@ def routes() -> set[str]:
         "/metrics",
         "/docs",
         "/openapi.json",
-    } <= found
-    return found
+    } <= paths
+    return paths
 
 
 @pytest.mark.parametrize(
@@ -69,16 +69,18 @@ def test_no_path_but_health_is_open(path: str) -> None:
     app, _ = build(core, api_key=KEY)
     called = path.replace("{worker_id:name}", "w0").replace("{worker_id}", "w0")
     for method in METHODS:
-        for given in WRONG:
-            answer = call(app, method, called, b"{}", headers={} if given is None else {"authorization": given})
+        for authorization in WRONG:
+            answer = call(
+                app, method, called, b"{}", headers={} if authorization is None else {"authorization": authorization}
+            )
             if path in HEALTH_PATHS:
-                assert answer.status in (200, 405), (method, given)
+                assert answer.status in (200, 405), (method, authorization)
             else:
-                assert answer.status == 401, (method, given)
+                assert answer.status == 401, (method, authorization)
                 assert method == "HEAD" or answer.error["code"] == "invalid_api_key"
                 assert KEY not in str(answer)
         if method == "GET" and path in ("/events", "/v1/events"):
-            # With the key it has no end.
+            # With the key, the stream has no end.
             continue
         right = call(app, method, called, b"{}", headers={"authorization": f"Bearer {KEY}"})
         assert right.status != 401, method
@@ -93,16 +95,16 @@ def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch: pytest.
     compared: list[tuple[bytes, bytes]] = []
     compare = hmac.compare_digest
 
-    def watched(given: bytes, right: bytes) -> bool:
-        compared.append((given, right))
-        return compare(given, right)
+    def watched(key_sent: bytes, right: bytes) -> bool:
+        compared.append((key_sent, right))
+        return compare(key_sent, right)
 
     monkeypatch.setattr(hmac, "compare_digest", watched)
     app, _ = build(TinyCore(), api_key=KEY, api_keys_file=str(file))
-    for given, status in (("a", 401), (KEY[:-1], 401), (KEY, 200), ("a-key-of-the-file-1", 200)):
+    for key_sent, status in (("a", 401), (KEY[:-1], 401), (KEY, 200), ("a-key-of-the-file-1", 200)):
         compared.clear()
-        assert call(app, "GET", "/workers", headers={"authorization": f"Bearer {given}"}).status == status
-        # Digests, so that not even a length shows; and none is left out behind the right one.
+        assert call(app, "GET", "/workers", headers={"authorization": f"Bearer {key_sent}"}).status == status
+        # Digests are compared, so that not even a length shows, and the comparison continues after the right key.
         assert len(compared) == 3
-        assert {one for one, _ in compared} == {hashlib.sha256(given.encode()).digest()}
+        assert {sent_digest for sent_digest, _ in compared} == {hashlib.sha256(key_sent.encode()).digest()}
         assert len({right for _, right in compared}) == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page and its files: which there are, with which headers, and what a browser without the key gets."""
+"""The page and its files: their names, their headers, and the answer to a browser without the key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.contract.api_support import TinyCore, build, call
 
 KEY = "correct-horse-battery"
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-# Of the release of uPlot that docs/reference/dependencies.md names.
+# The hashes of the files of uPlot, in the release that docs/reference/dependencies.md names.
 UPLOT_SHA256 = {
     "uPlot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uPlot.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
@@ -58,7 +58,7 @@ def test_a_browser_without_the_key_gets_the_page_that_wants_it_and_programs_the_
         assert page.headers["www-authenticate"] == "Bearer" and "content-security-policy" in page.headers
     program = call(app, "GET", "/")
     assert (program.status, program.error["code"]) == (401, "invalid_api_key")
-    # Only the page itself: what it shows is behind the key.
+    # Only the page itself is open; the data that it shows require the key.
     for path in ("/workers", "/metrics", "/events", "/store"):
         assert call(app, "GET", path, headers=HTML).error["code"] == "invalid_api_key"
     right = call(app, "GET", "/", headers=HTML | {"authorization": f"Bearer {KEY}"})
@@ -66,8 +66,8 @@ def test_a_browser_without_the_key_gets_the_page_that_wants_it_and_programs_the_
 
 
 def test_the_files_name_each_other_and_nothing_else() -> None:
-    found = {name: file.content.decode() for name, file in page_files().items()}
-    own = {name: text for name, text in found.items() if not name.startswith("uPlot")}
+    texts = {name: file.content.decode() for name, file in page_files().items()}
+    own = {name: text for name, text in texts.items() if not name.startswith("uPlot")}
     html = own[INDEX]
     assert "<style" not in html and re.search(r"<script(?![^>]*\bsrc=)", html) is None
     assert re.search(r"\son\w+=|style=", html) is None
@@ -76,10 +76,10 @@ def test_the_files_name_each_other_and_nothing_else() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
             name
         )
-        # A name space is no address.
+        # The address of a namespace is never fetched.
         assert not re.search(r"(?:https?:)?//[a-z0-9-]+\.[a-z]", text.replace("http://www.w3.org/2000/svg", "")), name
         named |= set(re.findall(r'from "\./([^"]+)"', text))
-    assert named == set(found) - {INDEX, "uPlot-license.txt"}
+    assert named == set(texts) - {INDEX, "uPlot-license.txt"}
 
 
 def test_the_chart_library_is_the_release_that_is_named() -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""API keys with scopes: every route has one, by a table that no new route can miss; keys change while the router runs;
-and registrations have a rate."""
+"""API keys with scopes: every route has a scope, keys change while the router runs, and registrations have a rate.
+
+The table of scopes is compared with the routes, so that a new route cannot be missed.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,22 @@ from tests.contract.api_support import Answer, TinyCore, ask_app, build, call, h
 
 WAIT_S = 20.0
 OPEN = {"/health", "/ready"}
-# A key for each scope, named as it.
+# A key for each scope, with the scope's name.
 KEYS = {scope: f"the-key-with-the-scope-{scope}" for scope in Scope}
 SETTING_KEY = "the-key-of-the-setting"
 
 
 def routes() -> list[Route]:
-    """All that the API has, whatever the table says."""
+    """Return all routes that the API has, independent of the table of scopes."""
     app, _ = build(TinyCore())
     cold = [route for route in app.cold.state.routes if isinstance(route, APIRoute)]  # type: ignore[attr-defined]
-    found = [(method, route.path_format) for route in cold for method in route.methods or ()]
-    assert len(found) > 20
-    return [*found, ("GET", EVENTS), *(("POST", path) for path in (*PATHS, *(one[0] for one in HOT_OPERATIONS)))]
+    cold_routes = [(method, route.path_format) for route in cold for method in route.methods or ()]
+    assert len(cold_routes) > 20
+    return [
+        *cold_routes,
+        ("GET", EVENTS),
+        *(("POST", path) for path in (*PATHS, *(operation[0] for operation in HOT_OPERATIONS))),
+    ]
 
 
 def listed(*keys: tuple[str, list[Scope], str]) -> str:
@@ -86,10 +92,10 @@ def test_each_scope_admits_its_routes_alone(core: TinyCore, file: Path, route: R
     for scope, key in KEYS.items():
         wanted = SCOPES[route]
         admitted = scope is Scope.ADMIN or scope in wanted or path in OPEN
-        # `ask` includes the two, and keys had it before they existed.
+        # `ask` includes `proxy` and `hits`, because keys had `ask` before those two existed.
         admitted = admitted or (scope is Scope.ASK and not {Scope.PROXY, Scope.HITS}.isdisjoint(wanted))
         if (method, path) == ("GET", EVENTS) and admitted:
-            # It has no end.
+            # An admitted stream of events has no end.
             continue
         answer = call(app, method, path, b"{}", headers=bearer(key))
         if admitted:
@@ -97,7 +103,7 @@ def test_each_scope_admits_its_routes_alone(core: TinyCore, file: Path, route: R
         elif not path.startswith("/page/"):
             assert answer.status == 403, (scope, answer)
             assert answer.error["code"] == "missing_scope"
-            # Which key it was, and what it takes.
+            # The message names the key, and the scopes that the route accepts.
             message = answer.error["message"]
             assert f"the API key {scope} has the scope {scope}," in message
             assert any(wanted in message.partition("takes one with")[2] for wanted in SCOPES[route])
@@ -128,7 +134,7 @@ def test_no_spelling_of_a_path_gets_past_its_scope(core: TinyCore, file: Path, p
         answer = asyncio.run(
             raw(app, sent.encode() + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         )
-        # Refused, or no such route: never done.
+        # The request is refused, or there is no such route; it is never carried out.
         assert answer.split()[1] in (b"403", b"404", b"405"), (method, answer)
     assert not core.registered
 
@@ -158,26 +164,26 @@ def test_requests_are_counted_by_the_name_of_their_key(core: TinyCore, file: Pat
         assert sample(registry, "key_requests_total", key=name, outcome=outcome) == value
 
 
-# Files that change.
+# Key files that change.
 
 
 class Watched:
-    """An API whose files are looked at until `close`."""
+    """An API that polls its key file every 10 ms while `access.watch` runs."""
 
     def __init__(self, core: TinyCore, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         monkeypatch.setattr(access_module, "POLL_S", 0.01)
-        made: list[Access] = []
+        instances: list[Access] = []
 
         def keep(*arguments: object, **more: object) -> Access:
-            made.append(Access(*arguments, **more))  # type: ignore[arg-type]
-            return made[-1]
+            instances.append(Access(*arguments, **more))  # type: ignore[arg-type]
+            return instances[-1]
 
         monkeypatch.setattr("kvrouter.router.serve.api.http.fastapi_app.Access", keep)
         self.app, self.registry = build(core, **settings)
-        self.access = made[0]
+        self.access = instances[0]
 
     async def until(self, key: str, status: int) -> Answer:
-        """Asks with the key until the answer has this status."""
+        """Send requests with the key until the answer has this status, and return the answer."""
         deadline = time.monotonic() + WAIT_S
         while True:
             answer = await ask_app(self.app, "GET", "/workers", headers=bearer(key))
@@ -193,7 +199,7 @@ def watched(core: TinyCore, file: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def write(file: Path, text: str | None) -> None:
-    """None: it is gone."""
+    """Write the file, or delete it if the text is None."""
     if text is None:
         file.unlink()
     else:
@@ -204,9 +210,9 @@ def test_keys_are_changed_without_a_restart_and_a_broken_file_changes_nothing(wa
     old, new = KEYS[Scope.WATCH], "the-new-key-to-watch-with"
 
     async def change() -> None:
-        looking = asyncio.create_task(watched.access.watch())
+        watching = asyncio.create_task(watched.access.watch())
         try:
-            # Both are valid at once, so that clients change one after the other.
+            # Both keys are valid at the same time, so that clients can change one after the other.
             write(file, listed(("watch", [Scope.WATCH], old), ("new", [Scope.WATCH], new)))
             await watched.until(new, 200)
             await watched.until(old, 200)
@@ -235,7 +241,7 @@ def test_keys_are_changed_without_a_restart_and_a_broken_file_changes_nothing(wa
             refused = sample(watched.registry, "access_reloads_total", file="api_keys", outcome="refused")
             assert refused == 2.0
         finally:
-            looking.cancel()
+            watching.cancel()
 
     asyncio.run(change())
 
@@ -252,7 +258,7 @@ def test_registrations_that_come_too_fast_are_refused_and_nothing_else_is(
     core: TinyCore, file: Path, key: str | None
 ) -> None:
     more: dict[str, Any] = {} if key is None else {"api_keys_file": str(file)}
-    # A burst of four for each of max_workers, and then next to nothing.
+    # The rate allows a burst of four for each of max_workers, and then almost none.
     app, registry = build(core, max_workers=2, registrations_per_s=0.01, **more)
     headers = {} if key is None else bearer(key)
     sent = [
@@ -265,18 +271,18 @@ def test_registrations_that_come_too_fast_are_refused_and_nothing_else_is(
         ("POST", "/register", body(3)),
         ("POST", "/register", body(4)),
     ]
-    assert [call(app, method, path, given, headers=headers).status for method, path, given in sent] == [200] * 8
-    for method, path, given in sent:
-        late = call(app, method, path, given, headers=headers)
+    assert [call(app, method, path, payload, headers=headers).status for method, path, payload in sent] == [200] * 8
+    for method, path, payload in sent:
+        late = call(app, method, path, payload, headers=headers)
         assert late.status == 429 and late.error["code"] == "too_many_registrations"
         assert late.error["type"] == "rate_limit_error"
         assert 90 <= int(late.headers["retry-after"]) <= 100
     assert len(core.registered) == 3
     assert sample(registry, "registrations_limited_total") == 8.0
-    # Reading and asking are not limited, and neither is another key.
-    asking = {} if key is None else bearer(KEYS[Scope.ASK])
+    # Reads and queries are not limited, and neither is another key.
+    ask_headers = {} if key is None else bearer(KEYS[Scope.ASK])
     assert call(app, "GET", "/workers", headers=headers).status == 200
-    assert call(app, "POST", "/query_by_hash", {"model": "m", "block_hashes": [1]}, headers=asking).status == 200
+    assert call(app, "POST", "/query_by_hash", {"model": "m", "block_hashes": [1]}, headers=ask_headers).status == 200
     if key is not None:
         assert call(app, "POST", "/register", body(9), headers=bearer(KEYS[Scope.ADMIN])).status == 200
 

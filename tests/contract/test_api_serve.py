@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter serve` as a process: the start-up line, a real socket, the whole stack below it, and both ways to stop
-it."""
+"""`kvrouter serve` as a process: its start-up line, a real socket, the whole stack, and both ways to stop it."""
 
 from __future__ import annotations
 
@@ -21,13 +20,16 @@ import pytest
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
-# A user's settings are not these tests'.
+# Settings of the user's environment must not reach the router.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("KVROUTER_")}
 
 
 @contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """(process, the line it printed). Router and private server are ended by their own pids, also when a test fails."""
+    """Run a router; yield its process and the line that it printed.
+
+    Router and private server are ended by their own pids, also when a test fails.
+    """
     command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--port", "0", "--data-dir", str(folder / "data")]
     with (folder / "log").open("a") as log:
         process = subprocess.Popen(
@@ -59,7 +61,7 @@ def valkey_pid(folder: Path) -> int:
 
 
 def is_private_server(folder: Path, pid: int) -> bool:
-    """Whether `pid` is the server of this folder, and not a stranger that got the number later."""
+    """Return whether `pid` is the server of this folder, and not another process that got the number later."""
     try:
         return Path(f"/proc/{pid}/cwd").readlink() == folder / "data"
     except OSError:
@@ -67,7 +69,10 @@ def is_private_server(folder: Path, pid: int) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """A zombie counts as ended: in a container nobody may reap the orphan."""
+    """Return whether the process runs.
+
+    A zombie counts as ended, because in a container possibly no process reaps the orphan.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -76,7 +81,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_starts_answers_and_stops_cleanly(tmp_path: Path, number: signal.Signals) -> None:
-    # An engine that has not answered yet: a refused connection would say that nobody is there.
+    # An engine that has not answered yet; a refused connection would show that no engine is there.
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         serving(tmp_path, "--worker", f"w0=http://127.0.0.1:{silent.getsockname()[1]},model=m") as (process, line),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every endpoint of ours is one endpoint at two paths: as it stands and below `/v1`. What belongs to OpenAI's API below
-`/v1` stays what it is."""
+"""Each of our endpoints is one endpoint at two paths, with and without `/v1`.
+
+Paths of OpenAI's API below `/v1` keep their meaning.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ COUNTED = "kvrouter_requests"
 
 
 def prepared(path: str) -> tuple[HttpApi, MetricRegistry]:
-    """An API with what an example of this path is about."""
+    """Return an API with the workers and the reservation that the example of this path needs."""
     app, registry = build(TinyCore([hit(WORKER, 16, 32, 48)]), tokens=TinyTokens())
     for worker_id in (WORKER, SECOND_WORKER):
         call(app, "POST", "/register", {"worker_id": worker_id, "model": "m", "url": "http://h:1"})
@@ -34,18 +36,18 @@ def prepared(path: str) -> tuple[HttpApi, MetricRegistry]:
 
 
 def counted(registry: MetricRegistry) -> dict[tuple[str, str], float]:
-    """Requests by path and status."""
-    found = {}
+    """Return the number of requests by path and status."""
+    counts = {}
     for family in registry.collect():
         if family.name == COUNTED:
             for sample in family.samples:
                 if sample.name.endswith("_total"):
-                    found[sample.labels["path"], sample.labels["code"]] = sample.value
-    return found
+                    counts[sample.labels["path"], sample.labels["code"]] = sample.value
+    return counts
 
 
 def outcome(version: str, method: str, path: str) -> tuple[Answer, dict[tuple[str, str], float]]:
-    """The answer to the path's example, and all that was counted until then."""
+    """Send the path's example; return the answer and everything that was counted until then."""
     app, registry = prepared(path)
     text = json.dumps(EXAMPLES[method, path]).replace(MODEL, "m")
     target = version + path.format(**{name: value for name, (_, value) in PATH_PARTS.items()})
@@ -109,7 +111,7 @@ def test_a_reservation_below_the_version_ends_on_both_ways(method: str, part: st
         call(app, "POST", "/v1/select_and_reserve", {"model": "m", "token_ids": [1], "selection_id": SELECTION})
 
     reserve()
-    # The content alone: it is done, without the long way.
+    # `respond_plain` returns the content alone, so the reservation ended on the fast path.
     assert app.respond_plain(head, short) == b'{"status":"ok"}'
     for sent in (short, f"{line}X-Unknown: 1\r\n{length}".encode()):
         reserve()
@@ -124,7 +126,7 @@ def test_what_openai_clients_send_keeps_its_path() -> None:
         assert app.paths.unversioned(path) == path
         assert app.paths.spellings(path) == (path,)
     assert call(app, "GET", "/v1/models/m").json()["id"] == "m"
-    # A model may be called like an endpoint.
+    # A model may have the name of an endpoint.
     assert call(app, "GET", "/v1/models/workers").error["code"] == "unknown_model"
 
 

@@ -95,7 +95,7 @@ def test_a_full_registration(core: TinyCore, path: str) -> None:
 )
 def test_a_bare_dynamo_or_mooncake_registration_works(core: TinyCore, body: dict[str, Any]) -> None:
     answer = call(build(core)[0], "POST", "/register", body)
-    # A number comes back as one.
+    # An id that was sent as a number is returned as a number.
     assert answer.json() == {
         "status": "ok",
         "worker_id": "42" if body["instance_id"] == "42" and "worker_id" not in body else 42,
@@ -273,8 +273,8 @@ def test_one_worker_has_the_rows_of_all_its_ranks_and_models(core: TinyCore) -> 
     def rows(path: str, query: str = "") -> list[dict[str, Any]]:
         answer = call(app, "GET", path, query=query)
         assert answer.status == 200
-        found: list[dict[str, Any]] = answer.json()["workers"]
-        return found
+        listed: list[dict[str, Any]] = answer.json()["workers"]
+        return listed
 
     assert rows("/workers/w0") == [row for row in every if row["worker_id"] == "w0"] and len(rows("/workers/w0")) == 3
     assert rows("/workers/w0", "dp_rank=1") == [row for row in every if row["dp_rank"] == 1]
@@ -345,7 +345,7 @@ def test_a_worker_drains_until_it_is_active_again(core: TinyCore) -> None:
     (worker,) = core.registered
     assert call(app, "PATCH", "/workers/w0", {"state": "draining"}).status == 200
     assert core.registered[worker].draining
-    # An engine that registers again does not know.
+    # An engine that registers again does not know that it is drained.
     call(app, "POST", "/register", body | {"url": "http://h:2"})
     assert (core.registered[worker].draining, core.registered[worker].url) == (True, "http://h:2")
     call(app, "PATCH", "/workers/w0", {"url": "http://h:3"})
@@ -356,7 +356,7 @@ def test_a_worker_drains_until_it_is_active_again(core: TinyCore) -> None:
 
 
 class TurnsCore(TinyCore):
-    """A fleet of `rows` workers, which keeps at which turn of the loop each row was made."""
+    """A core with `rows` workers that records the turn of the event loop in which each row was made."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -377,9 +377,9 @@ class TurnsCore(TinyCore):
 
 def test_a_long_list_of_workers_lets_others_have_their_turn() -> None:
     async def listed(core: TurnsCore) -> int:
-        counting = asyncio.create_task(core.count_turns())
+        counter = asyncio.create_task(core.count_turns())
         answer = await ask_app(build(core)[0], "GET", "/workers")
-        counting.cancel()
+        counter.cancel()
         return len(answer.json()["workers"])
 
     core = TurnsCore(3 * ROWS_A_TURN)

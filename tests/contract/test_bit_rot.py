@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One flipped bit anywhere in Valkey's file of commands: the loaded state is the one after some commit, or the value is
-refused by name. Real files of a real Valkey, which reads them again after each flip.
+"""Flip one bit of Valkey's file of commands: either a state that was committed is loaded, or the value is refused.
+
+A refusal names the value. The files are real files of a real Valkey, which reads them again after each flip.
 
     python -m tests.contract.test_bit_rot --flips 500 --seed 1
 """
@@ -24,14 +25,14 @@ from tests.contract.index_support import CPU, GPU, Residency, change, checkpoint
 from tests.support.store_server import StoreServer
 
 WORKER = WorkerKey("m", "w")
-# Commands go to the file at once, and its first part is not rewritten meanwhile.
+# Commands are written to the file at once, and its first part is not rewritten meanwhile.
 OPTIONS = ("--appendonly", "yes", "--appendfsync", "always", "--auto-aof-rewrite-percentage", "0")
 COMMITS = 8
 CHECKPOINT_AFTER = 4
 FLIPS = 60
 
 Copies = dict[tuple[Place, int], int]
-# Blocks held and their numbers of copies, after each commit.
+# The blocks and their numbers of copies, after each commit.
 History = dict[int, tuple[Residency, Copies]]
 
 
@@ -55,7 +56,7 @@ async def write_history(url: str) -> History:
         await store.commit(
             Commit(WORKER, "e", seq, seq, changes, counts, {"state": b"live", "fingerprint": b"7"}), lease
         )
-        history[seq] = ({place: set(there) for place, there in blocks.items()}, dict(copies))
+        history[seq] = ({place: set(hashes) for place, hashes in blocks.items()}, dict(copies))
         if seq == CHECKPOINT_AFTER:
             await store.checkpoint(checkpoint(WORKER, "e", seq, blocks), lease)
     await store.close()
@@ -67,7 +68,7 @@ async def judge(url: str, history: History) -> str:
     try:
         store = await IndexStore.open(url)
     except StoreUnavailable:
-        # The server answered while it still read its file.
+        # The server answered while it was still reading its file.
         return "the server refuses its file"
     try:
         image = await store.load(WORKER)
@@ -81,8 +82,8 @@ async def judge(url: str, history: History) -> str:
         return "nothing is there"
     assert image.epoch == "e"
     blocks, counts = history[-1 if image.seq is None else image.seq]
-    assert held(image.places) == {place: there for place, there in blocks.items() if there}, "other blocks"
-    # One copy too few only loses credit; one too many would outlive its block.
+    assert held(image.places) == {place: hashes for place, hashes in blocks.items() if hashes}, "other blocks"
+    # One copy too few only loses credit, but one too many would outlive its block.
     assert all(counts.get(name, 1) >= count for name, count in copies.items()), "more copies"
     return "as committed" if image.seq == COMMITS - 1 else "as of an earlier commit"
 

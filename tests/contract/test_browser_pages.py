@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that a web page makes a browser send. At a router without a key none of them reads or changes anything, and
-requests of other clients are accepted as before.
+"""Requests that a web page makes a browser send.
+
+At a router without a key, no such request reads or changes anything, and requests of other clients are accepted as
+before.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def refused(registry: MetricRegistry, reason: str) -> float | None:
     return registry.get_sample_value("kvrouter_foreign_requests_total", {"reason": reason})
 
 
-# The host for which the browser takes the router.
+# The host for which the browser takes the router:
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES, ids=map(" ".join, ROUTES))
@@ -102,11 +104,11 @@ def test_which_hosts_are_taken(
     app, _ = build(core, **settings)
     key = {"authorization": f"Bearer {KEY}"} if "api_key" in settings else {}
     for host in admitted:
-        # Send it twice, since the second request takes the short way, and on the paths that bypass the general parser.
+        # Send it twice, since the second request takes the fast path, on the paths that have one.
         for _ in range(2):
             assert call(app, "GET", "/workers", host=host, headers=key).status == 200, host
             assert call(app, "POST", "/query_by_hash", HASHES, host=host, headers=key).status == 200, host
-    # Send the foreign ones after others were remembered.
+    # Send the foreign hosts after the admitted ones were remembered.
     for host in foreign:
         assert call(app, "GET", "/workers", host=host).status == 403, host
         assert call(app, "POST", "/query_by_hash", HASHES, host=host).status == 403, host
@@ -135,7 +137,7 @@ def test_many_admitted_hosts_do_not_fill_the_memory(core: TinyCore) -> None:
     assert app.known_hosts is not None and len(app.known_hosts) == MAX_KNOWN_HOSTS
 
 
-# The page that has the request sent.
+# The page from which the request comes:
 
 FOREIGN = (
     {"origin": "https://evil.example"},
@@ -173,7 +175,7 @@ def test_which_pages_are_foreign(core: TinyCore) -> None:
     app, _ = build(core)
     for page in FOREIGN:
         assert call(app, "POST", "/register", WORKER, host="localhost:30000", headers=page).status == 403, page
-        # The answer is not shown to it.
+        # A read is answered, but the browser does not show the answer to the page.
         assert call(app, "GET", "/workers", host="localhost:30000", headers=page).status == 200, page
     assert not core.registered
     for number, page in enumerate(OWN):
@@ -195,7 +197,7 @@ def test_a_key_does_not_make_a_page_less_foreign_and_a_listed_origin_does(core: 
     assert call(app, "POST", "/register", WORKER, headers=FOREIGN[0]).status == 200
 
 
-# Bodies of types that a page may send without a preflight.
+# Bodies of types that a page may send without a preflight:
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "Text/Plain;charset=UTF-8", "multipart/form-data; boundary=x"])

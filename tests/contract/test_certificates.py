@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates as their files hold them, beside what openssl says of them."""
+"""Certificates as read from their files, compared with the output of openssl."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 def test_the_validity_is_what_openssl_says(authority: Authority) -> None:
     pair = authority.issue("dated", days=45)
-    found = validity_of(pair.certificate.read_text())
+    validity = validity_of(pair.certificate.read_text())
 
     def said(which: str) -> float:
         line = openssl(pair.certificate.parent, "x509", f"-{which}", "-noout", "-in", str(pair.certificate))
         return calendar.timegm(time.strptime(line.partition("=")[2].strip(), "%b %d %H:%M:%S %Y %Z"))
 
-    assert (found.begins_s, found.ends_s) == (said("startdate"), said("enddate"))
-    assert 44 * DAY_S < found.ends_s - time.time() < 46 * DAY_S
-    # Of a chain, that of all of them; a year after 2049 is written in another way.
+    assert (validity.begins_s, validity.ends_s) == (said("startdate"), said("enddate"))
+    assert 44 * DAY_S < validity.ends_s - time.time() < 46 * DAY_S
+    # The validity of a chain is that of all its certificates; a year after 2049 is encoded in another way.
     late = authority.issue("late", days=365 * 40)
     far = validity_of(late.certificate.read_text())
     assert far.ends_s - time.time() > 39 * 365 * DAY_S
     chain = validity_of(late.certificate.read_text() + pair.certificate.read_text())
-    assert chain.ends_s == found.ends_s
+    assert chain.ends_s == validity.ends_s
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4, 20, 60, 100])
@@ -62,7 +62,7 @@ def test_pairs_that_are_none_are_refused_with_the_reason(authority: Authority, t
         read_certificate(CertificateFiles(*pair, client_ca=pair.key))
     with pytest.raises(FileNotFoundError):
         read_certificate(CertificateFiles(pair.certificate, tmp_path / "none"))
-    # OpenSSL would ask at the terminal.
+    # For an encrypted key, OpenSSL would prompt at the terminal.
     locked = tmp_path / "locked.key"
     openssl(tmp_path, "ec", "-in", str(pair.key), "-out", str(locked), "-aes256", "-passout", "pass:secret")
     with pytest.raises(SettingError, match="is encrypted"):

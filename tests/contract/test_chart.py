@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Helm chart, rendered by Helm's own engine: an API server takes every object of every profile, the objects fit each
-other, and they say of the router what the router takes."""
+"""The Helm chart, rendered by Helm's own engine.
+
+An API server accepts every object of every profile, the objects fit each other, and the router accepts its settings.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ WORKLOADS = ("Deployment", "StatefulSet")
 
 
 def labels_of(workload: dict[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
-    return found
+    labels: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
+    return labels
 
 
 def flags(arguments: list[str]) -> dict[str, Any]:
@@ -40,9 +42,9 @@ def flags(arguments: list[str]) -> dict[str, Any]:
 
 
 def settings(objects: Objects) -> Config:
-    """The settings of the router that these objects start."""
+    """Return the settings of the router that these objects start."""
     router = container(one(objects, "Deployment"))
-    environ = {each["name"]: each.get("value", "redis://secret:6379") for each in router["env"]}
+    environ = {variable["name"]: variable.get("value", "redis://secret:6379") for variable in router["env"]}
     return load_config(None, environ, flags(router["args"]))
 
 
@@ -111,7 +113,7 @@ def test_what_an_object_names_is_there(name: str) -> None:
     engines = {"app.kubernetes.io/component": "engine"}
     for selector in selectors:
         chosen = [workload for workload in workloads if selector.items() <= labels_of(workload).items()]
-        # Engines may be another's: then a selector of theirs fits nothing here.
+        # Engines may be deployed elsewhere; then a selector of engines matches no workload of the chart.
         assert len(chosen) == 1 or (not chosen and engines.items() <= selector.items())
 
 
@@ -124,8 +126,8 @@ def test_the_routers_settings_are_its_own_and_find_the_engines(name: str) -> Non
     ports = {"http": config.port} | ({} if config.gateway_port is None else {"grpc": config.gateway_port})
     assert container(deployment)["ports"] == [{"name": name, "containerPort": port} for name, port in ports.items()]
     wanted = dict(part.split("=") for part in config.kubernetes_selector.split(","))
-    found = [each for each in objects if each["kind"] in WORKLOADS and wanted.items() <= labels_of(each).items()]
-    assert [each["metadata"]["name"] for each in found] == ["kvrouter-engine"] * PROFILES[name].get("engine", {}).get(
+    engines = [each for each in objects if each["kind"] in WORKLOADS and wanted.items() <= labels_of(each).items()]
+    assert [each["metadata"]["name"] for each in engines] == ["kvrouter-engine"] * PROFILES[name].get("engine", {}).get(
         "enabled", False
     ), "neither itself nor the store"
 
@@ -135,11 +137,11 @@ def test_a_rollout_has_time_for_all_of_a_routers_end(name: str) -> None:
     objects = rendered(name)
     deployment = one(objects, "Deployment")
     router = container(deployment)
-    given = flags(router["args"])
-    ends = float(given["shutdown_delay_s"]) + float(given["drain_s"]) + CLOSE_TIMEOUT_S
+    arguments = flags(router["args"])
+    ends = float(arguments["shutdown_delay_s"]) + float(arguments["drain_s"]) + CLOSE_TIMEOUT_S
     assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > ends
-    # Its readiness fails in time for the delay to be one.
-    assert float(given["shutdown_delay_s"]) >= 5 and "lifecycle" not in router
+    # The delay is long enough for the failing readiness to be noticed.
+    assert float(arguments["shutdown_delay_s"]) >= 5 and "lifecycle" not in router
     assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
     assert router["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert {router[probe]["httpGet"]["path"] for probe in ("livenessProbe", "startupProbe")} == {"/health"}
@@ -172,7 +174,8 @@ def test_a_router_of_the_chart_answers_to_all_that_its_objects_call_it() -> None
         service = one(objects, "Service")["metadata"]
         domain = values.get("service", {}).get("clusterDomain", "cluster.local")
         above = f"{service['name']}.{service['namespace']}"
-        # Clients in the cluster, probes and Prometheus (a pod's address), and a user who forwards a port.
+        # The hosts of clients in the cluster, of probes and Prometheus (a pod's address), and of a user who forwards a
+        # port.
         for host in (service["name"], above, f"{above}.svc", f"{above}.svc.{domain}", "10.0.0.5", "localhost", *names):
             assert policy.host_problem(f"{host}:80".encode()) is None, host
         for host in ("evil.example", f"evil.example.{domain}", f"{above}.evil.example"):
@@ -199,8 +202,8 @@ def test_an_engines_pod_is_a_worker_with_its_event_ports(name: str) -> None:
     status = {"podIP": "10.0.0.5", "phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
     raw = json.dumps({"metadata": {"name": "e-0", **template["metadata"]}, "spec": template["spec"], "status": status})
     (candidate,) = candidates_of(msgspec.json.decode(raw.encode(), type=Pod))
-    known = candidate.registration
-    assert (known.url, known.events, known.replay) == (
+    found_registration = candidate.registration
+    assert (found_registration.url, found_registration.events, found_registration.replay) == (
         "http://10.0.0.5:8000",
         "tcp://10.0.0.5:5557",
         "tcp://10.0.0.5:5558",
@@ -214,7 +217,7 @@ def test_an_engines_pod_is_a_worker_with_its_event_ports(name: str) -> None:
             "endpoint": "tcp://*:5557",
             "replay_endpoint": "tcp://*:5558",
         }
-        # Without it nobody knows what was reused.
+        # Without these details, the reused tokens are not reported.
         assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(words)
         assert container(engine)["env"][0] == {"name": "PYTHONPATH", "value": "/patch"}
     else:
@@ -244,8 +247,11 @@ def test_the_pool_asks_the_routers_for_endpoints(name: str) -> None:
     assert {"name": "http", "containerPort": pool["spec"]["targetPorts"][0]["number"]} in container(engine)["ports"]
     if name == "everything":
         (mounted,) = (each["mountPath"] for each in router["volumeMounts"] if each["name"] == "gateway-tls")
-        given = flags(router["args"])
-        assert given["gateway_certificate"] == f"{mounted}/tls.crt" and given["gateway_key"] == f"{mounted}/tls.key"
+        arguments = flags(router["args"])
+        assert (
+            arguments["gateway_certificate"] == f"{mounted}/tls.crt"
+            and arguments["gateway_key"] == f"{mounted}/tls.key"
+        )
 
 
 def test_only_routers_reach_the_event_ports_and_the_store() -> None:
@@ -294,8 +300,8 @@ def test_a_certificate_and_keys_reach_the_router_and_who_asks_it() -> None:
         {"secretName": "port-tls"},
         {"secretName": "scopes"},
     )
-    for found, scheme in ((objects, "HTTPS"), (rendered("defaults"), "HTTP")):
-        probed = container(one(found, "Deployment"))
+    for variant, scheme in ((objects, "HTTPS"), (rendered("defaults"), "HTTP")):
+        probed = container(one(variant, "Deployment"))
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert probed[probe]["httpGet"]["scheme"] == scheme
     (endpoint,) = one(objects, "ServiceMonitor")["spec"]["endpoints"]
@@ -343,16 +349,16 @@ def test_the_schema_has_the_values_and_no_others() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
 
     def allowed(under: dict[str, Any], above: str = "") -> set[str]:
-        found = set()
-        for name, one_of_them in under.get("properties", {}).items():
-            found |= {f"{above}{name}"} | allowed(one_of_them, f"{above}{name}.")
-        return found
+        paths = set()
+        for name, subschema in under.get("properties", {}).items():
+            paths |= {f"{above}{name}"} | allowed(subschema, f"{above}{name}.")
+        return paths
 
-    # `global` is Helm's own.
+    # `global` is a value of Helm itself.
     wanted = allowed(schema) - {"global"}
     assert wanted <= keys(values)
     assert {path for path in keys(values) - wanted if path.rpartition(".")[0] in wanted} <= {
-        # Under these, names are the user's or those of a definition.
+        # Names below these values are the user's, or come from a definition.
         *(
             path
             for path in keys(values)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a worker's checkpoint is written, and that whoever reads the store finds what the engine holds, whenever that
-is. Real store, sockets and streams."""
+"""The moments at which a worker's checkpoint is written.
+
+A router that reads the store always finds the blocks that the engine holds. Store, sockets and streams are real.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ META = keys.meta(WORKER)
 
 
 def numbers(server: StoreServer) -> tuple[int, int]:
-    """The last entry that the checkpoint has, and the last of the log."""
-    found = server.client.hmget(META, keys.META_CHECKPOINT, keys.META_COMMITS)
-    return int(found[0] or 0), int(found[1] or 0)
+    """Return the number of the last entry in the checkpoint, and that of the last entry in the log."""
+    fields = server.client.hmget(META, keys.META_CHECKPOINT, keys.META_COMMITS)
+    return int(fields[0] or 0), int(fields[1] or 0)
 
 
 def is_settled(server: StoreServer) -> bool:
@@ -86,7 +88,7 @@ def test_without_quiet_a_long_tail_brings_a_checkpoint_and_a_short_one_does_not(
             await until(lambda: held_in_store(server) == set(CHAIN), "not committed")
             done, commits = numbers(server)
             assert done < commits and stored_bytes(server) == 0
-            # Each is a commit of its own, as the next is published when it is there.
+            # Each change becomes a separate commit, because the next one is published after it is stored.
             for turn in itertools.count():
                 engine.publish(*(removed(CHAIN[6:]) if turn % 2 == 0 else [stored(TOKENS, 6, 12)]))
                 blocks = 12 if turn % 2 else 6
@@ -98,7 +100,7 @@ def test_without_quiet_a_long_tail_brings_a_checkpoint_and_a_short_one_does_not(
                     break
                 assert turn < 20, "no checkpoint"
             assert turn > 3
-            # The router that takes over continues from both.
+            # The router that takes over continues from the checkpoint and the log behind it.
             engine.publish(*removed(CHAIN[3:]))
             await until(lambda: is_well(core, 3), "not taken in")
         async with router(server, SECOND) as other:
@@ -125,7 +127,8 @@ def test_a_store_that_lost_the_end_of_a_log_is_written_again(server: StoreServer
             epoch = server.client.hget(META, keys.META_EPOCH)
             server.client.delete(keys.log(WORKER))
             async with router(server, SECOND) as other:
-                # It cannot load the worker and says so; who has it in memory opens a new epoch.
+                # The other router reports that it cannot load the worker; the router that follows the worker opens a
+                # new epoch.
                 await until(lambda: server.client.hget(META, keys.META_EPOCH) != epoch, "the epoch is not voided")
                 await until(lambda: is_well(core, 12) and is_well(other, 12), "not well again")
                 assert held_in_store(server) == set(CHAIN) == await loaded(other)

@@ -16,7 +16,7 @@ from tests.support.stub_router import LOAD, WORKER, StubRouter, loads
 
 INTERRUPTED = 130
 CTRL_C = b"\x03"
-# How a terminal is switched to its second screen, and back.
+# The sequences that switch a terminal to its second screen and back.
 SECOND_SCREEN, FIRST_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 
 
@@ -81,7 +81,7 @@ def test_on_a_terminal_it_draws_in_place_and_gives_the_screen_back(stub: StubRou
         while more := os.read(terminal, 65_536):
             shown += more
     except OSError:
-        # Linux ends a terminal whose program is gone so.
+        # Linux reports the end of the terminal's program as an error.
         pass
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == INTERRUPTED

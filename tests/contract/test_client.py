@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client against a real router with a simulated replica, the blocking one and the one for asyncio alike."""
+"""The blocking and the asyncio client against a real router with a simulated replica."""
 
 from __future__ import annotations
 
@@ -72,27 +72,27 @@ def url_of(router: RouterProcess) -> str:
 
 @pytest.fixture(params=CALLERS, ids=lambda kind: kind.__name__)
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Makes callers of one kind, and closes them."""
-    made: list[Caller] = []
+    """Create callers of one kind, and close them at the end."""
+    callers: list[Caller] = []
 
     def new(url: str, **options: Any) -> Caller:
-        made.append(request.param(url, **options))
-        return made[-1]
+        callers.append(request.param(url, **options))
+        return callers[-1]
 
     yield new
-    for one in made:
-        one.close()
+    for caller in callers:
+        caller.close()
 
 
 def active(router: RouterProcess) -> int:
-    """Requests that count at the worker."""
+    """Return the number of active requests that the router counts at the worker."""
     router.reconnect()
     ((entry,),) = (model["loads"] for model in router.request("GET", "/loads") if model["model_name"] == MODEL)
     return int(entry["active_requests"])
 
 
 def done(router: RouterProcess, path: str) -> float:
-    """Successful requests of an endpoint."""
+    """Return the number of successful requests of an endpoint."""
     router.reconnect()
     return router.metric("kvrouter_requests_total", path=path, code="200")
 
@@ -103,10 +103,10 @@ def test_every_call_is_answered(make: Make, router: RouterProcess, replica: dict
     (row,) = client.ask("workers")
     assert (row.worker_id, row.model, row.url, row.recovery.missed_batches) == (WORKER, MODEL, replica["url"], 0)
 
-    asked = client.ask("query", QueryBody(model=MODEL, token_ids=PROMPT, explain=True, held=True))
+    reply = client.ask("query", QueryBody(model=MODEL, token_ids=PROMPT, explain=True, held=True))
     expected = router.request("POST", "/query", {"model": MODEL, "token_ids": PROMPT})
-    assert asked.scores == expected["scores"] and asked.instances[WORKER].gpu == expected["instances"][WORKER]["gpu"]
-    assert asked.instances[WORKER].groups is not None and asked.instances[WORKER].held is not None
+    assert reply.scores == expected["scores"] and reply.instances[WORKER].gpu == expected["instances"][WORKER]["gpu"]
+    assert reply.instances[WORKER].groups is not None and reply.instances[WORKER].held is not None
     plain = client.ask("query", QueryBody(model=MODEL, token_ids=PROMPT, workers=[WORKER], cache_salt="s"))
     assert plain.instances[WORKER].groups is None and plain.instances[WORKER].limited_by is None
     hashes: list[int | str] = ["9ae16a3b2f90404f", 2**64 - 1]
@@ -187,7 +187,7 @@ def test_two_reservations_of_one_id_contradict_each_other(make: Make, router: Ro
     client.ask("select_and_reserve", body)
     with pytest.raises(Conflict), client.reserve(body):
         pass
-    # The first one is not the second one's to release.
+    # The second call must not release the reservation of the first.
     assert active(router) == before + 1
     client.ask("prefill_complete", "twice")
     assert client.ask("release", "twice") is True
@@ -205,7 +205,7 @@ def test_an_id_of_any_characters_is_released(make: Make, router: RouterProcess, 
 
 
 class Left(BaseException):
-    """Something that no `except Exception` stops."""
+    """An exception that no `except Exception` catches."""
 
 
 @pytest.mark.parametrize("reason", [None, ValueError, Left, KeyboardInterrupt])
@@ -248,7 +248,7 @@ def test_a_body_that_has_no_json_is_a_type_error(make: Make, router: RouterProce
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_client_reserves_and_leaves_is_released(router: RouterProcess, seed: int) -> None:
-    """The law: as many releases as reservations, however each task ends, and wherever it is when it is cancelled."""
+    """Count as many releases as reservations, however each task ends and wherever it is cancelled."""
     draw = random.Random(seed)
     reserved, released, before = done(router, RESERVE), done(router, RELEASE), active(router)
 
@@ -273,7 +273,8 @@ def test_what_a_client_reserves_and_leaves_is_released(router: RouterProcess, se
                 tasks.append(asyncio.create_task(work))
                 await asyncio.sleep(0)
                 if draw.random() < 0.5:
-                    # Before its question is out, while that is answered, or while it is held.
+                    # The task is cancelled before it sends, while it waits for the answer, or while it holds the
+                    # reservation.
                     asyncio.get_running_loop().call_later(draw.random() * 0.03, tasks[-1].cancel)
                 await asyncio.sleep(draw.random() * 0.002)
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client and a router that breaks off, hangs, refuses, or is none: what is sent again, what is raised, and what is
-released. The router is a script here, as a real one does none of it when a test wants it."""
+"""The client against a router that breaks off, hangs, refuses, or is absent: its retries, errors and releases.
+
+The router is a script, because a real router cannot be made to fail at a chosen moment.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,11 @@ PATIENCE_S = 30.0
 
 
 def answer(body: bytes, status: str = "200 OK", headers: Sequence[str] = ()) -> Script:
-    """The script looks for a client that hangs up, and would take the first byte of its next request for that."""
+    """Return a script that answers and closes the connection.
+
+    On an open connection the script, which watches for a client that hangs up, would take the first byte of the next
+    request for that.
+    """
     return plain(body, status, [*headers, "connection: close"])
 
 
@@ -78,11 +84,11 @@ def error(status: str, code: str, *headers: str) -> Script:
 
 
 def in_turn(*scripts: Script) -> Script:
-    """Each request its own; the last for all that follow."""
-    left = list(scripts)
+    """Return a script that answers each request with the next of the scripts, and all later ones with the last."""
+    scripts_left = list(scripts)
 
     async def script(asked: Asked, wire: Wire) -> None:
-        await (left.pop(0) if len(left) > 1 else left[0])(asked, wire)
+        await (scripts_left.pop(0) if len(scripts_left) > 1 else scripts_left[0])(asked, wire)
 
     return script
 
@@ -91,7 +97,7 @@ RELEASED = answer(ENDED)
 
 
 def reserving(first: Script, release: Script = RELEASED) -> Script:
-    """`first` answers the choice."""
+    """Return a script that answers a choice with `first`, and a release with `release`."""
 
     async def script(asked: Asked, wire: Wire) -> None:
         await (release if asked.method == "DELETE" else first)(asked, wire)
@@ -109,16 +115,16 @@ def sent(router: ScriptedEngine) -> list[str]:
 
 @pytest.fixture(params=CALLERS, ids=lambda kind: kind.__name__)
 def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Caller]]:
-    """Makes callers of one kind, and closes them."""
-    made: list[Caller] = []
+    """Create callers of one kind, and close them at the end."""
+    callers: list[Caller] = []
 
     def new(url: str, **options: Any) -> Caller:
-        made.append(request.param(url, **{"retries": AT_ONCE, **options}))
-        return made[-1]
+        callers.append(request.param(url, **{"retries": AT_ONCE, **options}))
+        return callers[-1]
 
     yield new
-    for one in made:
-        one.close()
+    for caller in callers:
+        caller.close()
 
 
 Make = Callable[..., Caller]
@@ -139,7 +145,7 @@ def test_what_is_not_given_is_not_sent(make: Make) -> None:
     with ScriptedEngine(answer(choice("s"))) as router:
         make(router.url).ask("select", chat)
         (asked,) = router.asked
-    # What has a field of its own is not changed by what stands beside it.
+    # A field of the body is not changed by an entry of the same name in `extra`.
     assert json.loads(asked.body) == {
         "model": "m",
         "messages": [{"role": "user", "content": "hi"}],
@@ -231,7 +237,7 @@ def test_a_choice_without_an_answer_is_released_unless_it_was_refused(
         with pytest.raises(kind) as raised, client.reserve(SELECT):
             pass
         assert raised.value.may_have_acted is releases
-        # Behind the release, where there is one.
+        # This request comes after the release, if there is one.
         client.ask("release", "last")
         assert len(router.asked) == 2 + releases
 
@@ -260,10 +266,10 @@ def test_a_refusal_that_says_when_is_asked_again_and_no_other(make: Make) -> Non
 def test_a_release_that_fails_does_not_fail_what_was_done(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     with ScriptedEngine(reserving(chosen, reset)) as router:
         client = make(router.url)
-        with caplog.at_level(logging.WARNING, "kvrouter.client"), client.reserve(SELECT) as found:
-            assert found.selection_id
+        with caplog.at_level(logging.WARNING, "kvrouter.client"), client.reserve(SELECT) as selection:
+            assert selection.selection_id
         assert len(router.asked) == 1 + 1 + AT_ONCE.count
-    (record,) = [one for one in caplog.records if one.name.startswith("kvrouter.client")]
+    (record,) = [log_record for log_record in caplog.records if log_record.name.startswith("kvrouter.client")]
     assert "expires at the router" in record.message
 
 
@@ -312,7 +318,7 @@ def test_a_task_that_is_cancelled_while_it_holds_releases() -> None:
                 task = asyncio.create_task(use())
                 await held.wait()
                 task.cancel()
-                # A second time within the release.
+                # The task is cancelled a second time during the release.
                 asyncio.get_running_loop().call_soon(task.cancel)
                 with pytest.raises(asyncio.CancelledError):
                     await task

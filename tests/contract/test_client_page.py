@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's page, block by block, against a real router with a simulated replica in place of the engine."""
+"""The code blocks of the client's page, against a real router with a simulated replica in place of the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Those of the page, and what is there in their place."""
+    """Map the addresses on the page to the real ones that replace them."""
     with zmq.Context[zmq.Socket[bytes]]() as context, RouterProcess(tmp_path_factory.mktemp("router")) as router:
         replica = ReplicaServer(make_geometry("gemma3"), 256, context=context, model=MODEL)
         thread = ServerThread([replica])
@@ -39,7 +39,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
         thread.stop()
 
 
-# In this order: the first one registers the worker.
+# The order matters, because the first block registers the worker.
 @pytest.mark.parametrize(
     ("number", "shown"),
     [(0, "w0 reuses 0 tokens"), (1, "http://"), (2, ""), (3, "404 unknown_model"), (4, "")],
@@ -66,7 +66,7 @@ def test_every_block_is_tried() -> None:
 def test_the_page_names_every_error() -> None:
     errors = {
         name
-        for name, one in vars(kvrouter.client).items()
-        if isinstance(one, type) and issubclass(one, (RouterError, RequestRefused))
+        for name, value in vars(kvrouter.client).items()
+        if isinstance(value, type) and issubclass(value, (RouterError, RequestRefused))
     }
     assert not {name for name in errors if f"`{name}`" not in PAGE}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# What bash does for `kvrouter WORDS<TAB>`: the function that the script registers, with the words so far.
+# The steps of bash for `kvrouter WORDS<TAB>`: it calls the function that the script registers, with the words so far.
 COMPLETE = """
 source "$1"; shift
 [[ "$(complete -p kvrouter)" == *"-F _kvrouter_completion"* ]] || exit 3
@@ -22,7 +22,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """With `kvrouter` on the path, and a home to install into."""
+    """Return an environment with `kvrouter` on the path, and a home directory to install into."""
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "kvrouter"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvrouter.router.cli "$@"\n')
@@ -37,7 +37,7 @@ def bash(script: str, environment: dict[str, str], *arguments: object) -> str:
     return done.stdout
 
 
-# How a command of a client reaches a router that asks who it is.
+# The flags with which a client's command reaches a router that requires authentication.
 ACCESS = ("--api-key", "--ca-file", "--client-certificate", "--client-key")
 
 
@@ -54,14 +54,14 @@ ACCESS = ("--api-key", "--ca-file", "--client-certificate", "--client-key")
 def test_bash_completes_commands_and_flags(
     environment: dict[str, str], tmp_path: Path, words: list[str], wanted: set[str]
 ) -> None:
-    # The shell is found by its process; the second command keeps bash from replacing itself.
+    # Typer recognises the shell by its process; the second command keeps bash from replacing itself.
     (tmp_path / "script").write_text(bash("kvrouter --show-completion; true", environment))
     assert set(bash(COMPLETE, environment, tmp_path / "script", *words).splitlines()) == wanted
 
 
 def test_completion_is_installed_into_the_shells_own_file(environment: dict[str, str], tmp_path: Path) -> None:
-    said = bash("kvrouter --install-completion; true", environment)
-    assert "bash completion installed" in said
+    output = bash("kvrouter --install-completion; true", environment)
+    assert "bash completion installed" in output
     assert "kvrouter" in (tmp_path / ".bashrc").read_text()
     script = tmp_path / ".bash_completions" / "kvrouter.sh"
     assert "workers" in bash(COMPLETE, environment, script, "kvrouter", "wo").split()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers that a browser shows to a page of another origin: only to listed origins, on every path, and none without
-the setting. Requests that such a page may make are in test_browser_pages.py.
+"""The answers that a browser shows to a page of another origin.
+
+They are shown only to listed origins, on every path, and to no page without the setting. Requests that such a page may
+make are in test_browser_pages.py.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from tests.contract.proxy_support import CHAT, RAW, WAIT_S, ProxyServer, fleet
 from tests.support.scripted_engine import Script, plain, stream
 
 APP, OTHER = "https://app.example", "https://other.example"
-# An engine with its own mind: vLLM's default allows all.
+# The headers of an engine that has CORS rules itself; vLLM's default allows all origins.
 ENGINE_CORS = ["access-control-allow-origin: *", "access-control-allow-credentials: true"]
 OK = plain(b"ok", headers=ENGINE_CORS)
 QUERY = b'{"model": "m", "token_ids": [1]}'
@@ -32,16 +34,18 @@ def sent(router: ProxyServer, method: str, path: str, body: bytes | None = None,
         connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()
         answer.read()
-        found: dict[str, str] = {}
+        headers_received: dict[str, str] = {}
         for name, value in answer.getheaders():
-            found[name.lower()] = f"{found[name.lower()]}, {value}" if name.lower() in found else value
-        return answer.status, found
+            headers_received[name.lower()] = (
+                f"{headers_received[name.lower()]}, {value}" if name.lower() in headers_received else value
+            )
+        return answer.status, headers_received
     finally:
         connection.close()
 
 
 def requests() -> Iterator[tuple[str, str, bytes | None, int]]:
-    """Successes and errors of each way that an answer can take."""
+    """Yield successes and errors of each way that an answer can take."""
     yield from (("POST", path, RAW, 200) for path in sorted(PATHS))
     yield ("POST", CHAT, b"no JSON", 400)
     yield ("POST", CHAT, b'{"model": "nobody"}', 404)
@@ -127,11 +131,11 @@ def test_a_preflight_needs_no_key(path: str) -> None:
         assert headers["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
         assert {"GET", "POST", "PATCH", "DELETE"} == set(headers["access-control-allow-methods"].split(", "))
         assert headers["vary"] == "Access-Control-Request-Headers, Origin"
-        # What follows does.
+        # The request that follows the preflight needs the key.
         if path in PATHS:
             status, headers = sent(router, "POST", path, RAW, origin=APP)
             assert (status, headers["access-control-allow-origin"]) == (401, APP)
-        # Another origin's question is no preflight for us, and has no key.
+        # An OPTIONS request from another origin is not treated as a preflight, and has no key.
         status, headers = sent(router, "OPTIONS", path, origin=OTHER, **PREFLIGHT)  # type: ignore[arg-type]
         assert status != 204 and cors_of(headers) == {"vary": "Origin"}
         assert not engine.asked
@@ -144,18 +148,18 @@ def test_a_star_allows_all_and_varies_by_nothing() -> None:
         assert cors_of(headers) == expected
         _, headers = sent(router, "POST", "/query", QUERY, origin=OTHER)
         assert cors_of(headers) == expected
-        # A client that names no origin is no browser's script.
+        # A client that names no origin is not a script in a browser.
         assert cors_of(sent(router, "POST", CHAT, RAW)[1]) == {}
 
 
 def test_the_plain_way_is_not_taken_with_an_origin_and_says_the_same(listed: ProxyServer) -> None:
-    plainly: dict[str, Any] = sent(listed, "POST", "/query", QUERY)[1]
-    # A request that comes in two pieces takes the other way, which says what it would depend on.
-    plainly.pop("vary", None)
-    assert cors_of(plainly) == {}
-    named = sent(listed, "POST", "/query", QUERY, origin=APP)[1]
-    assert named.pop("access-control-allow-origin") == APP
-    assert {name for name in named if name not in plainly} == {"access-control-expose-headers", "vary"}
+    plain_headers: dict[str, Any] = sent(listed, "POST", "/query", QUERY)[1]
+    # A request that arrives in two pieces takes the general way, whose answer has a `vary` header.
+    plain_headers.pop("vary", None)
+    assert cors_of(plain_headers) == {}
+    origin_headers = sent(listed, "POST", "/query", QUERY, origin=APP)[1]
+    assert origin_headers.pop("access-control-allow-origin") == APP
+    assert {name for name in origin_headers if name not in plain_headers} == {"access-control-expose-headers", "vary"}
 
 
 @pytest.mark.parametrize("script", [stream([b"data: 1\n\n", b"data: 2\n\n"]), plain(b"no", status="500 Broken")])

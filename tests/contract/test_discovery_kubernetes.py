@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes' API as workers, against a server that answers as one (tests/support/fake_cluster.py); no real one could
-be had."""
+"""Workers from Kubernetes' API, against a server that answers like it (tests/support/fake_cluster.py).
+
+No real API server was available.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ TIMEOUT_S = 10.0
 
 
 class Watching:
-    """A source at work."""
+    """A running source, its cluster, and the problems that it reported."""
 
     def __init__(self, cluster: FakeCluster, source: KubernetesSource, token_file: Path) -> None:
         self.cluster = cluster
@@ -40,13 +42,13 @@ class Watching:
 
     @property
     def registrations(self) -> list[Registration]:
-        return [one.registration for one in self.source.shown or ()]
+        return [candidate.registration for candidate in self.source.shown or ()]
 
     @property
     def names(self) -> list[str] | None:
         if self.source.shown is None:
             return None
-        return [one.worker.worker_id for one in self.registrations]
+        return [registration.worker.worker_id for registration in self.registrations]
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(TIMEOUT_S):
@@ -69,10 +71,10 @@ async def watching(folder: Path, *pods: dict[str, Any], **faults: Any) -> AsyncI
         for name, value in faults.items():
             setattr(cluster, name, value)
         api = ClusterApi(session, Access(cluster.url, NAMESPACE, token), "app=vllm", rng=random.Random(1))
-        made = Watching(cluster, KubernetesSource(api, rng=random.Random(2), retry_s=0.05), token)
-        task = asyncio.create_task(made.source.run(made.changed))
+        watched = Watching(cluster, KubernetesSource(api, rng=random.Random(2), retry_s=0.05), token)
+        task = asyncio.create_task(watched.source.run(watched.changed))
         try:
-            yield made
+            yield watched
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -85,16 +87,16 @@ def run(main: Callable[[], Any]) -> None:
 def test_pods_come_and_go(tmp_path: Path) -> None:
     async def main() -> None:
         other = pod("other", labels={"app": "web"})
-        async with watching(tmp_path, pod("e-0"), other) as made:
-            await made.until_names("e-0")
-            await made.cluster.put(pod("e-1", "10.0.0.6"), pod("third", labels={"app": "web"}))
-            await made.until_names("e-0", "e-1")
-            await made.cluster.put(pod("e-0", terminating=True))
-            await made.until(lambda: made.registrations[0].retiring)
-            assert made.registrations[0].note == "its pod is terminating"
-            await made.cluster.delete("e-0")
-            await made.until_names("e-1")
-            (query,) = [asked for asked in made.cluster.asked if "watch" not in asked]
+        async with watching(tmp_path, pod("e-0"), other) as watched:
+            await watched.until_names("e-0")
+            await watched.cluster.put(pod("e-1", "10.0.0.6"), pod("third", labels={"app": "web"}))
+            await watched.until_names("e-0", "e-1")
+            await watched.cluster.put(pod("e-0", terminating=True))
+            await watched.until(lambda: watched.registrations[0].retiring)
+            assert watched.registrations[0].note == "its pod is terminating"
+            await watched.cluster.delete("e-0")
+            await watched.until_names("e-1")
+            (query,) = [parameters for parameters in watched.cluster.asked if "watch" not in parameters]
             assert query == {"labelSelector": "app=vllm", "limit": "250"}
 
     run(main)
@@ -105,9 +107,9 @@ def test_a_long_list_comes_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     async def main() -> None:
         names = [f"e-{number}" for number in range(8)]
-        async with watching(tmp_path, *map(pod, names)) as made:
-            await made.until_names(*names)
-            assert sum("watch" not in asked for asked in made.cluster.asked) == 3
+        async with watching(tmp_path, *map(pod, names)) as watched:
+            await watched.until_names(*names)
+            assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 3
 
     run(main)
 
@@ -115,32 +117,34 @@ def test_a_long_list_comes_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("in_stream", [False, True])
 def test_who_is_too_far_behind_lists_again(tmp_path: Path, in_stream: bool) -> None:
     async def main() -> None:
-        async with watching(tmp_path, pod("e-0"), pod("e-1"), gone_in_stream=in_stream) as made:
-            await made.until_names("e-0", "e-1")
-            await made.until(lambda: made.cluster.watches)
-            del made.cluster.pods["e-0"]
-            await made.cluster.compact()
-            made.cluster.cut()
-            await made.until_names("e-1")
-            assert sum("watch" not in asked for asked in made.cluster.asked) == 2
+        async with watching(tmp_path, pod("e-0"), pod("e-1"), gone_in_stream=in_stream) as watched:
+            await watched.until_names("e-0", "e-1")
+            await watched.until(lambda: watched.cluster.watches)
+            del watched.cluster.pods["e-0"]
+            await watched.cluster.compact()
+            watched.cluster.cut()
+            await watched.until_names("e-1")
+            assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 2
 
     run(main)
 
 
 def test_a_bookmark_is_gone_on_from(tmp_path: Path) -> None:
     async def main() -> None:
-        async with watching(tmp_path, pod("e-0")) as made:
-            await made.until(lambda: made.cluster.watches)
-            await made.cluster.bookmark()
-            at = str(made.cluster.version)
-            # Until it has arrived, which nothing shows.
+        async with watching(tmp_path, pod("e-0")) as watched:
+            await watched.until(lambda: watched.cluster.watches)
+            await watched.cluster.bookmark()
+            at = str(watched.cluster.version)
+            # Wait until the bookmark has arrived, which nothing shows.
             await asyncio.sleep(0.2)
-            made.cluster.compacted = made.cluster.version
-            made.cluster.cut()
-            await made.until(lambda: made.cluster.asked[-1].get("resourceVersion") == at and made.cluster.watches)
-            await made.cluster.put(pod("e-1"))
-            await made.until_names("e-0", "e-1")
-            assert sum("watch" not in asked for asked in made.cluster.asked) == 1
+            watched.cluster.compacted = watched.cluster.version
+            watched.cluster.cut()
+            await watched.until(
+                lambda: watched.cluster.asked[-1].get("resourceVersion") == at and watched.cluster.watches
+            )
+            await watched.cluster.put(pod("e-1"))
+            await watched.until_names("e-0", "e-1")
+            assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 1
 
     run(main)
 
@@ -149,17 +153,17 @@ def test_a_watch_that_is_cut_or_ends_goes_on_where_it_was(tmp_path: Path, monkey
     monkeypatch.setattr(cluster_api, "WATCH_S", (1, 1))
 
     async def main() -> None:
-        async with watching(tmp_path, pod("e-0")) as made:
+        async with watching(tmp_path, pod("e-0")) as watched:
             for number in range(1, 4):
-                await made.until(lambda: made.cluster.watches)
+                await watched.until(lambda: watched.cluster.watches)
                 if number % 2:
-                    made.cluster.cut()
+                    watched.cluster.cut()
                 else:
-                    await made.until(lambda: not made.cluster.watches)
-                await made.cluster.put(pod(f"e-{number}"))
-                await made.until_named(f"e-{number}")
-            assert made.problems == {""}, "one cut is no outage"
-            assert sum("watch" not in asked for asked in made.cluster.asked) == 1
+                    await watched.until(lambda: not watched.cluster.watches)
+                await watched.cluster.put(pod(f"e-{number}"))
+                await watched.until_named(f"e-{number}")
+            assert watched.problems == {""}, "one cut is no outage"
+            assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 1
 
     run(main)
 
@@ -178,44 +182,44 @@ def test_a_watch_that_is_cut_or_ends_goes_on_where_it_was(tmp_path: Path, monkey
 )
 def test_what_the_server_refuses_is_said_with_what_to_do(tmp_path: Path, status: int, words: str) -> None:
     async def main() -> None:
-        async with watching(tmp_path, pod("e-0"), status=status) as made:
-            await made.until(lambda: words in made.source.problem)
-            assert made.source.shown is None
-            made.cluster.status = None
-            await made.until_names("e-0")
+        async with watching(tmp_path, pod("e-0"), status=status) as watched:
+            await watched.until(lambda: words in watched.source.problem)
+            assert watched.source.shown is None
+            watched.cluster.status = None
+            await watched.until_names("e-0")
 
     run(main)
 
 
 def test_nothing_is_lost_while_the_server_is_away(tmp_path: Path) -> None:
     async def main() -> None:
-        async with watching(tmp_path, pod("e-0"), pod("e-1")) as made:
-            await made.until_names("e-0", "e-1")
-            await made.until(lambda: made.cluster.watches)
-            made.cluster.status = 503
-            made.cluster.cut()
-            await made.until(lambda: "503 to watch pods" in made.source.problem)
-            assert made.names == ["e-0", "e-1"]
-            await made.cluster.delete("e-0")
-            made.cluster.status = None
-            await made.until_names("e-1")
+        async with watching(tmp_path, pod("e-0"), pod("e-1")) as watched:
+            await watched.until_names("e-0", "e-1")
+            await watched.until(lambda: watched.cluster.watches)
+            watched.cluster.status = 503
+            watched.cluster.cut()
+            await watched.until(lambda: "503 to watch pods" in watched.source.problem)
+            assert watched.names == ["e-0", "e-1"]
+            await watched.cluster.delete("e-0")
+            watched.cluster.status = None
+            await watched.until_names("e-1")
 
     run(main)
 
 
 def test_an_outage_of_the_connection_is_said(tmp_path: Path) -> None:
     async def main() -> None:
-        async with watching(tmp_path, pod("e-0")) as made:
-            await made.until_names("e-0")
-            await made.until(lambda: made.cluster.watches)
-            port = int(made.cluster.url.rpartition(":")[2])
-            await made.cluster.refuse()
-            made.cluster.cut()
-            await made.until(lambda: "cannot be reached" in made.source.problem)
-            assert made.names == ["e-0"]
-            await made.cluster.put(pod("e-1"))
-            await made.cluster.listen(port)
-            await made.until_names("e-0", "e-1")
+        async with watching(tmp_path, pod("e-0")) as watched:
+            await watched.until_names("e-0")
+            await watched.until(lambda: watched.cluster.watches)
+            port = int(watched.cluster.url.rpartition(":")[2])
+            await watched.cluster.refuse()
+            watched.cluster.cut()
+            await watched.until(lambda: "cannot be reached" in watched.source.problem)
+            assert watched.names == ["e-0"]
+            await watched.cluster.put(pod("e-1"))
+            await watched.cluster.listen(port)
+            await watched.until_names("e-0", "e-1")
 
     run(main)
 
@@ -224,29 +228,29 @@ def test_a_slow_server_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cluster_api, "LIST_TIMEOUT_S", 0.2)
 
     async def main() -> None:
-        async with watching(tmp_path, pod("e-0"), delay_s=1.0) as made:
-            await made.until(lambda: "did not answer" in made.source.problem)
-            made.cluster.delay_s = 0.0
-            await made.until_names("e-0")
+        async with watching(tmp_path, pod("e-0"), delay_s=1.0) as watched:
+            await watched.until(lambda: "did not answer" in watched.source.problem)
+            watched.cluster.delay_s = 0.0
+            await watched.until_names("e-0")
 
     run(main)
 
 
 def test_a_token_that_was_exchanged_is_read_again(tmp_path: Path) -> None:
     async def main() -> None:
-        async with watching(tmp_path, pod("e-0")) as made:
-            await made.until_names("e-0")
-            await made.until(lambda: made.cluster.watches)
-            made.token_file.write_text("expired")
-            made.cluster.cut()
-            await made.until(lambda: "401" in made.source.problem)
-            made.token_file.unlink()
-            await made.until(lambda: "kubernetes_token_file" in made.source.problem)
-            os.mkfifo(made.token_file)
-            await made.until(lambda: "not a regular file" in made.source.problem)
-            made.token_file.unlink()
-            made.token_file.write_text(TOKEN)
-            await made.until_names("e-0")
+        async with watching(tmp_path, pod("e-0")) as watched:
+            await watched.until_names("e-0")
+            await watched.until(lambda: watched.cluster.watches)
+            watched.token_file.write_text("expired")
+            watched.cluster.cut()
+            await watched.until(lambda: "401" in watched.source.problem)
+            watched.token_file.unlink()
+            await watched.until(lambda: "kubernetes_token_file" in watched.source.problem)
+            os.mkfifo(watched.token_file)
+            await watched.until(lambda: "not a regular file" in watched.source.problem)
+            watched.token_file.unlink()
+            watched.token_file.write_text(TOKEN)
+            await watched.until_names("e-0")
 
     run(main)
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several routers with sources of their own on one real store: who registers, who takes away, what one that is down
-does."""
+"""Several routers, each with its own sources, on one real store: registrations, withdrawals and outages."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from tests.support.listed_routers import STILL_S, TIMEOUT_S, Listed, routing
 
 @pytest.fixture
 def url(embedded_url: str) -> Iterator[str]:
-    """The store, empty; and afterwards, as other tests have it too."""
+    """Empty the store before and after the test, because other tests use it too."""
     client = redis.Redis.from_url(embedded_url)
     client.flushall()
     yield embedded_url
@@ -89,7 +88,7 @@ def test_a_source_takes_away_its_own_and_nothing_else(url: str) -> None:
             await router.owners_are(b=FILE, own="register")
             file.show()
             await router.owners_are(own="register")
-            # Counted when it is done, a moment after it is seen.
+            # A withdrawal is counted when it is done, a moment after it can be seen.
             async with asyncio.timeout(TIMEOUT_S):
                 while router.metric("discovery_changes_total", source=FILE, change="withdrawn") != 2:
                     await asyncio.sleep(0.01)
@@ -129,7 +128,7 @@ def test_two_routers_that_see_the_same_do_it_once_and_one_that_is_behind_takes_n
             second.show(B)
             await left.owners_are(b=KUBERNETES)
             await right.owners_are(b=KUBERNETES)
-            # One that cannot see does not keep what another sees gone.
+            # A router whose source is down does not keep a worker that another router no longer sees.
             second.problem = "down"
             first.show(C)
             await right.owners_are(c=KUBERNETES)
@@ -298,16 +297,18 @@ def test_an_engine_that_says_otherwise_is_followed_otherwise(url: str) -> None:
 def test_a_pod_that_leaves_is_drained_then_dropped(url: str, tmp_path: Path) -> None:
     async def main() -> None:
         (tmp_path / "token").write_text(TOKEN)
-        given: dict[str, Any] = {"ports": {"http": 1, "kv-events": 2}, "annotations": {"kvrouter/model": "m"}}
+        pod_options: dict[str, Any] = {"ports": {"http": 1, "kv-events": 2}, "annotations": {"kvrouter/model": "m"}}
         async with FakeCluster() as cluster, aiohttp.ClientSession() as session:
             api = ClusterApi(
                 session, Access(cluster.url, NAMESPACE, tmp_path / "token"), "app=vllm", rng=random.Random(1)
             )
             source = KubernetesSource(api, rng=random.Random(1), retry_s=0.05)
-            await cluster.put(pod("e-0", "127.0.0.1", **given), pod("e-1", "127.0.0.1", ready=False, **given))
+            await cluster.put(
+                pod("e-0", "127.0.0.1", **pod_options), pod("e-1", "127.0.0.1", ready=False, **pod_options)
+            )
             async with routing(url, source) as router:
                 await router.owners_are(**{"e-0": KUBERNETES})
-                await cluster.put(pod("e-1", "127.0.0.1", **given))
+                await cluster.put(pod("e-1", "127.0.0.1", **pod_options))
                 await router.owners_are(**{"e-0": KUBERNETES, "e-1": KUBERNETES})
 
                 async def drains(worker_id: str, expected: bool) -> None:
@@ -315,13 +316,13 @@ def test_a_pod_that_leaves_is_drained_then_dropped(url: str, tmp_path: Path) -> 
                         while router.core.registry.drains(WorkerKey("m", worker_id)) is not expected:
                             await asyncio.sleep(0.01)
 
-                await cluster.put(pod("e-1", "127.0.0.1", ready=False, **given))
+                await cluster.put(pod("e-1", "127.0.0.1", ready=False, **pod_options))
                 await drains("e-1", True)
-                await cluster.put(pod("e-1", "127.0.0.1", **given))
+                await cluster.put(pod("e-1", "127.0.0.1", **pod_options))
                 await drains("e-1", False)
-                await cluster.put(pod("e-0", "127.0.0.1", terminating=True, **given))
+                await cluster.put(pod("e-0", "127.0.0.1", terminating=True, **pod_options))
                 await drains("e-0", True)
-                (status,) = [one for one in router.core.statuses() if one.worker_id == "e-0"]
+                (status,) = [row for row in router.core.statuses() if row.worker_id == "e-0"]
                 assert "its pod is terminating" in status.reason and status.source == KUBERNETES
                 await router.owners_stay(**{"e-0": KUBERNETES, "e-1": KUBERNETES})
                 await cluster.delete("e-0")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private Valkey: one router a directory, nothing lost by any kill, one-line errors. Real processes."""
+"""The private Valkey: one router for each directory, no loss by any kill, and errors of one line.
+
+The processes are real.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ WAIT_S = 20.0
 WORKER = WorkerKey("m", "w")
 GPU = Place(0, "GPU")
 
-# A router that is killed the hard way: no clean-up of any kind runs.
+# A router that kills itself, so that no clean-up of any kind runs.
 KILLED_ROUTER = """
 import asyncio, os, signal, sys
 from pathlib import Path
@@ -78,7 +81,7 @@ async def register(server: EmbeddedStore, text: bytes) -> None:
     store = await IndexStore.open(server.url)
     await store.registry.put(WORKER, text)
     await store.close()
-    # Its file may lag behind the answer by a second or two where the disk is busy.
+    # The server's file may lag behind the answer by a second or two where the disk is busy.
     with redis.Redis.from_url(server.url) as client:
         assert client.execute_command("WAITAOF", 1, 0, int(WAIT_S * 1_000))[0] == 1
 
@@ -207,7 +210,7 @@ def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(t
         assert [type(item) for item in lost] == [StoreLost]
         with pytest.raises(StoreUnavailable):
             await store.load(WORKER)
-        # The worst that a crash of the whole machine can do to the last second.
+        # Removing the file is the worst that a crash of the whole machine can do to the last second of writes.
         shutil.rmtree(tmp_path / "appendonlydir")
         assert await server.ensure_running()
         items = []
@@ -270,7 +273,7 @@ def test_wrong_settings_end_in_one_line_with_the_fix(tmp_path: Path, monkeypatch
             asyncio.run(EmbeddedStore.start(data_dir, binary=binary))
         assert "\n" not in str(raised.value)
     os.close(unanswering)
-    # None of these left a lock behind.
+    # None of these failed starts left a lock behind.
     asyncio.run(_start_and_stop(busy))
 
 
@@ -280,7 +283,7 @@ async def _start_and_stop(data_dir: Path) -> None:
 
 
 def long_folder(tmp_path: Path) -> Path:
-    """Return a folder whose socket has its record."""
+    """Return a folder whose path is too long for a socket, so that it gets a `valkey.sock.path` file."""
     return tmp_path / ("d" * SOCKET_PATH_MAX_BYTES)
 
 
@@ -318,6 +321,6 @@ def test_a_planted_file_is_refused_and_what_it_leads_to_is_kept(tmp_path: Path, 
         assert victim.read_text() == "precious"
     if kind == "another's":
         assert planted.read_text() == "theirs"
-    # Without it, the same folder is taken.
+    # Without the planted file, the same folder is accepted.
     planted.unlink()
     asyncio.run(start())

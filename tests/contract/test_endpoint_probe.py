@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a short look at an endpoint shows, of real sockets of libzmq and of other programs; and what a look leaves
-behind: nothing."""
+"""A short look at an endpoint, with real sockets of libzmq and of other programs.
+
+The look leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ def test_whoever_falls_silent_or_hangs_up_is_not_waited_for(said: bytes, monkeyp
                 connection, _ = server.accept()
                 connection.sendall(said)
                 if ends:
-                    # What was not read would make it a reset.
+                    # Unread bytes would turn the close into a reset.
                     connection.recv(len(endpoint_probe.GREETING))
                     connection.close()
                 held.append(connection)
@@ -153,19 +155,28 @@ def test_what_redis_says_of_itself_and_what_it_forbids(tmp_path: Path) -> None:
             finally:
                 await servers.close()
 
-        (one,) = asyncio.run(settings(server.url)).values()  # type: ignore[attr-defined]
-        assert (one.policy, one.limit_bytes, one.has_maxmemory) == ("allkeys-lru", 50 * 1024**2, True)
-        assert (one.appends, one.save, one.failing, one.refused) == (False, "", "", ())
-        assert 0 < one.used_bytes < one.limit_bytes and one.time_s > 1e9
+        (server_report,) = asyncio.run(settings(server.url)).values()  # type: ignore[attr-defined]
+        assert (server_report.policy, server_report.limit_bytes, server_report.has_maxmemory) == (
+            "allkeys-lru",
+            50 * 1024**2,
+            True,
+        )
+        assert (server_report.appends, server_report.save, server_report.failing, server_report.refused) == (
+            False,
+            "",
+            "",
+            (),
+        )
+        assert 0 < server_report.used_bytes < server_report.limit_bytes and server_report.time_s > 1e9
         server.client.execute_command(
             "ACL", "SETUSER", "router", "on", ">secret", "~kvr:*", "-@all", "+info", "+select"
         )
         server.client.config_set("maxmemory", "0")
         url = f"redis://router:secret@127.0.0.1:{server.port}/0"
-        (one,) = asyncio.run(settings(url)).values()  # type: ignore[attr-defined]
-        assert one.refused == ("CONFIG", "TIME")
-        assert (one.appends, one.save, one.time_s) == (False, None, None)
-        assert one.limit_bytes > 2**30 and not one.has_maxmemory
+        (server_report,) = asyncio.run(settings(url)).values()  # type: ignore[attr-defined]
+        assert server_report.refused == ("CONFIG", "TIME")
+        assert (server_report.appends, server_report.save, server_report.time_s) == (False, None, None)
+        assert server_report.limit_bytes > 2**30 and not server_report.has_maxmemory
 
         async def ask_a_stopped_one() -> None:
             servers = await Servers.open(server.url)

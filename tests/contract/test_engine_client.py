@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router asks engines of itself: kept connections, bounded answers, and every way in which one can fail."""
+"""A router's own requests to engines: kept connections, bounded answers, and every way in which a request can fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Answer = Callable[[int, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Engine:
-    """answer: gets the how manyth request it is."""
+    """An engine that answers each request with `answer`, which gets the request's number and the writer."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -59,7 +59,7 @@ def whole(body: bytes, status: bytes = b"200 OK") -> bytes:
 
 
 def run(engine: Engine, work: Callable[[Callable[[str], Awaitable[tuple[int, bytes]]]], Awaitable[None]]) -> None:
-    """`work` is given a GET of `engine` by path."""
+    """Serve `engine`, and run `work` with a function that sends a GET to it by path."""
 
     async def main() -> None:
         server = await engine.serve()
@@ -145,7 +145,7 @@ def test_a_longer_answer_is_cut_and_its_connection_closed() -> None:
     async def work(get: Callable[[str], Awaitable[tuple[int, bytes]]]) -> None:
         for _ in range(2):
             status, body = await get("/metrics")
-            # One read more, at most.
+            # The body exceeds the limit by one read at most.
             assert status == 200 and MOST_BYTES < len(body) <= MOST_BYTES + 256 * 1024
 
     run(engine, work)
@@ -201,7 +201,7 @@ def test_what_is_no_answer_is_a_failure(answer: bytes, kind: Kind) -> None:
 def test_that_nobody_listens_can_be_told_from_other_failures() -> None:
     async def main() -> None:
         client = EngineClient(asyncio.get_running_loop(), EngineKey(None, AllowList()))
-        # Names of both families too: no address of theirs has a listener.
+        # The names have addresses of both families, and no listener at any of them.
         for host in ("127.0.0.1", "localhost"):
             with pytest.raises(Failure) as caught:
                 await client.get(target_of(f"http://{host}:{free_port()}"), "/health", MOST_BYTES, TIMEOUT_S)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kind of engine a worker is, where nobody stated it: queried over HTTP, kept by all routers, and not said otherwise by
-an engine that registers again."""
+"""The kind of an engine that no registration states.
+
+It is queried over HTTP, kept by all routers, and not undone by an engine that registers again.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ WORKER = WorkerKey("m", "w")
 
 @pytest.fixture
 def url(embedded_url: str) -> Iterator[str]:
-    """The store, empty; and afterwards, as other tests have it too."""
+    """Empty the store before and after the test, because other tests use it too."""
     client = redis.Redis.from_url(embedded_url)
     client.flushall()
     yield embedded_url
@@ -51,7 +53,7 @@ def written_by_hand(engine: EngineHttp) -> Registration:
 
 async def kind_is(router: Router, expected: str | None) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        while [one.engine for one in router.core.registrations()] != [expected]:
+        while [registration.engine for registration in router.core.registrations()] != [expected]:
             await asyncio.sleep(0.01)
 
 
@@ -62,9 +64,9 @@ def test_an_engine_is_recognised_and_stays_so(url: str, sglang: EngineHttp) -> N
             await kind_is(router, "sglang")
             await kind_is(other, "sglang")
             assert router.core.registry.streams[WORKER].profile.engine.name == "sglang"
-            # As an engine that registers itself now and then does it.
+            # An engine that registers itself does so periodically.
             await router.core.register(written_by_hand(sglang))
-            assert [one.engine for one in router.core.registrations()] == ["sglang"]
+            assert [registration.engine for registration in router.core.registrations()] == ["sglang"]
 
     run(main)
 
@@ -76,9 +78,9 @@ def test_a_source_does_not_undo_what_was_found(url: str, sglang: EngineHttp) -> 
             await kind_is(router, "sglang")
             epoch = router.core.registry.streams[WORKER]
             await asyncio.sleep(STILL_S)
-            # The same stream: nothing was registered again.
+            # The stream is the same, so nothing was registered again.
             assert router.core.registry.streams[WORKER] is epoch
-            assert [one.engine for one in router.core.registrations()] == ["sglang"]
+            assert [registration.engine for registration in router.core.registrations()] == ["sglang"]
 
     run(main)
 
@@ -91,8 +93,8 @@ def test_another_engine_at_the_same_place_is_named(url: str, sglang: EngineHttp)
             async with asyncio.timeout(TIMEOUT_S):
                 while "its HTTP is SGLang's" not in router.core.registry.streams[WORKER].note:
                     await asyncio.sleep(0.01)
-            # What was stated counts.
-            assert [one.engine for one in router.core.registrations()] == ["vllm"]
+            # The stated kind takes precedence.
+            assert [registration.engine for registration in router.core.registrations()] == ["vllm"]
 
     run(main)
 
@@ -108,7 +110,7 @@ def test_vllm_needs_no_writing(url: str) -> None:
                 while not router.core.engine_lists.kinds:
                     await asyncio.sleep(0.01)
             await asyncio.sleep(STILL_S)
-            assert [one.engine for one in router.core.registrations()] == [None]
+            assert [registration.engine for registration in router.core.registrations()] == [None]
 
     run(main)
     engine.stop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prober at any server that answers at a worker's URL: it says why it learns nothing, and lets no exception out."""
+"""The prober at any server at a worker's URL: it reports why it learns nothing, and raises no exception."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def models(name: str) -> bytes:
 
 
 def probed(answers: dict[str, bytes], what: ProbeRequest = WHOLE, rest: bytes | None = None) -> EngineAnswers:
-    """Return the prober's findings at a server that answers these bytes by path, and the rest, or 404, to all
-    others."""
+    """Return the prober's findings at a server that sends these bytes by path.
+
+    The server sends `rest`, or 404, on all other paths.
+    """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
@@ -78,8 +80,8 @@ def test_where_no_engine_answers_its_own_address_is_to_be_written(code: int, wha
 
 def test_an_engine_that_cannot_say_where_its_events_are_is_one() -> None:
     for answers in ({"/v1/models": ok(MODELS)}, {"/v1/models": status(401)}):
-        told = probed(answers, ProbeRequest(streams=True))
-        assert told.silent and told.streams == {} and "write events=" in told.problem
+        findings = probed(answers, ProbeRequest(streams=True))
+        assert findings.silent and findings.streams == {} and "write events=" in findings.problem
     assert (probed({"/v1/models": ok(MODELS)})).model == "m"
 
 
@@ -117,8 +119,8 @@ def test_an_engine_that_wants_a_key_is_to_be_given_one(code: int) -> None:
     ],
 )
 def test_what_is_no_engines_answer_is_a_reason(answer: bytes) -> None:
-    told = probed({}, rest=answer)
-    assert told.model is None and "model is not known" in told.problem
+    findings = probed({}, rest=answer)
+    assert findings.model is None and "model is not known" in findings.problem
 
 
 @pytest.mark.parametrize(
@@ -131,8 +133,8 @@ def test_what_is_no_engines_answer_is_a_reason(answer: bytes) -> None:
 )
 def test_streams_that_cannot_be_are_none(info: dict[str, object]) -> None:
     body = json.dumps({"disable_radix_cache": False, "kv_events": info}).encode()
-    told = probed({"/v1/models": ok(MODELS), "/server_info": ok(body)})
-    assert told.model == "m" and not told.streams and told.problem
+    findings = probed({"/v1/models": ok(MODELS), "/server_info": ok(body)})
+    assert findings.model == "m" and not findings.streams and findings.problem
 
 
 @pytest.mark.parametrize(
@@ -155,10 +157,10 @@ def test_a_server_that_hangs_up_on_tls_is_a_reason() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         async def run() -> EngineAnswers:
-            hung_up = asyncio.create_task(asyncio.to_thread(lambda: listener.accept()[0].close()))
-            told = await ask(f"https://127.0.0.1:{listener.getsockname()[1]}", ProbeRequest(model=True))
-            await hung_up
-            return told
+            hang_up = asyncio.create_task(asyncio.to_thread(lambda: listener.accept()[0].close()))
+            findings = await ask(f"https://127.0.0.1:{listener.getsockname()[1]}", ProbeRequest(model=True))
+            await hang_up
+            return findings
 
         assert "model is not known" in asyncio.run(run()).problem
 

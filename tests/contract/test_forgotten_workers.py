@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that is unregistered leaves nothing behind, also where no full collection comes for hours."""
+"""A worker that is unregistered leaves nothing in memory, even if no full garbage collection runs for hours."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def test_nothing_is_left_of_a_worker(
             await core.register(registration)
             await until_live(core)
             (stream,) = core.registry.streams.values()
-            left: list[weakref.ref[Any]] = [weakref.ref(stream), weakref.ref(stream.ingest)]
+            references: list[weakref.ref[Any]] = [weakref.ref(stream), weakref.ref(stream.ingest)]
             del stream
             await core.unregister("gone")
-            # Callbacks that wait in the loop refer to it a moment longer.
+            # Callbacks that wait in the loop keep references for a moment.
             async with asyncio.timeout(TIMEOUT_S):
-                while any(one() for one in left):
+                while any(reference() for reference in references):
                     await asyncio.sleep(0.01)
             await core.stop()
             client.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What glibc keeps of free memory is given back to the system, as the system sees it."""
+"""Free memory that glibc keeps is returned to the system, as the system sees it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ asyncio.run(main())
 def test_what_malloc_keeps_is_given_back() -> None:
     if trim_function() is None:
         pytest.skip("needs glibc and /proc")
-    # One that has run other tests has free memory to take the pieces from.
+    # The process is fresh, because one that has run other tests could take the pieces from its free memory.
     done = subprocess.run([sys.executable, "-c", FRESH_PROCESS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 40 * MIB

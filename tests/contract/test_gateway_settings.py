@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the endpoint picker: what a start refuses, and the port of `kvrouter epp`."""
+"""The settings of the endpoint picker: the settings that a start refuses, and the port of `kvrouter epp`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setitem(sys.modules, "grpc", None)
     with pytest.raises(SettingError, match=r"grpc\): pip install 'grpcio<2,>=1.66' "):
         check(gateway_port=0)
-    # Nobody else needs it.
+    # Without a gateway port, the package is not needed.
     check()
 
 

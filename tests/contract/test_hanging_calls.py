@@ -31,7 +31,7 @@ HANG_S = 0.01
 
 
 class Pipe(NamedTuple):
-    """A mount: `read` hangs until `write`."""
+    """A stand-in for a mount: `read` hangs until `write`."""
 
     read_fd: int
     write_fd: int
@@ -47,7 +47,7 @@ class Pipe(NamedTuple):
 def pipe() -> Iterator[Pipe]:
     ends = Pipe(*os.pipe())
     yield ends
-    # Let the thread that still reads go.
+    # Closing the pipe ends a thread that still reads.
     os.close(ends.write_fd)
 
 
@@ -69,7 +69,7 @@ def test_a_call_that_hangs_runs_once_and_is_taken_when_it_ends(pipe: Pipe) -> No
         assert threading.active_count() == threads + 1
         pipe.write(b"a")
         assert await until_ended(call) == b"a"
-        # The next call is another run.
+        # The next call runs the function again.
         pipe.write(b"b")
         assert await until_ended(call) == b"b"
 
@@ -185,7 +185,7 @@ def test_a_fifo_in_place_of_a_pem_file_is_no_wait(tmp_path: Path, place: str) ->
 
 
 def test_without_files_there_is_nothing_to_watch_and_no_end() -> None:
-    """A task that ends is a failure of the router."""
+    """Watch without files: the task must not end, because a task that ends counts as a failure of the router."""
 
     async def watch() -> None:
         access = Access(Config(), AccessMetrics(MetricRegistry()), clock=lambda: 0.0, wall_clock=lambda: 0.0)

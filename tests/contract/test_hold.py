@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a holder does when Redis is not where it left it. A real store, with a raw client that plays what is lost."""
+"""The reactions of a lease holder when Redis lost or changed its data.
+
+The store is real; a direct client plays the losses.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,11 @@ def flush(epoch: str, seq: int, *, opens: bool = False) -> PendingCommit:
 
 
 def run(url: str, body: Body) -> None:
-    """`body` with two processes' holds on one worker, the first of which has it and wrote batch 0, a raw client, and
-    the task that renews the first's lease."""
+    """Run `body` with the holders of two processes on one worker.
+
+    The first holder has the lease and wrote batch 0. `body` also gets a direct client, and the task that renews the
+    lease of the first process.
+    """
 
     async def main() -> None:
         raw = redis.Redis.from_url(url)
@@ -63,10 +69,10 @@ def run(url: str, body: Body) -> None:
 
         try:
             async with asyncio.timeout(WAIT_S):
-                one, two = hold("one"), hold("two")
-                assert not await one.take()
-                await one.write(flush("e", 0, opens=True))
-                await body(one, two, raw, renewing[0])
+                holder, rival = hold("one"), hold("two")
+                assert not await holder.take()
+                await holder.write(flush("e", 0, opens=True))
+                await body(holder, rival, raw, renewing[0])
         finally:
             for task in renewing:
                 task.cancel()
@@ -77,47 +83,47 @@ def run(url: str, body: Body) -> None:
 
 
 def test_writes_that_the_store_lost_are_noticed_while_nothing_is_written(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         saved = raw.dump(keys.meta(WORKER))
-        await one.write(flush("e", 1))
-        # A promoted replica may have the lease and lack the last commit.
+        await holder.write(flush("e", 1))
+        # A promoted replica may have the lease, but lack the last commit.
         raw.restore(keys.meta(WORKER), 0, saved, replace=True)
         with pytest.raises(LeaseLost, match="lost commits"):
-            await one.keep(lambda: True)
+            await holder.keep(lambda: True)
 
     run(embedded_url, body)
 
 
 @pytest.mark.parametrize("next_", ["nothing", "a commit", "a note"])
 def test_a_note_that_the_store_lost_is_noticed(next_: str, embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         saved = raw.dump(keys.meta(WORKER))
-        await one.note("e", {"state": b"live"})
-        # A promoted replica: epoch and seq are as they were, the state that other routers are to show is not.
+        await holder.note("e", {"state": b"live"})
+        # Play a promoted replica: epoch and seq are current, but the state that other routers show is not.
         raw.restore(keys.meta(WORKER), 0, saved, replace=True)
         raw.xdel(keys.log(WORKER), raw.xrevrange(keys.log(WORKER), count=1)[0][0])
         with pytest.raises(LeaseLost, match="lost commits"):
             if next_ == "a commit":
-                await one.write(flush("e", 1))
+                await holder.write(flush("e", 1))
             elif next_ == "a note":
-                await one.note("e", {"state": b"live"})
+                await holder.note("e", {"state": b"live"})
             else:
-                await one.keep(lambda: True)
-        await one.release()
-        assert await one.take()
-        assert one.written == ("e", int(next_ == "a commit"))
+                await holder.keep(lambda: True)
+        await holder.release()
+        assert await holder.take()
+        assert holder.written == ("e", int(next_ == "a commit"))
 
     run(embedded_url, body)
 
 
 def test_writes_that_the_store_lost_are_noticed_though_its_last_reply_comes_again(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        kept = asyncio.ensure_future(one.keep(lambda: True))
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+        kept = asyncio.ensure_future(holder.keep(lambda: True))
         renewals = int(raw.get(keys.router_lease("one")))
         while int(raw.get(keys.router_lease("one"))) < renewals + 3:
             await asyncio.sleep(0.005)
         saved = raw.dump(keys.meta(WORKER))
-        await one.write(flush("e", 1))
+        await holder.write(flush("e", 1))
         raw.restore(keys.meta(WORKER), 0, saved, replace=True)
         with pytest.raises(LeaseLost, match="lost commits"):
             await kept
@@ -126,32 +132,32 @@ def test_writes_that_the_store_lost_are_noticed_though_its_last_reply_comes_agai
 
 
 def test_a_worker_is_taken_when_its_router_renews_no_more_and_lost_once_it_goes_on(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, renewing: asyncio.Task[None]) -> None:
-        taking = asyncio.ensure_future(two.take())
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, renewing: asyncio.Task[None]) -> None:
+        taking = asyncio.ensure_future(rival.take())
         await asyncio.sleep(3 * TTL_S)
         assert not taking.done()
         renewing.cancel()
         assert not await taking
         stored = raw.hgetall(keys.meta(WORKER))
         with pytest.raises(LeaseLost, match="another router"):
-            await one.write(flush("e", 1))
+            await holder.write(flush("e", 1))
         assert raw.hgetall(keys.meta(WORKER)) == stored
-        again = asyncio.ensure_future(one._rounds.run())
+        again = asyncio.ensure_future(holder._rounds.run())
         with pytest.raises(LeaseLost, match="another router"):
-            await one.keep(lambda: True)
+            await holder.keep(lambda: True)
         again.cancel()
 
     run(embedded_url, body)
 
 
 def test_nothing_is_taken_before_the_router_has_a_lease(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        await one.release()
-        two._rounds = LeaseRounds(one._store.leases, "two", TTL_S, lambda: 0)
-        taking = asyncio.ensure_future(two.take())
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+        await holder.release()
+        rival._rounds = LeaseRounds(holder._store.leases, "two", TTL_S, lambda: 0)
+        taking = asyncio.ensure_future(rival.take())
         await asyncio.sleep(TTL_S)
         assert not taking.done() and raw.get(keys.lease(WORKER)) is None
-        renewing = asyncio.ensure_future(two._rounds.run())
+        renewing = asyncio.ensure_future(rival._rounds.run())
         await taking
         assert raw.get(keys.lease(WORKER)) == b"two:2" and raw.exists(keys.router_lease("two"))
         renewing.cancel()
@@ -160,9 +166,9 @@ def test_nothing_is_taken_before_the_router_has_a_lease(embedded_url: str) -> No
 
 
 def test_a_lease_that_the_store_lost_is_taken_again_in_place(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         raw.delete(keys.lease(WORKER))
-        await one.write(flush("e", 1))
+        await holder.write(flush("e", 1))
         assert raw.hget(keys.meta(WORKER), "seq") == b"1"
         assert raw.get(keys.lease(WORKER)) == b"one:2"
 
@@ -170,14 +176,14 @@ def test_a_lease_that_the_store_lost_is_taken_again_in_place(embedded_url: str) 
 
 
 def test_a_lease_stays_while_its_router_renews(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        kept = asyncio.ensure_future(one.keep(lambda: True))
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+        kept = asyncio.ensure_future(holder.keep(lambda: True))
         ended = asyncio.get_running_loop().time() + 3 * TTL_S
         seq = 0
-        # While it is written as fast as it goes, and while nothing is.
+        # The lease must stay under constant writes, and without any.
         while asyncio.get_running_loop().time() < ended - TTL_S:
             seq += 1
-            await one.write(flush("e", seq))
+            await holder.write(flush("e", seq))
         await asyncio.sleep(2 * TTL_S)
         assert raw.get(keys.lease(WORKER)) == b"one:1" and not kept.done()
         kept.cancel()
@@ -186,8 +192,8 @@ def test_a_lease_stays_while_its_router_renews(embedded_url: str) -> None:
 
 
 def test_a_lease_that_was_lost_while_nothing_was_written_is_taken_again_in_place(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        kept = asyncio.ensure_future(one.keep(lambda: True))
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+        kept = asyncio.ensure_future(holder.keep(lambda: True))
         raw.delete(keys.lease(WORKER))
         while raw.get(keys.lease(WORKER)) != b"one:2":
             await asyncio.sleep(0.01)
@@ -198,18 +204,18 @@ def test_a_lease_that_was_lost_while_nothing_was_written_is_taken_again_in_place
 
 
 def test_a_lease_that_another_has_is_given_up_while_nothing_is_written(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         raw.delete(keys.lease(WORKER))
-        assert not await two.take()
+        assert not await rival.take()
         with pytest.raises(LeaseLost, match="another router"):
-            await one.keep(lambda: True)
+            await holder.keep(lambda: True)
 
     run(embedded_url, body)
 
 
 def test_a_lease_that_is_no_lease_is_taken_again(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        kept = asyncio.ensure_future(one.keep(lambda: True))
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+        kept = asyncio.ensure_future(holder.keep(lambda: True))
         raw.delete(keys.lease(WORKER))
         raw.rpush(keys.lease(WORKER), "not ours")
         while raw.type(keys.lease(WORKER)) != b"string":
@@ -221,31 +227,32 @@ def test_a_lease_that_is_no_lease_is_taken_again(embedded_url: str) -> None:
 
 
 def test_a_lease_that_another_had_meanwhile_is_not(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         raw.delete(keys.lease(WORKER))
-        assert not await two.take()
-        await two.release()
+        assert not await rival.take()
+        await rival.release()
         with pytest.raises(LeaseLost, match="meanwhile"):
-            await one.write(flush("e", 1))
+            await holder.write(flush("e", 1))
         assert raw.hget(keys.meta(WORKER), "seq") == b"0"
-        await one.release()
-        # So what this process remembers is not what Redis goes on from.
-        assert not await one.take()
-        await one.release()
-        assert await one.take()
+        await holder.release()
+        # The take reports that another process had the lease meanwhile, so this process must not continue from its
+        # memory.
+        assert not await holder.take()
+        await holder.release()
+        assert await holder.take()
 
     run(embedded_url, body)
 
 
 def test_a_share_of_another_is_handed_over_where_that_loses_nothing(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        one._mine = lambda: False
-        kept = asyncio.ensure_future(one.keep(lambda: False))
+    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+        holder._mine = lambda: False
+        kept = asyncio.ensure_future(holder.keep(lambda: False))
         await asyncio.sleep(TTL_S)
         assert not kept.done()
         kept.cancel()
         await asyncio.gather(kept, return_exceptions=True)
         with pytest.raises(HandedOver):
-            await one.keep(lambda: True)
+            await holder.keep(lambda: True)
 
     run(embedded_url, body)

@@ -38,6 +38,8 @@ from tests.support.tls_redis import TlsRedis
 
 
 class IndexContract(CommitLaws, CheckpointLaws, LeaseLaws, FollowLaws):
+    """All laws of the index, for the store at `url`."""
+
     @pytest.fixture
     def url(self) -> str:
         raise NotImplementedError
@@ -95,7 +97,7 @@ class TestRedis(IndexContract, ScanLaws):
 
 
 class TestTlsAndAcl(IndexContract):
-    """Over TLS, as a user that may do what docs/how-to/hardening.md says, and nothing else."""
+    """A store over TLS, for a user with only the permissions that docs/how-to/hardening.md names."""
 
     @pytest.fixture
     def url(self, tls_server: TlsRedis) -> str:
@@ -103,7 +105,7 @@ class TestTlsAndAcl(IndexContract):
 
     @pytest.fixture
     def world(self, url: str, tls_server: TlsRedis) -> Iterator[World]:
-        # The oracle is the administrator.
+        # The oracle reads as the administrator.
         raw = tls_server.admin()
         raw.flushall()
         raw.acl_log_reset()

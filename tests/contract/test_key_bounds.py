@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that learn hits, keys that do not, and keys that may name only their own models and salts."""
+"""API keys that learn hits, keys that do not, and keys that may name only their own models and salts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.contract.api_support import TinyCore, TinyTokens, build, call, hit
 from tests.contract.proxy_support import proxying, worker
 from tests.support.scripted_engine import ScriptedEngine, plain
 
-# The keys in the file, by name.
+# The entries of the key file, by the key's name.
 KEYS = {
     "old": "{scopes: [ask]",
     "hits": "{scopes: [hits]",
@@ -89,15 +89,15 @@ def test_a_bound_key_asks_of_its_own_alone(app: HttpApi, core: TinyCore, path: s
     own = (403, "salt_not_allowed") if path == "/query_by_hash" else (201 if path == "/reservations" else 200, "")
     assert asked("bound", cache_salt="mine", selection_id="a") == own
     assert asked("bound", cache_salt="ours", selection_id="b") == own
-    known = len(core.asked)
+    questions_before = len(core.asked)
     for salt in ("theirs", "", None, "mine "):
         assert asked("bound", cache_salt=salt) == (403, "salt_not_allowed")
     assert asked("bound") == (403, "salt_not_allowed")
     assert asked("other", cache_salt="mine") == (403, "model_not_allowed")
-    # An adapter is a model of its own, by its name and as a field.
+    # An adapter counts as a separate model, whether it is the model's name or a field.
     assert asked("bound", cache_salt="mine", model="adapter") == (403, "model_not_allowed")
     assert asked("bound", cache_salt="mine", lora_name="style") == (403, "model_not_allowed")
-    assert len(core.asked) == known
+    assert len(core.asked) == questions_before
     assert asked("styled", model="adapter", workers=["w0"], selection_id="c")[0] in (200, 201)
 
 
@@ -136,13 +136,13 @@ def test_a_proxied_prompt_is_bound_as_a_question_is(file: Path, path: str) -> No
             return router.post(path, body, bearer(name))[0]
 
         assert sent("bound", "m", cache_salt="mine") == 200
-        asked = len(engine.asked)
+        requests_before = len(engine.asked)
         assert sent("other", "m", cache_salt="mine") == 403
         for salt in ({}, {"cache_salt": "theirs"}, {"cache_salt": ""}):
             # Prompts on these paths are not cached.
             expected = 200 if path in WITHOUT_PROMPT else 403
             assert sent("bound", "m", **salt) == expected
-        assert len(engine.asked) == asked + (3 if path in WITHOUT_PROMPT else 0)
+        assert len(engine.asked) == requests_before + (3 if path in WITHOUT_PROMPT else 0)
 
 
 @pytest.mark.parametrize("path", sorted(AUDIO))
@@ -183,7 +183,7 @@ def test_a_key_that_could_learn_hits_elsewhere_is_not_bound(scope: str) -> None:
 
 
 def test_what_a_request_writes_counts_for_its_key(file: Path, core: TinyCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without keys, prompts with the same cache salt count as one key's."""
+    """Count the tokens that requests write by key; without keys, by cache salt."""
     counted: list[str] = []
 
     def wrote(shares: KeyShares, key: str, *rest: object) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who follows a worker leads its mirror: exact without the store, and given up with the lease. Real store, sockets and
-streams."""
+"""A router that follows a worker leads its mirror: exact without the store, and given up with the lease.
+
+Store, sockets and streams are real.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +51,18 @@ def test_answers_are_exact_while_the_store_hangs_and_the_other_router_is_in_doub
     server: StoreServer, engine: FakeEngine
 ) -> None:
     async def main() -> None:
-        async with router(server, FIRST) as one:
-            await one.register(registration(engine))
+        async with router(server, FIRST) as first:
+            await first.register(registration(engine))
             engine.publish(stored(TOKENS, 0, 12))
-            await until(lambda: is_well(one, 12), "the worker is not live")
-            async with router(server, SECOND) as two:
-                await until(lambda: one.peers.routers == 2 and two.peers.routers == 2, "they do not see each other")
+            await until(lambda: is_well(first, 12), "the worker is not live")
+            async with router(server, SECOND) as second:
+                await until(
+                    lambda: first.peers.routers == 2 and second.peers.routers == 2, "they do not see each other"
+                )
                 mine = assign_workers([WORKER], {FIRST, SECOND}, {})[WORKER]
-                follower, other = (one, two) if mine == FIRST else (two, one)
+                follower, other = (first, second) if mine == FIRST else (second, first)
                 await until(lambda: follower.registry.streams[WORKER].held, "the worker is not handed over")
-                await until(lambda: is_well(one, 12) and is_well(two, 12), "not both are well")
+                await until(lambda: is_well(first, 12) and is_well(second, 12), "not both are well")
                 server.stop()
                 stopped_s = time.monotonic()
                 doubted_s: float | None = None
@@ -83,7 +87,7 @@ def test_answers_are_exact_while_the_store_hangs_and_the_other_router_is_in_doub
                 assert any("Redis has not answered" in reason for reason in follower.health())
                 assert "Redis" in status(other).reason
                 server.resume()
-                await until(lambda: is_well(one, 1) and is_well(two, 1), "not both are well again")
+                await until(lambda: is_well(first, 1) and is_well(second, 1), "not both are well again")
                 assert held_in_store(server) == set(CHAIN[:1])
 
     run(main)
@@ -103,7 +107,7 @@ def test_a_router_that_stops_leaves_nothing_unwritten(
                 server.stop()
                 gone = engine.publish(*removed(CHAIN[9:]))
                 stream = core.registry.streams[WORKER]
-                # It waits for the store, and no longer here.
+                # The commit waits for the store, and no longer in the backlog.
                 await until(
                     lambda: (
                         stream.visible_seq == gone
@@ -137,7 +141,7 @@ def test_beyond_the_bound_the_epoch_is_rewritten_when_the_store_is_back(
             await until(lambda: is_well(core, 12), "the worker is not live")
             epoch = status(core).epoch
             server.kill() if away == "killed" else server.stop()
-            # One commit may be on its way already, which waits for the store beside the backlog.
+            # One commit may be in flight already, and waits for the store beside the backlog.
             others = [value + 1 for value in range(2 * MAX_PENDING_BLOCKS + 15_000)]
             for first in range(0, len(others), 5_000):
                 chain = others[first : first + 5_000]
@@ -147,7 +151,7 @@ def test_beyond_the_bound_the_epoch_is_rewritten_when_the_store_is_back(
             await until(lambda: status(core).seq == seq, "the removals are not taken in", 5.0)
             assert reused(core) == 6 and status(core).state == "live"
             stream = core.registry.streams[WORKER]
-            # Given up: not even the removals wait.
+            # The backlog was given up, so not even the removals wait.
             assert stream.commits.unwritten_s and not stream.commits.unwritten_blocks
             mirrored = core.mirror_sync.mirror.worker(WORKER)
             assert mirrored is not None
@@ -156,7 +160,7 @@ def test_beyond_the_bound_the_epoch_is_rewritten_when_the_store_is_back(
             await until(lambda: is_well(core, 6), "not well again")
             await until(lambda: held_in_store(server) == {*CHAIN[:6], *others}, "the store lacks what was rewritten")
             assert status(core).epoch != epoch and not stream.commits.unwritten_blocks
-            # The same table: only the name of the epoch is another.
+            # The mirror's table is the same, and only the name of the epoch changed.
             mirrored = core.mirror_sync.mirror.worker(WORKER)
             assert mirrored is not None and mirrored.slots == slots
             seq = engine.publish(stored(TOKENS, 6, 12))
@@ -174,7 +178,7 @@ def test_a_lost_lease_ends_the_lead(server: StoreServer, engine: FakeEngine) -> 
             await until(lambda: is_well(core, 12), "the worker is not live")
             await until(lambda: held_in_store(server) == set(CHAIN), "the store lacks what is known")
             number = int(server.client.hget(keys.meta(WORKER), keys.META_LEASE)) + 1
-            # Another router took the worker, and says of it what this one does not know.
+            # Another router takes the worker, and commits changes that this router does not know.
             server.client.hset(keys.meta(WORKER), keys.META_LEASE, number)
             server.client.set(keys.router_lease(SECOND), 1, px=6_000)
             server.client.set(keys.lease(WORKER), f"{SECOND}:{number}")
@@ -192,12 +196,12 @@ def test_a_lost_lease_ends_the_lead(server: StoreServer, engine: FakeEngine) -> 
                 await core._store.commit(Commit(WORKER, row.epoch, seq, seq, [change]), lease) is CommitOutcome.APPLIED
             )
             await until(lambda: reused(core) == 3, "what the other router commits is not shown")
-            # It has no heartbeat, so its word does not count for long.
+            # The other router has no heartbeat, so its state does not count for long.
             await until(
                 lambda: "no router follows this worker" in status(core).reason, "its silence is not noticed", 2.5
             )
             assert status(core).state == "suspect"
-            # Its lease ends, and this router goes on from what it left.
+            # The other router's lease ends, and this router continues from its last commit.
             await until(lambda: is_well(core, 3), "it is not followed again")
             assert core.mirror_sync._led == {WORKER}
             with pytest.raises(RuntimeError, match="led here"):
@@ -240,9 +244,9 @@ def test_what_a_dead_router_left_is_in_doubt_until_proven(life: str, server: Sto
             await until(lambda: is_well(core, 12), "the worker is not live")
             await until(lambda: server.client.hget(keys.meta(WORKER), "engine_start"), "no start time is stored")
             await until(lambda: server.client.hget(keys.meta(WORKER), "state") == b"live", "its state is not stored")
-            # As kill -9 leaves it: state, lease and heartbeat as last written.
-            left = {key: server.client.dump(key) for key in server.client.scan_iter("kvr:*")}
-        for key, value in left.items():
+            # Save the keys as kill -9 leaves them: state, lease and heartbeat as last written.
+            saved = {key: server.client.dump(key) for key in server.client.scan_iter("kvr:*")}
+        for key, value in saved.items():
             server.client.restore(key, 0, value, replace=True)
         server.client.pexpire(keys.router_lease(FIRST), 1_000)
         assert server.client.hget(keys.meta(WORKER), "state") == b"live"
@@ -261,10 +265,10 @@ def test_what_a_dead_router_left_is_in_doubt_until_proven(life: str, server: Sto
         async with router(server, SECOND, watch) as core:
             if life == "another":
                 await until(lambda: is_well(core, 1) and status(core).seq == proof, "the new life is not live")
-                # Never live with what the old life held.
-                assert not [one for one in seen if one[1] is StreamState.LIVE and one[3] > 1], seen
+                # The worker was never live with the blocks of the old life.
+                assert not [entry for entry in seen if entry[1] is StreamState.LIVE and entry[3] > 1], seen
             else:
-                # The very next batch proves it, and nothing before.
+                # The very next batch proves the blocks, and nothing before it.
                 await until(lambda: core.registry.streams[WORKER].held, "the worker is not followed")
                 while not seen or seen[-1][1] is not StreamState.LIVE:
                     assert all(state is not StreamState.LIVE for _, state, _, _ in seen)
@@ -282,20 +286,22 @@ def test_credit_that_the_fleet_gives_back_reaches_the_other_routers_of_a_silent_
     server: StoreServer, engine: FakeEngine
 ) -> None:
     async def main() -> None:
-        async with router(server, FIRST) as one, router(server, SECOND) as two:
-            await one.register(registration(engine))
+        async with router(server, FIRST) as first, router(server, SECOND) as second:
+            await first.register(registration(engine))
             engine.publish(stored(TOKENS, 0, 12))
-            await until(lambda: [*two.statuses()] and is_well(one, 12) and is_well(two, 12), "not both are well")
+            await until(
+                lambda: [*second.statuses()] and is_well(first, 12) and is_well(second, 12), "not both are well"
+            )
             # Two workers on one event endpoint contradict each other.
-            await one.register(Registration(WorkerKey("m2", "other"), events=engine.endpoint, patch=NO_PATCH))
-            follower = one if one.registry.streams[WORKER].held else two
+            await first.register(Registration(WorkerKey("m2", "other"), events=engine.endpoint, patch=NO_PATCH))
+            follower = first if first.registry.streams[WORKER].held else second
             await until(
                 lambda: follower.registry.streams[WORKER].view.state is StreamState.MISMATCHED, "no contradiction"
             )
-            told = functools.partial(server.client.hget, keys.meta(WORKER), "credited")
-            await until(lambda: told() == b"0", "the other routers do not learn of it")
-            await one.unregister("other")
-            await until(lambda: len([*two.statuses()]) == 1, "the other worker stays")
-            await until(lambda: is_well(one, 12) and is_well(two, 12), "not both are well again")
+            stored_credit = functools.partial(server.client.hget, keys.meta(WORKER), "credited")
+            await until(lambda: stored_credit() == b"0", "the other routers do not learn of it")
+            await first.unregister("other")
+            await until(lambda: len([*second.statuses()]) == 1, "the other worker stays")
+            await until(lambda: is_well(first, 12) and is_well(second, 12), "not both are well again")
 
     run(main)

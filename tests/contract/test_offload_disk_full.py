@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that is really full, and a folder that can really no longer be written: the kernel says no, not a
-stand-in."""
+"""A disk that is really full, and a folder that really becomes unwritable: the kernel refuses, not a stand-in."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ NAMES = [key(number) for number in range(RECORDS)]
 
 
 class Desk:
-    """A tier on the real system calls; its work is done by hand, at a time that stands still."""
+    """A tier on real system calls, whose work is done by hand while its clock stands still."""
 
     def __init__(self, folder: Path) -> None:
         self.now = 0.0
@@ -70,14 +69,14 @@ class Desk:
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path)
-    yield made
-    made.tier.close()
+    instance = Desk(tmp_path)
+    yield instance
+    instance.tier.close()
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with little room, where this process may mount one."""
+    """Mount a small file system, or skip the test if this process may not."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={ROOM_BYTES}", "tmpfs", str(tmp_path)], check=False, capture_output=True
     )
@@ -90,6 +89,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fills_and_goes_on(desk: Desk, give_room: Callable[[], object], caplog: pytest.LogCaptureFixture, why: str) -> None:
+    """Write until the tier is full, make room, and check that the tier continues."""
     caplog.set_level(logging.INFO)
     held = 0
     while desk.write(NAMES[held]):
@@ -97,7 +97,7 @@ def fills_and_goes_on(desk: Desk, give_room: Callable[[], object], caplog: pytes
     assert held > 1 and desk.tier.state is State.FULL
     (line,) = [record.getMessage() for record in caplog.records if "is full" in record.getMessage()]
     assert why in line and str(desk.folder) in line and f"tried again in {2 * RETRY_S:g} s" in line
-    # What is there can be read, and its room is used again.
+    # The held records can be read, and their space is used again.
     assert all(desk.read(name) for name in NAMES[:held])
     assert desk.write(NAMES[held]) and desk.read(NAMES[held]) and not desk.tier.holds(NAMES[0])
     give_room()
@@ -134,8 +134,7 @@ def test_a_limit_on_the_size_of_files_that_is_raised(desk: Desk, caplog: pytest.
 
 
 def test_a_folder_that_becomes_unwritable_and_writable_again(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    """The tier's own descriptors are exchanged for others that may only read: what the kernel then says of writes is
-    its own."""
+    """Exchange the tier's descriptors for read-only ones, so that the kernel itself refuses writes."""
     held = NAMES[:3]
     assert all(desk.write(name) for name in held)
     desk.tier.take_changes()
@@ -154,7 +153,7 @@ def test_a_folder_that_becomes_unwritable_and_writable_again(desk: Desk, caplog:
     line = caplog.records[-1].getMessage()
     assert "is off (3 errors in a row, the last: [Errno 9] Bad file descriptor)" in line
     assert str(desk.folder) in line and "withdrawn" in line
-    # A trial finds that nothing is better, and a later one that it is.
+    # The first trial fails, and a later one succeeds.
     desk.now += RETRY_S
     desk.trial()
     assert desk.tier.state is State.OFF

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slots' memory as files: shared by processes, gone with the last of them, however it ends. Without torch."""
+"""The slots' memory as files: shared by processes, and gone with the last of them, however it ends. Without torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from kvrouter.engine_patch.offload.memory.region import Region, padded, remove_s
 SLOTS, RANKS, RANK_BYTES = 5, 2, 3_000
 SLOT_BYTES = RANKS * RANK_BYTES
 
-# Longer than a process takes to start here.
+# Seconds, longer than a process takes to start here.
 PATIENCE_S = 30.0
 
-# Opens a region, says so, and does what each line on its standard input says, until that ends.
+# The program of a `User`: it opens a region, reports that, and carries out each line of its standard input until that
+# ends.
 USER = """
 import sys
 from pathlib import Path
@@ -64,7 +65,7 @@ class User:
         return self.answer()
 
     def end(self) -> None:
-        """Closes the region, then ends."""
+        """Let the process close the region and end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         assert self.answer() == "closed"
@@ -82,7 +83,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def users(path: Path) -> Iterator[list[User]]:
-    """Two other processes with the region open."""
+    """Start two other processes with the region open."""
     both = [User(path), User(path)]
     yield [user.opened() for user in both]
     for user in both:
@@ -187,7 +188,7 @@ def test_a_view_held_after_closing_does_not_keep_the_file_from_its_last_user(pat
 
 def test_a_file_that_goes_between_opening_and_locking_is_made_anew(path: Path) -> None:
     with path.open("wb") as file:
-        # As one who removes a stale file.
+        # Lock the file as a process does that removes a stale file.
         fcntl.flock(file, fcntl.LOCK_EX)
         user = User(path)
         until_somebody_waits_for(file.fileno())
@@ -202,7 +203,10 @@ def test_a_file_that_goes_between_opening_and_locking_is_made_anew(path: Path) -
 
 
 def until_somebody_waits_for(file: int) -> None:
-    """Source: proc_locks(5): a lock that is waited for begins with an arrow, and names its file as device:inode."""
+    """Wait until another process waits for the lock of the file.
+
+    A lock that is waited for begins with an arrow, and names its file as device:inode. Source: proc_locks(5).
+    """
     name = f":{os.fstat(file).st_ino} "
     end = time.monotonic() + PATIENCE_S
     while not any("->" in line and name in line for line in Path("/proc/locks").read_text().splitlines()):
@@ -222,7 +226,7 @@ def test_closing_twice_is_closing_once(path: Path) -> None:
 def test_after_kill_9_the_file_stays_until_the_next_start_removes_it(path: Path, users: list[User]) -> None:
     users[0].ask("write 0 0 stale")
     users[0].kill()
-    # The other one lives: the file is in use.
+    # The other user is alive, so the file is in use.
     assert remove_stale(path.parent) == []
     users[1].kill()
     assert path.exists()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds of the proxy and of the limits of connections holds over TLS: the same tests once more, with clients that
-speak it. Those of limits run on asyncio's loop, those of the proxy on uvloop."""
+"""The tests of the proxy and of connection limits once more, over TLS.
+
+The tests of limits run on asyncio's loop, those of the proxy on uvloop.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ MODULES: tuple[ModuleType, ...] = (
     test_proxy_faults,
     test_proxy_short_ways,
 )
-# What a plain socket alone can do, or what TLS answers itself.
+# Tests that need a plain socket, or that TLS itself answers.
 PLAIN_ONLY = {
-    # Closes one half.
+    # Sends on a nonblocking socket, which raises other errors over TLS.
     "test_a_client_that_reads_no_answers_is_not_read_and_then_cut",
-    # Sends no HTTP, which over TLS is a handshake that fails: see test_tls.py.
+    # Sends bytes that are not HTTP, which over TLS are a handshake that fails: see test_tls.py.
     "test_invalid_http_gets_an_error_and_is_counted",
-    # One too many has no handshake, so it gets no answer: see test_tls.py.
+    # Opens one connection too many, which gets no handshake and so no answer: see test_tls.py.
     "test_connections_are_bounded_and_their_places_free_again",
 }
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes through the proxy: bytes as they came, the right headers and no others, the engine's errors. Real
-sockets."""
+"""Traffic through the proxy: unchanged bytes, the right headers and no others, the engine's errors.
+
+The sockets are real.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ EVENTS = [b'data: {"a": 1}\n\n', "data: héé\n\n".encode(), b"data: [DO", b"NE]
 )
 def test_a_body_and_its_answer_pass_unchanged(path: str) -> None:
     sent = b'  {"model" : "m", "x": 1e400, "prompt":"\\u00e4", "model":"m"}\n'
-    given = b'{"id": "x",   "weird":\t1}\n'
+    engine_answer = b'{"id": "x",   "weird":\t1}\n'
     with (
-        ScriptedEngine(plain(given, headers=["x-more: 1", "x-more: 2"])) as engine,
+        ScriptedEngine(plain(engine_answer, headers=["x-more: 1", "x-more: 2"])) as engine,
         proxying(worker("w0", engine.url)) as router,
     ):
         status, headers, answer = router.post(path, sent)
-        assert (status, answer) == (200, given)
-        assert headers["content-length"] == str(len(given))
+        assert (status, answer) == (200, engine_answer)
+        assert headers["content-length"] == str(len(engine_answer))
         assert headers["x-more"] == "2"
         assert "transfer-encoding" not in headers
         (asked,) = engine.asked
@@ -44,15 +46,15 @@ def test_json_goes_on_as_json_whatever_it_is_called(path: str) -> None:
     body = b'{"model": "m"}'
     other = "application/x-www-form-urlencoded"
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url)) as router:
-        for given, passed in (
+        for types, passed in (
             ([], "application/json"),
             ([other], "application/json"),
             (["text/json; charset=utf-8"], "application/json"),
-            # vLLM does not look behind a blank.
+            # vLLM does not recognise a type with a blank behind it.
             (["application/json ; charset=utf-8"], "application/json"),
             (["APPLICATION/json;charset=utf-8"], "APPLICATION/json;charset=utf-8"),
         ):
-            router.exchange(raw_request(path, body, *(f"content-type: {one}" for one in given)))
+            router.exchange(raw_request(path, body, *(f"content-type: {content_type}" for content_type in types)))
             assert engine.asked[-1].all("content-type") == [passed]
         assert len(engine.asked) == 5
 
@@ -70,7 +72,7 @@ def test_a_piece_of_a_stream_does_not_wait_for_the_next() -> None:
 
     async def script(asked: Asked, wire: Wire) -> None:
         await wire.send(STREAM_HEAD, chunk(b"first"))
-        # Until the client has the first: no deadlock means that it was passed on.
+        # Wait until the client has the first piece: without a deadlock, the piece was passed on.
         while not got and not wire.gone.is_set():
             await wire.send()
         await wire.send(chunk(b"second"), b"0\r\n\r\n")
@@ -145,7 +147,7 @@ def test_redirects_go_to_the_client() -> None:
 
 
 def test_headers_of_a_connection_stay_on_it() -> None:
-    given = [
+    engine_headers = [
         "connection: close, X-Private",
         "x-private: 1",
         "keep-alive: timeout=5",
@@ -153,7 +155,7 @@ def test_headers_of_a_connection_stay_on_it() -> None:
         "x-public: 1",
         "te: trailers",
     ]
-    with ScriptedEngine(plain(b"{}", headers=given)) as engine, proxying(worker("w0", engine.url)) as router:
+    with ScriptedEngine(plain(b"{}", headers=engine_headers)) as engine, proxying(worker("w0", engine.url)) as router:
         _, headers, _ = router.post(
             CHAT,
             BODY,
@@ -191,28 +193,28 @@ def test_the_answer_names_its_worker() -> None:
 def test_a_request_id_is_kept_or_made() -> None:
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url)) as router:
         assert router.post(CHAT, BODY, {"X-Request-Id": "mine"})[1]["x-request-id"] == "mine"
-        made = router.post(CHAT, BODY)[1]["x-request-id"]
+        generated = router.post(CHAT, BODY)[1]["x-request-id"]
         assert engine.asked[0].all("x-request-id") == ["mine"]
-        assert engine.asked[1].all("x-request-id") == [made]
+        assert engine.asked[1].all("x-request-id") == [generated]
         engine.script = plain(b"{}", headers=["x-request-id: the engine's"])
         assert router.post(CHAT, BODY)[1]["x-request-id"] == "the engine's"
-        # Our own errors too.
+        # Errors of the router itself have the id too.
         status, headers, _ = router.post(CHAT, {"model": "nope"}, {"x-request-id": "mine"})
         assert (status, headers["x-request-id"]) == (404, "mine")
 
 
 def test_a_pinned_request_goes_to_the_pinned_worker() -> None:
     with (
-        ScriptedEngine(plain(b"0")) as one,
-        ScriptedEngine(plain(b"1")) as other,
-        proxying(worker("w0", one.url), worker("w ,1", other.url)) as router,
+        ScriptedEngine(plain(b"0")) as first,
+        ScriptedEngine(plain(b"1")) as second,
+        proxying(worker("w0", first.url), worker("w ,1", second.url)) as router,
     ):
         assert router.post(CHAT, BODY)[2] == b"0"
         status, headers, answer = router.post(CHAT, BODY, {"x-kvrouter-worker": "w%20%2C1"})
         assert (status, answer, headers["x-kvrouter-worker"]) == (200, b"1", "w%20%2C1")
         status, _, answer = router.post(CHAT, BODY, {"x-kvrouter-worker": "w7"})
         assert (status, json.loads(answer)["error"]["code"]) == (404, "unknown_worker")
-        assert not other.asked[0].all("x-kvrouter-worker")
+        assert not second.asked[0].all("x-kvrouter-worker")
 
 
 def test_a_rank_is_named_to_an_engine_that_has_several() -> None:
@@ -280,8 +282,8 @@ def test_the_router_refuses_invalid_bodies_and_unknown_models(body: bytes, statu
         ScriptedEngine(plain(b"{}")) as engine,
         proxying(worker("w0", engine.url), worker("v0", engine.url, "other"), max_body_bytes=4_096) as router,
     ):
-        found, headers, answer = router.post(CHAT, body)
-        assert (found, json.loads(answer)["error"]["code"]) == (status, code)
+        got, headers, answer = router.post(CHAT, body)
+        assert (got, json.loads(answer)["error"]["code"]) == (status, code)
         assert headers["content-type"] == "application/json"
         assert not engine.asked
 
@@ -326,7 +328,7 @@ def test_the_first_token_and_the_end_of_an_answer_are_reported() -> None:
     with fleet(stream([b"a", b"b"])) as (router, engine):
         router.post(CHAT, BODY)
         engine.script = plain(b"{}")
-        # Its first byte comes with its last token.
+        # The first byte of a whole answer comes with its last token, so no first token is reported.
         router.post(CHAT, BODY)
         assert [placed.told for placed in router.placing.placed] == [["first token", "done"], ["done"]]
 
@@ -349,5 +351,5 @@ def test_a_form_passes_unchanged_but_for_a_name_of_the_routers(path: str, name: 
         assert asked.body == parts % b"m"
         assert (asked.all("content-type"), asked.all("content-length")) == ([kind], [str(len(asked.body))])
         assert router.post(path, parts % b"nobody", {"content-type": kind})[0] == 404
-        # Several models are there, and a form that names none cannot be placed.
+        # Several models are served, so a form that names none cannot be placed.
         assert router.post(path, parts.replace(b"model", b"other") % b"m", {"content-type": kind})[0] == 400

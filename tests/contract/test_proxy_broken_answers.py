@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose answers are slow, cut, malformed or too long: what the client sees, and which connection is kept. Real
-sockets."""
+"""Engines whose answers are slow, cut, malformed or too long: the client's answer, and the connections that are kept.
+
+The sockets are real.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def test_interim_answers_do_not_count_as_progress_and_are_bounded(piece: bytes) 
     async def now_and_then(asked: Asked, wire: Wire) -> None:
         while not wire.gone.is_set():
             await wire.send(piece)
-            # Four of them within the time-out.
+            # Four interim answers fit within the timeout.
             await asyncio.sleep(0.1)
 
     async def at_once(asked: Asked, wire: Wire) -> None:
@@ -95,7 +97,7 @@ def test_trailers_of_an_answer_are_not_headers() -> None:
             assert body == chunk(b"whole") + b"0\r\n\r\n"
             for name in (b"set-cookie", b"other", b"x-own"):
                 assert name not in head
-        # They end where they should: the connection is kept.
+        # The connection is kept, so the trailers ended where they should.
         assert {asked.connection for asked in engine.asked} == {1}
 
 
@@ -196,7 +198,7 @@ def test_a_stream_that_ends_with_the_engines_error_is_a_broken_answer(code: int,
     with fleet(stream(events), OK) as (router, failing, other):
         router.admission.clock = lambda: 0.0
         for _ in range(FAILURES_TO_OPEN):
-            # The client gets what the engine says.
+            # The client gets the engine's error unchanged.
             assert router.post(CHAT, BODY)[2] == b"".join(events)
         router.post(CHAT, BODY)
         assert (len(failing.asked), len(other.asked)) == ((5, 1) if counts else (6, 0))
@@ -257,8 +259,8 @@ def test_an_answer_that_is_not_http_is_502() -> None:
 
 def test_unrequested_bytes_never_answer_another_request() -> None:
     async def twice(asked: Asked, wire: Wire) -> None:
-        one = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
-        await wire.send(one % (5, b"right") + one % (5, b"wrong"))
+        template = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
+        await wire.send(template % (5, b"right") + template % (5, b"wrong"))
 
     async def later(asked: Asked, wire: Wire) -> None:
         await plain(b"right")(asked, wire)
@@ -267,7 +269,7 @@ def test_unrequested_bytes_never_answer_another_request() -> None:
         sent.append(asked)
 
     with fleet(twice) as (router, engine):
-        # Over one connection of the client's, where bytes too many would be the next answer's.
+        # The requests share one connection of the client, on which surplus bytes would become the next answer.
         requests = [raw_request(CHAT, RAW, close=False)] * 3 + [raw_request(CHAT, RAW)]
         answers = router.exchange(b"".join(requests))
         assert answers.count(b"\r\n\r\nright") == 4 and b"wrong" not in answers

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that hang up, read slowly, pipeline, send in pieces or speak HTTP/1.0: each gets its answer, and frees what
-it had."""
+"""Clients that hang up, read slowly, pipeline, send in pieces or speak HTTP/1.0.
+
+Each gets its answer, and its resources are freed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.contract.proxy_support import CHAT, OK, RAW, fleet, raw_request, rece
 from tests.support.scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, hang, plain, stream
 
 W0 = WorkerKey("m", "w0")
-# Long enough for a loop that is not held back to send some megabytes more.
+# Long enough for a loop that is not held back to send some more megabytes.
 PAUSE_S = 0.3
 
 
@@ -67,7 +69,8 @@ def test_a_client_that_does_not_read_holds_the_engine_back() -> None:
         while before != sent[0]:
             before = sent[0]
             time.sleep(PAUSE_S)
-        # The bytes that the kernel buffers on both sides, and some hundred kB of ours; not the 131 MB.
+        # The engine sent the bytes that the kernel buffers on both sides and some hundred kB that the router buffers,
+        # not the 131 MB.
         assert sent[0] < 40 * 1024**2
         assert len(received(client)) > (2_000 - 1) * len(piece)
         assert not engine.given_up
@@ -81,7 +84,7 @@ def test_a_slow_reader_is_kept_and_a_client_that_does_not_read_is_cut() -> None:
         with router.connect() as client:
             client.sendall(raw_request(CHAT, RAW))
             total = 0
-            # Nearly three times the limit, and no pause near it.
+            # Reading takes nearly three times the limit in all, but no pause is near the limit.
             for _ in range(20):
                 for _ in range(8):
                     total += len(client.recv(128 * 1024))

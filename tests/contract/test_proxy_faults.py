@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that fail and hang: who is tried again, who is blamed, and what the client sees. Real sockets."""
+"""Engines that fail and hang: retries, blame, and the client's answer. The sockets are real."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FAILING = plain(b"", "500 Oh")
 
 
 async def head_then_reset(asked: Asked, wire: Wire) -> None:
-    """As vLLM's stream before its first token."""
+    """Send a head and reset, as vLLM's stream may before its first token."""
     await wire.send(STREAM_HEAD)
     wire.reset()
 
@@ -77,9 +77,9 @@ def test_a_request_that_failed_before_its_first_byte_goes_to_another_worker(scri
 
 
 def test_nobody_listens_at_two_workers() -> None:
-    with fleet(OK, OK, OK) as (router, one, two, _):
-        one.kill()
-        two.kill()
+    with fleet(OK, OK, OK) as (router, first, second, _):
+        first.kill()
+        second.kill()
         for path in (CHAT, RESPONSES):
             status, headers, answer = router.post(path, BODY)
             assert (status, answer, headers["x-kvrouter-retried"]) == (200, b"ok", "w0 refused, w1 refused")
@@ -106,14 +106,14 @@ def test_a_request_that_may_have_changed_state_is_not_sent_twice() -> None:
 
 def test_a_retry_may_use_another_rank_with_its_own_url() -> None:
     with ExitStack() as stack:
-        one, two = (stack.enter_context(ScriptedEngine(script)) for script in (reset, OK))
-        router = stack.enter_context(proxying(worker("w0", one.url), worker("w0", two.url, rank=1)))
+        first, second = (stack.enter_context(ScriptedEngine(script)) for script in (reset, OK))
+        router = stack.enter_context(proxying(worker("w0", first.url), worker("w0", second.url, rank=1)))
         status, headers, _ = router.post(CHAT, BODY)
         assert (status, headers["x-kvrouter-worker"], headers["x-kvrouter-retried"]) == (200, "w0@1", "w0 reset")
     with ExitStack() as stack:
         engine = stack.enter_context(ScriptedEngine(reset))
         router = stack.enter_context(proxying(worker("w0", engine.url), worker("w0", engine.url, rank=1)))
-        # The same process: what killed it once is not sent there again.
+        # Both ranks are one process, so a request that killed it once is not sent to it again.
         assert router.post(CHAT, BODY)[0] == 502 and len(engine.asked) == 1
 
 
@@ -151,7 +151,7 @@ def test_no_worker_is_blamed_for_a_clients_error(status: str) -> None:
 def test_errors_of_an_engine_open_its_breaker_and_an_answer_closes_it() -> None:
     with fleet(FAILING, OK) as (router, bad, _):
         for _ in range(FAILURES_TO_OPEN):
-            # A 500 may be the request's fault: it is passed on.
+            # A 500 may be the request's fault, so it is passed on.
             assert router.post(CHAT, BODY)[0] == 500
         assert router.post(CHAT, BODY)[2] == b"ok"
         row = next(row for row in router.get("/workers")["workers"] if row["worker_id"] == "w0")
@@ -211,7 +211,7 @@ def test_connections_are_kept_and_a_closed_one_costs_no_request() -> None:
     closed: list[Asked] = []
 
     async def then_close(asked: Asked, wire: Wire) -> None:
-        # Keep-alive by its head, and closed all the same.
+        # By its head, the answer keeps the connection alive, but the engine closes it anyway.
         await wire.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
         await wire.closed()
         closed.append(asked)
@@ -220,7 +220,7 @@ def test_connections_are_kept_and_a_closed_one_costs_no_request() -> None:
         for _ in range(5):
             assert router.post(CHAT, BODY)[2] == b"ok"
         assert {asked.connection for asked in engine.asked} == {1}
-        # One that must not arrive twice has a connection of its own.
+        # A request that must not arrive twice gets a new connection.
         assert router.post(RESPONSES, BODY)[2] == b"ok"
         assert engine.asked[-1].connection == 2
         engine.script = then_close
@@ -253,14 +253,17 @@ def test_a_request_on_a_kept_connection_may_have_been_started(end: Callable[[Wir
         assert router.sample("proxy_failures_total", worker="w0", kind="reset") == 1
         status, headers, _ = router.post(CHAT, poison, {"x-kvrouter-worker": "w2"})
         assert (status, headers["x-kvrouter-retried"], len(engines[2].asked)) == (502, "w2 reset", 2)
-        # It is the worker's breaker that learns of it, as with a new connection.
+        # The failure counts for the worker's breaker, as on a new connection.
         for _ in range(FAILURES_TO_OPEN - 1):
             router.post(CHAT, poison, {"x-kvrouter-worker": "w2"})
         assert "5 failures in a row" in str(router.admission.problem(WorkerKey("m", "w2")))
 
 
 def test_a_kept_connection_whose_end_was_on_its_way_when_the_request_went_is_stale() -> None:
-    """What the kernel of the engine's side never took, the engine cannot have begun on."""
+    """Send a request while the end of the connection is on its way.
+
+    The engine cannot have begun on a request that the kernel of its side never took.
+    """
     answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
     async def exchange(listener: socket.socket, *, read: bool) -> Failure:
@@ -275,15 +278,15 @@ def test_a_kept_connection_whose_end_was_on_its_way_when_the_request_went_is_sta
         if not read:
             engine.close()
             assert not connection.is_open
-        # As if that had been looked at a moment before.
+        # The request is sent as if `is_open` had been read a moment before.
         answered = connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"body", WAIT_S)
         if read:
             assert engine.recv(1_000)
             engine.close()
-        with pytest.raises(Failure) as found:
+        with pytest.raises(Failure) as raised:
             await answered
         connection.close()
-        return found.value
+        return raised.value
 
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,

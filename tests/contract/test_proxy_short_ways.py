@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy's short ways past the general parsers change nothing: the same random exchanges, with them and without,
-give the same bytes, the same counts and the same load. Real sockets."""
+"""The proxy's fast paths past the general parsers change nothing.
+
+The same random exchanges, with the fast paths and without, give the same bytes, the same counts and the same load. Real
+sockets.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,15 @@ from tests.support.scripted_engine import Asked, Wire, chunk
 
 USAGE = b'{"usage": {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}}}'
 EVENTS = [b"data: {}\n\n", b"data: \xff\x00\n\n", b"data: " + USAGE + b"\n\n", b"data: [DONE]\n\n"]
-# They differ from run to run.
+# Headers that differ from run to run.
 OF_THE_RUN = frozenset({b"date", b"x-kvrouter-selection-id"})
-# How an engine may answer, those that a breaker counts behind the bar.
+# The ways in which an engine may answer; a breaker counts the bad ones.
 GOOD = ("plain", "stream", "cut stream", "interim", "no length", "closes", "404", "empty")
 BAD = ("503", "500", "reset", "short", "broken stream", "no http")
 
 
 async def answer(asked: Asked, wire: Wire) -> None:
-    """As the request's body says."""
+    """Answer as the request's body says."""
     how = json.loads(asked.body)["how"]
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(USAGE)
     whole = b"".join(map(chunk, EVENTS)) + b"0\r\n\r\n"
@@ -117,7 +120,7 @@ def some_step(draw: random.Random) -> Step:
 
 
 class Answers:
-    """The answers in a client's bytes; where chunks end is the sockets' doing."""
+    """The answers in a client's bytes, without the limits of chunks, which depend on the sockets."""
 
     def __init__(self, data: bytes) -> None:
         self.found: list[Any] = []
@@ -144,7 +147,7 @@ class Answers:
 
 
 def exchanged(router: Any, step: Step, draw: random.Random) -> list[Any]:
-    """Everything that the client gets."""
+    """Send the requests of a step, and return all answers that the client gets."""
     data = b"".join(step.requests)
     edges = [0, *sorted(draw.randrange(1, len(data)) for _ in range(step.pieces - 1)), len(data)]
     with router.connect() as client:
@@ -155,13 +158,13 @@ def exchanged(router: Any, step: Step, draw: random.Random) -> list[Any]:
             while piece := client.recv(65_536):
                 whole += piece
         except ConnectionResetError:
-            # The bytes behind its last request were not read.
+            # The router did not read the bytes behind the last request, so its close became a reset.
             pass
         return Answers(whole).found
 
 
 def asked_whole(router: Any, worker: str) -> int:
-    """The status of a plain request to this worker, sent in one piece."""
+    """Send a plain request to this worker in one piece, and return its status."""
     raw = json.dumps({"model": "m", "how": "plain"}).encode()
     lines = [f"POST {CHAT} HTTP/1.1", "Host: localhost", f"x-kvrouter-worker: {worker}", "x-request-id: between"]
     with router.connect() as client:
@@ -182,32 +185,32 @@ def counts(router: Any) -> dict[tuple[str, ...], float]:
 
 
 def played(seed: int, steps: int) -> list[Any]:
-    """What clients got, and what was counted after it."""
+    """Play random steps; return the clients' answers, and the counts and loads at the end."""
     draw = random.Random(seed)
-    found: list[Any] = []
+    results: list[Any] = []
     with fleet(answer, answer) as (router, *engines):
         for _ in range(steps):
             step = some_step(draw)
             if step.hangs_up:
                 before = sum(engine.given_up for engine in engines)
                 with router.connect() as client:
-                    asked = sum(len(engine.asked) for engine in engines)
+                    count = sum(len(engine.asked) for engine in engines)
                     client.sendall(step.requests[0])
                     if b'"x"' not in step.requests[0]:
-                        until(lambda: sum(len(engine.asked) for engine in engines) > asked, "an engine has it")  # noqa: B023
+                        until(lambda: sum(len(engine.asked) for engine in engines) > count, "an engine has it")  # noqa: B023
                 if b'"x"' not in step.requests[0]:
                     until(lambda: sum(engine.given_up for engine in engines) > before, "it is given up")  # noqa: B023
             else:
-                found.append((step, exchanged(router, step, draw)))
+                results.append((step, exchanged(router, step, draw)))
             until(lambda: router.sample("proxy_open_requests") == 0, "all are over")
             for name in ("w0", "w1"):
-                # A breaker forgets failures.
+                # A good answer makes a breaker forget failures.
                 assert asked_whole(router, name) == 200
         until(lambda: router.sample("proxy_open_requests") == 0, "all are over")
-        found.append(counts(router))
-        found.append([(placed.worker, placed.told, placed.output_tokens) for placed in router.placing.placed])
-        found.append([[(asked.target, asked.headers, asked.body) for asked in engine.asked] for engine in engines])
-    return found
+        results.append(counts(router))
+        results.append([(placed.worker, placed.told, placed.output_tokens) for placed in router.placing.placed])
+        results.append([[(count.target, count.headers, count.body) for count in engine.asked] for engine in engines])
+    return results
 
 
 @pytest.mark.property
@@ -223,8 +226,8 @@ def test_the_same_exchanges_with_the_short_ways_and_without(monkeypatch: pytest.
     monkeypatch.setattr(http_connection, "plain_head", none_is_plain)
     monkeypatch.setattr(Connection, "_take_plain", lambda self, data: False)
     without = played(20263, steps)
-    for one, other in zip(with_them, without, strict=True):
+    for result, other_result in zip(with_them, without, strict=True):
         hosts = re.compile(r"127\.0\.0\.1:\d+")
-        assert hosts.sub("", repr(one)) == hosts.sub("", repr(other))
-    # Many are plain, and many are not.
+        assert hosts.sub("", repr(result)) == hosts.sub("", repr(other_result))
+    # Many requests are plain, and many are not.
     assert len(taken) / 5 < sum(taken) < len(taken) * 19 / 20

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted and delivered, and the times of an answer, as the proxy counts them from what passes. Real sockets."""
+"""Predicted and delivered reuse, and the times of an answer, as the proxy counts them from the traffic.
+
+The sockets are real.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from kvrouter.router.observe.quality.prediction_judge import ALONE_MIN, COUNTED_
 from tests.contract.proxy_support import CHAT, COMPLETIONS, ProxyServer, fleet, raw_request, until
 from tests.support.scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, plain, reset, stream
 
-# Of 99 tokens, `FirstFit` predicts 96.
+# `FirstFit` predicts that 96 of the 99 tokens are reused.
 TOKENS = {"model": "m", "prompt": list(range(1, 100)), "max_tokens": 4}
 PREDICTED = 96
 TEXT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
 
 def usage(cached: int | None, prompt: int = 99, completion: int = 4) -> dict[str, Any]:
-    """As vLLM reports it, with --enable-prompt-tokens-details unless `cached` is None."""
+    """Return usage as vLLM reports it, with --enable-prompt-tokens-details unless `cached` is None."""
     details = None if cached is None else {"cached_tokens": cached}
     return {"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details}
 
@@ -32,17 +35,17 @@ def answer(cached: int | None, **counts: int) -> Script:
 
 
 def events(*usages: dict[str, Any] | None) -> list[bytes]:
-    """A stream's events, one for each usage, and its end."""
-    parts = [{"choices": [{"text": "a"}]} | ({} if told is None else {"usage": told}) for told in usages]
+    """Return the events of a stream, one for each usage, and its end marker."""
+    parts = [{"choices": [{"text": "a"}]} | ({} if usage_ is None else {"usage": usage_}) for usage_ in usages]
     return [b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts] + [b"data: [DONE]\n\n"]
 
 
 def counted(router: ProxyServer, worker: str = "w0") -> dict[str, float]:
-    """The predictions of a worker by outcome, without zeros."""
-    found = {
+    """Return the number of predictions of a worker by outcome, without zeros."""
+    predictions = {
         o: router.sample("predictions_total", worker=worker, outcome=o) for o in ("exact", "less", "more", "untold")
     }
-    return {outcome: count for outcome, count in found.items() if count}
+    return {outcome: count for outcome, count in predictions.items() if count}
 
 
 def untold(router: ProxyServer, reason: str) -> float:
@@ -62,7 +65,7 @@ def test_what_was_reused_is_held_against_what_was_predicted(cached: int, outcome
         assert router.sample("under_credit_tokens_total", worker="w0") == max(0, cached - PREDICTED)
         assert router.sample("prediction_error_tokens_bucket", model="m", le="-1.0") == (outcome == "less")
         assert router.sample("prediction_error_tokens_bucket", model="m", le="0.0") == (outcome != "more")
-        # One more was expected than predicted, and the placement learns what came.
+        # One token more was expected than predicted, and the placement learns how many were delivered.
         assert router.sample("expected_cached_tokens_total", worker="w0") == PREDICTED + 1
         assert router.sample("expectation_error_tokens_bucket", model="m", le="-1.0") == (cached <= PREDICTED)
         assert router.sample("expectation_error_tokens_bucket", model="m", le="16.0") == 1
@@ -71,7 +74,7 @@ def test_what_was_reused_is_held_against_what_was_predicted(cached: int, outcome
         assert router.sample("e2e_seconds_count", worker="w0") == 1
         (row,) = router.get("/workers/w0")["workers"]
         assert row["reuse"] == {"predicted_tokens": PREDICTED, "delivered_tokens": cached, "answers": 1}
-        # There is no first token of an answer that comes as a whole.
+        # An answer that comes as a whole has no first token.
         assert router.sample("ttft_seconds_count", worker="w0") == 0
         (placed,) = router.placing.placed
         assert (placed.told, placed.output_tokens, placed.reused_tokens) == (["done"], 4, cached)
@@ -96,8 +99,8 @@ def test_the_last_of_continuous_usages_counts() -> None:
 
 
 def test_the_responses_api_has_names_of_its_own() -> None:
-    told = {"input_tokens": 99, "output_tokens": 7, "input_tokens_details": {"cached_tokens": PREDICTED}}
-    with fleet(plain(json.dumps({"object": "response", "usage": told, "user": None}).encode())) as (router, _):
+    usage_ = {"input_tokens": 99, "output_tokens": 7, "input_tokens_details": {"cached_tokens": PREDICTED}}
+    with fleet(plain(json.dumps({"object": "response", "usage": usage_, "user": None}).encode())) as (router, _):
         router.post("/v1/responses", TOKENS)
         until(lambda: counted(router) == {"exact": 1}, "it is counted")
         assert router.placing.placed[0].output_tokens == 7
@@ -143,7 +146,7 @@ def test_an_error_and_a_cut_answer_say_nothing_of_predictions(script: Script) ->
 
 
 def test_a_client_that_hangs_up_after_the_last_event_has_a_whole_answer() -> None:
-    """OpenAI's client closes its connection when it has read [DONE]; the end of the body may not have come yet."""
+    """Hang up after [DONE], as OpenAI's client does, although the end of the body may not have come yet."""
 
     async def never_ends(asked: Asked, wire: Wire) -> None:
         await wire.send(STREAM_HEAD, *map(chunk, events(None, usage(PREDICTED))))
@@ -213,9 +216,9 @@ def test_what_is_wrong_with_a_workers_predictions_is_said(script: Script, count:
 
 
 def test_siblings_are_no_proof() -> None:
-    """More than enough requests that get less, but none of them was alone."""
+    """Send more than enough requests that reuse less than predicted, but none of them alone."""
     with fleet(answer(PREDICTED - 16)) as (router, engine), router.connect() as client:
-        # One that never ends; the engine answers each on a connection of its own.
+        # One request never ends; the engine answers each request on a separate connection.
         hanging: list[Wire] = []
 
         async def first_hangs(asked: Asked, wire: Wire) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a release is made of: a tag that is the version, a section of the changelog, and a workflow that GitHub reads."""
+"""The parts of a release: a tag that is the version, a section of the changelog, and a workflow that GitHub accepts."""
 
 from __future__ import annotations
 

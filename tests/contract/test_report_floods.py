@@ -22,8 +22,8 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    with zmq.Context[zmq.Socket[bytes]]() as made:
-        yield made
+    with zmq.Context[zmq.Socket[bytes]]() as instance:
+        yield instance
 
 
 async def until(subscriber: ReportSubscriber, *kinds: type) -> list[Any]:
@@ -47,7 +47,7 @@ def test_reports_that_are_a_flood_are_cut_off_and_named(context: zmq.Context[zmq
                     items = await until(subscriber, Connected, Flooded, Disconnected)
                     (flood,) = (item for item in items if isinstance(item, Flooded))
                     assert flood.is_live and f"127.0.0.1:{port}" in flood.reason
-                    # And again, once the connection is back.
+                    # The next flood is cut off too, once the connection is back.
                     await until(subscriber, Connected, Flooded)
                 finally:
                     await subscriber.close()

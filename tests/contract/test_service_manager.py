@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(params=["a path", "an abstract address"])
 def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socket.socket, str]]:
-    """Its socket, and the address that it names."""
+    """Yield the manager's socket, and the address that names it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.settimeout(PATIENCE_S)
         if request.param == "a path":
@@ -47,14 +47,14 @@ def test_it_is_notified_when_the_router_answers(
         )
     try:
         assert listener.recv(100) == b"READY=1"
-        # At once: nothing has to be tried again.
+        # The router answers at once, so the request is not retried.
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         connection.request("GET", "/health")
         assert connection.getresponse().status == 200
         connection.close()
     finally:
         end_process(started)
-    # Nothing more came until its end.
+    # The router sent nothing more until its end.
     listener.setblocking(False)
     with pytest.raises(BlockingIOError):
         listener.recv(100)

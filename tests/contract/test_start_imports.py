@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command that only reads settings or shows help ends before what a router is made of is imported."""
+"""A command that only reads settings or shows help ends before it imports the heavy packages of a router."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 HEAVY = ("aiohttp", "fastapi", "grpc", "numpy", "prometheus_client", "redis", "uvicorn")
-# Runs the command in a fresh interpreter, then prints its exit code and what of HEAVY it has imported.
+# Runs the command in a fresh interpreter, then prints its exit code and the packages of HEAVY that it imported.
 PROGRAM = f"""
 import sys
 from kvrouter.router.app.cli.commands import run

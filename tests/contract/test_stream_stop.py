@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's stream ends when it is stopped, also when its hold is lost at that very moment."""
+"""A worker's stream ends when it is stopped, even if its lease is lost at that very moment."""
 
 from __future__ import annotations
 

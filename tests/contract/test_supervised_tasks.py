@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A defect in a task that keeps the mirror costs some time and credit, by name, and leaves the mirror right."""
+"""A defect in a task that keeps the mirror costs some time and credit, is named, and leaves the mirror right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class Defect(Exception):
 
 
 class Stage:
-    """Two routers that share the workers: each leads two, and reads the logs of the others. `core` is looked at."""
+    """Two routers that share the workers: each leads two, and reads the logs of the others.
+
+    The tests look at `core`.
+    """
 
     def __init__(self, core: Core, leader: Core, engines: dict[str, FakeEngine], registry: MetricRegistry) -> None:
         self.core = core
@@ -50,7 +53,7 @@ class Stage:
         return self._registry.get_sample_value("kvrouter_task_failures_total", {"task": task}) or 0.0
 
     def publish(self) -> None:
-        """Another prompt for each engine."""
+        """Publish another prompt on each engine."""
         self.stored += 1
         for engine in self.engines.values():
             engine.publish(stored(prompt(self.stored, BLOCKS), 0, BLOCKS))
@@ -64,14 +67,14 @@ class Stage:
             raise AssertionError(f"{what}: {[*self.core.statuses()]} {self.core.health()}") from None
 
     def right(self) -> bool:
-        """All workers are live, with all that they hold, in the mirror too."""
+        """Return whether all workers are live and credited, and both mirrors have all their blocks."""
         for core, worker in itertools.product((self.core, self._leader), WORKERS):
             if len(core.mirror_sync.mirror.held(WorkerKey("m", worker), Place(0, "GPU"))) != BLOCKS * self.stored:
                 return False
         return all(status.state == "live" and status.credited for status in self.core.statuses())
 
     def read_here(self) -> list[str]:
-        """The workers whose logs `core` reads."""
+        """Return the workers whose logs `core` reads."""
         return [key.worker_id for key, stream in self.core.registry.streams.items() if not stream.held]
 
 
@@ -179,11 +182,11 @@ def test_a_defect_of_a_reader_of_logs_is_made_up_for(embedded_url: str, monkeypa
 
         def fails(self: _Reader, position: Any, entries: Any) -> Any:
             nonlocal failures
-            found = advance(self, position, entries)
+            advanced = advance(self, position, entries)
             if failures:
                 failures -= 1
                 raise Defect
-            return found
+            return advanced
 
         monkeypatch.setattr(_Reader, "_advance", fails)
         stage.publish()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state that a router shows of a worker it does not follow: only a state that the current follower vouches for.
-Real store, sockets and streams.
+
+Store, sockets and streams are real.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from tests.support.store_server import StoreServer
 GIVE_UPS = 3
 
 
-def apart(one: Core, two: Core) -> tuple[Core, Core]:
-    """The router that is to follow the worker, and the other."""
+def apart(first: Core, second: Core) -> tuple[Core, Core]:
+    """Return the router that should follow the worker, and the other one."""
     is_first = assign_workers([WORKER], {FIRST, SECOND}, {})[WORKER] == FIRST
-    return (one, two) if is_first else (two, one)
+    return (first, second) if is_first else (second, first)
 
 
 async def leave_dead(server: StoreServer) -> None:
@@ -71,8 +72,11 @@ async def leave_dead(server: StoreServer) -> None:
 def test_a_follower_that_finds_no_engine_does_not_keep_the_dead_routers_word_alive(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The router and its patched engine die together. The next router takes the lease, greets, gives up, and again."""
-    # In this time four heartbeats say that it follows the worker.
+    """Let a router and its patched engine die together.
+
+    The next router takes the lease, greets the engine, gives up, and begins again.
+    """
+    # In this time, four heartbeats report that the router follows the worker.
     monkeypatch.setattr(source_switch, "GREET_KNOWN_S", 1.0)
     seen: list[tuple[StreamState, bool]] = []
 
@@ -91,19 +95,19 @@ def test_a_follower_that_finds_no_engine_does_not_keep_the_dead_routers_word_ali
         async with AsyncExitStack() as stack:
             follows_first = assign_workers([WORKER], {FIRST, SECOND}, {})[WORKER] == FIRST
             follower, third = (FIRST, SECOND) if follows_first else (SECOND, FIRST)
-            one = await stack.enter_async_context(router(server, follower))
-            await one.register(Registration(WORKER, patch=f"tcp://127.0.0.1:{free_port()}"))
-            two = await stack.enter_async_context(router(server, third, watch))
-            await until(lambda: WORKER in two.registry.streams, "the registration is not known at the other")
-            await until(lambda: one.peers.routers == 2 and two.peers.routers == 2, "they do not see each other")
+            first = await stack.enter_async_context(router(server, follower))
+            await first.register(Registration(WORKER, patch=f"tcp://127.0.0.1:{free_port()}"))
+            second = await stack.enter_async_context(router(server, third, watch))
+            await until(lambda: WORKER in second.registry.streams, "the registration is not known at the other")
+            await until(lambda: first.peers.routers == 2 and second.peers.routers == 2, "they do not see each other")
             await until(lambda: any(credited for _, credited in seen), "what is stored is not shown")
-            await until(lambda: reused(two) == 0, "doubt is credited for ever")
-            assert not two.registry.streams[WORKER].held
+            await until(lambda: reused(second) == 0, "doubt is credited for ever")
+            assert not second.registry.streams[WORKER].held
             withdrawn, before = len(seen), lease()
             await until(lambda: lease() >= before + GIVE_UPS, "the follower does not try again")
             assert not [state for state, _ in seen if state is StreamState.LIVE], "the dead router's word"
             assert not [credited for _, credited in seen[withdrawn:] if credited], "doubt has begun again"
-            row = status(two)
+            row = status(second)
             assert row.state == "suspect" and row.reason
 
     run(main)
@@ -113,13 +117,13 @@ def test_a_router_that_hears_the_follower_and_not_its_log_is_in_doubt_until_it_h
     server: StoreServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        async with router(server, FIRST) as one, router(server, SECOND) as two:
-            await until(lambda: one.peers.routers == 2 and two.peers.routers == 2, "they do not see each other")
-            await one.register(registration(engine))
-            await until(lambda: WORKER in two.registry.streams, "the registration is not known at the other")
+        async with router(server, FIRST) as first, router(server, SECOND) as second:
+            await until(lambda: first.peers.routers == 2 and second.peers.routers == 2, "they do not see each other")
+            await first.register(registration(engine))
+            await until(lambda: WORKER in second.registry.streams, "the registration is not known at the other")
             engine.publish(stored(TOKENS, 0, 12))
-            await until(lambda: is_well(one, 12) and is_well(two, 12), "not both are well")
-            follower, third = apart(one, two)
+            await until(lambda: is_well(first, 12) and is_well(second, 12), "not both are well")
+            follower, third = apart(first, second)
             assert follower.registry.streams[WORKER].held and not third.registry.streams[WORKER].held
             # Hold the log back as a slow connection to the store would; heartbeats come over another one.
             gate, sync = asyncio.Event(), third.mirror_sync
@@ -130,7 +134,7 @@ def test_a_router_that_hears_the_follower_and_not_its_log_is_in_doubt_until_it_h
 
             read = sync._follower.next
             monkeypatch.setattr(sync._follower, "next", wait_and_read)
-            # One read was under way already.
+            # One read was in flight already.
             seq = engine.publish(stored(TOKENS, 0, 1))
             await until(lambda: shows(third, seq), "the read under way is not applied")
             seq = engine.publish(stored(TOKENS, 0, 2))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS of the HTTP port where it differs from plain connections: handshakes, ends, and what is not TLS. Real sockets, on
-uvloop and on asyncio's loop."""
+"""TLS of the HTTP port where it differs from plain connections: handshakes, ends, and bytes that are not TLS.
+
+The sockets are real, on uvloop and on asyncio's loop.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ HOST = "127.0.0.1"
 SHORT = HttpLimits(handshake_timeout_s=0.5, head_timeout_s=1.0, send_timeout_s=2.0, max_connections=4)
 REQUEST = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LAST = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-# More than the kernel's buffers and ours hold.
+# More bytes than the kernel's buffers and the server's hold.
 LARGE_BYTES = 24 * 1024**2
 
 
@@ -69,7 +71,7 @@ class Server:
             time.sleep(0.01)
 
     def close(self) -> float:
-        """For how long it went on."""
+        """Stop the server, and return how many seconds that took."""
         begun_s = time.monotonic()
         self.server.should_exit = True
         self._thread.join(WAIT_S)
@@ -95,7 +97,7 @@ class Server:
             time.sleep(0.01)
 
     def wait_idle(self) -> None:
-        """Until it holds no connection."""
+        """Wait until the server holds no connection."""
         deadline = time.monotonic() + WAIT_S
         while self.server.server_state.connections or self.server.server_state.tasks:
             assert time.monotonic() < deadline, self.server.server_state.connections
@@ -114,9 +116,9 @@ def pair(authority: Authority) -> Pair:
 
 @pytest.fixture(params=[uvloop.new_event_loop, asyncio.new_event_loop], ids=["uvloop", "asyncio"])
 def server(pair: Pair, request: pytest.FixtureRequest) -> Iterator[Server]:
-    made = Server(pair, request.param, SHORT)
-    yield made
-    made.close()
+    instance = Server(pair, request.param, SHORT)
+    yield instance
+    instance.close()
 
 
 def received(client: socket.socket) -> bytes:
@@ -136,7 +138,7 @@ def test_a_request_over_tls_is_answered_and_http_1_1_is_agreed_on(server: Server
         for _ in range(3):
             client.sendall(REQUEST)
             assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
-        # All in one packet, with what ends the handshake before it.
+        # Both requests are in one packet, and the second ends the connection.
         client.sendall(REQUEST + LAST)
         assert received(client).count(b"HTTP/1.1 200 ") == 2
     server.wait_idle()
@@ -157,7 +159,7 @@ def test_versions_before_1_2_are_refused(server: Server, authority: Authority) -
 def test_a_handshake_that_does_not_come_is_cut_and_counted(server: Server, authority: Authority, sent: bytes) -> None:
     with server.plain() as client:
         client.sendall(sent)
-        # An alert at most: the key and the errors of HTTP are behind the handshake.
+        # The client gets an alert at most, because the key and the errors of HTTP come after the handshake.
         assert len(received(client)) < 20
     server.wait_cuts(handshake=1.0)
     server.wait_idle()
@@ -171,7 +173,7 @@ def test_a_client_that_hangs_up_within_the_handshake_leaves_nothing(server: Serv
         client = server.plain()
         client.sendall(b"\x16\x03\x01")
         if linger:
-            # A reset in place of an end.
+            # The close becomes a reset.
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.close()
     server.wait_cuts(handshake=2.0)
@@ -188,7 +190,7 @@ def test_handshakes_count_as_connections(server: Server, authority: Authority) -
         assert received(late) == b""
     server.wait_cuts(connections=1.0)
     for client in held:
-        # They are cut for their time.
+        # Each is cut because its handshake takes too long.
         assert received(client) == b""
         client.close()
     server.wait_cuts(connections=1.0, handshake=float(len(held)))
@@ -208,7 +210,7 @@ def test_an_end_reaches_a_client_that_never_says_that_it_is_done(server: Server,
     with server.connect(authority.client()) as client:
         client.sendall(LAST)
         assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
-        # Its own close_notify does not come: the connection ends all the same, with nothing lost.
+        # The client never sends its own close_notify, but the connection ends anyway, with nothing lost.
         server.wait_idle()
     assert server.cuts() == {}
 
@@ -218,7 +220,7 @@ def test_a_server_that_stops_does_not_wait_for_idle_clients(pair: Pair, authorit
     with server.connect(authority.client()) as idle, server.plain():
         idle.sendall(REQUEST)
         assert idle.recv(65_536).startswith(b"HTTP/1.1 200 ")
-        # The one within its handshake gets its time for it.
+        # The connection that is within its handshake gets the full time for it.
         assert server.close() < 8.0
 
 
@@ -255,7 +257,7 @@ def test_a_last_answer_reaches_a_slow_reader_whole(
         with server.connect(authority.client()) as client:
             client.sendall(LAST)
             whole = bytearray()
-            # Far longer than the limit for a client that takes nothing.
+            # The pauses add up to far more than the limit for a client that reads nothing.
             pause_s = 2.5 * SHORT.send_timeout_s / (LARGE_BYTES / 65_536 / 16)
             while piece := client.recv(65_536):
                 whole += piece
@@ -292,13 +294,16 @@ def test_who_shows_no_certificate_of_the_authorities_is_refused(
     stranger = Authority(tmp_path / "stranger", "stranger")
     server = Server(pair, uvloop.new_event_loop, SHORT, client_ca=authority.file)
     try:
-        known = authority.issue("client")
-        with server.connect(authority.client(known)) as client:
+        client_pair = authority.issue("client")
+        with server.connect(authority.client(client_pair)) as client:
             client.sendall(LAST)
             assert received(client).startswith(b"HTTP/1.1 200 ")
-        for shown in (None, stranger.issue("client")):
-            # In TLS 1.3 the client learns of it behind its own handshake.
-            with pytest.raises((ssl.SSLError, ConnectionError)), server.connect(authority.client(shown)) as client:
+        for refused_pair in (None, stranger.issue("client")):
+            # In TLS 1.3 the client learns of the refusal after its own handshake.
+            with (
+                pytest.raises((ssl.SSLError, ConnectionError)),
+                server.connect(authority.client(refused_pair)) as client,
+            ):
                 client.sendall(LAST)
                 assert client.recv(65_536) == b"", "nothing may be answered"
                 raise ConnectionResetError
@@ -332,7 +337,7 @@ def test_openssl_and_curl_are_served(server: Server, authority: Authority) -> No
 
 
 def test_a_close_is_looked_after(monkeypatch: pytest.MonkeyPatch, server: Server, authority: Authority) -> None:
-    # As often as it takes: the client reads its end, and says so, between two looks.
+    # The test repeats until a client reads its end, and confirms it, between two looks.
     monkeypatch.setattr(tls_module, "CLOSE_LOOK_S", 0.01)
     for _ in range(20):
         with server.connect(authority.client()) as client:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: what a collector gets of a request, what the engine gets, and that nobody waits for a collector. Real
-sockets."""
+"""Traces of requests: the collector's spans, the engine's headers, and no waiting for a collector.
+
+The sockets are real.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,19 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts_of(asked: Asked) -> tuple[str, str, str]:
-    """Trace, span and flags that an engine got."""
-    (given,) = asked.all("traceparent")
-    version, trace_id, span_id, flags = given.split("-")
+    """Return the trace id, the span id and the flags that an engine got."""
+    (traceparent,) = asked.all("traceparent")
+    version, trace_id, span_id, flags = traceparent.split("-")
     assert version == "00"
     return trace_id, span_id, flags
 
 
 def test_without_tracing_the_clients_context_goes_through_untouched() -> None:
     with fleet(ANSWER) as (router, engine):
-        said = {"traceparent": "00-odd-as-it-is", "tracestate": "a=1,b=2", "baggage": "user=x"}
-        router.post(COMPLETIONS, TOKENS, said)
+        context = {"traceparent": "00-odd-as-it-is", "tracestate": "a=1,b=2", "baggage": "user=x"}
+        router.post(COMPLETIONS, TOKENS, context)
         (asked,) = engine.asked
-        assert {name: asked.all(name) for name in said} == {name: [value] for name, value in said.items()}
+        assert {name: asked.all(name) for name in context} == {name: [value] for name, value in context.items()}
 
 
 def test_a_request_is_a_trace_from_the_client_to_the_engine() -> None:
@@ -87,7 +89,7 @@ def test_a_request_is_a_trace_from_the_client_to_the_engine() -> None:
         assert spans["tokens"].attributes == {"kvrouter.prompt_tokens": 99, "kvrouter.known_tokens": 99}
         assert all(root.start <= span.start <= span.end <= root.end for span in spans.values())
         assert attempt.start <= attempt.events["first_token"] <= attempt.end
-        # Of this hour, not of a monotonic clock.
+        # The times are those of a wall clock, within an hour, not of a monotonic clock.
         assert abs(root.start - time.time_ns()) < 3_600e9
         assert collector.paths == {"/v1/traces"}
         until(lambda: router.sample("trace_spans_total", outcome="exported") == 4, "they are counted")
@@ -98,7 +100,7 @@ def test_each_attempt_is_a_span() -> None:
         Collector() as collector,
         fleet(reset, plain(b"{}", "503 Gone"), ANSWER, otlp_endpoint=collector.url) as (router, *engines),
     ):
-        # Two arrivals at most: the answer of the second is the client's.
+        # A request reaches two engines at most, so the client gets the answer of the second.
         assert router.post(CHAT, {"model": "m", "messages": []})[0] == 503
         spans = collector.trace(lambda named: len(named) == 6)
         attempts = [spans[f"engine {CHAT}"], spans[f"engine {CHAT} #2"]]
@@ -174,7 +176,7 @@ def test_a_collector_that_hangs_holds_nobody_up_and_what_it_misses_is_counted(mo
         collector.hangs.set()
         for _n in range(10):
             assert router.post(COMPLETIONS, TOKENS)[0] == 200
-        # 40 spans; at most 8 wait and 4 are on their way.
+        # There are 40 spans; at most 8 wait and 4 are in flight.
         until(lambda: router.sample("trace_spans_total", outcome="dropped") >= 28, "the rest is dropped")
         assert router.sample("trace_spans_total", outcome="exported") == 0
         collector.hangs.clear()
@@ -199,8 +201,8 @@ def test_a_collector_that_refuses_is_one_line(caplog: pytest.LogCaptureFixture) 
             until(lambda: len(caplog.records) >= 2, "it is said")
         finally:
             logging.getLogger("kvrouter.quality").removeHandler(caplog.handler)
-    said = [record.getMessage() for record in dict.fromkeys(caplog.records)]
-    assert [text.partition(":")[0] for text in said] == ["traces are lost", "traces are exported again"]
+    messages = [record.getMessage() for record in dict.fromkeys(caplog.records)]
+    assert [text.partition(":")[0] for text in messages] == ["traces are lost", "traces are exported again"]
 
 
 def exports_end() -> bool:
@@ -224,7 +226,7 @@ def test_a_collector_that_is_away_is_not_tried_on_at_the_end(monkeypatch: pytest
         with fleet(ANSWER, otlp_endpoint=away.url) as (router, _):
             router.post(COMPLETIONS, TOKENS)
         until(exports_end, "the export is over")
-        # The SDK alone would try for 10 s: four times and more.
+        # The SDK alone would try for 10 s, which is four times and more.
         assert len(away.asked) < 3
 
 
@@ -252,7 +254,7 @@ def test_the_endpoint_is_a_collector_or_its_traces() -> None:
 
 
 def test_without_traces_no_sdk_of_traces_is_loaded() -> None:
-    # redis-py loads the SDK of metrics wherever it is installed.
+    # Only the SDK of traces counts, because redis-py loads that of metrics wherever it is installed.
     parts = ("opentelemetry.sdk.trace", "opentelemetry.exporter")
     code = f"import kvrouter.router.app.server.app, sys; print([m for m in sys.modules if m.startswith({parts})])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

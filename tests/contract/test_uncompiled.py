@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where no compiler was found the router runs all the same, predicts alike, and says that it is slow."""
+"""A router that was installed without a compiler runs, predicts alike, and reports that it is slow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_router_without_compiled_modules_says_so_and_predicts_alike(tmp_path: 
         engine.wait_subscribed()
         router.wait_seen("w0", engine.publish(stored(TOKENS, 0, HELD_BLOCKS)))
         assert router.query("m", "w0", tuple(TOKENS), None)["gpu"] == HELD_BLOCKS * BLOCK
-        # Who would also take MessagePack is answered the long way.
+        # A client that also accepts MessagePack is answered without a template.
         for path, body in (
             ("/query", {"model": "m", "token_ids": TOKENS}),
             ("/query_by_hash", {"model": "m", "block_hashes": [2**64 - 1, "0xff"]}),

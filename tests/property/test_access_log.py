@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Law: what the access log says of requests, `kvrouter replay` reads back: when they came, how long they are, and what
-their prompts share."""
+"""`kvrouter replay` reads from the access log when requests came, their lengths, and the parts their prompts share."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.property
 
 
 def logged(prompts: list[np.ndarray], folder: Path, *, known: bool = True) -> Path:
-    """The log of a router that got these prompts, with other lines between."""
+    """Write the log of a router that got these prompts, with other lines between, and return its path."""
     stream, logger = io.StringIO(), logging.getLogger(LOGGER)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(Formatter(as_json=True))
@@ -62,16 +61,17 @@ def test_replay_reads_what_was_logged(tmp_path: Path, seed: int) -> None:
     path = logged(prompts, tmp_path)
     assert recognised(path) == "access"
     trace = read_trace(path, "auto")
-    # By their lengths: lines of one millisecond have no order.
-    found = {request.output_tokens: request for request in trace.requests}
-    assert len(found) == len(prompts) and trace.piece_tokens == PIECE_TOKENS and not trace.notes
+    # Match requests to prompts by the output length, which is the prompt's index here: lines of one millisecond have no
+    # order.
+    requests = {request.output_tokens: request for request in trace.requests}
+    assert len(requests) == len(prompts) and trace.piece_tokens == PIECE_TOKENS and not trace.notes
     exact = [pieces_of_tokens(tokens, PIECE_TOKENS) for tokens in prompts]
-    for one, tokens in enumerate(prompts):
-        assert found[one].prompt_tokens == len(tokens)
-        for other in range(one):
-            shares = min(len(exact[one]), len(exact[other]))
-            same = found[one].pieces[:shares] == found[other].pieces[:shares]
-            assert same.tolist() == (exact[one][:shares] == exact[other][:shares]).tolist()
+    for number, tokens in enumerate(prompts):
+        assert requests[number].prompt_tokens == len(tokens)
+        for earlier in range(number):
+            shares = min(len(exact[number]), len(exact[earlier]))
+            same = requests[number].pieces[:shares] == requests[earlier].pieces[:shares]
+            assert same.tolist() == (exact[number][:shares] == exact[earlier][:shares]).tolist()
 
 
 def test_what_is_not_known_is_left_out_and_said(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No body makes the API fail: random, truncated and mutated ones get an answer or a well-formed error, never a
-failure."""
+"""Random, truncated and mutated bodies get an answer or a well-formed error; no body makes the API fail."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ REGISTER = {
 }
 ASKED = {"model": "m", "lora_name": "a", "cache_salt": "s", "workers": ["w0", 1], "explain": True}
 CHOOSING = {**ASKED, "workers": ["w0"]}
-# Every endpoint that takes a body, with one that it accepts.
+# Every endpoint that takes a body, with a body that it accepts.
 ENDPOINTS: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/query"): {**ASKED, "token_ids": [1, 2, 3]},
     ("POST", "/query_by_hash"): {**ASKED, "block_hashes": [1, -1, "0xff", 2**64 - 1], "num_tokens": 70},
@@ -65,7 +64,7 @@ ENDPOINTS: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/unregister"): {"instance_id": "w0", "dp_rank": 0},
     ("PATCH", "/workers/w0"): {"url": "http://h:1", "endpoint": None, "dp_rank": 0, "catalog": CATALOG},
 }
-# For 9 endpoints, 13,050 bodies in all.
+# The bodies for each of 9 endpoints, 13,050 in all.
 EXAMPLES = examples(1_450)
 
 NUMBERS = (0, -1, 2**31, 2**63, 2**64 - 1, 2**64, -(2**63), 10**400, 1e308)
@@ -80,6 +79,7 @@ VALUES = st.recursive(
 
 
 def paths_of(value: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of the value and of everything inside it."""
     yield prefix
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -87,6 +87,7 @@ def paths_of(value: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ..
 
 
 def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    """Return a copy of the value with `new` at the path."""
     if not path:
         return new
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -96,8 +97,8 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 def encoded(value: Any, msgpack: bool) -> bytes:
     if msgpack:
-        # What MessagePack cannot say (a number over 64 bits, a lone surrogate) goes as JSON, and is then no MessagePack
-        # at all.
+        # A value that MessagePack cannot express (a number over 64 bits, a lone surrogate) is sent as JSON, which is
+        # not valid MessagePack.
         with contextlib.suppress(OverflowError, ValueError, msgspec.MsgspecError):
             return msgspec.msgpack.encode(value)
     return json.dumps(value).encode("utf-8", "surrogatepass")
@@ -105,7 +106,7 @@ def encoded(value: Any, msgpack: bool) -> bytes:
 
 @st.composite
 def bodies(draw: st.DrawFn, good: dict[str, Any]) -> tuple[bytes, bool]:
-    """(body, whether it is called MessagePack)"""
+    """Draw a body, and whether it is labelled as MessagePack."""
     msgpack = draw(st.booleans())
     how = draw(st.sampled_from(["good", "field", "extra", "random", "bytes", "cut", "flip", "insert"]))
     if how == "bytes":
@@ -134,7 +135,7 @@ def bodies(draw: st.DrawFn, good: dict[str, Any]) -> tuple[bytes, bool]:
 
 
 def reset(core: TinyCore) -> None:
-    """The two workers that the good bodies speak of, whatever the example before did to them."""
+    """Restore the two workers that the good bodies name, whatever the previous example did to them."""
     core.asked.clear()
     core.registered.clear()
     for rank in (0, 1):
@@ -146,7 +147,7 @@ def reset(core: TinyCore) -> None:
 def test_no_body_makes_the_api_fail(method: str, path: str) -> None:
     seen: Counter[int] = Counter()
     core = TinyCore([hit("w0", 16, 32, 48), hit("w0", 0, 0, 0, 1)])
-    # Bodies that claim to be huge are no reason to refuse the next one.
+    # The limit is high, so that bodies with a huge claimed length do not cause the next one to be refused.
     app, _ = build(core, saturation_tokens=2**40)
 
     @settings(max_examples=EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
@@ -162,7 +163,7 @@ def test_no_body_makes_the_api_fail(method: str, path: str) -> None:
             decode = msgspec.msgpack.decode if accept else msgspec.json.decode
             assert isinstance(decode(answer.body), dict)
         elif answer.status == 503:
-            # It leaves all workers out.
+            # The body excludes all workers.
             assert answer.error["code"] == "no_worker", answer.body
         else:
             assert answer.status in (400, 404, 409), (answer.status, answer.body)
@@ -173,6 +174,6 @@ def test_no_body_makes_the_api_fail(method: str, path: str) -> None:
         probe()
     finally:
         loop.close()
-    # Else it would have probed one kind of answer only.
+    # Make sure that more than one kind of answer was probed.
     assert seen[200] >= EXAMPLES // 20, seen
     assert seen[400] >= EXAMPLES // 5, seen

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backlog's one commit does what its flushes would have done one by one, whatever they were."""
+"""A backlog's one commit has the same effect as its flushes committed one by one, whatever the flushes were."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = examples(300)
 
 
 class Stored:
-    """What a store holds of one worker."""
+    """The state that a store has of one worker."""
 
     def __init__(self) -> None:
         self.epoch: str | None = None
@@ -56,8 +56,8 @@ class Stored:
 
 @st.composite
 def flushes(draw: st.DrawFn) -> list[PendingCommit]:
-    """Flushes of one worker as an ingest draws them: each set of changes is possible after the one before."""
-    found: list[PendingCommit] = []
+    """Draw flushes of one worker in order, as an ingest makes them; each flush is possible after the previous one."""
+    flushes_drawn: list[PendingCommit] = []
     held: dict[Place, set[int]] = {place: set() for place in PLACES}
     epoch, seq = 0, 0
     for number in range(draw(st.integers(1, 12))):
@@ -80,11 +80,11 @@ def flushes(draw: st.DrawFn) -> list[PendingCommit]:
             seqs = (seq, seq + draw(st.integers(0, 2)))
             seq = seqs[1] + 1
         else:
-            # A new epoch that nothing was said in yet.
+            # A new epoch in which nothing was reported yet.
             changes, copies = [], []
             held = {place: set() for place in PLACES}
-        found.append(PendingCommit(f"e{epoch}", opens, seqs, changes, copies, meta))
-    return found
+        flushes_drawn.append(PendingCommit(f"e{epoch}", opens, seqs, changes, copies, meta))
+    return flushes_drawn
 
 
 @settings(max_examples=EXAMPLES)
@@ -95,7 +95,7 @@ def test_one_commit_does_what_the_flushes_would_have_done(flushes: list[PendingC
         one_by_one.write(flush)
         backlog.add(flush)
         if data.draw(st.booleans()):
-            # With no seq in the epoch yet, nothing shows whether a commit before was lost.
+            # Without a seq in the epoch, nothing shows whether an earlier commit was lost.
             assert merged.seq is None or backlog.continues(merged.epoch, merged.seq)
             taken = backlog.take()
             assert taken is not None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Cursor against a small world: a publisher that drops, doubles, skips and restarts, and a replay that loses
-answers.
+"""The batch cursor against a small world: a publisher that drops, doubles, skips and restarts, and a lossy replay.
 
-What must hold, whatever happens: unless the consumer must start from nothing, the next batch is the next seq of
-the same life; no batch twice; what was held stays bounded; and once the world is quiet, the last batch has come.
+Whatever happens: unless the consumer must start from nothing, the next batch is the next seq of the same life. No batch
+comes twice. The number of held batches stays bounded. Once the world is quiet, the last batch has come.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ MAX_HELD = 5
 
 
 class Consumer:
-    """Reads the items as their documentation says, and fails when it would be misled."""
+    """A reader that applies the items as their documentation says, and fails when it would be misled."""
 
     def __init__(self, last: tuple[int, int] | None) -> None:
-        # Life and seq of the last batch; None: starts from nothing.
+        # Life and seq of the last batch; None if the reader starts from nothing.
         self.last = last
         self.handed: set[tuple[int, int]] = set() if last is None else {last}
         self.gap: tuple[int, int] | None = None
@@ -71,7 +70,7 @@ class Consumer:
             case GapLost(first, following):
                 assert first <= following
                 self.last = self.gap = None
-                # An empty range says only that nothing could be proven.
+                # An empty range says only that continuity could not be proven.
                 self.lost_next = following if first < following else None
             case Restarted() | ReadAnew():
                 self.last = self.gap = self.lost_next = None
@@ -90,6 +89,8 @@ class Consumer:
 
 
 class World(RuleBasedStateMachine):
+    """A publisher, the wires between it and a cursor, and the consumer of the cursor's items."""
+
     @initialize(
         replay=st.booleans(),
         before=st.integers(0, 9),
@@ -111,7 +112,7 @@ class World(RuleBasedStateMachine):
         point = None
         last = None
         if resume is not None and (resume < before or replay):
-            # One that the publisher never sent is of another life; without replay nobody could tell.
+            # A batch that the publisher never sent is of another life; without replay nothing could show that.
             life = 0 if replay and (resume_of_another_life or resume >= before) else 1
             last = (life, resume)
             point = ResumePoint(resume, fingerprint(b"%d:%d" % last))
@@ -128,8 +129,8 @@ class World(RuleBasedStateMachine):
     def publish(self, count: int, sent: bool) -> None:
         for _ in range(count):
             batch = self._make()
-            # A publisher that nobody follows drops, all but the first batch of its life where there is no replay:
-            # nothing else shows a restart then.
+            # A publisher without subscribers drops batches. Without replay the first batch of its life always arrives,
+            # because nothing else shows a restart.
             if sent or (batch[0] == 0 and not self.replay):
                 self.live.append(batch)
                 self.sent.append(batch)
@@ -158,8 +159,8 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: not self.connection_due)
     @rule(restarts=st.booleans(), drained=st.booleans())
     def disconnect(self, restarts: bool, drained: bool) -> None:
-        # A batch under way is read or lost, but never comes after the news; without replay a life's first batch is
-        # never lost.
+        # A batch in flight is read or lost, but never arrives after the disconnect. Without replay a life's first batch
+        # is never lost.
         if drained or (not self.replay and any(seq == 0 for seq, _ in self.live)):
             self.deliver(len(self.live))
         self.live.clear()
@@ -193,7 +194,8 @@ class World(RuleBasedStateMachine):
         request = self.cursor.request
         assert request is not None
         self.served = request.number
-        # The first answer and the end travel alone; only what piles up behind them is dropped.
+        # The first answer travels alone and is never dropped. Later answers pile up behind it and can be lost, as can
+        # the end marker.
         full: list[tuple[int, bytes] | None] = [batch for batch in self.ring if batch[0] >= request.start]
         full = [batch for place, batch in enumerate(full) if place == 0 or place not in lost]
         self.answers = deque([*full, *([] if RING in lost else [None])])

@@ -25,7 +25,7 @@ from tests.support.examples import examples
 
 pytestmark = pytest.mark.skipif(chain_hash.__file__.endswith(".py"), reason="installed without a C compiler")
 
-# The ends of each form of an integer in a pickle and in CBOR.
+# The smallest and largest values of each encoding of an integer in pickle and in CBOR.
 ENDS = [0, 23, 24, 255, 256, 2**16 - 1, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**39 - 1, 2**39, 2**55, 2**63 - 1]
 IDS = st.sampled_from(ENDS) | st.integers(0, 200_000) | st.integers(0, 2**63 - 1)
 TEXTS = st.text(max_size=300)
@@ -33,12 +33,12 @@ KEYS = st.one_of(
     st.tuples(st.just("lora"), TEXTS, TEXTS),
     st.tuples(st.just("mm"), TEXTS, st.integers(-(2**20), 2**20)),
     st.tuples(st.just("cache_salt"), TEXTS),
-    # Of an object that is not the parent's, to which a pickle would refer.
+    # The bytes are copied, because a pickle would refer back to an object that is identical to the parent.
     st.tuples(st.just("prompt_embeds"), st.binary(max_size=300).map(bytearray).map(bytes)),
 )
 EXTRA_KEYS = st.none() | st.lists(KEYS, min_size=1, max_size=4).map(tuple)
 SIZES = st.integers(1, 64) | st.sampled_from([255, 256, 528])
-# The largest block of ids of 10 bytes, plain and after SHA-256, that is sure to fit in a pickle's first frame.
+# The most ids of 10 bytes, plain and after SHA-256, that are sure to fit in a pickle's first frame.
 FRAME_IDS = 6_522
 
 
@@ -50,6 +50,7 @@ def schemes(algo: str) -> st.SearchStrategy[HashScheme]:
 def one_by_one(
     scheme: HashScheme, parent: bytes | None, ids: list[int], block_size: int, keys: list[ExtraKeys | None]
 ) -> tuple[list[int], bytes]:
+    """Hash each block with `hash_block`; return the reduced hashes and the last full hash."""
     hashes = []
     for at in range(0, len(ids) - block_size + 1, block_size):
         parent = hash_block(scheme, parent, ids[at : at + block_size], keys[min(at // block_size, len(keys) - 1)])
@@ -60,6 +61,7 @@ def one_by_one(
 def equal_each_other(
     scheme: HashScheme, parent: bytes | None, ids: list[int], block_size: int, keys: list[ExtraKeys | None]
 ) -> None:
+    """Compare `hash_chain`, with and without the compiled loop, with hashing block by block."""
     expected = one_by_one(scheme, parent, ids, block_size, keys)
     for native in (chain_hash.hash_blocks, lambda *_: None):
         with pytest.MonkeyPatch.context() as patch:
@@ -74,9 +76,9 @@ def equal_each_other(
 def test_a_compiled_chain_equals_a_plain_one(algo: str, data: st.DataObject) -> None:
     block_size = data.draw(SIZES)
     size = data.draw(st.integers(0, 3 * block_size + 1))
-    chance = data.draw(st.randoms(use_true_random=False))
-    some = data.draw(st.lists(IDS, min_size=1, max_size=40))
-    ids = [chance.choice(some) for _ in range(size)]
+    rng = data.draw(st.randoms(use_true_random=False))
+    ids_in_use = data.draw(st.lists(IDS, min_size=1, max_size=40))
+    ids = [rng.choice(ids_in_use) for _ in range(size)]
     parent = data.draw(st.none() | st.binary(min_size=2, max_size=300))
     keys: list[ExtraKeys | None] = data.draw(st.lists(EXTRA_KEYS, min_size=1, max_size=4))
     equal_each_other(data.draw(schemes(algo)), parent, ids, block_size, keys)
@@ -91,7 +93,7 @@ def test_long_blocks_and_names_hash_alike(algo: str, block_size: int, path_bytes
 
 
 def hash_blocks(**changes: Any) -> bytes | None:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "parent": bytes(32),
         "token_ids": np.arange(12),
         "block_size": 4,
@@ -100,7 +102,7 @@ def hash_blocks(**changes: Any) -> bytes | None:
         "digest": None,
         "hashes": np.empty(3, np.uint64),
     }
-    return chain_hash.hash_blocks(**{**given, **changes})
+    return chain_hash.hash_blocks(**{**arguments, **changes})
 
 
 @pytest.mark.parametrize("cbor", [False, True])
@@ -113,8 +115,8 @@ def test_what_needs_another_form_is_left_to_python(cbor: bool) -> None:
         assert hash_blocks(cbor=cbor, token_ids=np.array([*range(11), bad])) is None
     ids, hashes = np.zeros(FRAME_IDS + 1, np.int64), np.empty(1, np.uint64)
     for size in (FRAME_IDS, FRAME_IDS + 1):
-        found = hash_blocks(cbor=cbor, token_ids=ids, block_size=size, hashes=hashes)
-        assert (found is None) == (size > FRAME_IDS and not cbor)
+        last_hash = hash_blocks(cbor=cbor, token_ids=ids, block_size=size, hashes=hashes)
+        assert (last_hash is None) == (size > FRAME_IDS and not cbor)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_other_types_are_refused(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_sha256_equals_hashlibs(plain: bool) -> None:
-    chance = random.Random(1)
+    rng = random.Random(1)
     for size in (*range(301), 4_095, 65_536, 1_000_003):
-        data = chance.randbytes(size)
+        data = rng.randbytes(size)
         assert chain_hash.hash_sha256(data, plain) == hashlib.sha256(data).digest(), size

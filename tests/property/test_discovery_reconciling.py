@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random histories of several routers and sources on one registry: none takes what another owns, and all converge to
-the union."""
+"""Random histories of several routers and sources on one registry.
+
+No source takes a worker that another source owns, and all routers converge to the union of the sources.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def registration(name: Name, source: str, url: str = "http://h:1", model: str = 
 
 
 class Router:
-    """What one process knows; `shown` of a source that is down stays unchanged."""
+    """The knowledge of one process; a source that is down keeps its last entry in `shown`."""
 
     def __init__(self) -> None:
         self.shown: dict[str, dict[Name, Registration]] = {source: {} for source in SOURCES}
@@ -41,7 +43,7 @@ class Router:
 
 
 class Machine(RuleBasedStateMachine):
-    """The registry as the fleet keeps it; what a client registered is in `own`."""
+    """The registry as the fleet keeps it, and the routers that reconcile it with their sources."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +70,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(router=routers)
     def restarts(self, router: str) -> None:
-        known = self.routers[router]
-        known.asserted = {source: {} for source in SOURCES}
+        state = self.routers[router]
+        state.asserted = {source: {} for source in SOURCES}
 
     @rule(name=names)
     def a_client_registers(self, name: Name) -> None:
@@ -85,41 +87,42 @@ class Machine(RuleBasedStateMachine):
         self.look(router)
 
     def write(self, new: Registration) -> bool:
-        """As `Fleet.register` does."""
-        known = self.registered.get(name_of(new))
-        if known is not None and wins(known.source, new.source):
+        """Register a worker unless a source with precedence has registered it, as `Fleet.register` does."""
+        registered = self.registered.get(name_of(new))
+        if registered is not None and wins(registered.source, new.source):
             return False
         self.registered[name_of(new)] = new
         return True
 
     def look(self, router: str) -> None:
-        known = self.routers[router]
+        state = self.routers[router]
         for source in SOURCES:
-            if source in known.down:
+            if source in state.down:
                 continue
             others = set().union(*(o.claims(source) for name, o in self.routers.items() if name != router))
             before = dict(self.registered)
-            found = plan(
+            changes = plan(
                 source,
-                known.shown[source].values(),
+                state.shown[source].values(),
                 (),
                 self.registered.values(),
-                asserted=known.asserted[source],
+                asserted=state.asserted[source],
                 claimed=others,
             )
-            for worker in found.withdraw:
+            for worker in changes.withdraw:
                 name = worker[1:]
                 assert before[name].source == source, "it took what another owns"
                 assert not any(name in o.claims(source) for o in self.routers.values()), "it took what somebody sees"
                 del self.registered[name]
-            for new in found.register:
+            for new in changes.register:
                 assert self.write(new), "it wrote over what wins"
-                known.asserted[source][name_of(new)] = new
-            known.asserted[source] |= {name_of(one): one for one in found.agreed}
+                state.asserted[source][name_of(new)] = new
+            state.asserted[source] |= {name_of(agreed): agreed for agreed in changes.agreed}
 
     @invariant()
     def looking_again_and_again_comes_to_rest_at_the_union(self) -> None:
-        kept = self.registered, {name: msgspec.structs.replace(one) for name, one in self.registered.items()}
+        """Let all routers look until nothing changes, and compare the registry with the union of their sources."""
+        kept = self.registered, {name: msgspec.structs.replace(entry) for name, entry in self.registered.items()}
         asserted = {name: {s: dict(a) for s, a in r.asserted.items()} for name, r in self.routers.items()}
         for _ in range(4):
             for router in ROUTERS:
@@ -130,35 +133,35 @@ class Machine(RuleBasedStateMachine):
         assert self.registered == rest, "it swings"
         for name in NAMES:
             seen = {source for source in SOURCES for router in self.routers.values() if name in router.claims(source)}
-            found = self.registered.get(name)
+            result = self.registered.get(name)
             if seen:
-                assert found is not None
-                # A source that is down everywhere keeps what it had, and its word still counts.
+                assert result is not None
+                # A source that is down everywhere keeps its registrations, and its precedence still counts.
                 best = min(seen, key=PRECEDENCE.index)
-                assert found.source == best or wins(found.source, best)
+                assert result.source == best or wins(result.source, best)
         for source in SOURCES:
             if any(source not in router.down for router in self.routers.values()):
-                left = {name for name, one in self.registered.items() if one.source == source}
+                left = {name for name, entry in self.registered.items() if entry.source == source}
                 assert left <= set().union(*(router.claims(source) for router in self.routers.values()))
-        # Restored: the next rule begins from there.
+        # The next rule begins from the state before this check.
         self.registered = kept[1]
-        for router, known in self.routers.items():
-            known.asserted = asserted[router]
+        for router, state in self.routers.items():
+            state.asserted = asserted[router]
 
 
 Machine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=25)
 TestReconciling = Machine.TestCase
 
 
-def one(source: str, url: str = "http://h:1", **given: object) -> Registration:
-    return msgspec.structs.replace(registration(("a", 0), source, url), **given)
+def one(source: str, url: str = "http://h:1", **changes: object) -> Registration:
+    return msgspec.structs.replace(registration(("a", 0), source, url), **changes)
 
 
 def test_what_a_client_said_of_it_stays_while_it_is_the_same_engine() -> None:
-    known = one(FILE, draining=True)
-    same = plan(FILE, [one(FILE)], (), [known], asserted={}, claimed=())
+    registered = one(FILE, draining=True)
+    same = plan(FILE, [one(FILE)], (), [registered], asserted={}, claimed=())
     assert not same.register and not same.withdraw
-    (moved,) = plan(FILE, [one(FILE, "http://h:2")], (), [known], asserted={}, claimed=()).register
+    (moved,) = plan(FILE, [one(FILE, "http://h:2")], (), [registered], asserted={}, claimed=()).register
     assert not moved.draining
 
 

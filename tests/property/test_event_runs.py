@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pass over whole batches against the decoder of single events: what it takes it reads the same, whatever the
-bytes; and a worker that is followed with it knows what it would know without."""
+"""The pass over whole batches against the decoder of single events.
+
+The pass reads each batch that it accepts exactly as the decoder does, whatever the bytes; and a worker that is followed
+with the pass ends in the same state as without it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from tests.support.ingest_steps import live
 
 HASHES = st.integers(-(1 << 63), (1 << 64) - 1) | st.sampled_from([0, 127, 128, 1 << 16, 1 << 32, -1, -33, -(1 << 20)])
 ANY_HASHES = HASHES | st.binary(min_size=16, max_size=16) | st.binary(min_size=32, max_size=32)
-# Few, so that runs form.
+# Few shapes, so that runs form.
 SHAPES = st.sampled_from([(0, "full_attention", None), (1, "sliding_window", 64), (None, None, None)])
 MEDIA = st.sampled_from([GPU, GPU, GPU, None, "gpu", "CPU"])
 
@@ -50,41 +53,41 @@ def events_of(hashes: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
 
 
 def payload_of(events: Sequence[Any], layout: str, rank: int | None) -> bytes:
-    """As vLLM sends it, with digests as they are."""
+    """Encode a batch as vLLM sends it, with digests unchanged."""
     if layout == "map":
         return msgspec.msgpack.encode([1.5, events, rank])
     return msgspec.msgpack.encode([1.5, [[e.__struct_config__.tag, *msgspec.structs.astuple(e)] for e in events], rank])
 
 
 def check(payload: bytes) -> RunBatch | None:
-    """What is read at first and with the shapes known, held against the decoder."""
+    """Read the payload twice, the second time with known shapes, and compare both results with the decoder's."""
     reader = RunReader()
-    found, again = reader.read(payload), reader.read(payload)
-    assert (found is None) == (again is None)
-    if found is None or again is None:
+    first, second = reader.read(payload), reader.read(payload)
+    assert (first is None) == (second is None)
+    if first is None or second is None:
         return None
     batch = BatchDecoder().decode(payload)
     assert (batch.broken, batch.unknown) == ([], 0)
-    for one in (found, again):
-        assert one.dp_rank == batch.dp_rank
-        assert sections(one.runs) == sections(batch.events)
-    return found
+    for run_batch in (first, second):
+        assert run_batch.dp_rank == batch.dp_rank
+        assert sections(run_batch.runs) == sections(batch.events)
+    return first
 
 
 @settings(max_examples=examples(300))
 @given(events_of(HASHES) | events_of(ANY_HASHES), st.sampled_from(["map", "array"]), st.none() | st.integers(0, 70_000))
 def test_plain_batches_are_read_as_the_decoder_reads_them(events: list[Any], layout: str, rank: int | None) -> None:
-    found = check(payload_of(events, layout, rank))
-    assert (found is not None) is wanted()
+    run_batch = check(payload_of(events, layout, rank))
+    assert (run_batch is not None) is wanted()
 
 
 @pytest.mark.skipif(not wanted(), reason="uncompiled, it leaves all to the decoder")
 def test_hashes_of_one_shape_keep_their_order() -> None:
     shape = (0, "full_attention", None)
     events = [stored([3, 2], None, shape, GPU), stored([9], 2, (1, "mamba", None), GPU), stored([1], 2, shape, GPU)]
-    found = check(encode_batch(1.0, events))
-    assert found is not None
-    read = [(run.hashes.tolist(), run.count, run.roots.tolist()) for run in found.runs if isinstance(run, EventRun)]
+    run_batch = check(encode_batch(1.0, events))
+    assert run_batch is not None
+    read = [(run.hashes.tolist(), run.count, run.roots.tolist()) for run in run_batch.runs if isinstance(run, EventRun)]
     assert read == [([3, 2, 1], 2, [3]), ([9], 1, [])]
 
 
@@ -139,12 +142,12 @@ def followed(payloads: Sequence[bytes], first_seq: int, *, by_runs: bool) -> Ing
 )
 def test_a_worker_is_known_alike_either_way(batches: list[list[Any]], first_seq: int, layout: str) -> None:
     payloads = [payload_of(events, layout, 0) for events in batches]
-    one, other = (followed(payloads, first_seq, by_runs=by_runs) for by_runs in (True, False))
-    assert one.held.blocks.sums() == other.held.blocks.sums()
-    assert one.profile.tally == other.profile.tally
-    assert one.profile.learner.dump() == other.profile.learner.dump()
-    assert (one.state, one.reason) == (other.state, other.reason)
-    flushes = [ingest.held.take() for ingest in (one, other)]
+    by_runs_ingest, decoded_ingest = (followed(payloads, first_seq, by_runs=by_runs) for by_runs in (True, False))
+    assert by_runs_ingest.held.blocks.sums() == decoded_ingest.held.blocks.sums()
+    assert by_runs_ingest.profile.tally == decoded_ingest.profile.tally
+    assert by_runs_ingest.profile.learner.dump() == decoded_ingest.profile.learner.dump()
+    assert (by_runs_ingest.state, by_runs_ingest.reason) == (decoded_ingest.state, decoded_ingest.reason)
+    flushes = [ingest.held.take() for ingest in (by_runs_ingest, decoded_ingest)]
     changes = [
         {c.place: (set(c.added.tolist()), set(c.removed.tolist())) for c in flush.changes} for flush in flushes if flush
     ]

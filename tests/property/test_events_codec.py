@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever the bytes: a batch or CodecError, never anything else; and both layouts say the same."""
+"""Any bytes decode to a batch or raise CodecError, and both layouts decode to the same events."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ near_arrays = st.builds(lambda tag, rest: [tag, *rest], names, st.lists(junk, ma
 
 
 def read(payload: bytes) -> list[EventBatch]:
-    """Decoded in both modes; empty when it is no batch. Any other exception fails the test."""
-    found = []
+    """Decode the payload with and without tokens; empty if it is no batch. Any other exception fails the test."""
+    decoded = []
     for with_tokens in (False, True):
         try:
-            found.append(BatchDecoder().decode(payload, with_tokens=with_tokens))
+            decoded.append(BatchDecoder().decode(payload, with_tokens=with_tokens))
         except CodecError:
             continue
-    for batch in found:
+    for batch in decoded:
         for event in batch.events:
             if isinstance(event, BlockStored | BlockRemoved):
                 assert event.block_hashes.dtype.str[1:] == "u8"
                 assert event.medium == event.medium.upper() != ""
-    return found
+    return decoded
 
 
 def low64(value: int | bytes) -> int:
@@ -80,7 +80,7 @@ def low64(value: int | bytes) -> int:
 
 @given(batches, st.sampled_from(["map", "array"]), st.none() | st.integers(0, 7))
 def test_encoded_batches_decode_to_the_same_events(events: list[Any], layout: Any, rank: int | None) -> None:
-    # "int" reduces digests on the way out; written by hand here, so that digests reach the decoder too.
+    # The layout is written by hand, because `encode_batch` reduces digests, and digests must reach the decoder too.
     body: list[Any] = events
     if layout == "array":
         body = [[event.__struct_config__.tag, *msgspec.structs.astuple(event)] for event in events]

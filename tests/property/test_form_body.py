@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of a form: what Starlette, which engines read forms with, finds in the same bytes; and another name put in
-its place changes nothing else."""
+"""The model of a form is the one that Starlette, with which engines read forms, finds in the same bytes.
+
+Replacing the model's name changes nothing else in the form.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +39,18 @@ def form(parts: list[tuple[str, str | None, bytes]]) -> bytes:
 
 
 def as_starlette(body: bytes) -> list[str]:
-    """Every field `model` of text."""
+    """Return every text field named `model`, as Starlette reads it."""
 
     async def read() -> list[str]:
         async def stream() -> AsyncGenerator[bytes, None]:
             yield body
             yield b""
 
-        found = await MultiPartParser(Headers({"content-type": KIND}), stream()).parse()
+        form_data = await MultiPartParser(Headers({"content-type": KIND}), stream()).parse()
         try:
-            return [value for value in found.getlist("model") if isinstance(value, str)]
+            return [value for value in form_data.getlist("model") if isinstance(value, str)]
         finally:
-            await found.close()
+            await form_data.close()
 
     return asyncio.run(read())
 
@@ -61,17 +63,18 @@ def test_it_is_the_one_that_an_engine_reads(parts: list[tuple[str, str | None, b
     except (MultiPartException, UnicodeDecodeError):
         wanted = []
     try:
-        found = read_form_model(KIND.encode(), body)
+        form_model = read_form_model(KIND.encode(), body)
     except BadQuestion:
-        # Several, or one that is no text: nothing that an engine would have to guess at passes.
+        # There are several such fields, or one that is not text: a form that an engine would have to guess at is
+        # refused.
         values = [value for name, file, value in parts if name == "model" and file is None]
         assert len(values) != 1 or not _is_text(values[0])
         return
-    assert ([] if found.name is None else [found.name]) == wanted
-    if found.name:
-        renamed = found.renamed(body, "another")
+    assert ([] if form_model.name is None else [form_model.name]) == wanted
+    if form_model.name:
+        renamed = form_model.renamed(body, "another")
         assert as_starlette(renamed) == ["another"]
-        assert len(renamed) == len(body) - len(found.name.encode()) + len("another")
+        assert len(renamed) == len(body) - len(form_model.name.encode()) + len("another")
 
 
 def _is_text(value: bytes) -> bool:

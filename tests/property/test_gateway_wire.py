@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protobuf of the endpoint picker: what Envoy's own definitions say, and any bytes."""
+"""The endpoint picker's protobuf messages, encoded as Envoy's definitions say, and arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvrouter.router.serve.gateway.wire import decode, encode, health_answer, he
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field with a length, as protobuf writes it."""
+    """Encode a length-delimited field, as protobuf writes it."""
     return varint(number << 3 | 2) + varint(len(content)) + content
 
 
@@ -72,11 +72,11 @@ def test_who_served_is_in_metadata_or_in_an_attribute() -> None:
     content = field(3, field(1, header(b":status", b"200")))
     attribute = struct_pb2.Struct()
     attribute.update({"upstream.address": "10.0.0.2:80"})
-    seen = field(9, field(1, b"envoy.filters.http.ext_proc") + field(2, attribute.SerializeToString()))
-    told = field(8, metadata("envoy.lb", **{"x-gateway-destination-endpoint-served": "10.0.0.1:80"}))
+    attributes = field(9, field(1, b"envoy.filters.http.ext_proc") + field(2, attribute.SerializeToString()))
+    metadata_ = field(8, metadata("envoy.lb", **{"x-gateway-destination-endpoint-served": "10.0.0.1:80"}))
     assert decode(content).served is None
-    assert decode(content + seen).served == "10.0.0.2:80"
-    assert decode(content + seen + told).served == "10.0.0.1:80"
+    assert decode(content + attributes).served == "10.0.0.2:80"
+    assert decode(content + attributes + metadata_).served == "10.0.0.1:80"
 
 
 def test_bodies_and_trailers() -> None:

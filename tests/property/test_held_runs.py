@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a prompt's blocks lie, as `/query` shows it: exactly the blocks of the prompt that were put there, and asking for
-it changes no hit."""
+"""The places of a prompt's blocks in `/query` are exactly where the blocks were put, and listing them changes no hit."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ MAX_HASHES = 40
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[list[Group], dict[Place, set[int]], int, int]:
-    """Groups, the numbers of the blocks that each place holds, the prompt's length, and blocks in a chunk."""
+    """Draw groups, the block numbers that each place holds, the prompt's length, and the blocks of a chunk."""
     groups = [Group(0, "full_attention", HASH_BLOCK)]
     for number in range(1, draw(st.integers(1, 20))):
         size = HASH_BLOCK * draw(st.sampled_from([1, 2]))
@@ -46,18 +45,18 @@ def test_it_is_what_was_put_there_and_changes_no_hit(
         * (1 if place.medium == GPU else per_chunk)
         for place in held
     }
-    # A block is known by the hash at its last boundary.
+    # A block is identified by the hash at its last boundary.
     hashes = {
         place: {(block + 1) * sizes[place] // HASH_BLOCK - 1 for block in blocks} for place, blocks in held.items()
     }
     hit = judge(groups, hashes, num_tokens, catalog=catalog, held=True)
-    assert {Place(one.group_idx, one.medium, one.owner) for one in hit.held} == set(held)
-    for one in hit.held:
-        place = Place(one.group_idx, one.medium, one.owner)
-        assert one.block_size == sizes[place]
+    assert {Place(held_place.group_idx, held_place.medium, held_place.owner) for held_place in hit.held} == set(held)
+    for held_place in hit.held:
+        place = Place(held_place.group_idx, held_place.medium, held_place.owner)
+        assert held_place.block_size == sizes[place]
         tokens = set[int]()
         before = -1
-        for first, end in one.runs:
+        for first, end in held_place.runs:
             assert before < first < end <= num_tokens
             before = end
             tokens.update(range(first, end))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hit rule against its definition: the longest aligned boundary that is good for every group.
 
-EAGLE, partial hits and the offload rule have no such short definition; vLLM itself judges those (`make test-engine`).
+EAGLE, partial hits and the offload rule have no short definition; they are compared with vLLM itself (`make
+test-engine`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvrouter.router.model.workers.registration import CatalogSpec
 from tests.support.examples import examples
 from tests.support.judging import judge
 
-# One block size with Mamba or chunked groups, as vLLM wants it; full and sliding window may differ.
+# With Mamba or chunked groups vLLM requires one block size; full and sliding-window groups may differ.
 UNIFORM_KINDS = (
     "full_attention",
     "mla_attention",
@@ -64,7 +65,7 @@ def make_residency(draw: random.Random, groups: tuple[Group, ...], num_tokens: i
 
 
 def good(group: Group, boundary: int, held: set[int], hash_block: int) -> bool:
-    """Whether the engine can go on from `boundary` as far as this group is concerned."""
+    """Return whether the engine can continue from `boundary` as far as this group is concerned."""
     block = group.block_size
     if boundary % block:
         return False
@@ -82,13 +83,14 @@ def good(group: Group, boundary: int, held: set[int], hash_block: int) -> bool:
         first = boundary // group.attention_chunk_size * group.attention_chunk_size // block
         return all(has(i) for i in range(first, last))
     assert group.sliding_window is not None
-    # The block before the boundary must be there even when the window is one token wide: vLLM's scan begins at a block
-    # it holds.
+    # The block before the boundary must be resident even when the window is one token wide, because vLLM's scan begins
+    # at a block that it holds.
     need = max(1, -(-(group.sliding_window - 1) // block))
     return all(has(i) for i in range(max(0, last - need), last))
 
 
 def expected(groups: tuple[Group, ...], resident: dict[Place, set[int]], num_tokens: int) -> int:
+    """Return the greatest aligned boundary that is good for every group."""
     hash_block = math.gcd(*(group.block_size for group in groups))
     align = math.lcm(*(group.block_size for group in groups))
     for boundary in range((num_tokens - 1) // align * align, -1, -align):
@@ -136,7 +138,7 @@ def test_every_group_alone_covers_at_least_the_hit(seed: int) -> None:
 @settings(max_examples=examples(200))
 @given(seed=st.integers(0, 2**32))
 def test_hashes_past_what_is_resident_need_not_be_asked_for(seed: int) -> None:
-    """Hashing stops early where nobody holds anything further; the answer may not depend on it."""
+    """Hash only part of a prompt whose later blocks no worker holds, and compare the hit with that of all hashes."""
     draw = random.Random(seed)
     groups = make_groups(draw)
     resident = make_residency(draw, groups, draw.randint(1, 100))
@@ -219,7 +221,7 @@ SIMPLE = CatalogSpec(offload_connector=SIMPLE_CPU, offload_partial_hits=True)
 
 
 def test_the_last_token_is_computed_also_where_the_cpu_tier_has_its_block() -> None:
-    """OffloadingConnector offers a prompt made of whole chunks up to its end, SimpleCPUOffloadConnector does not."""
+    """OffloadingConnector offers a prompt of whole chunks up to its end, SimpleCPUOffloadConnector does not."""
     held = {Place(0, CPU): range(12)}
     assert judge((FULL,), held, 192).cpu == 192
     assert judge((FULL,), held, 192, SIMPLE).cpu == 176
@@ -255,8 +257,8 @@ def test_a_suffix_hit_is_the_hit_of_the_rest_as_a_prompt_of_its_own(seed: int) -
         place: {i - hit.gpu // hash_block for i in held if i * hash_block >= hit.gpu} for place, held in cpu.items()
     }
     misplaced = any(g.attention_chunk_size and hit.gpu % g.attention_chunk_size for g in groups)
-    found = 0 if misplaced else judge(groups, rest, num_tokens - hit.gpu).gpu
-    assert hit.cpu == hit.gpu + found, (groups, resident, num_tokens)
+    rest_hit = 0 if misplaced else judge(groups, rest, num_tokens - hit.gpu).gpu
+    assert hit.cpu == hit.gpu + rest_hit, (groups, resident, num_tokens)
 
 
 def test_media_that_may_hold_anything_earn_nothing() -> None:
@@ -288,8 +290,8 @@ SAMPLE = 60
 
 
 def sample() -> list[tuple[int, int, int]]:
-    """Hits of a fixed sample with every feature, to compare the compiled rule with the uncompiled one."""
-    found = []
+    """Return the hits of a fixed sample with every feature, to compare the compiled rule with the uncompiled one."""
+    hits = []
     for seed in range(SAMPLE):
         draw = random.Random(seed)
         groups = make_groups(draw)
@@ -298,8 +300,8 @@ def sample() -> list[tuple[int, int, int]]:
         resident |= {Place(g.group_idx, CPU): set(range(draw.randint(0, 30))) for g in groups}
         for spec in (None, SIMPLE):
             hit = judge(groups, resident, num_tokens, spec)
-            found.append((hit.gpu, hit.cpu, hit.disk))
-    return found
+            hits.append((hit.gpu, hit.cpu, hit.disk))
+    return hits
 
 
 def test_the_rule_gives_the_same_uncompiled() -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random changes against counters by hand: the ledger, what it freezes, and what a reader knows who applied what was
-reported."""
+"""Random changes to a ledger against plain counters.
+
+The ledger and its frozen copies equal the counters, and a reader that applied every report has the ledger's state.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from kvrouter.engine_patch.reporter.snapshots import Moment, parts
 from kvrouter.events.patch.messages import PlaceSummary, ReportCleared, ReportEvent, pack_hashes
 from tests.support.report_peer import Copies, apply, copies_of, removed, stored, summed
 
-# Few, so that they come again; both ends, so that sums overflow.
+# Few values, so that they repeat, and from both ends of the range, so that sums overflow.
 hashes = st.lists(st.integers(0, 12) | st.integers(2**64 - 4, 2**64 - 1), max_size=8)
 media = st.sampled_from(["GPU", "CPU", "FS"])
 groups = st.sampled_from([None, 0, 1])
@@ -71,7 +73,7 @@ def test_a_bounded_ledger_equals_what_its_readers_were_told(script: list[list[Re
         apply(truth, group)
         assert by_place(ledger.places()) == summed(reader)
         assert ledger.blocks <= max_blocks
-        # Never more than the engine has, and all of it for what is tracked since a clear or the start.
+        # The reader never has more copies than the engine, and none of a medium that is untracked.
         assert not reader - truth
         assert not {key[1] for key in reader} & set(ledger.untracked)
 
@@ -80,7 +82,7 @@ def test_a_bounded_ledger_equals_what_its_readers_were_told(script: list[list[Re
 def test_what_is_withheld_is_taken_from_readers_and_stays_away(
     script: list[list[ReportEvent]], withheld: list[tuple[int, Scope]], max_blocks: int
 ) -> None:
-    """Law: readers hold no block of a scope from the moment on at which it is withheld."""
+    """Withhold scopes at random moments; from then on readers hold no block of such a scope."""
     ledger = Ledger(max_blocks)
     reader: Copies = Counter()
     scope = Scope.NOTHING

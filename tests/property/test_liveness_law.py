@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safety and liveness of one worker's credit, through random lives of its engine and every fault of its wire:
-`stream_world.py`.
+"""Safety and liveness of one worker's credit, through random lives of its engine and every fault of its wire.
+
+The worlds are those of `stream_world.py`.
 
 python -m tests.property.test_liveness_law --worlds 10000 --seed 1
 """
@@ -15,14 +16,14 @@ from collections import Counter
 
 from tests.support.stream_world import World
 
-# The steps of one world: enough for some ten lives and as many changes of the router.
+# The steps of one world, which are enough for some ten lives and as many changes of the router.
 WORLD_STEPS = 220
 SHORT_WORLDS = 120
 FIRST_SEED = 1
 
 
 def broken_law(seed: int, steps: int) -> str | None:
-    """What went wrong in a world of that many steps, None when nothing did."""
+    """Run a world for that many steps and return the error that ended it, or None."""
     world = World(seed)
     try:
         world.run(steps)
@@ -32,7 +33,7 @@ def broken_law(seed: int, steps: int) -> str | None:
 
 
 def shortest(seed: int, steps: int) -> tuple[int, str, list[str]]:
-    """The first length of a world that breaks a law, what it breaks, and what happened before."""
+    """Return the fewest steps after which the world breaks a law, the error, and the trace of what happened before."""
     for length in range(steps + 1):
         world = World(seed)
         try:
@@ -43,10 +44,11 @@ def shortest(seed: int, steps: int) -> tuple[int, str, list[str]]:
 
 
 def report(seed: int) -> str:
-    length, what, trace = shortest(seed, WORLD_STEPS)
+    """Describe the shortest run of a world that breaks a law."""
+    length, error, trace = shortest(seed, WORLD_STEPS)
     world = World(seed)
     name = f"{world.kind}{' with HTTP' if world.http else ''}"
-    return f"seed {seed} ({name}), {length} steps: {what}\n  " + "\n  ".join(trace)
+    return f"seed {seed} ({name}), {length} steps: {error}\n  " + "\n  ".join(trace)
 
 
 def test_no_world_breaks_a_law() -> None:

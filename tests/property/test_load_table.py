@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of reservations against a list of who has what: never negative, and nothing left when all has ended."""
+"""The table of reservations against a list of reservations: never negative, and empty once all have ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ totals = st.builds(Totals, tokens, tokens, st.integers(0, 3))
 
 
 class Held:
-    """What the model knows of a reservation."""
+    """The model's copy of one reservation."""
 
     def __init__(self, worker: WorkerKey, prefill: int, decode: int, made_s: float) -> None:
         self.worker, self.prefill, self.decode, self.made_s = worker, prefill, decode, made_s
@@ -32,13 +32,15 @@ class Held:
 
 
 class Machine(RuleBasedStateMachine):
+    """A table of reservations of this process and of two others, and its model."""
+
     def __init__(self) -> None:
         super().__init__()
         self.table = LoadTable(ttl_s=TTL_S, prefill_ttl_s=PREFILL_TTL_S, max_reservations=MOST)
         self.now = 0.0
         self.held: dict[str, Held] = {}
         self.others: dict[str, tuple[float, dict[WorkerKey, Totals]]] = {}
-        # What a reader of messages would have.
+        # The totals that another process would have from this one's messages.
         self.told: dict[WorkerKey, Totals] = {}
 
     @rule(seconds=st.floats(0, 30))
@@ -83,8 +85,8 @@ class Machine(RuleBasedStateMachine):
         ended = self.table.void(worker, self.now - age, self.now)
         mine = [h for h in self.held.values() if h.worker == worker and h.made_s < self.now - age and h.counts]
         assert ended == len(mine)
-        for one in mine:
-            one.counts = False
+        for held in mine:
+            held.counts = False
 
     @rule()
     def expire(self) -> None:
@@ -99,8 +101,8 @@ class Machine(RuleBasedStateMachine):
     @rule(process=processes, said=st.dictionaries(workers, totals, max_size=3), whole=st.booleans())
     def heard(self, process: str, said: dict[WorkerKey, Totals], whole: bool) -> None:
         self.table.heard(process, said, whole=whole, now=self.now)
-        known = {} if whole else dict(self.others.get(process, (0.0, {}))[1])
-        self.others[process] = (self.now, known | said)
+        before = {} if whole else dict(self.others.get(process, (0.0, {}))[1])
+        self.others[process] = (self.now, before | said)
 
     @rule(age=st.floats(0, 10))
     def forget_silent(self, age: float) -> None:
@@ -125,12 +127,12 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def loads_are_the_sum_of_all(self) -> None:
         for worker in WORKERS:
-            parts = [self.own(worker), *(known.get(worker, NOTHING) for _, known in self.others.values())]
+            parts = [self.own(worker), *(totals_heard.get(worker, NOTHING) for _, totals_heard in self.others.values())]
             load = self.table.loads.get(worker)
-            found = NOTHING if load is None else Totals(load.prefill_tokens, load.decode_tokens, load.requests)
-            assert found == Totals(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
-            # A worker without load takes no room.
-            assert (load is None) == (found == NOTHING)
+            loaded = NOTHING if load is None else Totals(load.prefill_tokens, load.decode_tokens, load.requests)
+            assert loaded == Totals(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+            # A worker without load has no entry.
+            assert (load is None) == (loaded == NOTHING)
         assert len(self.table) == len(self.held)
         assert self.table.others == len(self.others)
 

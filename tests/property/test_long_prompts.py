@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long prompt that was hashed in turns gets the hits that it would have got at once, whatever changed between them,
-and others are answered between the turns."""
+"""A long prompt that is hashed in turns gets the same hits as one hashed at once, whatever changes between the turns.
+
+Other requests are answered between the turns.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class Fleet:
         ]
 
     def hold(self, number: int, blocks: int, lora: str | None) -> None:
-        """The prompt's first blocks come to a worker, in all its groups."""
+        """Add the prompt's first blocks to a worker, in all its groups."""
         path = self.views[number].lora_paths["adapter"]
         key = None if lora is None else (("lora", lora, path),)
         hashes, _ = hash_chain(SCHEME, None, TOKENS[: blocks * BLOCK_TOKENS], BLOCK_TOKENS, (key,))
@@ -112,7 +114,7 @@ def test_a_match_after_the_turns_hashes_no_more_than_its_last_segment() -> None:
 
 
 class Seconds:
-    """A clock on which each look at it takes a millisecond."""
+    """A clock that advances by a millisecond at each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -143,12 +145,12 @@ def test_others_run_between_the_turns_of_a_long_prompt(
     question = Question("m", num_tokens, token_ids=ids)
 
     async def turns() -> int:
-        asking = asyncio.ensure_future(finder.hash_ahead(question))
+        hashing = asyncio.ensure_future(finder.hash_ahead(question))
         count = 0
-        while not asking.done():
+        while not hashing.done():
             await asyncio.sleep(0)
             count += 1
-        await asking
+        await hashing
         return count
 
     assert asyncio.run(turns()) >= max(1, least_turns)

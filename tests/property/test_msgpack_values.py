@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No function that reads the wire in C reads a byte beyond it: under the address and the undefined behaviour sanitizer,
-over pieces of vLLM's own batches with random bytes in them."""
+"""No C function that reads the wire reads a byte beyond its input.
+
+The functions run under the address and undefined-behaviour sanitizers, over pieces of vLLM's own batches with random
+bytes in them.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The integer parser against Python's json: what it takes it reads the same, and it takes nothing that is not plain."""
+"""The integer parser against Python's json: it accepts only plain integers, and reads them as json does."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ EDGES = st.sampled_from([0, -1, 2**63, 2**64 - 1, -(2**63), 10**18, 10**19, 9, 1
 @settings(max_examples=examples(400))
 @given(st.lists(PLAIN | EDGES, max_size=30), st.sampled_from([None, 0, 2]), st.sampled_from(["", " ", "\n\t "]))
 def test_plain_integers_are_read_as_json_reads_them(values: list[int], indent: int | None, around: str) -> None:
-    found = integers_of(f"{around}{json.dumps(values, indent=indent)}{around}".encode())
-    assert found is not None
-    assert found.tolist() == [value % 2**64 for value in values]
+    integers = integers_of(f"{around}{json.dumps(values, indent=indent)}{around}".encode())
+    assert integers is not None
+    assert integers.tolist() == [value % 2**64 for value in values]
 
 
 TOKENS = st.sampled_from(
@@ -45,19 +45,19 @@ TOKENS = st.sampled_from(
 @example("[-0]")
 @example("[00]")
 def test_whatever_it_takes_is_json_with_the_same_meaning(text: str) -> None:
-    found = integers_of(text.encode())
+    integers = integers_of(text.encode())
     try:
         meant = json.loads(text)
     except json.JSONDecodeError:
-        assert found is None, text
+        assert integers is None, text
         return
     plain = isinstance(meant, list) and all(type(v) is int and -(2**63) <= v < 2**64 for v in meant)
-    assert (found is not None) == plain, text
-    if found is not None:
-        assert found.dtype == np.uint64 and found.tolist() == [value % 2**64 for value in meant]
+    assert (integers is not None) == plain, text
+    if integers is not None:
+        assert integers.dtype == np.uint64 and integers.tolist() == [value % 2**64 for value in meant]
 
 
-# A body's fields: those that are split off, written in all ways, beside others.
+# The fields of a body: the names that are split off, in every spelling, and others.
 FIELDS = st.sampled_from(['"ids"', '"hashes"', '"i\\u0064s"', '"a"', '"a\\"ids"', '""', '"\\\\"', "ids"])
 VALUES = st.sampled_from(
     [
@@ -93,18 +93,18 @@ SPACES = st.sampled_from(["", "", "", " ", "\n\t\r "])
 def test_a_body_that_is_split_is_the_same_body(fields: list[tuple[str, str, str, str]], rest: str, before: str) -> None:
     text = before + "{" + ",".join(f"{name}{a}:{a}{value}{b}" for name, a, value, b in fields) + "}" + rest
     data = b"POST " + text.encode()
-    found = split_integers(data, 5, (b"hashes", b"ids"))
+    split = split_integers(data, 5, (b"hashes", b"ids"))
     try:
         meant = json.loads(text)
     except json.JSONDecodeError:
-        if found is not None:
-            # Whoever reads the rest finds it out.
+        if split is not None:
+            # The reader of the rest finds the error.
             with pytest.raises(json.JSONDecodeError):
-                json.loads(found[0])
+                json.loads(split[0])
         return
-    if found is None:
+    if split is None:
         return
-    left, index, integers = found
+    left, index, integers = split
     name = ("hashes", "ids")[index]
     assert integers.tolist() == [value % 2**64 for value in meant[name]]
     assert json.loads(left) == meant | {name: None}

@@ -17,7 +17,7 @@ from kvrouter.engine_patch.offload.tiers.lru import LruPolicy
 from kvrouter.engine_patch.offload.tiers.policy import Policy
 from tests.support.examples import examples
 
-# Few, so that they come again, and more than there are slots, so that some must go.
+# Few keys, so that they repeat, but more than there are slots, so that some are evicted.
 NUM_KEYS = 14
 MAX_SLOTS = 8
 
@@ -27,7 +27,7 @@ def key(number: int) -> OffloadKey:
 
 
 def chosen(among: Iterable[int], picks: list[int]) -> list[int]:
-    """What the picks mean among the numbers of the moment; one may come twice."""
+    """Map picks to the given numbers; one number may appear twice."""
     sorted_numbers = sorted(among)
     return [sorted_numbers[pick % len(sorted_numbers)] for pick in picks] if sorted_numbers else []
 
@@ -38,14 +38,16 @@ def unique(chosen_numbers: list[int]) -> list[int]:
 
 @dataclass
 class Books:
-    """What the tier should say. order: of eviction, oldest first, without those that were met while in use (aside)."""
+    """The model of the tier: the state that the tier should report."""
 
     num_slots: int
     slots: dict[int, int] = field(default_factory=dict)
     writing: set[int] = field(default_factory=set)
     pins: Counter[int] = field(default_factory=Counter)
     withheld: Counter[int] = field(default_factory=Counter)
+    # The order of eviction, oldest first, without the chunks in `aside`.
     order: list[int] = field(default_factory=list)
+    # Chunks that an eviction passed over because they were in use.
     aside: set[int] = field(default_factory=set)
 
     def state(self, number: int) -> ChunkState:
@@ -60,23 +62,24 @@ class Books:
         return self.state(number) is ChunkState.READY and not self.pins[number]
 
     def oldest(self, count: int, protected: list[int]) -> list[int]:
-        """Takes out of the order the victims, and what was passed over on the way."""
-        found: list[int] = []
+        """Remove the victims from the order, and the busy chunks passed over on the way. Return the victims."""
+        victims: list[int] = []
         only_protected: list[int] = []
         for number in list(self.order):
-            if len(found) == count:
+            if len(victims) == count:
                 break
             self.order.remove(number)
             if number in protected and self.may_go(number):
                 only_protected.append(number)
             elif self.may_go(number):
-                found.append(number)
+                victims.append(number)
             else:
                 self.aside.add(number)
         self.order += only_protected
-        return found
+        return victims
 
     def returns(self, number: int) -> None:
+        """Put a chunk that is no longer in use at the end of the order, if an eviction had passed it over."""
         if number in self.aside:
             self.aside.remove(number)
             self.order.append(number)
@@ -89,7 +92,10 @@ class Books:
 
 
 class Run:
-    """A tier and its model. exact: the victims must be the oldest; else they need only be allowed."""
+    """A tier and its model.
+
+    If `exact`, the victims must be the oldest chunks; otherwise they need only be chunks that may be evicted.
+    """
 
     def __init__(self, num_slots: int, policy: Policy, exact: bool) -> None:
         self.subject = CpuTier(num_slots, policy)
@@ -102,22 +108,22 @@ class Run:
         protected = picks[3:]
         missing = len(wanted) - len(model.free())
         allowed = {n for n in model.slots if model.may_go(n) and n not in protected}
-        found = self.subject.allocate([key(n) for n in wanted], frozenset(map(key, protected)))
+        allocation = self.subject.allocate([key(n) for n in wanted], frozenset(map(key, protected)))
         if missing > len(allowed):
-            assert found is None
+            assert allocation is None
             return
-        assert found is not None
-        evicted = [int.from_bytes(one[:8], "big") for one in found.evicted]
-        assert [key(n) for n in evicted] == found.evicted
+        assert allocation is not None
+        evicted = [int.from_bytes(offload_key[:8], "big") for offload_key in allocation.evicted]
+        assert [key(n) for n in evicted] == allocation.evicted
         assert len(set(evicted)) == len(evicted) == max(0, missing)
         assert set(evicted) <= allowed
         if self.exact:
             assert evicted == model.oldest(len(evicted), protected)
         for number in evicted:
             model.forget(number)
-        assert len(set(found.slots)) == len(found.slots) == len(wanted)
-        assert set(found.slots) <= model.free()
-        model.slots.update(zip(wanted, found.slots, strict=True))
+        assert len(set(allocation.slots)) == len(allocation.slots) == len(wanted)
+        assert set(allocation.slots) <= model.free()
+        model.slots.update(zip(wanted, allocation.slots, strict=True))
         model.writing.update(wanted)
         model.order += reversed(wanted)
 
@@ -162,14 +168,14 @@ class Run:
                 self.model.forget(number)
 
     def clear(self, picks: list[int]) -> None:
-        """Every other time with the busy slots named: any slots at all."""
+        """Clear the tier; every other time with any slots named as busy."""
         model = self.model
         named = chosen(range(model.num_slots), picks) if len(picks) % 2 else None
         in_use = [model.slots[n] for n in [*model.writing, *model.pins.elements()]]
         busy = Counter(in_use if named is None else named)
         ready = [key(n) for n in model.slots if n not in model.writing]
         assert self.subject.clear(named) == ready
-        # What was withheld before waits for no more transfers than it did.
+        # Slots that were withheld before wait for no more transfers than before.
         self.model = Books(model.num_slots, withheld=Counter(dict(busy) | dict(model.withheld)))
 
     def release(self, picks: list[int]) -> None:
@@ -179,20 +185,21 @@ class Run:
         self.model.withheld = +self.model.withheld
 
     def forbidden(self, picks: list[int]) -> None:
+        """Make every call that the state forbids, and see it refused."""
         model, subject = self.model, self.subject
-        asked = [key(n) for n in picks]
+        picked_keys = [key(n) for n in picks]
         if set(picks) & set(model.slots) or len(set(picks)) < len(picks):
-            refused(lambda: subject.allocate(asked))
+            refused(lambda: subject.allocate(picked_keys))
         if any(model.state(n) is not ChunkState.READY for n in picks):
-            refused(lambda: subject.pin(asked))
+            refused(lambda: subject.pin(picked_keys))
         if any(count > model.pins[n] for n, count in Counter(picks).items()):
-            refused(lambda: subject.unpin(asked))
+            refused(lambda: subject.unpin(picked_keys))
         for number in model.pins:
             one_too_many = [key(n) for n in [*model.pins.elements(), number]]
             refused(lambda keys=one_too_many: subject.unpin(keys))  # type: ignore[misc]
-        for one in map(key, set(picks) - model.writing):
-            refused(lambda one=one: subject.ready(one))  # type: ignore[misc]
-            refused(lambda one=one: subject.abandon(one))  # type: ignore[misc]
+        for absent_key in map(key, set(picks) - model.writing):
+            refused(lambda absent_key=absent_key: subject.ready(absent_key))  # type: ignore[misc]
+            refused(lambda absent_key=absent_key: subject.abandon(absent_key))  # type: ignore[misc]
         for slot in set(picks) - set(model.withheld):
             refused(lambda slot=slot: subject.release(slot))  # type: ignore[misc]
         if any(slot >= model.num_slots for slot in picks):
@@ -231,7 +238,7 @@ def refused(call: Callable[[], object]) -> None:
 
 Step = tuple[Callable[[Run, list[int]], None], list[int]]
 
-# As often as it takes for tiers to be full, with some chunks in use, most of the time.
+# The calls, repeated so that tiers are full most of the time, with some chunks in use.
 CALLS: list[Callable[[Run, list[int]], None]] = [
     *[Run.allocate] * 6,
     *[Run.ready] * 4,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random writes, reads, clears, restarts, kills and faults against a dict of what was written.
 
-The tier's work is done by hand, in any order, so that every order in which threads may end is possible. What must hold
-throughout: what is reported adds up to what the tier holds; what it holds reads back with the bytes last written;
+The tier's work is done by hand, in any order, so that every order in which threads may end is possible. Three laws hold
+throughout: the reports add up to the chunks that the tier holds; each of those reads back with the bytes last written;
 nothing else is ever loaded.
 """
 
@@ -30,7 +30,7 @@ STRIDE_BYTES = 4_096
 SLOTS = 6
 MAX_QUEUED = 4
 RETRY_S = 10.0
-# Every trial is due after that.
+# A time after which every trial of a failed disk is due.
 LONG_S = MAX_RETRY_S + 1
 KEYS = [key(number, number % 2) for number in range(7)]
 
@@ -41,17 +41,19 @@ budgets = st.integers(1, 5)
 
 @dataclass
 class Under:
-    """A read or write under way. seq: of a write; stale: there was a clear since."""
+    """A read or write under way."""
 
     kind: str
     key: OffloadKey
     data: bytes
+    # The number of the write that is under way or whose data is read.
     seq: int
+    # Whether there was a clear since.
     stale: bool = False
 
 
 class DiskModel(RuleBasedStateMachine):
-    """A disk that never fails: all is known exactly."""
+    """A disk that never fails, so that the model knows the tier's state exactly."""
 
     faults = False
 
@@ -60,13 +62,14 @@ class DiskModel(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="kv-disk-model-"))
         self.now = 0.0
         self.writes = 0
-        # What the tier is known to hold: bytes and number of the last write, in order of use.
+        # The chunks that the tier is known to hold: bytes and number of the last write, in order of use.
         self.held: dict[OffloadKey, tuple[bytes, int]] = {}
+        # The keys that the tier has reported as stored and not as removed.
         self.told: set[OffloadKey] = set()
-        # Everything that was written since the last clear, for a disk that fails.
+        # The data written since the last clear; a disk that fails may return any of it.
         self.written: dict[OffloadKey, set[bytes]] = {}
         self.files = FaultyFiles()
-        # What is queued at the end is not done.
+        # While the tier closes, queued work is not done.
         self.closing = False
 
     @initialize(records=budgets, several=several_names)
@@ -120,12 +123,12 @@ class DiskModel(RuleBasedStateMachine):
             del self.held[gone]
 
     def outcome_of_write(self, name: OffloadKey, on_its_way: bool) -> tuple[bool, list[OffloadKey]]:
-        """On a disk that works: whether a write is begun, and who must leave for it."""
+        """Return, for a disk that works, whether a write is begun and which keys are evicted for it."""
         if name in self.held or on_its_way or not self.hands.has_room(False):
             return False, []
         reads = [job for job in self.under.values() if job.kind == READ]
         writes = sum(job.kind == WRITE for job in self.under.values())
-        # Left by a clear and still read; several reads may share one.
+        # Records that a clear left because they are still read; several reads may share one.
         left = len({job.seq for job in reads if job.stale})
         if len(self.held) + writes + left < self.records:
             return True, []
@@ -135,7 +138,7 @@ class DiskModel(RuleBasedStateMachine):
 
     @rule(several=several_names)
     def fill(self, several: list[OffloadKey]) -> None:
-        """Writes that are done before anything else happens."""
+        """Write several chunks and finish the writes before anything else happens."""
         self.settle()
         for name in several:
             if self.free:
@@ -174,7 +177,7 @@ class DiskModel(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """All that is queued is done and reported."""
+        """Do all the queued work and report it."""
         self.hands.run_all()
         self.poll()
 
@@ -188,6 +191,7 @@ class DiskModel(RuleBasedStateMachine):
         self.hear()
 
     def ended(self, slot: int, ok: bool, job: Under) -> None:
+        """Compare the bytes of a finished job with the model, and update the model."""
         if job.stale:
             assert not ok
         elif not ok:
@@ -202,7 +206,7 @@ class DiskModel(RuleBasedStateMachine):
             del self.held[job.key]
 
     def hear(self) -> list[OffloadKey]:
-        """What is reported comes and goes one at a time. Returns what went."""
+        """Apply the reported changes, which come and go one at a time; return the removed keys."""
         gone = []
         for stored, name in self.tier.take_changes():
             assert stored is (name not in self.told)
@@ -225,7 +229,7 @@ class DiskModel(RuleBasedStateMachine):
 
     @rule(records=budgets)
     def restart(self, records: int) -> None:
-        # A clear that failed is made up for.
+        # The disk works from now on, so that a clear that failed is repeated.
         self.files.next.clear()
         self.files.always.clear()
         self.tier.close()
@@ -236,14 +240,14 @@ class DiskModel(RuleBasedStateMachine):
         left = sorted(self.held, key=lambda name: self.held[name][1])
         self.open(records)
         if not self.faults:
-            # Keys that were evicted for a write that was not begun come back; of the others all, or the newest.
-            known = [name for name in self.found if name in left]
-            assert known == left[len(left) - len(known) :] and (len(self.found) == records or known == left)
+            # Keys that were evicted for a write that was not begun come back; of the other keys all do, or the newest.
+            kept = [name for name in self.found if name in left]
+            assert kept == left[len(left) - len(kept) :] and (len(self.found) == records or kept == left)
         self.relearn()
 
     @rule(records=budgets, writes=st.integers(0, 4), data=st.data())
     def kill(self, records: int, writes: int, data: st.DataObject) -> None:
-        """In the middle of one piece of work, or between two; what was queued is lost."""
+        """Kill the tier within one piece of work or between two; queued work is lost."""
         if self.tier.reason.startswith(UNCLEARED):
             return
         self.files.writes_left = writes
@@ -255,15 +259,18 @@ class DiskModel(RuleBasedStateMachine):
         self.files.writes_left = None
         self.files.close_all()
         self.tier._folder.release()
-        told = self.told
+        told_before = self.told
         self.open(records)
-        # What was reported is there, with what came back or was written untold, as far as the budget allows.
-        assert self.faults or told <= self.told or len(self.told) == records
+        # The reported keys are there, together with keys that came back or were written unreported, as far as the
+        # budget allows.
+        assert self.faults or told_before <= self.told or len(self.told) == records
         self.relearn()
 
     def relearn(self) -> None:
-        """Reads all that was found: it must be what was written last, or, for a key that came back, something that
-        was."""
+        """Read every key that the tier found.
+
+        The data must be what was written last or, for a key that came back, something that was written.
+        """
         for name in self.found:
             assert self.tier.read(name, 0)
             self.hands.run_all()
@@ -273,9 +280,9 @@ class DiskModel(RuleBasedStateMachine):
             if finished.ok:
                 data = self.slots.bytes(0)
                 assert data in self.written.get(name, ())
-                known = self.held.get(name)
-                if known is not None and not self.faults:
-                    assert data == known[0]
+                last_write = self.held.get(name)
+                if last_write is not None and not self.faults:
+                    assert data == last_write[0]
                 self.held[name] = data, salt_of(data)
         self.hear()
         self.held = {name: self.held[name] for name in self.found if name in self.told}
@@ -298,7 +305,7 @@ class DiskModel(RuleBasedStateMachine):
 
 
 class FailingDiskModel(DiskModel):
-    """A disk that fails in all ways: what is loaded is still right, and what is reported still adds up."""
+    """A disk that fails in all ways: loaded data is still right, and reports still add up."""
 
     faults = True
 
@@ -330,10 +337,10 @@ class FailingDiskModel(DiskModel):
 
     @rule()
     def repair(self) -> None:
-        """And long enough after that for the tier to find out."""
+        """Repair the disk, and wait long enough for the tier to notice."""
         self.files.next.clear()
         self.files.always.clear()
-        # What failed before is taken in before the time passes.
+        # Earlier failures are processed before the time passes.
         self.settle()
         self.now += LONG_S
         self.settle()
@@ -353,7 +360,7 @@ class FailingDiskModel(DiskModel):
         self.now += seconds
 
     def open(self, records: int) -> None:
-        # A start on a disk that fails is refused, which is tested elsewhere.
+        # A start on a failing disk is refused, which is tested elsewhere.
         self.files.next.clear()
         self.files.always.clear()
         super().open(records)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's page hashes, compiled and not, against their definition written out with struct and hashlib."""
+"""SGLang's page hashes, compiled and uncompiled, against their definition written out with struct and hashlib."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ NATIVE = not chain_hash.__file__.endswith(".py")
 
 
 def definition(ids: list[int], page: int, salt: str | None, extra_key: str | None, bigrams: bool) -> list[int]:
-    """The hashes on the wire, as unsigned numbers."""
-    units = [(a, b) for a, b in itertools.pairwise(ids)] if bigrams else [(one,) for one in ids]
+    """Return the hashes as they appear on the wire, as unsigned numbers."""
+    units = [(a, b) for a, b in itertools.pairwise(ids)] if bigrams else [(token_id,) for token_id in ids]
     before = b"" if salt is None else hashlib.sha256(b"sglang-cache-salt-v1\0" + salt.encode()).digest()
-    found = []
+    hashes = []
     for start in range(0, len(units) - page + 1, page):
         flat = [number for unit in units[start : start + page] for number in unit]
         wide = max(flat) > 0xFFFF_FFFF
@@ -39,8 +39,8 @@ def definition(ids: list[int], page: int, salt: str | None, extra_key: str | Non
             name = extra_key.encode()
             seed = b"sglang-kv-event-namespace-v1\x01" + struct.pack("<Q", len(name)) + name + b"\x00"
             first = hashlib.sha256(hashlib.sha256(seed).digest() + first).digest()[:8]
-        found.append(struct.unpack(">Q", first)[0])
-    return found
+        hashes.append(struct.unpack(">Q", first)[0])
+    return hashes
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is on its way to a worker, held to its definition: how many of a prompt's first names are still believed there,
-whichever order prompts came in and whatever else was sent."""
+"""Pending prefixes, against their definition: how many of a prompt's first names are still expected at a worker.
+
+It holds in whichever order prompts came, and whatever else was sent.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from kvrouter.router.route.load.pending_prefixes import PendingPrefixes
 STEP_TOKENS = 256
 WORKERS = [WorkerKey("m", f"w{number}") for number in range(3)]
 
-# A prompt is a path in a small tree: its names are those of the paths to each of its nodes.
+# A prompt is a path in a small tree; its names are those of the paths to each of its nodes.
 paths = st.lists(st.integers(0, 1), max_size=4)
 events = st.lists(
     st.tuples(st.sampled_from(["sent", "settle"]), st.sampled_from(WORKERS), paths, st.integers(0, 4)), max_size=25
@@ -21,7 +23,7 @@ events = st.lists(
 
 
 def names_along(path: list[int]) -> list[int]:
-    """One name for each beginning of the path; no two beginnings share one."""
+    """Return one name for each beginning of the path; different beginnings have different names."""
     names, name = [], 1
     for turn in path:
         name = name * 3 + turn
@@ -37,11 +39,11 @@ def test_a_worker_has_as_much_on_its_way_as_its_longest_prefix_that_has_not_ende
     ends_s: dict[tuple[int, WorkerKey], int] = {}
     for kind, worker, sent, at_s in events:
         for name in names_along(sent):
-            known = ends_s.get((name, worker))
+            known_end_s = ends_s.get((name, worker))
             if kind == "sent":
-                ends_s[name, worker] = at_s if known is None else max(known, at_s)
-            elif known is not None:
-                ends_s[name, worker] = min(known, at_s)
+                ends_s[name, worker] = at_s if known_end_s is None else max(known_end_s, at_s)
+            elif known_end_s is not None:
+                ends_s[name, worker] = min(known_end_s, at_s)
         if kind == "sent":
             pending.sent(worker, names_along(sent), at_s)
         else:

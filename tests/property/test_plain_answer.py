@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's answer is the same whether the short way past the general parser takes it, a part of it or nothing:
-wherever its bytes are cut, and whatever is wrong with them."""
+"""An engine's answer is the same whether the fast path or the general parser reads it, wholly or in part.
+
+It holds wherever the bytes are cut, and whatever is wrong with them.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,13 @@ NAMES = [
 ]
 VALUES = [b"a", b"a b", b"", b"keep-alive", b"close", b"chunked", b"gzip, chunked", b"2", b"02", b"+2", b"\xff", b"a "]
 
-# The loop, which nothing here waits for, keeps timers that were cancelled until it turns.
+# Cancelled timers stay in the loop until it runs, and nothing here waits for the loop, so it runs once after this
+# number of answers.
 ANSWERS_A_TURN = 1_000
 
 
 def some_chunks(draw: random.Random) -> bytes:
+    """Draw a chunked body, now and then malformed."""
     data = b""
     for _ in range(draw.randrange(4)):
         part = bytes(draw.randrange(256) for _ in range(draw.randrange(1, 20)))
@@ -46,7 +50,7 @@ def some_chunks(draw: random.Random) -> bytes:
 
 
 def some_answer(draw: random.Random) -> bytes:
-    """Mostly what engines send, with something strange now and then."""
+    """Draw an answer, mostly as engines send it, now and then with something strange."""
     strange = draw.random() < 0.5
     body = bytes(draw.randrange(256) for _ in range(draw.randrange(20)))
     fields = [(b"Content-Type", b"application/json")]
@@ -71,23 +75,27 @@ def some_answer(draw: random.Random) -> bytes:
 
 
 def cut(draw: random.Random, data: bytes) -> list[bytes]:
-    """In one piece, or in some; often where a chunk may end."""
+    """Cut the data into one piece or several, often where a chunk may end."""
     places = {draw.randrange(1, len(data)) for _ in range(draw.choice((0, 0, 1, 2, 5)))} if len(data) > 1 else set()
     if draw.random() < 0.5:
-        places |= {at + 2 for at in range(len(data) - 2) if data[at : at + 2] == b"\r\n" and draw.random() < 0.3}
+        places |= {
+            position + 2
+            for position in range(len(data) - 2)
+            if data[position : position + 2] == b"\r\n" and draw.random() < 0.3
+        }
     edges = [0, *sorted(places), len(data)]
     return [data[start:end] for start, end in itertools.pairwise(edges)]
 
 
 class General(Connection):
-    """Without the short way."""
+    """A connection without the fast path."""
 
     def _take_plain(self, data: bytes) -> bool:
         return False
 
 
 class Transport:
-    """What the connection does to its socket; the bytes come from the test."""
+    """A transport that records the connection's calls; the bytes come from the test."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -129,20 +137,20 @@ def connected(kind: type[Connection], loop: asyncio.AbstractEventLoop) -> Iterat
 
 
 def outcome(kind: type[Connection], loop: asyncio.AbstractEventLoop, pieces: list[bytes], *, closes: bool) -> list[Any]:
-    """What becomes of an exchange in which these bytes come, and then perhaps the end of the connection."""
-    found: list[Any] = []
+    """Return the outcome of an exchange in which these bytes arrive, and then perhaps the end of the connection."""
+    steps: list[Any] = []
 
     async def exchange(connection: Connection) -> None:
         try:
             head = await connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"", 60.0)
-            found.append((head.status, head.reason, head.headers, head.length))
+            steps.append((head.status, head.reason, head.headers, head.length))
             body = bytearray()
-            found.append(body)
+            steps.append(body)
             await connection.relay(lambda parts: body.extend(b"".join(parts)))
-            found.append("whole")
+            steps.append("whole")
         except Failure as failure:
-            found.append((failure.kind, failure.text))
-        found.append(connection.reusable())
+            steps.append((failure.kind, failure.text))
+        steps.append(connection.reusable())
 
     with connected(kind, loop) as connection:
         DirectTask(exchange(connection), loop, lambda task: None).resume()
@@ -151,11 +159,11 @@ def outcome(kind: type[Connection], loop: asyncio.AbstractEventLoop, pieces: lis
                 connection.data_received(piece)
         if closes:
             connection.connection_lost(None)
-    return found
+    return steps
 
 
 def held_together(draw: random.Random, count: int) -> int:
-    """How many answers begin on the short way. Fails where it makes a difference."""
+    """Return how many answers begin on the fast path. Fails if the outcome of an answer depends on the path."""
     loop = asyncio.new_event_loop()
     taken = 0
     try:
@@ -176,7 +184,7 @@ def held_together(draw: random.Random, count: int) -> int:
 def test_an_answer_is_the_same_on_the_short_way_and_past_it() -> None:
     count = examples(30_000)
     taken = held_together(random.Random(20262), count)
-    # Neither everything nor nothing.
+    # Both ways were taken.
     assert count / 20 < taken < count * 19 / 20, taken
 
 
@@ -196,12 +204,12 @@ def test_an_answer_is_the_same_on_the_short_way_and_past_it() -> None:
     ],
 )
 def test_chunks_are_taken_whole_or_not_at_all(data: bytes, ends: int, parts: list[bytes] | None) -> None:
-    found: list[bytes] = []
-    assert whole_chunks(data, 0, found) == ends
-    assert parts is None or found == parts
+    contents: list[bytes] = []
+    assert whole_chunks(data, 0, contents) == ends
+    assert parts is None or contents == parts
 
 
 if __name__ == "__main__":
-    # COUNT SEED
+    # Arguments: COUNT SEED
     begun = held_together(random.Random(int(sys.argv[2])), int(sys.argv[1]))
     print(f"{sys.argv[1]} answers, {begun} on the short way, none otherwise")

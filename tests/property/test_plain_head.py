@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short way takes a request only where the general parser understands the same one: otherwise two readers of one
-head would disagree, which is what smuggling is made of."""
+"""The fast path takes a request only if the general parser understands it as the same request.
+
+Otherwise two readers of one head would disagree, which makes request smuggling possible.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from tests.support.examples import examples
 LIMITS = HttpLimits()
 BELOW = (b"/reservations/", b"/v1/reservations/")
 PATHS = {b"/query": "/query", b"/query_by_hash": "/query_by_hash"}
-# Where any header may stand, and goes on.
+# Paths whose requests may have any header, and are forwarded with it.
 FORWARDED = {b"/v1/completions": "/v1/completions"}
 BODY = b'{"model": "m", "block_hashes": [1, 2, 3]}'
 PLAIN = b"POST /query HTTP/1.1\r\nHost: router:30000\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
 
-# The parts of heads: good parts often, so that many heads are accepted, and everything that parsers stumble over.
+# The parts of heads: good parts often, so that many heads are accepted, and everything that confuses parsers.
 METHODS = [b"POST"] * 30 + [b"DELETE"] * 10 + [b"GET", b"post", b"POST ", b" POST", b"PUT", b"POS"]
 TARGETS = (
     [b"/query"] * 15
@@ -65,7 +67,7 @@ VALUES = [
 
 
 class Sink:
-    """What the general parser makes of the same bytes."""
+    """The events that the general parser makes of the same bytes."""
 
     def __init__(self) -> None:
         self.requests: list[HttpRequest] = []
@@ -82,12 +84,13 @@ class Sink:
 
 
 def understood(request: Any) -> tuple[object, ...]:
+    """Return all fields of a request that its handler depends on."""
     names = ("method", "path", "url", "content_type", "accept", "authorization", "body", "keep_alive", "speaks_1_1")
     return tuple(getattr(request, name) for name in (*names, "expects_continue", "refusal"))
 
 
 def held_together(data: bytes) -> bool:
-    """Whether the short way takes `data`. Fails where the general parser would understand anything else."""
+    """Return whether the fast path takes `data`. Fails if the general parser would understand anything else."""
     head = plain_head(data, PATHS, FORWARDED, BELOW, None, LIMITS.max_head_bytes, LIMITS.max_headers)
     if head is None:
         return False
@@ -105,7 +108,7 @@ def held_together(data: bytes) -> bool:
 
 def some_request(draw: random.Random) -> bytes:
     fields = [(b"Host", b"router:30000"), (b"Content-Length", b"%d" % len(BODY))]
-    # Mostly what a client sends, and a stranger now and then.
+    # The request is mostly what a client sends, with something strange now and then.
     for name, value in ((b"Content-Type", b"application/json"), (b"Accept", b"*/*"), (b"User-Agent", b"curl/8")):
         if draw.random() < 0.5:
             fields.append((name, value))
@@ -132,7 +135,7 @@ def test_what_the_short_way_takes_the_general_parser_understands_alike() -> None
     draw = random.Random(20261)
     count = examples(100_000)
     taken = sum(held_together(some_request(draw)) for _ in range(count))
-    # Neither everything nor nothing.
+    # Both ways were taken.
     assert count / 20 < taken < count * 19 / 20, taken
 
 
@@ -171,7 +174,7 @@ def test_whatever_is_not_plain_goes_the_general_way(part: bytes, instead: bytes)
         (b"Accept: */*", True),
         (b"x-session-id: a", True),
         (b"Content-Type: application/json", True),
-        # Headers that depend on the browser's page, and repeated ones, are judged in one place.
+        # Headers that depend on the browser's page, and repeated headers, are judged in one place, the general way.
         (b"Origin: http://router:30000", False),
         (b"Sec-Fetch-Site: same-origin", False),
         (b"Content-Type: text/plain", False),
@@ -202,7 +205,7 @@ def test_a_plain_head_has_what_its_handler_needs() -> None:
 
 
 if __name__ == "__main__":
-    # COUNT SEED
+    # Arguments: COUNT SEED
     draw = random.Random(int(sys.argv[2]))
     print(
         f"{sys.argv[1]} heads, {sum(held_together(some_request(draw)) for _ in range(int(sys.argv[1])))} taken, none otherwise"

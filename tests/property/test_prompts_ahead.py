@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is expected beside a hit, held to its laws and to what simulated engines then reuse."""
+"""The reuse that is expected beyond a hit, against its laws and against the reuse of simulated engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK_TOKENS = 16
 WORKER, OTHER = WorkerKey("m", "w0"), WorkerKey("m", "w1")
 ANYWHERE = ResumeRule(BLOCK_TOKENS, None)
 tokens = st.integers(0, 10_000)
-# Prompts are paths in a small tree: runs of tokens, each of a kind and a length.
+# Prompts are paths in a small tree: runs of equal tokens, each of a kind and a length.
 prompts = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 400)), min_size=1, max_size=4)
 
 
@@ -39,7 +39,7 @@ def by_tokens(ids: list[int]) -> PromptAhead:
 
 
 def by_hashes(ids: list[int]) -> PromptAhead:
-    """The same prompt, of which only the hashes of its blocks are known: each covers all before it."""
+    """Return the same prompt with only the hashes of its blocks known; each hash covers all blocks up to its own."""
     hashes, value = [], 0
     for end in range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS):
         value = hash((value, tuple(ids[end - BLOCK_TOKENS : end]))) & (2**64 - 1)
@@ -49,9 +49,9 @@ def by_hashes(ids: list[int]) -> PromptAhead:
 
 
 def common(some: list[int], others: list[int]) -> int:
-    """How many first tokens are the same, one after another."""
+    """Return how many leading tokens are the same."""
     return next(
-        (i for i, (one, other) in enumerate(zip(some, others, strict=False)) if one != other),
+        (number for number, (token, other_token) in enumerate(zip(some, others, strict=False)) if token != other_token),
         min(len(some), len(others)),
     )
 
@@ -60,10 +60,10 @@ def common(some: list[int], others: list[int]) -> int:
 def test_what_two_prompts_have_in_common_is_found_to_the_token_or_the_block(
     some: list[tuple[int, int]], others: list[tuple[int, int]]
 ) -> None:
-    here, there = ids_of(some), ids_of(others)
-    same = common(here, there)
-    assert by_tokens(here).common_tokens(by_tokens(there)) == same
-    assert by_hashes(here).common_tokens(by_hashes(there)) == same - same % BLOCK_TOKENS
+    some_ids, other_ids = ids_of(some), ids_of(others)
+    same = common(some_ids, other_ids)
+    assert by_tokens(some_ids).common_tokens(by_tokens(other_ids)) == same
+    assert by_hashes(some_ids).common_tokens(by_hashes(other_ids)) == same - same % BLOCK_TOKENS
 
 
 @given(
@@ -83,8 +83,8 @@ def test_an_expectation_is_never_below_the_hit_nor_above_what_can_be_reused(
     answers: list[tuple[int, int, int, int]],
 ) -> None:
     shares = ReuseShares()
-    for known, can_be, will_be, reused in answers:
-        shares.learn("m", shares.expect("m", 10_001, known, 0, Coming(can_be, will_be, ())), reused)
+    for known_hit, can_be, will_be, reused in answers:
+        shares.learn("m", shares.expect("m", 10_001, known_hit, 0, Coming(can_be, will_be, ())), reused)
     hit = min(hit, num_tokens - 1)
     expected = shares.expect("m", num_tokens, hit, full_attention, Coming(resumable, computed, ()))
     assert hit == expected.hit <= expected.tokens <= max(hit, num_tokens - 1)
@@ -106,11 +106,11 @@ def test_what_is_coming_is_the_longest_beginning_of_any_prompt_that_is_still_ahe
         ahead.settle(WORKER, sent[number].names, 1.0)
     ids = ids_of(path)
     live = [ids_of(other) for number, other in enumerate(paths) if number not in gone]
-    # The latest of those that begin alike are compared.
+    # Only the latest eight of the prompts that begin alike are compared.
     alike = [other for other in live if other[:16] == ids[:16] and len(other) > 16 and len(ids) > 16][-8:]
     longest = max((min(common(ids, other), len(ids) - 1) for other in alike), default=0)
-    found = ahead.coming(WORKER, by_tokens(ids), ANYWHERE, 5.0)
-    assert (found.computed, found.resumable) == (longest - longest % BLOCK_TOKENS,) * 2
+    coming = ahead.coming(WORKER, by_tokens(ids), ANYWHERE, 5.0)
+    assert (coming.computed, coming.resumable) == (longest - longest % BLOCK_TOKENS,) * 2
     assert ahead.coming(OTHER, by_tokens(ids), ANYWHERE, 5.0) is NOTHING
     ahead.expire(10.0)
     assert len(ahead) == 0 and ahead.coming(WORKER, by_tokens(ids), ANYWHERE, 5.0) is NOTHING

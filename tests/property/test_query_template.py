@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reply out of a template has the bytes that msgspec writes of the same hits."""
+"""A reply from a template has the same bytes as msgspec's encoding of the same hits."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def view(name: str, rank: int, state: StreamState, reason: str) -> WorkerView:
 VIEWS = st.builds(view, NAMES, st.integers(0, 3), st.sampled_from(StreamState), st.just("") | NAMES)
 
 
-def table_of(judged: list[WorkerView], none: list[tuple[WorkerView, str]], found: list[list[int]]) -> HitTable:
+def table_of(judged: list[WorkerView], none: list[tuple[WorkerView, str]], rows: list[list[int]]) -> HitTable:
     states = tuple(view.state.value for view in judged)
     plan = HashPlan(tuple(judged), states, (), ({},) * len(judged), cast(Any, None), True, 1)
-    return HitTable(plan, np.array(found, np.int64).reshape(len(judged), 5), tuple(none))
+    return HitTable(plan, np.array(rows, np.int64).reshape(len(judged), 5), tuple(none))
 
 
 @settings(max_examples=examples(300))
 @given(st.data())
 def test_a_template_writes_what_msgspec_writes(data: st.DataObject) -> None:
-    views = data.draw(st.lists(VIEWS, max_size=6, unique_by=lambda one: one.worker.worker_id))
+    views = data.draw(st.lists(VIEWS, max_size=6, unique_by=lambda worker_view: worker_view.worker.worker_id))
     cut = data.draw(st.integers(0, len(views)))
-    none = [(one, data.draw(NAMES)) for one in views[:cut]]
+    none = [(worker_view, data.draw(NAMES)) for worker_view in views[:cut]]
     judged = views[cut:]
-    found = [data.draw(st.lists(TOKENS, min_size=5, max_size=5)) for _ in judged]
-    template = make_template(table := table_of(judged, none, found))
-    hits = [Hit(one.worker, 0, 0, 0, one.state.value, reason) for one, reason in none]
+    rows = [data.draw(st.lists(TOKENS, min_size=5, max_size=5)) for _ in judged]
+    template = make_template(table := table_of(judged, none, rows))
+    hits = [Hit(worker_view.worker, 0, 0, 0, worker_view.state.value, reason) for worker_view, reason in none]
     hits += [
-        Hit(one.worker, gpu, cpu, disk, one.state.value, one.reason)
-        for one, (gpu, cpu, disk, *_) in zip(judged, found, strict=True)
+        Hit(worker_view.worker, gpu, cpu, disk, worker_view.state.value, worker_view.reason)
+        for worker_view, (gpu, cpu, disk, *_) in zip(judged, rows, strict=True)
     ]
     assume(template is not None)
     assert template is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a trace's file holds, its reader gives requests that can be replayed, or one line that says what is wrong."""
+"""The reader of a trace returns requests that can be replayed, or one line that says what is wrong with the file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ objects = st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6).map(
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """A good line with a few bytes of it replaced, dropped or repeated."""
+    """Draw a good line with a few of its bytes replaced, dropped or repeated."""
     line = bytearray(GOOD[draw(st.sampled_from(sorted(GOOD)))].encode())
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(line)))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report cursor against a small world: a publisher that drops, restarts and answers late, over wires that lose and
-overtake.
+"""The report cursor against a small world: a publisher that drops, restarts and answers late, over faulty wires.
 
-What must hold, whatever happens: a reader that applies what it is handed has exactly the publisher's ledger of the
-moment before the next message, or knows that it has lost track; a heartbeat is handed out only where it sums that state
-up; what is held stays bounded; and once the world is quiet, the reader has the current ledger.
+The wires lose messages and deliver them out of order. Whatever happens: a reader that applies the items has exactly the
+publisher's ledger of the moment before the next message, or knows that it has lost track. A heartbeat is handed out
+only where it sums up that state. The number of held messages stays bounded. Once the world is quiet, the reader has the
+current ledger.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ MEDIA = st.sampled_from(["GPU", "CPU"])
 
 
 class Reader:
-    """Applies the items as their documentation says, and fails when it would be misled."""
+    """A reader that applies the items as their documentation says, and fails when it would be misled."""
 
     def __init__(self, ledgers: dict[tuple[str, int], Ledger], kept: tuple[str, int] | None) -> None:
         self.ledgers = ledgers
-        # Epoch and next seq; None: it knows that it has lost track.
+        # Epoch and next seq; None while the reader knows that it has lost track.
         self.at = kept
         self.ledger: Ledger = copy.deepcopy(ledgers[kept]) if kept else {}
         self.epoch = kept[0] if kept else None
         self.silent = False
         self.declared: tuple[str | None, int] = (None, 0)
-        # The life that said what it declares.
+        # The epoch of the last hello.
         self.greeted: str | None = None
 
     def read(self, item: object) -> None:
@@ -128,18 +128,20 @@ def _by_place(places: object) -> object:
 
 
 class World(RuleBasedStateMachine):
+    """A publisher, the wires between it and a cursor, and the reader of the cursor's items."""
+
     @initialize(before=st.integers(0, 5), resume=st.none() | st.tuples(st.booleans(), st.integers(0, 5)))
     def begin(self, before: int, resume: tuple[bool, int] | None) -> None:
-        # What was resident before message `seq` of a life: all there is to compare with.
+        # The resident blocks before message `seq` of an epoch, to compare the reader with.
         self.ledgers: dict[tuple[str, int], Ledger] = {("old", 3): {(0, "GPU"): Counter([9])}}
         self.life = 0
         self.version = 0
         self.live: deque[tuple[int, Events | Heartbeat | CatalogMessage | None, str]] = deque()
         self.hellos: deque[Hello] = deque()
-        # Parts under way, of the request that was made.
+        # Parts in flight of the current request.
         self.parts: deque[SnapshotPart] = deque()
         self.asked: int | None = None
-        # The request is sent and not received yet.
+        # The request is sent, but not received yet.
         self.request_under_way = False
         self._begin_life()
         for number in range(before):
@@ -159,6 +161,7 @@ class World(RuleBasedStateMachine):
         self.life += 1
         self.epoch = f"life{self.life}"
         self.next_seq = 0
+        # Dropped messages that no message has reported yet.
         self.unsaid = 0
         self.version = 0
         self.ledger: Ledger = {}
@@ -169,8 +172,8 @@ class World(RuleBasedStateMachine):
         seq = self.next_seq
         self.next_seq += 1
         self.ledgers[self.epoch, self.next_seq] = copy.deepcopy(self.ledger)
-        said, self.unsaid = self.unsaid, 0
-        return seq, Events(self.epoch, 1.0, 2.0, events, dropped=said), self.epoch
+        dropped, self.unsaid = self.unsaid, 0
+        return seq, Events(self.epoch, 1.0, 2.0, events, dropped=dropped), self.epoch
 
     def _hello(self) -> Hello:
         catalog = DeclaredCatalog([]) if self.version else None
@@ -214,7 +217,10 @@ class World(RuleBasedStateMachine):
 
     @rule(drained=st.booleans(), cut=st.booleans())
     def restart(self, drained: bool, cut: bool) -> None:
-        """What was under way comes before, after, or never; also after answers of the next life."""
+        """Restart the publisher.
+
+        Messages in flight arrive before the restart, after it, or never; also after answers of the next life.
+        """
         if drained:
             self.deliver(len(self.live))
         elif cut:
@@ -240,7 +246,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.cursor.request is not None and self.cursor.request != self.asked)
     @rule()
     def ask(self) -> None:
-        """A fresh socket: what was under way on the old one never comes."""
+        """Request a snapshot on a fresh socket; parts in flight on the old one never arrive."""
         self.asked = self.cursor.request
         self.parts.clear()
         self.request_under_way = True
@@ -249,15 +255,15 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.request_under_way)
     @rule(lost=st.none() | st.integers(0, 6), again=st.none() | st.integers(0, 3))
     def receive_request(self, lost: int | None, again: int | None) -> None:
-        """The publisher freezes its ledger; a part may be lost or doubled."""
+        """Freeze the publisher's ledger as a snapshot, of which a part may be lost or doubled."""
         assert self.asked is not None
         self.request_under_way = False
-        made = parts(self.ledger, self.asked, self.epoch, self.next_seq)
-        if again is not None and again < len(made):
-            made.insert(again, made[again])
-        if lost is not None and lost < len(made):
-            del made[lost]
-        self.parts = deque(made)
+        snapshot_parts = parts(self.ledger, self.asked, self.epoch, self.next_seq)
+        if again is not None and again < len(snapshot_parts):
+            snapshot_parts.insert(again, snapshot_parts[again])
+        if lost is not None and lost < len(snapshot_parts):
+            del snapshot_parts[lost]
+        self.parts = deque(snapshot_parts)
 
     @rule(count=st.integers(1, 6))
     def answer(self, count: int) -> None:
@@ -271,8 +277,10 @@ class World(RuleBasedStateMachine):
         restarts=st.none() | st.integers(0, MAX_HELD),
     )
     def load_under_traffic(self, before: int, fates: list[str], restarts: int | None) -> None:
-        """A whole snapshot while messages come, some published before the request is received; perhaps another life in
-        between."""
+        """Load a whole snapshot while messages arrive, some published before the request is received.
+
+        Another life may begin in between.
+        """
         if self.asked != self.cursor.request:
             self.ask()
         for number, fate in enumerate(fates):
@@ -296,7 +304,7 @@ class World(RuleBasedStateMachine):
 
     @rule()
     def greet(self) -> None:
-        """As the shell does: an answer counts unless another greeting became wanted meanwhile."""
+        """Request a greeting as the shell does: an answer counts unless another greeting became wanted meanwhile."""
         self.cursor.greeting_wanted = False
         self.hellos.clear()
         self.hellos.append(self._hello())
@@ -339,19 +347,20 @@ class World(RuleBasedStateMachine):
             self.reader.read(item)
         assert self.cursor.held <= MAX_HELD
         assert self.cursor.held_bytes <= MAX_HELD_BYTES or self.cursor.held == 1
-        # Knowing and wanting to know are two: only a doubt of the consumer itself has it both ways.
+        # The reader knows its state, or the cursor asks for it; both are true only if the consumer itself doubts its
+        # state.
         greets = self.cursor.greeting_wanted or self.hellos
         assert self.cursor.request is not None or greets or self.reader.at is not None
 
     def teardown(self) -> None:
         if not hasattr(self, "cursor"):
             return
-        # Quiet: nothing more is lost, and heartbeats come.
+        # The world is quiet: nothing more is lost, and heartbeats arrive.
         for _ in range(4):
             self.beat(False)
             self.deliver(len(self.live))
             if self.cursor.greeting_wanted or self.hellos:
-                # An answer that does not come is requested again.
+                # A greeting that is not answered is requested again.
                 self.greet()
                 self.hear_hello()
             self.reader_is_never_misled()

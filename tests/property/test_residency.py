@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random ups, downs, clears, replacements and flushes against plain counters."""
+"""Random additions, removals, clears, replacements and flushes against plain counters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ def array(hashes: list[int]) -> np.ndarray:
 
 
 class Machine(RuleBasedStateMachine):
-    """model: copies by place and hash. flushed: what the takers of changes and copies have received."""
+    """The blocks of one worker and their model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = Residency()
+        # Copies by place and hash.
         self.model: dict[Place, Counter[int]] = {}
+        # The changes and the copies that were flushed so far.
         self.flushed: dict[Place, set[int]] = {}
         self.flushed_copies: dict[tuple[Place, int], int] = {}
 

@@ -23,14 +23,17 @@ from tests.support.judging import judge
 FULL, SWA, MAMBA = "full_attention", "sliding_window", "mamba"
 LAYOUTS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]
 
-# (page index range of a node, its value on the device, on the host) by component.
+# The page index range of a node, and for each component whether its value is on the device, and on the host.
 Node = tuple[range, dict[str, bool], dict[str, bool]]
 
 
 def walk(
     nodes: list[Node], kinds: tuple[str, ...], page: int, window: int, limit: int, hicache: bool
 ) -> tuple[int, int]:
-    """(device hit, hit with the host tier) in tokens, node by node; limit: tokens of the key."""
+    """Return the device hit and the hit with the host tier, in tokens, by walking node by node.
+
+    `limit` is the number of tokens of the key.
+    """
 
     def matched(device_only: bool) -> int:
         best, run, at = 0, float("inf"), 0
@@ -49,7 +52,7 @@ def walk(
                     run = 0
                 valid = valid and run >= window
             if MAMBA in kinds:
-                # The half of a split node that the key reaches has no state.
+                # A node that the key splits has no state in the half that the key reaches.
                 valid = valid and not cut and (device[MAMBA] or (host[MAMBA] and not device_only))
             at += length * page
             if valid:
@@ -88,7 +91,7 @@ def make_nodes(draw: random.Random, kinds: tuple[str, ...], hicache: bool) -> li
     for _ in range(draw.randint(0, 8)):
         pages = range(start, start + draw.randint(1, 6))
         start = pages.stop
-        # Device pages of full attention are evicted from the leaves.
+        # Device pages of full attention are evicted from the leaves upwards.
         device_gone = device_gone or draw.random() > density
         device = {kind: not device_gone and draw.random() < density for kind in kinds} | {FULL: not device_gone}
         host = {kind: hicache and draw.random() < density for kind in kinds}
@@ -97,14 +100,14 @@ def make_nodes(draw: random.Random, kinds: tuple[str, ...], hicache: bool) -> li
 
 
 def held_places(nodes: list[Node], kinds: tuple[str, ...]) -> dict[Place, set[int]]:
-    found: dict[Place, set[int]] = {}
+    held_by_place: dict[Place, set[int]] = {}
     for group, kind in enumerate(kinds):
         for pages, device, host in nodes:
             for medium, side in ((GPU, device), (CPU, host)):
                 if side[kind]:
-                    held = found.setdefault(Place(group, medium), set())
+                    held = held_by_place.setdefault(Place(group, medium), set())
                     held |= {pages.stop - 1} if kind == MAMBA else set(pages)
-    return found
+    return held_by_place
 
 
 @pytest.mark.parametrize("kinds", LAYOUTS, ids="-".join)
@@ -118,9 +121,9 @@ def test_hit_is_that_of_the_walk(kinds: tuple[str, ...], hicache: bool, seed: in
     eagle = draw.random() < 0.3
     nodes = make_nodes(draw, kinds, hicache)
     num_tokens = draw.randint(1, 30 * page)
-    # One token is left to compute, and n tokens make n - 1 pairs.
+    # One token is left to compute, and with EAGLE n tokens make n - 1 pairs.
     limit = max(0, num_tokens - 1 - eagle)
-    # The walk's SWA windows reach over whole nodes; what is resident of them is the same for the part in the window.
+    # The walk's windows cover whole nodes; the pages inside a window are resident either way.
     device, with_host = walk(nodes, kinds, page, window, limit // page * page, hicache)
     spec = CatalogSpec(
         offload_connector=HICACHE,

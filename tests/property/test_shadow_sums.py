@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever requests come: nobody reuses more than was there, this router's choice neither, and sums are sums."""
+"""Whatever requests come, no worker reuses more than any worker held, nor does this router's choice; and sums add up."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_what_is_reused_was_there_and_sums_are_sums(some: list[tuple[Snapshot, O
         tally.count(verdict)
     report = tally.report(1.0)
     assert report.judged_requests == len(verdicts) and report.skipped_requests == len(some) - len(verdicts)
-    placed = [one for one in verdicts if one.reused is not None]
-    reused, there = sum(one.reused or 0 for one in placed), sum(one.there for one in placed)
+    placed = [verdict_ for verdict_ in verdicts if verdict_.reused is not None]
+    reused, there = sum(verdict_.reused or 0 for verdict_ in placed), sum(verdict_.there for verdict_ in placed)
     assert (report.placed.reused_tokens, report.placed.there_tokens) == (reused, there)
     assert sum(row.reused_tokens for row in report.workers) == reused
     lost = sum(row.lost_tokens for row in report.workers)
     assert lost == sum(row.unused_tokens for row in report.workers) == there - reused
-    assert sum(row.held_tokens for row in report.workers) == sum(sum(one.held.values()) for one in verdicts)
-    assert report.unplaced.there_tokens == sum(one.there for one in verdicts if one.reused is None)
+    assert sum(row.held_tokens for row in report.workers) == sum(sum(verdict_.held.values()) for verdict_ in verdicts)
+    assert report.unplaced.there_tokens == sum(verdict_.there for verdict_ in verdicts if verdict_.reused is None)
     assert len([row for row in report.workers if row.worker != OTHERS]) <= max_workers

@@ -18,7 +18,7 @@ def key(group_idx: int, n: int) -> Key:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The model: a queue of ids, a list of (id, key) in the order of caching, and holds by id."""
+    """A pool of blocks and its model: a queue of ids, a list of (id, key) in the order of caching, and holds by id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class PoolMachine(RuleBasedStateMachine):
             for n in range(4):
                 copies = [block_id for block_id, k in self.carried if k == key(group_idx, n)]
                 assert self.pool.copies(key(group_idx, n)) == len(copies)
-                found = self.pool.find([group_idx], key(group_idx, n).block_hash)
-                assert [block.block_id for block in found or []] == copies[:1]
+                blocks = self.pool.find([group_idx], key(group_idx, n).block_hash)
+                assert [block.block_id for block in blocks or []] == copies[:1]
 
 
 TestPool = PoolMachine.TestCase

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests: the hit against its definition, the events against what is findable, and nothing lost on the way."""
+"""Random requests to a replica: the hit against its definition, the events against the residency, and no lost blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def geometries(draw: st.DrawFn) -> Geometry:
     return Geometry("random", groups, keep)
 
 
-# Few different tokens and few starts: prompts share prefixes often.
+# Few different tokens and few starts, so that prompts share prefixes often.
 PROMPTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 70), st.integers(0, 2), st.integers(0, 20), st.integers(1, 12)),
     min_size=1,
@@ -49,7 +49,7 @@ def prompt_of(start: int, shared: int, branch: int, own: int) -> list[int]:
 
 
 def longest(sim: Replica, prompt: list[int]) -> int:
-    """The definition: the greatest aligned length at which every group has what the next token needs."""
+    """Return the greatest aligned length at which every group has what the next token needs: a hit's definition."""
     geometry = sim.geometry
     hashes = sim.text(prompt).hashes
 
@@ -81,8 +81,8 @@ def longest(sim: Replica, prompt: list[int]) -> int:
 def test_hits_events_and_holds(
     geometry: Geometry, prompts: list[tuple[int, int, int, int, int]], blocks: int, chunk_tokens: int
 ) -> None:
-    told: list[list[CacheEvent]] = []
-    sim = Replica(geometry, blocks, on_step=told.append, chunk_tokens=chunk_tokens)
+    batches: list[list[CacheEvent]] = []
+    sim = Replica(geometry, blocks, on_step=batches.append, chunk_tokens=chunk_tokens)
     copies: Counter[Key] = Counter()
     for start, shared, branch, own, max_tokens in prompts:
         prompt = prompt_of(start, shared, branch, own)
@@ -95,13 +95,13 @@ def test_hits_events_and_holds(
         try:
             done = sim.run(prompt, max_tokens=max_tokens)
         except RequestRefused:
-            assert not told
+            assert not batches
             continue
         assert done.reused_tokens == expected
         assert len(done.output) == max_tokens
         assert sim.pool.num_free == blocks - 1
-        assert all(told)
-        for event in (event for batch in told for event in batch):
+        assert all(batches)
+        for event in (event for batch in batches for event in batch):
             assert not isinstance(event, Cleared)
             if isinstance(event, Removed):
                 copies[event.key] -= 1
@@ -109,7 +109,7 @@ def test_hits_events_and_holds(
             elif isinstance(event, Stored):
                 copies.update(Key(event.group_idx, block_hash) for block_hash in event.hashes)
                 assert len(event.hashes) == len(event.extra_keys) <= len(event.tokens) // event.block_size
-        told.clear()
+        batches.clear()
         assert {key: n for key, n in copies.items() if n} == sim.pool.resident()
 
 

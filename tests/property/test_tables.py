@@ -23,12 +23,12 @@ from tests.support.examples import examples
 BUDGET_BYTES = 1 << 26
 
 
-# Of hashes that all want one of the last places of their table.
+# The span that stands for hashes whose places are all among the last of their table.
 LAST_PLACES = 3001
 
 
 def hashes_of(draw: random.Random, most: int, span: int) -> np.ndarray:
-    # Repeats and neighbours on purpose: they collide.
+    # Repeats and neighbours are intended, because they collide.
     hashes = np.array([draw.randrange(span) for _ in range(draw.randrange(most))], np.uint64)
     return open_addressing.hashes_of(~hashes) if span == LAST_PLACES else hashes
 
@@ -76,23 +76,23 @@ def test_mirror_equals_sets(seed: int, span: int) -> None:
         pass
     records = set()
     for (worker, place), held in model.items():
-        known = mirror.worker(worker)
-        assert known is not None
-        records |= {(worker, known.places[place] // BANK_BITS, block_hash) for block_hash in held}
+        worker_slot = mirror.worker(worker)
+        assert worker_slot is not None
+        records |= {(worker, worker_slot.places[place] // BANK_BITS, block_hash) for block_hash in held}
     assert mirror.entries == len(records)
 
 
 @settings(max_examples=examples(10))
 @given(seed=st.integers(0, 2**32), count=st.sampled_from([40, 90, 300]))
 def test_blocks_that_many_workers_hold_equal_sets(seed: int, count: int) -> None:
-    """Lists become rows and lists again, slots come and go, and sweeping stops anywhere."""
+    """Turn lists into rows and back, replace workers, and sweep at any time."""
     draw = random.Random(seed)
     workers = [WorkerKey("m", f"w{i}") for i in range(count)]
     places = [Place(0, GPU), Place(1, GPU)]
     mirror = Mirror(BUDGET_BYTES)
     model: dict[WorkerKey, dict[Place, set[int]]] = {}
     had_rows = False
-    # Most hold the blocks, then few, then most again.
+    # Most workers hold the blocks, then few, then most again.
     for share in (0.9, 0.1, 0.9, 0.02):
         for _ in range(4 * count):
             worker, place = draw.choice(workers), draw.choice(places)
@@ -135,7 +135,7 @@ def test_without_room_for_rows_blocks_have_lists() -> None:
     workers = [WorkerKey("m", f"w{i}") for i in range(150)]
 
     def grown(budget_bytes: int) -> Mirror:
-        """With free records for all that comes."""
+        """Return a mirror with enough free records for all blocks that the test adds."""
         mirror = Mirror(budget_bytes)
         for worker in workers:
             mirror.begin_epoch(worker, "e")
@@ -152,7 +152,7 @@ def test_without_room_for_rows_blocks_have_lists() -> None:
 
 @pytest.mark.parametrize("has_spare_records", [True, False])
 def test_rows_of_blocks_that_are_gone_are_used_again(has_spare_records: bool) -> None:
-    """With spare records a row becomes a list before it is empty, without them it stays a row to the end."""
+    """Empty rows with and without spare records: with them, a row becomes a list before it is empty."""
     mirror, place = Mirror(BUDGET_BYTES), Place(0, GPU)
     workers = [WorkerKey("m", f"w{i}") for i in range(150)]
     for worker in workers:
@@ -225,13 +225,13 @@ def test_a_full_mirror_refuses_and_keeps_what_it_has() -> None:
     with pytest.raises(MirrorFull, match="mirror_budget_bytes"):
         mirror.add(worker, place, np.arange(100_000, dtype=np.uint64))
     assert len(mirror.held(worker, place)) == 500
-    known = mirror.worker(worker)
-    assert known is not None
-    assert known.refused_blocks == 100_000
+    mirrored = mirror.worker(worker)
+    assert mirrored is not None
+    assert mirrored.refused_blocks == 100_000
     mirror.begin_epoch(worker, "f")
-    known = mirror.worker(worker)
-    assert known is not None
-    assert known.refused_blocks == 0
+    mirrored = mirror.worker(worker)
+    assert mirrored is not None
+    assert mirrored.refused_blocks == 0
 
 
 @settings(max_examples=examples(40))

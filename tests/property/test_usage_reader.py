@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's answer reports, read as it passes: however the bytes are cut, whatever stands in its text."""
+"""The usage that an engine's answer reports, read as it passes: however the bytes are cut, whatever its text contains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvrouter.router.observe.quality.usage_reader import MAX_USAGE_BYTES, Usage, UsageReader
 
 counts = st.integers(0, 2**31)
-# Text that looks like what is looked for.
+# Texts that look like usage.
 texts = st.lists(
     st.sampled_from(
         ['"usage":{"prompt_tokens":9}', "\ndata: x", "data:", "usage", "\\", '"', "ä", "[DONE]", "{", "\r\n"]
@@ -23,10 +23,10 @@ texts = st.lists(
 
 @st.composite
 def usages(draw: st.DrawFn) -> tuple[dict[str, Any], Usage]:
-    """As an engine writes one, and what it says."""
+    """Draw a usage object as an engine writes it, and the usage that it states."""
     prompt, completion, cached = draw(counts), draw(st.none() | counts), draw(st.none() | counts)
     if cached is not None and draw(st.booleans()):
-        # Anthropic's: what is read from the cache, and written to it, is counted apart.
+        # Anthropic counts tokens that are read from the cache, and written to it, separately.
         written = draw(st.none() | counts)
         messages = {"input_tokens": prompt, "cache_creation_input_tokens": written, "cache_read_input_tokens": cached}
         return messages | {"output_tokens": completion}, Usage(prompt + cached + (written or 0), completion, cached)
@@ -43,7 +43,7 @@ def usages(draw: st.DrawFn) -> tuple[dict[str, Any], Usage]:
 
 @st.composite
 def cuts(draw: st.DrawFn, raw: bytes) -> list[list[bytes]]:
-    """Reads of some parts each, together `raw`."""
+    """Draw reads of some parts each, which together are `raw`."""
     ends = sorted(draw(st.lists(st.integers(0, len(raw)), max_size=12)))
     pieces = [raw[a:b] for a, b in zip([0, *ends], [*ends, len(raw)], strict=True)]
     reads: list[list[bytes]] = [[]]
@@ -55,6 +55,7 @@ def cuts(draw: st.DrawFn, raw: bytes) -> list[list[bytes]]:
 
 
 def read(reads: list[list[bytes]]) -> tuple[Usage | None, int, int]:
+    """Feed the reads to a reader; return the usage, the events, and the events that began."""
     reader = UsageReader(streams=True)
     begun = sum(reader.feed(parts) for parts in reads)
     return reader.usage(), reader.events, begun
@@ -62,9 +63,9 @@ def read(reads: list[list[bytes]]) -> tuple[Usage | None, int, int]:
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[bytes, Usage | None, int]:
-    """A stream, its usage, and its events before the end."""
+    """Draw a stream, its usage, and the number of its events before the end marker."""
     end = draw(st.sampled_from(["\n\n", "\r\n\r\n"]))
-    said: Usage | None = None
+    usage: Usage | None = None
     parts = []
     texts_ = draw(st.lists(texts, max_size=6))
     with_usage = draw(st.sampled_from(["never", "null", "each", "last"]))
@@ -73,30 +74,30 @@ def streams(draw: st.DrawFn) -> tuple[bytes, Usage | None, int]:
         if with_usage == "null":
             event["usage"] = None
         elif with_usage == "each":
-            event["usage"], said = draw(usages())
+            event["usage"], usage = draw(usages())
         parts.append("data: " + json.dumps(event, ensure_ascii=draw(st.booleans())) + end)
         if draw(st.booleans()):
             parts.append(": ping" + end)
     if with_usage == "last":
-        body, said = draw(usages())
+        body, usage = draw(usages())
         parts.append("data: " + json.dumps({"choices": [], "usage": body}) + end)
     events = len(texts_) + (with_usage == "last")
     if draw(st.booleans()):
         parts.append("data: [DONE]" + end)
-    return "".join(parts).encode(), said, events
+    return "".join(parts).encode(), usage, events
 
 
 @given(data=st.data())
 def test_a_stream_is_read_alike_however_it_is_cut(data: st.DataObject) -> None:
-    raw, said, events = data.draw(streams())
+    raw, expected, events = data.draw(streams())
     usage, counted, begun = read(data.draw(cuts(raw)))
-    assert (usage, counted) == (said, events)
+    assert (usage, counted) == (expected, events)
     assert begun >= counted
 
 
 @given(data=st.data())
 def test_a_whole_answer_is_read_alike_however_it_is_cut(data: st.DataObject) -> None:
-    body, said = data.draw(usages())
+    body, expected = data.draw(usages())
     answer = {
         "choices": [{"message": {"content": data.draw(texts)}}],
         "tools": [{"parameters": {"properties": {"usage": {"type": "object"}}}}],
@@ -104,7 +105,7 @@ def test_a_whole_answer_is_read_alike_however_it_is_cut(data: st.DataObject) -> 
         "prompt_logprobs": [0.5] * data.draw(st.sampled_from([0, 10, 2_000])),
     }
     raw = json.dumps(answer, indent=data.draw(st.sampled_from([None, 2]))).encode()
-    assert read(data.draw(cuts(raw)))[0] == said
+    assert read(data.draw(cuts(raw)))[0] == expected
 
 
 @given(st.lists(st.binary(max_size=60) | st.sampled_from([b'"usage"', b'"usage":{', b"{}", b'{"prompt_tokens":'])))
@@ -159,16 +160,16 @@ def test_every_cut_and_all_of_them_are_the_same() -> None:
 def test_an_engines_error_within_a_stream_is_found_however_it_is_cut(data: st.DataObject) -> None:
     code = data.draw(st.sampled_from([None, 400, 404, 499, 500, 503]))
     error = {"error": {"message": data.draw(texts) + '"code": 500', "type": "x", "code": code}}
-    told: list[dict[str, Any]] = [
+    events: list[dict[str, Any]] = [
         {"choices": [{"delta": {"content": text}}]} for text in data.draw(st.lists(texts, max_size=4))
     ]
     if data.draw(st.booleans()):
-        told.append(error)
+        events.append(error)
     else:
         # An answer may quote an error event as text.
-        told.append({"choices": [{"delta": {"content": "\ndata: " + json.dumps(error)}}]})
+        events.append({"choices": [{"delta": {"content": "\ndata: " + json.dumps(error)}}]})
         code = None
-    raw = "".join(f"data: {json.dumps(event)}\n\n" for event in told) + "data: [DONE]\n\n"
+    raw = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     reader = UsageReader(streams=True)
     for parts in data.draw(cuts(raw.encode())):
         reader.feed(parts)
