@@ -26,7 +26,12 @@ from tests.support.store_server import StoreCluster, StoreServer
 from tests.support.tls_redis import TlsRedis, tls_redis
 
 # The assertions of these modules are rewritten as a test's are, wherever the modules are imported from.
-pytest.register_assert_rewrite("index_support", "index_commit_laws", "index_lease_laws", "index_follow_laws")
+pytest.register_assert_rewrite(
+    *(
+        f"tests.contract.index_{name}"
+        for name in ("support", "checkpoint_laws", "commit_laws", "lease_laws", "follow_laws")
+    )
+)
 
 START_TIMEOUT_S = 20.0
 
