@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: looking at an answer as it passes takes single microseconds for each piece, and some tens for each request.
 
-Nothing is sent anywhere: the tap between an engine's bytes and a client that takes them and does nothing, for the
-events of a chat as vLLM writes them, those that carry a usage each, and one whole answer; then a request's watch from
-its begin to its end, without traces and with them. CPU time of the process, so that others of the machine do not count.
-See docs/reference/benchmarks.md.
+Nothing is sent over a network. The first part times the tap between an engine's bytes and a client that drops them: for
+the events of a chat as vLLM writes them, for events that each carry a usage, and for one whole answer. The second part
+times a request's watch from its begin to its end, with and without traces. Times are CPU time of this process, so that
+other processes of the machine do not count. See docs/reference/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kvrouter.router.route.placement.placement_request import Placement, Placeme
 WORKER = WorkerKey("m", "w0", 0)
 PATH = "/v1/chat/completions"
 PROMPT_TOKENS = 1_000
-# Nobody listens there: most spans are dropped, so this is what a request pays itself, and not what the SDK's thread
-# does with them.
+# Nobody listens at this address, so most spans are dropped. The result is the cost for the request itself, without the
+# work of the SDK's thread.
 NOWHERE = "http://127.0.0.1:9"
 USAGE = {
     "prompt_tokens": PROMPT_TOKENS,
@@ -51,7 +51,7 @@ HEADERS = [
 
 
 class TapRow(msgspec.Struct):
-    """Microseconds of CPU time: the best of some rounds, as others of the machine only add to it."""
+    """The CPU time of one operation, in microseconds: the best of some rounds, as other processes only add to it."""
 
     what: str
     size_bytes: int
@@ -70,7 +70,13 @@ def event(usage: dict[str, object] | None) -> bytes:
 
 
 def best_us(work: Callable[[int], None], count: int, rounds: int) -> float:
-    """Of one of `count`."""
+    """Return the CPU time of one of `count` operations, in us: the best of the rounds.
+
+    Args:
+        work: Runs the operation the given number of times.
+        count: The operations of a round.
+        rounds: How often to measure.
+    """
     times = []
     for _ in range(rounds):
         began_s = time.process_time()
@@ -80,11 +86,11 @@ def best_us(work: Callable[[int], None], count: int, rounds: int) -> float:
 
 
 def ignore(parts: list[bytes]) -> None:
-    """A client that takes everything."""
+    """Drop the bytes, as a client that takes everything."""
 
 
 def pieces(part: bytes, *, streams: bool) -> Callable[[int], None]:
-    """One answer of this many pieces, each read for itself; its usage is requested at the end."""
+    """Return a function that passes a given number of pieces through one tap, one by one, and then reads the usage."""
 
     def work(count: int) -> None:
         tap = AnswerTap(ignore, time.monotonic, Concurrency().begun(WORKER), streams=streams, readable=True)
@@ -96,7 +102,7 @@ def pieces(part: bytes, *, streams: bool) -> Callable[[int], None]:
 
 
 class NoEnds:
-    """A placement that ends nowhere."""
+    """A stand-in for the owner of placements that ignores how each placement ends."""
 
     def first_token(self, placement: Placement) -> None: ...
 
@@ -104,7 +110,7 @@ class NoEnds:
 
 
 def requests(quality: Quality, parts: list[bytes]) -> Callable[[int], None]:
-    """Whole requests with an answer of these pieces each, without what the proxy itself does."""
+    """Return a function that watches whole requests, each answered with these pieces, without the proxy's own work."""
     ask = PlacementRequest(Question("m", PROMPT_TOKENS, token_ids=np.arange(PROMPT_TOKENS)))
     choice = Choice(Hit(WORKER, 960, 960, 960, "live"), "http://engine:8000", "lowest cost", None)
 
@@ -126,20 +132,22 @@ def requests(quality: Quality, parts: list[bytes]) -> Callable[[int], None]:
 
 def measure(*, quick: bool) -> list[TapRow]:
     rounds, count = (3, 2_000) if quick else (7, 50_000)
-    plain, telling = event(None), event(USAGE)
+    plain, with_usage = event(None), event(USAGE)
     whole = json.dumps({"choices": [{"message": {"content": "word " * 20_000}}], "usage": USAGE}).encode()
     rows = [
         TapRow("an event of a stream", len(plain), best_us(pieces(plain, streams=True), count, rounds)),
-        TapRow("an event with a usage", len(telling), best_us(pieces(telling, streams=True), count, rounds)),
+        TapRow("an event with a usage", len(with_usage), best_us(pieces(with_usage, streams=True), count, rounds)),
         TapRow("100 kB of a whole answer", len(whole), best_us(pieces(whole, streams=False), count // 20, rounds)),
     ]
     measures = QualityMetrics(MetricRegistry())
     without = Quality(measures, time.monotonic)
     rows.append(
-        TapRow("a request, without its answer's pieces", 0, best_us(requests(without, [telling]), count // 10, rounds))
+        TapRow(
+            "a request, without its answer's pieces", 0, best_us(requests(without, [with_usage]), count // 10, rounds)
+        )
     )
     traced = Quality(measures, time.monotonic, Tracing(NOWHERE, measures.spans))
-    rows.append(TapRow("the same, with traces", 0, best_us(requests(traced, [telling]), count // 50, rounds)))
+    rows.append(TapRow("the same, with traces", 0, best_us(requests(traced, [with_usage]), count // 50, rounds)))
     return rows
 
 
@@ -148,7 +156,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a look, not a measurement")
     parser.add_argument("--json", type=Path, help="where to save what was found")
     options = parser.parse_args()
-    # It says again and again that nobody listens there.
+    # The SDK logs each failure to export, and here every export fails.
     logging.getLogger("opentelemetry").setLevel("CRITICAL")
     rows = measure(quick=options.quick)
     print(markdown([("", "bytes", "us"), *((row.what, str(row.size_bytes or ""), f"{row.us:.2f}") for row in rows)]))

@@ -15,14 +15,14 @@ from tests.support.replica_process import ReplicaProcess
 from tests.support.router_process import RouterProcess
 
 MODEL = "choice"
-# No policy of the router: the client itself sends each session to the engine that a hash of its name picks.
+# This is no policy of the router: the client itself sends each session to the engine that a hash of its name picks.
 SESSION = "session"
 # A vLLM on the CPU loads its libraries for half a minute, and its peers do so on the same cores.
 LIVE_TIMEOUT_S = 120.0
 
 
 class LiveEngine(Protocol):
-    """An engine in a process of its own; entered again, it serves at the same address."""
+    """An engine in a process of its own. Entered again after its end, it serves at the same address."""
 
     def __enter__(self) -> Any: ...
 
@@ -47,16 +47,17 @@ def simulated(folder: Path, flags: Sequence[str]) -> LiveEngine:
 class LiveFleet:
     """Running engines and the URL that clients send to; all processes end with the stack.
 
-    Invariant: the worker `w0` is `engines[0]`, and so on."""
+    Invariant: the worker `w0` is `engines[0]`, and so on.
+    """
 
     def __init__(
         self, folder: Path, stack: ExitStack, make: MakeEngine, flags: Sequence[Sequence[str]], policy: str
     ) -> None:
         """Start one engine for each entry of `flags`, and the router, unless the policy is the client's own."""
-        self.engines = [make(folder / f"engine{number}", given) for number, given in enumerate(flags)]
+        self.engines = [make(folder / f"engine{number}", engine_flags) for number, engine_flags in enumerate(flags)]
         for engine in self.engines:
             stack.callback(engine.__exit__)
-        # Beside each other: a vLLM imports for most of its start.
+        # All engines start at the same time, as a vLLM spends most of its start on imports.
         with ThreadPoolExecutor(len(self.engines)) as threads:
             list(threads.map(lambda engine: engine.__enter__(), self.engines))
         specs = [engine.spec(f"w{number}") for number, engine in enumerate(self.engines)]
@@ -69,7 +70,7 @@ class LiveFleet:
 
     @property
     def router_url(self) -> str | None:
-        """The address of the router, None where clients go straight to the engines."""
+        """The address of the router; None where clients send straight to the engines."""
         return None if self.router is None else f"http://127.0.0.1:{self.router.port}"
 
     def wait_connected(self) -> None:
@@ -79,8 +80,10 @@ class LiveFleet:
 
         def follows_all() -> bool:
             rows = router.request("GET", "/workers")["workers"]
-            away = ("connecting", "down")
-            return len(rows) == len(self.engines) and not any(row["state"] in away or row["closed"] for row in rows)
+            disconnected = ("connecting", "down")
+            return len(rows) == len(self.engines) and not any(
+                row["state"] in disconnected or row["closed"] for row in rows
+            )
 
         until(follows_all, "the router follows all engines", LIVE_TIMEOUT_S)
 
@@ -95,8 +98,8 @@ class LiveFleet:
 
 
 def real(patched: bool) -> MakeEngine:
-    """Return what creates a vLLM on the CPU, with the engine patch or without it."""
-    # Only vLLM's environment has what these need.
+    """Return a function that creates a vLLM on the CPU, with the engine patch or without it."""
+    # Only vLLM's environment has the dependencies of these modules.
     from kvrouter.engine_patch.setup.settings import SWITCH
     from tests.engine.chat_model import write_chat_model
     from tests.engine.chat_server import ChatServer

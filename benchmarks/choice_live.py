@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: over HTTP and with real engines, the default policy reuses as much as the simplest rules do, spreads a popular
-beginning, and treats an engine that has just started like any other.
+"""Claim: over HTTP and with real engines, the default policy is as good as simple rules where choosing by hits loses.
+
+It reuses as much as the simplest rules do, spreads a popular beginning, and treats an engine that has just started like
+any other.
 
 Three worlds: `finding` (cold chats with a common beginning, one request at a time), `hot` (a long system prompt under
 load), `restart` (an engine is killed with SIGKILL and started again; once on an idle fleet, once on a busy one). Each
@@ -48,19 +50,20 @@ def main() -> int:
     if arguments.engine == "vllm":
         from benchmarks import engine_venv
 
-        # Continues only where vLLM is installed.
+        # `enter` returns only where vLLM is installed.
         engine_venv.enter()
     from benchmarks import choice_worlds
     from benchmarks.choice_fleet import real, simulated
     from benchmarks.report import machine
 
-    # Ctrl-C ends what was started, also where a shell has background jobs ignore it; SIGTERM does the same.
+    # Ctrl-C ends the processes that were started, also where a shell has background jobs ignore it; SIGTERM does the
+    # same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     make = real(not arguments.no_patch) if arguments.engine == "vllm" else simulated
     scenarios = choice_worlds.REAL if arguments.engine == "vllm" else choice_worlds.SIMULATED
-    given = {"engine": arguments.engine, "patch": not arguments.no_patch, "seed": arguments.seed}
-    report: dict[str, Any] = {**given, "commit": commit(), "machine": machine(), "scenarios": {}}
+    setting = {"engine": arguments.engine, "patch": not arguments.no_patch, "seed": arguments.seed}
+    report: dict[str, Any] = {**setting, "commit": commit(), "machine": machine(), "scenarios": {}}
     try:
         for world in arguments.world or scenarios:
             for name, scenario in scenarios[world].items():
@@ -80,11 +83,11 @@ def main() -> int:
 
 
 def measure(make: Any, scenario: Any, policy: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the result of a scenario under a policy, on a fleet of its own."""
+    """Run a scenario under a policy on a fresh fleet and return its result."""
     from benchmarks.choice_fleet import LiveFleet
     from benchmarks.choice_worlds import engine_flags, run
 
-    # Not the system's choice: the path of the router's own store must stay short.
+    # /tmp instead of the system's temporary folder, as the path of the router's private store must stay short.
     with tempfile.TemporaryDirectory(prefix="kvr-choice-", dir="/tmp") as folder, ExitStack() as stack:
         flags = engine_flags(scenario.blocks, scenario.prefill_rate, arguments.engine == "vllm")
         fleet = LiveFleet(Path(folder), stack, make, [flags] * scenario.replicas, policy)

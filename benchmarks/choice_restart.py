@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: a worker that comes back with an empty cache draws no herd, and first tokens come about as soon as before.
 
-Chats of four turns begin at random; three simulated replicas hold them all. One restarts, and the 30 s before are
-compared with the 30 s after, over some seeds: with one run, p99 would be the third longest of some 250 first tokens.
-In virtual time, so the machine does not matter.
+Chats of four turns begin at random; three simulated replicas hold them all. One of them restarts, and the 30 s before
+are compared with the 30 s after, over some seeds: in a single run, p99 would be the third longest of some 250 first
+tokens. The run is in virtual time, so the machine does not matter.
 
     python -m benchmarks.choice_restart [--rate CHATS_PER_S]... [--seeds N] [--policy NAME]...
 """
@@ -56,7 +56,7 @@ def chats(rng: random.Random, chats_per_s: float) -> Trace:
 
 
 def row(policy: str, chats_per_s: float, seeds: int) -> list[str]:
-    """Return a row of the table."""
+    """Return the table's row for a policy at one rate, over this many seeds."""
     geometry = geometry_of("gemma3", PIECE_TOKENS)
     replica = ReplicaShape(blocks_of(geometry, POOL_TOKENS), 0, TIMING)
     fleet = FleetShape(geometry, (replica,) * REPLICAS, (Restart(RESTART_S, FRESH),))
@@ -66,16 +66,16 @@ def row(policy: str, chats_per_s: float, seeds: int) -> list[str]:
     for seed in range(seeds):
         trace = chats(random.Random(seed), chats_per_s)
         run = simulate(trace, fleet, policy, 1)
-        known, new = set(), []
+        seen_sessions, workers_of_new_chats = set(), []
         for request, worker, ttft_s in zip(trace.requests, run.worker, run.ttft_s, strict=True):
             if RESTART_S - WINDOW_S <= request.time_s < RESTART_S:
                 before_s.append(ttft_s)
             elif request.time_s >= RESTART_S:
                 after_s.append(ttft_s)
-                if request.session not in known:
-                    new.append(worker)
-            known.add(request.session)
-        shares.append(new.count(FRESH) * REPLICAS / len(new))
+                if request.session not in seen_sessions:
+                    workers_of_new_chats.append(worker)
+            seen_sessions.add(request.session)
+        shares.append(workers_of_new_chats.count(FRESH) * REPLICAS / len(workers_of_new_chats))
     means = [mean(times_s) for times_s in (before_s, after_s)]
     p99s = [float(np.percentile(times_s, 99)) for times_s in (before_s, after_s)]
     return [
@@ -93,12 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, action="append", help="chats that begin in a second; default: 2, 3, 4")
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--policy", action="append", choices=NAMES, help="default: kv and six peers")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     print("| policy | chats/s | first token, mean s | p99 s | p99 after by before | new chats of the fresh one |")
     print("|---|---|---|---|---|---|")
-    for chats_per_s in given.rate or (2.0, 3.0, 4.0):
-        for policy in given.policy or POLICIES:
-            print(f"| {' | '.join(row(policy, chats_per_s, given.seeds))} |", flush=True)
+    for chats_per_s in options.rate or (2.0, 3.0, 4.0):
+        for policy in options.policy or POLICIES:
+            print(f"| {' | '.join(row(policy, chats_per_s, options.seeds))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@
 
 `run` draws shapes from a seed (traffic/shape.py) and runs each policy over each in virtual time, as `kvrouter replay`
 does. `pooled` is one cache with all the memory, and `endless` one whose memory never ends, which no choice can surpass.
-A run that the file already has is not made again, so it can be stopped with Ctrl-C and continued. `--label` names the
-runs of `kv`, to compare versions of it, and `--set route.placement.cost.DELAY_WEIGHT=16` gives a constant of `kvrouter.router`,
-in the file that uses it, another value, to see how much it matters. `--longer 4` gives each shape four times as many
-requests, and memory in proportion, which shows what is paid once at the beginning, and `--vary turns=3` changes a field
-of each shape (`list` shows them); keep their results in files of their own. `report` compares kv with the peers, each
-figure with the best peer of that very figure.
+A run that the file already has is not repeated, so the command can be stopped with Ctrl-C and continued. `--label`
+names the runs of `kv`, to compare versions of it. `--set route.placement.cost.DELAY_WEIGHT=16` gives a constant of
+`kvrouter.router`, in the file that uses it, another value, to see how much it matters. `--longer 4` gives each shape
+four times as many requests, and memory in proportion, which shows the costs that arise only once at the beginning.
+`--vary turns=3` changes a field of each shape (`list` shows them). Keep the results of these two flags in separate
+files. `report` compares kv with the peers, each figure with the best peer of that very figure.
 
-`--chance 2` gives the policies another seed for what they leave to chance, as ties, and `chance` compares the usual runs
-with the best of such runs: how far a policy is from itself bounds what a comparison with others can show.
+`--chance 2` gives the policies another seed for their random decisions, such as ties. `chance` compares the usual runs
+with the best of such runs: the distance of a policy from itself bounds what a comparison with others can show.
 """
 
 from __future__ import annotations
@@ -43,40 +43,50 @@ from kvrouter.replay.policies.names import COMPARED, OWN
 from kvrouter.replay.runs.pooled import endless_reuse, pooled_reuse
 from kvrouter.replay.runs.simulate import simulate
 
-# full_attention_only has this router's own load and progress, which no peer has.
+# `full_attention_only` uses this router's own load and progress, which no peer has.
 PEERS = tuple(name for name in COMPARED if name not in (OWN, "full_attention_only"))
 CHOICES = (OWN, *PEERS, POOLED, ENDLESS)
 
 
 def run_policy(shape: Shape, policy: str, label: str, chance: int) -> Outcome:
-    """Run one policy over one shape. label: the name of the outcome. chance: the seed of what the policy leaves to
-    chance."""
+    """Run one policy over one shape.
+
+    Args:
+        shape: The traffic and its fleet.
+        policy: The policy to run, POOLED or ENDLESS.
+        label: The policy's name in the outcome.
+        chance: The seed of the policy's random decisions.
+    """
     begun_s = time.perf_counter()
     trace, fleet = trace_and_fleet(shape)
     if policy in (POOLED, ENDLESS):
         reused = sum(pooled_reuse(trace, fleet) if policy == POOLED else endless_reuse(trace, fleet.geometry))
         values = (len(trace.requests), trace.prompt_tokens, reused, 0.0, 0.0, 1.0)
     else:
-        found = simulate(trace, fleet, policy, chance).summary()
+        summary = simulate(trace, fleet, policy, chance).summary()
         values = (
-            found.requests,
-            found.prompt_tokens,
-            found.reused_tokens,
-            found.ttft_mean_s,
-            found.ttft_p99_s,
-            found.span_s,
+            summary.requests,
+            summary.prompt_tokens,
+            summary.reused_tokens,
+            summary.ttft_mean_s,
+            summary.ttft_p99_s,
+            summary.span_s,
         )
     return Outcome(shape.seed, shape.number, shape.is_rotation, label, *values, time.perf_counter() - begun_s)
 
 
 def set_constants(values: Sequence[tuple[str, str, float]]) -> None:
-    """Give constants of the router other values in this process. values: module, name and value of each."""
+    """Give constants of the router other values in this process.
+
+    Args:
+        values: The module, the name and the new value of each constant.
+    """
     for module, name, value in values:
         setattr(importlib.import_module(module), name, value)
 
 
 def constant(text: str) -> tuple[str, str, float]:
-    """Return module, name and value that WING.ROOM.FILE.NAME=VALUE means."""
+    """Parse WING.ROOM.FILE.NAME=VALUE into the module, the name and the value of a constant."""
     path, _, value = text.partition("=")
     module, _, name = f"kvrouter.router.{path}".rpartition(".")
     try:
@@ -89,7 +99,7 @@ def constant(text: str) -> tuple[str, str, float]:
 
 
 def change(text: str) -> tuple[str, object]:
-    """Return the field of a shape that FIELD=VALUE means, and its value."""
+    """Parse FIELD=VALUE into the field of a shape and its value."""
     name, _, value = text.partition("=")
     try:
         return name, msgspec.convert(value, get_type_hints(Shape)[name], strict=False)
@@ -112,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         for shape in shapes
     ]
     path: Path = arguments.results
-    done = {(one.seed, one.number, one.rotation, one.policy) for one in read([path])}
+    done = {(outcome.seed, outcome.number, outcome.rotation, outcome.policy) for outcome in read([path])}
     tasks = []
     for shape in shapes:
         for policy in arguments.policy or CHOICES:
@@ -122,8 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
     begun_s = time.monotonic()
     with path.open("ab") as file, multiprocessing.Pool(arguments.jobs, set_constants, [arguments.set]) as pool:
         try:
-            for count, outcome in enumerate(pool.imap_unordered(_task, tasks), 1):
-                file.write(msgspec.json.encode(outcome) + b"\n")
+            for count, finished in enumerate(pool.imap_unordered(_task, tasks), 1):
+                file.write(msgspec.json.encode(finished) + b"\n")
                 file.flush()
                 if count % 50 == 0 or count == len(tasks):
                     print(f"{count} of {len(tasks)} runs, {time.monotonic() - begun_s:.0f} s", file=sys.stderr)
@@ -134,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read(paths: Iterable[Path]) -> list[Outcome]:
-    """Return the runs of some files; one that does not exist has none."""
+    """Return the outcomes in some files; a file that does not exist has none."""
     decoder = msgspec.json.Decoder(Outcome)
     return [decoder.decode(line) for path in paths if path.exists() for line in path.read_bytes().splitlines()]
 
@@ -142,40 +152,40 @@ def read(paths: Iterable[Path]) -> list[Outcome]:
 def report(arguments: argparse.Namespace) -> int:
     """Print the comparison."""
     shapes = by_shape(read(arguments.results))
-    found = report_values(shapes, arguments.label or OWN, PEERS)
-    if not found.rows:
+    comparison = report_values(shapes, arguments.label or OWN, PEERS)
+    if not comparison.rows:
         needed = (arguments.label or OWN, *PEERS, POOLED, ENDLESS)
         lacking = [name for name in needed if not any(name in runs for runs in shapes.values())]
         sys.exit(f"no shape has all runs; none has {', '.join(lacking)}" if lacking else "no shape has all runs")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(msgspec.to_builtins(found), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(msgspec.to_builtins(comparison), indent=1) + "\n")
     if arguments.plot is not None:
         from benchmarks.traffic.plots import write_plots
 
-        write_plots(arguments.plot, found)
-    print(report_text(found))
+        write_plots(arguments.plot, comparison)
+    print(report_text(comparison))
     return 0
 
 
 def compare_chance(arguments: argparse.Namespace) -> int:
-    """Print how each policy compares with its own runs with other chances, as if those were its peers."""
+    """Print how each policy compares with its own runs under other random seeds, as if those were its peers."""
     usual, others = by_shape(read([arguments.results])), [by_shape(read([path])) for path in arguments.again]
     print(
         "| policy | shapes | reuse, mean | among soon, worst | first token: mean, worst, below 0.97 | ahead in both |"
     )
     print("|---|---|---|---|---|---|")
     for policy in arguments.policy or [OWN, *PEERS]:
-        found = []
+        verdicts = []
         for key, runs in usual.items():
             again = [other[key][policy] for other in others if policy in other.get(key, {})]
             if policy in runs and len(again) == len(others):
-                found.append(verdict(runs[policy], again, runs[policy], runs[policy]))
-        if found:
-            ttft = [one.ttft for one in found]
+                verdicts.append(verdict(runs[policy], again, runs[policy], runs[policy]))
+        if verdicts:
+            ttft = [each.ttft for each in verdicts]
             print(
-                f"| {policy} | {len(found)} | {mean(one.reuse for one in found):.3f} | "
-                f"{min(one.reuse_among_soon for one in found):.3f} | {mean(ttft):.3f}, {min(ttft):.3f}, "
-                f"{mean(ratio < BAR for ratio in ttft):.0%} | {mean(bool(one.ahead) for one in found):.1%} |"
+                f"| {policy} | {len(verdicts)} | {mean(each.reuse for each in verdicts):.3f} | "
+                f"{min(each.reuse_among_soon for each in verdicts):.3f} | {mean(ttft):.3f}, {min(ttft):.3f}, "
+                f"{mean(ratio < BAR for ratio in ttft):.0%} | {mean(bool(each.ahead) for each in verdicts):.1%} |"
             )
     return 0
 
@@ -188,12 +198,12 @@ def list_shapes(arguments: argparse.Namespace) -> int:
 
 
 def numbers(text: str) -> list[int]:
-    """Return the numbers that FROM:TO and single ones mean, separated by commas."""
-    found: list[int] = []
+    """Parse ranges FROM:TO and single numbers, separated by commas, into a list of numbers."""
+    parsed: list[int] = []
     for part in text.split(","):
         first, colon, end = part.partition(":")
-        found += range(int(first), int(end) if colon else int(first) + 1)
-    return found
+        parsed += range(int(first), int(end) if colon else int(first) + 1)
+    return parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -233,17 +243,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     again.add_argument("--policy", action="append", choices=[OWN, *PEERS], help="all, unless given")
     listing = commands.add_parser("list", help="print the shapes")
     listing.set_defaults(call=list_shapes)
-    for one in (running, listing):
-        one.add_argument("--seed", type=int, default=1)
-        one.add_argument("--shapes", type=numbers, default=numbers("0:20"), help="FROM:TO, or single numbers")
+    for command in (running, listing):
+        command.add_argument("--seed", type=int, default=1)
+        command.add_argument("--shapes", type=numbers, default=numbers("0:20"), help="FROM:TO, or single numbers")
     reporting = commands.add_parser("report", help="compare kv with the peers")
     reporting.set_defaults(call=report)
     reporting.add_argument("--results", type=Path, nargs="+", required=True)
     reporting.add_argument("--label", help="the name of kv's runs")
     reporting.add_argument("--json", type=Path, help="also write the comparison there")
     reporting.add_argument("--plot", type=Path, help="also draw it into this folder")
-    chosen = parser.parse_args(arguments)
-    return int(chosen.call(chosen))
+    options = parser.parse_args(arguments)
+    return int(options.call(options))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 
     python -m benchmarks.choice_time [--rounds N]
 
-Hits of every worker are given; timed is what comes after the matching: load, cost, policy, reason (`choose`), and the
-whole of a reservation (`reserve`: names of the prompt's beginnings, pending credit, choice, reservation), each released
-at once. Half of the workers have load, as they would in service. The fastest of some rounds, in us, as
-others use the machine too; beside them the matching of the same prompt of 512 blocks.
+The hits of every worker are given, so the times are of the steps after the matching: `choose` alone (load, cost,
+policy, reason), and a whole `reserve` (the names of the prompt's beginnings, pending credit, choice, reservation),
+where each reservation is released at once. Half of the workers have load, as they would in service. The result is the
+fastest of some rounds, in us, as other processes use the machine too. Beside it stands the time to match the same
+prompt of 512 blocks.
 """
 
 from __future__ import annotations
@@ -96,19 +97,19 @@ class Fleet:
 
 
 def fastest_us(call: Callable[[], object], rounds: int) -> float:
-    """Of one call: the fastest of rounds of many."""
-    taken = []
+    """Return the time of one call in the fastest round, in us; a round has CALLS calls."""
+    rounds_us = []
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(CALLS):
             call()
-        taken.append((time.perf_counter() - start) / CALLS * 1e6)
-    return min(taken)
+        rounds_us.append((time.perf_counter() - start) / CALLS * 1e6)
+    return min(rounds_us)
 
 
 def measure(workers: int, rounds: int) -> tuple[float, float, float]:
     fleet = Fleet(workers)
-    placing = Placer(
+    placer = Placer(
         fleet,
         config=Config(),
         metrics=PlacementMetrics(MetricRegistry()),
@@ -117,29 +118,30 @@ def measure(workers: int, rounds: int) -> tuple[float, float, float]:
         new_id=lambda: "one",
     )
     for number, key in enumerate(fleet.keys):
-        placing.engine_said(key, EngineLoad(1, 4, 0.5))
+        placer.engine_said(key, EngineLoad(1, 4, 0.5))
         if number % 2:
-            placing.weights.table.reserve(f"r{number}", key, 1_000 + number, 2_000, time.monotonic())
+            placer.weights.table.reserve(f"r{number}", key, 1_000 + number, 2_000, time.monotonic())
     copies = Copies([128.0 * piece for piece in range(NUM_TOKENS // 256)], 256)
-    scene = ChoiceContext(NUM_TOKENS, placing.weights, writes=fleet.writes("m"), copies=copies)
+    context = ChoiceContext(NUM_TOKENS, placer.weights, writes=fleet.writes("m"), copies=copies)
     rng, ask = random.Random(2), PlacementRequest(fleet.question)
     return (
         fastest_us(lambda: fleet.matcher.match(fleet.question, fleet.plans), rounds),
-        fastest_us(lambda: choose(fleet.found, scene, rng), rounds),
-        fastest_us(lambda: placing.reserve(ask).done(), rounds),
+        fastest_us(lambda: choose(fleet.found, context, rng), rounds),
+        fastest_us(lambda: placer.reserve(ask).done(), rounds),
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
-    given = parser.parse_args()
-    # As in service, where what lives long is not walked again and again.
+    arguments = parser.parse_args()
+    # Disable collections, as in service the router freezes its long-lived objects, so that they are not walked again
+    # and again.
     gc.disable()
     print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}")
     print("| workers | match, us | choose, us | reserve and release, us |\n|---|---|---|---|")
     for workers in WORKERS:
-        match_us, choose_us, reserve_us = measure(workers, given.rounds)
+        match_us, choose_us, reserve_us = measure(workers, arguments.rounds)
         print(f"| {workers} | {match_us:.0f} | {choose_us:.0f} | {reserve_us:.0f} |", flush=True)
 
 

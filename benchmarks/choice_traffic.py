@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats as clients have them over OpenAI's HTTP API, and what each answer says of reuse, worker and time."""
+"""Chats that clients send over OpenAI's HTTP API, with the reuse, the worker and the times of each answer."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def random_tokens(rng: Random, count: int) -> list[int]:
 
 
 class Answer(NamedTuple):
-    """One whole answer."""
+    """A complete answer, and how its request went."""
 
     session: str
     # 1 for the first prompt of a session.
     turn: int
     worker: str
     prompt_tokens: int
-    # The part of the prompt that the engine says it did not compute.
+    # The tokens of the prompt that the engine did not compute, by its own report.
     cached_tokens: int
-    # When the request was sent, by time.monotonic.
+    # The time at which the request was sent, by time.monotonic.
     begun_s: float
-    # From then to the first token.
+    # The time from the sending to the first token.
     first_token_s: float
     tokens: list[int]
 
@@ -65,28 +65,34 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Client:
-    """A sender of prompts to a router, or without one, to the engine that the hash of the session picks."""
+    """A sender of prompts to a router or, without a router, to the engine that the hash of the session picks."""
 
     def __init__(self, http: aiohttp.ClientSession, router_url: str | None, engine_urls: Sequence[str]) -> None:
-        """engine_urls: in the order of the workers' numbers."""
+        """Create the client.
+
+        Args:
+            http: The session that requests are sent with.
+            router_url: The router's URL; None to send straight to the engines.
+            engine_urls: The engines' URLs, in the order of the workers' numbers.
+        """
         self.http = http
         self._router_url, self._engine_urls = router_url, engine_urls
         self.answers: list[Answer] = []
-        # Requests without a whole answer, by what happened to them.
+        # Counts of requests without a complete answer, by the kind of failure.
         self.failures: Counter[str] = Counter()
         self.last_error = ""
 
     async def complete(self, session: str, turn: int, prompt: list[int], answer_tokens: int) -> Answer | None:
-        """Send a prompt, keep its answer; return None if it failed."""
+        """Send a prompt, and keep and return its answer; return None if the request failed."""
         begun_s = time.monotonic()
         for worker, url in self._targets(session):
             try:
                 answer = await self._stream(url, worker, session, turn, prompt, answer_tokens, begun_s)
             except aiohttp.ClientConnectorError:
-                # Nobody listens there: a client with a list of engines takes the next one.
+                # Nothing listens there; a client with a list of engines then takes the next one.
                 continue
             except (aiohttp.ClientError, OSError, KeyError, ValueError) as error:
-                # The class alone: texts differ from request to request.
+                # Count by the error's class alone, as messages differ from request to request.
                 self.failures[type(error).__name__] += 1
                 self.last_error = str(error)[:300]
                 return None
@@ -96,7 +102,7 @@ class Client:
         return None
 
     def _targets(self, session: str) -> list[tuple[str, str]]:
-        """Return worker and URL of all that may take a session, the preferred one first (rendezvous hashing)."""
+        """Return worker and URL of every possible target of a session, the preferred one first (rendezvous hashing)."""
         if self._router_url is not None:
             return [("", self._router_url)]
         workers = [(f"w{number}", url) for number, url in enumerate(self._engine_urls)]
@@ -105,7 +111,7 @@ class Client:
     async def _stream(
         self, url: str, worker: str, session: str, turn: int, prompt: list[int], answer_tokens: int, begun_s: float
     ) -> Answer:
-        """Return the answer of a stream that came to its end; raise ValueError if it did not."""
+        """Return the answer of a complete stream; raise ValueError if the stream ended early."""
         body = {
             "model": MODEL,
             "prompt": prompt,
@@ -138,7 +144,7 @@ class Client:
 
 
 class Chat:
-    """A conversation: each prompt is the former one, its answer, and new text."""
+    """A conversation: each prompt is the previous prompt, its answer, and new text."""
 
     def __init__(self, name: str, prompt: list[int], new_tokens: int, rng: Random) -> None:
         self._name, self._prompt, self._new_tokens, self._rng = name, prompt, new_tokens, rng

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three kinds of traffic on which a choice by hits alone loses: cold chats with a common beginning one after another, a
-popular system prompt under load, and an engine that is killed and started again.
+"""Three kinds of traffic on which a choice by hits alone loses.
 
-Each world has one size for `kvrouter sim` and a smaller one for vLLM's CPU build, which computes on a few cores for all
-engines together."""
+They are cold chats with a common beginning one after another, a popular system prompt under load, and an engine that is
+killed and started again. Each world has one size for `kvrouter sim` and a smaller one for vLLM's CPU build, which
+computes on a few cores for all engines together.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +31,18 @@ from benchmarks.choice_traffic import (
 )
 
 Result = dict[str, Any]
-# Longer than the longest queue here, which a policy builds that sends all prompts to one engine.
+# Must exceed the longest queue here, which a policy builds that sends all prompts to one engine.
 ANSWER_TIMEOUT_S = 600.0
 
 
 def engine_flags(blocks: int, rate: float, vllm: bool) -> list[str]:
-    """Return the flags of an engine with a pool of 16-token blocks. rate: prefill tokens/s of a simulated one."""
+    """Return the flags of an engine with a pool of 16-token blocks.
+
+    Args:
+        blocks: The size of the pool.
+        rate: Prefill tokens/s of a simulated engine.
+        vllm: Whether the engine is a vLLM.
+    """
     if vllm:
         return ["--block-size", "16", "--num-gpu-blocks-override", str(blocks)]
     return ["--blocks", str(blocks), "--prefill-rate", str(rate)]
@@ -44,7 +51,8 @@ def engine_flags(blocks: int, rate: float, vllm: bool) -> list[str]:
 class Finding(NamedTuple):
     """Chats that share a short beginning, one request at a time.
 
-    One pool holds about half of the histories, all pools together hold all of them."""
+    One pool holds about half of the histories, all pools together hold all of them.
+    """
 
     replicas: int = 3
     blocks: int = 4_096
@@ -55,7 +63,7 @@ class Finding(NamedTuple):
     answer_tokens: int = 16
     new_tokens: int = 48
     turns: int = 4
-    # Before this turn the engine with the most requests is killed and started again; None: none is.
+    # Before this turn the engine with the most requests is killed and started again; None to kill none.
     restart_before: int | None = None
 
     async def run(self, fleet: LiveFleet, client: Client, rng: Random) -> Result:
@@ -75,7 +83,7 @@ class Finding(NamedTuple):
         return self.result(client.answers)
 
     def result(self, answers: list[Answer]) -> Result:
-        """Return reuse by turn, and who served."""
+        """Return the reuse by turn, and the number of requests by worker."""
         turns = [[answer for answer in answers if answer.turn == turn] for turn in range(1, self.turns + 1)]
         return {
             "reuse by turn": [round(reuse(turn), 3) for turn in turns],
@@ -95,25 +103,27 @@ def restart(fleet: LiveFleet, number: int) -> None:
 
 
 class Hot(NamedTuple):
-    """A long system prompt that all prompts begin with, short private tails, in a Poisson stream.
+    """A long system prompt that all prompts begin with and short private tails, in a Poisson stream.
 
-    One engine has computed the system prompt before the stream begins."""
+    One engine has computed the system prompt before the stream begins.
+    """
 
     replicas: int = 4
     blocks: int = 16_384
-    # A tenth of what the replay assumes, so all times are ten times as long: 62 requests/s of 8,704 tokens would measure
-    # the machine and not the choice.
+    # A tenth of the rate that the replay assumes, so all times are ten times as long: 62 requests/s of 8,704 tokens
+    # would measure the machine and not the choice.
     prefill_rate: float = 1_000.0
     system_tokens: int = 8_192
-    # Tails are this long on average, from half to one and a half of it.
+    # The mean length of tails, which have from half to one and a half times this many tokens.
     tail_tokens: int = 512
     answer_tokens: int = 16
-    # The share of what all engines can compute together that the tails take. Steps, copies of the system prompt and a
+    # The share of the capacity of all engines together that the tails take. Steps, copies of the system prompt and a
     # machine that is not quiet take up to a third more.
     load: float = 0.6
     warm_up_s: float = 30.0
     seconds: float = 60.0
-    # None: the capacity follows from the prefill rate. Else it is measured with this many tails for each engine.
+    # None if the capacity follows from the prefill rate; else the capacity is measured with this many tails for each
+    # engine.
     calibration_requests: int | None = None
 
     async def run(self, fleet: LiveFleet, client: Client, rng: Random) -> Result:
@@ -124,7 +134,7 @@ class Hot(NamedTuple):
         rate = self.load * capacity
         progress(f"{rate:.2f} requests/s for {self.warm_up_s + self.seconds:.0f} s")
         system = random_tokens(rng, self.system_tokens)
-        # The second prompt lets an engine keep the state at which the two part.
+        # The second prompt makes an engine keep its state at the point where the two prompts diverge.
         for _ in range(2):
             await client.complete("first user", 1, system + self._tail(rng), self.answer_tokens)
         judged_s = time.monotonic() + self.warm_up_s
@@ -154,9 +164,9 @@ class Hot(NamedTuple):
         """Return the requests/s that all engines complete together when each computes one tail at a time."""
 
         async def one_after_another(url: str) -> None:
-            alone = Client(client.http, None, [url])
+            engine_client = Client(client.http, None, [url])
             for _ in range(requests):
-                await alone.complete("calibration", 1, self._tail(rng), self.answer_tokens)
+                await engine_client.complete("calibration", 1, self._tail(rng), self.answer_tokens)
 
         began_s = time.monotonic()
         await asyncio.gather(*map(one_after_another, fleet.engine_urls))
@@ -176,7 +186,7 @@ class BusyRestart(NamedTuple):
     turns: int = 4
     # The mean time from an answer to the next prompt of its chat.
     think_s: float = 4.0
-    # New chats in a second.
+    # New chats per second.
     chat_rate: float = 2.0
     warm_up_s: float = 15.0
     away_s: float = 10.0
@@ -186,19 +196,21 @@ class BusyRestart(NamedTuple):
     async def run(self, fleet: LiveFleet, client: Client, rng: Random) -> Result:
         """Run the stream; kill the first engine after the first window, start it again after `away_s`."""
         shared = random_tokens(rng, self.shared_tokens)
-        # One generator for each chat: what one does must not depend on the order in which others are answered.
+        # One generator for each chat, as a chat must not depend on the order in which other chats are answered.
         seed = rng.getrandbits(64)
         began_s = time.monotonic()
         killed_s = began_s + self.warm_up_s + self.window_s
         moments: dict[str, float] = {}
 
         async def converse(number: int) -> None:
-            own = Random(seed + number)
-            chat = Chat(f"chat-{number}", shared + random_tokens(own, self.private_tokens), self.new_tokens, own)
+            chat_rng = Random(seed + number)
+            chat = Chat(
+                f"chat-{number}", shared + random_tokens(chat_rng, self.private_tokens), self.new_tokens, chat_rng
+            )
             for turn in range(self.turns):
                 if turn:
-                    await asyncio.sleep(own.expovariate(1 / self.think_s))
-                # After a failure the chat is over, as its client cannot go on from an answer that it did not get.
+                    await asyncio.sleep(chat_rng.expovariate(1 / self.think_s))
+                # After a failure the chat ends, as its client has no answer to continue from.
                 if not await chat.next_turn(client, self.answer_tokens):
                     return
 
@@ -221,7 +233,7 @@ class BusyRestart(NamedTuple):
         return "returned" in moments and time.monotonic() > moments["returned"] + self.window_s
 
     def result(self, answers: list[Answer], moments: dict[str, float]) -> Result:
-        """Return what the windows before the kill and after the return show, and how many new chats w0 then drew."""
+        """Return the figures of the windows before the kill and after the return, and w0's share of the new chats."""
         killed_s, returned_s = moments["killed"], moments["returned"]
         before = [answer for answer in answers if killed_s - self.window_s <= answer.begun_s < killed_s]
         after = [answer for answer in answers if returned_s <= answer.begun_s < returned_s + self.window_s]
@@ -236,7 +248,7 @@ class BusyRestart(NamedTuple):
             "p99 after by before": round(p99_after / p99_before, 2),
             "reuse before, after": [round(reuse(before), 3), round(reuse(after), 3)],
             "new chats by worker after": new,
-            # 1: as many as each of its peers would get if all got the same.
+            # 1 if w0 got as many as each of its peers would get in an even split.
             "new chats of w0 by its fair share": round(new[0] * self.replicas / sum(new), 2),
         }
 
@@ -244,7 +256,7 @@ class BusyRestart(NamedTuple):
 async def arrivals(
     rng: Random, rate: float, goes_on: Callable[[], bool], serve: Callable[[int], Coroutine[Any, Any, None]]
 ) -> None:
-    """Call `serve` with 0, 1, 2 ... at the moments of a Poisson process while `goes_on`; wait for all of them."""
+    """Call `serve` with 0, 1, 2 ... at the moments of a Poisson process while `goes_on`, and wait for all calls."""
     due_s, number = time.monotonic(), 0
     async with asyncio.TaskGroup() as group:
         while True:
@@ -256,7 +268,7 @@ async def arrivals(
             number += 1
 
 
-# The scenarios of each world, by name, run one after the other; small ones for vLLM.
+# The scenarios of each world, by name, in the order in which they run; smaller ones for vLLM.
 Scenario = Finding | Hot | BusyRestart
 SIMULATED: dict[str, dict[str, Scenario]] = {
     "finding": {"finding": Finding()},
@@ -276,13 +288,14 @@ REAL: dict[str, dict[str, Scenario]] = {
             calibration_requests=20,
         )
     },
-    # No busy one: a vLLM that starts takes the cores from those that compute, so times would show that alone.
+    # There is no busy scenario: a starting vLLM takes the cores from engines that compute, so times would only show
+    # that.
     "restart": {"restart, idle": Finding(**_SMALL, turns=5, restart_before=3)},
 }
 
 
 async def run(scenario: Scenario, fleet: LiveFleet, seed: int) -> Result:
-    """Run one scenario against a fleet; the result also counts the requests that failed."""
+    """Run one scenario against a fleet and return its result, with a count of the requests that failed."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=READ_BUFFER_BYTES) as http:
@@ -294,5 +307,5 @@ async def run(scenario: Scenario, fleet: LiveFleet, seed: int) -> Result:
 
 
 def progress(text: str) -> None:
-    """Show where a run is."""
+    """Print the state of a run to stderr."""
     print(f"  {text}", file=sys.stderr, flush=True)

@@ -3,10 +3,11 @@
 
     python -m benchmarks.disaggregation [--seconds N] [--rate R] [--prompt-tokens N]
 
-The same number of simulated replicas in real time (`simulator/engine/timing.py`: an 8 B model on an H100), all of them
-doing both, or half of them each. Requests come at random times; each has a fresh prompt, and streams its answer through
-a `kvrouter serve` with default settings. Shown: time to the first token, the pauses between two tokens, and of each
-answer the longest one."""
+The same number of simulated replicas in real time (`simulator/engine/timing.py`: an 8 B model on an H100) either all do
+both, or half of them do each. Requests come at random times; each has a fresh prompt, and streams its answer through a
+`kvrouter serve` with default settings. The table shows the time to the first token, the pauses between two tokens, and
+the longest pause of each answer.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ FLEETS = {"4 both": ("both",) * 4, "2 prefill, 2 decode": ("prefill", "prefill",
 
 
 class Watched:
-    """What clients saw, in seconds."""
+    """The times that clients saw, in seconds."""
 
     def __init__(self) -> None:
         self.first_s: list[float] = []
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=8_000)
     parser.add_argument("--answer-tokens", type=int, default=200)
     parser.add_argument("--chunk-tokens", type=int, default=8_192, help="vLLM's max_num_batched_tokens on an H100")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}")
     print(
         "| replicas | requests | prompt computed elsewhere | TTFT p50, ms | p95 | pause p50, ms | p99.9 "
@@ -119,7 +120,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, roles in FLEETS.items():
-        seen = run(roles, given)
+        seen = run(roles, arguments)
         count = sum(seen.computed_at.values())
         first = f"{at(seen.first_s, 0.5)} | {at(seen.first_s, 0.95)}"
         pauses = " | ".join(at(seen.pauses_s, share) for share in (0.5, 0.999))

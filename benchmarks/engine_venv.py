@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For benchmarks of the engine patch: they run in the venv of the engine tests, which holds vLLM's CPU build."""
+"""The environment of the engine patch's benchmarks: the venv of the engine tests, which holds vLLM's CPU build."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ ENVIRONMENT = {
 
 
 def enter() -> None:
-    """Goes on where vLLM can be imported, with the helpers of the engine tests; else runs the script again there and
-    exits.
+    """Return where vLLM can be imported; else run the script again in the venv of the engine tests, and exit.
 
-    The project is installed beside the venv, into a folder of its own, so that vLLM finds the patch as it does for a
-    user.
+    In the venv the helpers of the engine tests can be imported too. The project is installed beside the venv, into a
+    folder of its own, so that vLLM finds the patch as it does for a user.
     """
     if importlib.util.find_spec("vllm") is None:
         tests = _engine_tests()
         python = tests.engine_python()
         with tempfile.TemporaryDirectory(prefix="kvr-site-") as site:
-            # What an earlier build left there would be installed too, also files that are gone by now.
+            # Remove the output of earlier builds, which would be installed too, with files that no longer exist.
             shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
             tests.pip(python, "install", "--no-deps", "--target", site, str(ROOT))
             environment = {**os.environ, "PYTHONPATH": site}
@@ -48,7 +47,7 @@ def enter() -> None:
 
 
 def _engine_tests() -> ModuleType:
-    # By its path: this folder has a `run` of its own.
+    # Load it by its path, because this folder has a `run` module too.
     spec = importlib.util.spec_from_file_location("engine_tests_run", ENGINE_TESTS / "run.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

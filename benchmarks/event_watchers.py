@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of GET /events that read and drop what they are sent, as a child process: prints how many bytes and events
-they received when stdin closes."""
+"""Clients of GET /events that read and drop all events, as a child process.
+
+When stdin closes, it prints how many bytes and events they received.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills a private store through real ingest: events on sockets, our router, Valkey."""
+"""A private store filled by real ingest: events on sockets, our router, Valkey."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from benchmarks.processes import Publisher, child
 from benchmarks.workload import WORKERS, Chain, Publishing, Workload, chains_for, write_frames
 
 BLOCKS_PER_EVENT = 32
-# What 16 busy engines make together; at full speed commits and so log entries would be larger than they are in service.
+# The rate of 16 busy engines together; at full speed commits, and so log entries, would be larger than they are in
+# service.
 FILL_BLOCKS_S = 150_000
 
 
 class Load(NamedTuple):
-    """The events of a fleet: their file, how many batches, the last seq of each worker, and what they are about."""
+    """The events of a fleet, and the prompts that they announce."""
 
+    # The file of frames.
     path: Path
     batches: int
+    # The number of (worker, block) entries after all batches.
     entries: int
+    # The last seq of each worker.
     last_seqs: list[int]
     chains: list[Chain]
+    # The workers that hold each prompt, by its index in `chains`.
     held: dict[int, list[int]]
 
 
@@ -37,7 +42,7 @@ def make_load(folder: Path, entries: int) -> Load:
 
 
 def fill_ours(folder: Path, load: Load) -> dict[str, Any]:
-    """Runs the whole way once; the store is in folder/data afterwards. Returns what our_process.fill reported."""
+    """Fill a private store in folder/data by real ingest, and return the figures of `benchmarks.our_process fill`."""
     with Publisher.run(load.path, WORKERS) as publisher:
         command = [sys.executable, "-m", "benchmarks.our_process", "fill", str(folder / "data")]
         command += ["--endpoints", *publisher.endpoints, "--last-seqs", *map(str, load.last_seqs)]
@@ -45,9 +50,9 @@ def fill_ours(folder: Path, load: Load) -> dict[str, Any]:
             answer(process, folder / "fill.log")
             publisher.wait()
             publisher.send(load.batches, FILL_BLOCKS_S)
-            found = answer(process, folder / "fill.log")
+            figures = answer(process, folder / "fill.log")
             process.wait(60)
-    return found
+    return figures
 
 
 def answer(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
@@ -55,5 +60,5 @@ def answer(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
     line = process.stdout.readline()
     if not line:
         raise RuntimeError(f"our process ended: {log.read_text()[-2000:]}")
-    found: dict[str, Any] = json.loads(line)
-    return found
+    decoded: dict[str, Any] = json.loads(line)
+    return decoded

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: on a request trace over hybrid models, the router's cost reuses more and answers sooner than what else is
-done.
+"""Claim: on a request trace over hybrid models, the router's cost reuses more and answers sooner than other policies.
 
     python -m benchmarks.fleet_trace TRACE [--shape gpt-oss]... [--policy kv]... [--seed 1]... [--cache-tokens 400000]
         [--speedup 1] [--requests N] [--count-from N] [--results FILE]
 
-Simulated replicas in virtual time, whose decisions and events are those of vLLM's scheduler; the router's own ingest,
-mirror, matcher, cost and load: all as in `kvrouter replay` (replay/runs/simulate.py). TRACE has a JSON object a line:
-timestamp (ms), input_length, output_length, hash_ids (one for each 512 tokens), as the Mooncake project publishes them.
+Simulated replicas in virtual time make the decisions and events of vLLM's scheduler. They are followed by the router's
+own ingest, mirror, matcher, cost and load, all as in `kvrouter replay` (replay/runs/simulate.py). TRACE has a JSON
+object a line: timestamp (ms), input_length, output_length, hash_ids (one for each 512 tokens), as the Mooncake project
+publishes them.
 
-Achievable: over all requests, the hit of the best replica at the moment of choice: it depends on what the run itself
-has placed where. Endless: what a single replica of the shape would reuse whose cache is endless and which serves one
-request after another; nothing that keeps checkpoints as vLLM does can reuse more. Prefill: the share of the replicas'
-time that computing prompts takes. A run that --results already has is not made again. Prints a table, the command and
-the machine."""
+- Achievable: the hit of the best replica at the moment of choice, summed over all requests. It depends on where the run
+  itself has placed earlier requests.
+- Endless: the reuse of a single replica of the shape whose cache is endless and which serves one request after another.
+  No engine that keeps checkpoints as vLLM does can reuse more.
+- Prefill: the share of the replicas' time that computing prompts takes.
+
+A run that the --results file already has is not repeated. The script prints a table, the command and the machine.
+"""
 
 from __future__ import annotations
 
@@ -46,29 +49,31 @@ from kvrouter.replay.traces.request import Trace
 from kvrouter.router.route.placement.policies import KV, OTHERS
 from kvrouter.simulator.cache.shapes import SHAPES
 
-# The size of the trace's pieces: the trace says nothing finer.
+# The size of the trace's pieces, as the trace has no finer resolution.
 BLOCK_TOKENS = PIECE_TOKENS
-# Chance decides between equal costs, and a trace's way forks at each: more than one way is needed to tell a difference.
+# Random numbers decide between equal costs, and a run takes another course after each such decision, so several seeds
+# are needed to tell a difference between policies.
 SEEDS = (1, 2, 3)
 ENDLESS = "endless"
 CHOICES = (ENDLESS, KV, *OTHERS)
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What one run is made with. first, requests: which of the trace; speedup: how many times sooner they come than it
-    says."""
+    """The parameters of one run."""
 
     trace: str
     shape: str
     policy: str
     seed: int
     cache_tokens: int = CACHE_TOKENS
+    # The factor by which requests come sooner than in the trace.
     speedup: float = 1.0
+    # The number of requests, from the first one of the trace on.
     requests: int = 0
 
 
 class Run(msgspec.Struct):
-    """A setting and what came of it, a list for each number, in the order of the trace."""
+    """A setting and its results; each list has a number for each request, in the order of the trace."""
 
     setting: Setting
     prompt: list[int]
@@ -85,16 +90,19 @@ class Summary(msgspec.Struct):
 
     prompt: int
     reused: int
+    # The reused tokens by the achievable ones.
     achieved: float
+    # The mean time to the first token.
     ttft_s: float
     p50_s: float
     p95_s: float
     p99_s: float
+    # The share of the replicas' time that computing prompts takes, over all requests of the run.
     prefill: float
 
 
 def endless(setting: Setting, trace: Trace) -> Run:
-    """One replica for all, whose blocks never run out, one request at a time."""
+    """Run the trace on one replica whose blocks never run out, one request at a time."""
     began_s = time.perf_counter()
     reused = endless_reuse(trace, geometry_of(setting.shape, BLOCK_TOKENS))
     lengths = [request.prompt_tokens for request in trace.requests]
@@ -122,7 +130,7 @@ def simulated(setting: Setting, trace: Trace) -> Run:
 
 
 def summary(run: Run, count_from: int) -> Summary:
-    """Of the requests from this one on; `prefill` is of all."""
+    """Summarize the requests from number `count_from` on; `prefill` covers all requests."""
     prompt, reused = sum(run.prompt[count_from:]), sum(run.reused[count_from:])
     cuts = statistics.quantiles(run.ttft_ms[count_from:] or [0, 0], n=100)
     rate = TIMING.prefill_tokens_per_s * REPLICAS * run.span_s
@@ -139,12 +147,12 @@ def summary(run: Run, count_from: int) -> Summary:
 
 
 def spread(values: Iterable[float], form: str) -> str:
-    """The mean, and how far the furthest is from it where there are several."""
-    found = list(values)
-    mean = statistics.fmean(found)
-    if len(found) == 1:
+    """Format the mean of the values, followed by the largest deviation from it if there are several values."""
+    kept = list(values)
+    mean = statistics.fmean(kept)
+    if len(kept) == 1:
         return format(mean, form)
-    return f"{mean:{form}} ± {max(abs(value - mean) for value in found):{form}}"
+    return f"{mean:{form}} ± {max(abs(value - mean) for value in kept):{form}}"
 
 
 HEADER = (
@@ -155,19 +163,19 @@ HEADER = (
 
 
 def rows(runs: Iterable[Run], count_from: int) -> Iterator[str]:
-    """One for all seeds of one shape and policy, in the order in which they come."""
-    for (shape, policy), found in groupby(runs, lambda run: (run.setting.shape, run.setting.policy)):
-        made = [summary(run, count_from) for run in found]
-        reused = spread((one.reused / 1e6 for one in made), ".2f")
-        share = f"{statistics.fmean(one.reused / one.prompt for one in made):.1%}"
+    """Yield one row of the table for all seeds of each shape and policy, in the order in which they come."""
+    for (shape, policy), same_kind in groupby(runs, lambda run: (run.setting.shape, run.setting.policy)):
+        by_seed = [summary(run, count_from) for run in same_kind]
+        reused = spread((each.reused / 1e6 for each in by_seed), ".2f")
+        share = f"{statistics.fmean(each.reused / each.prompt for each in by_seed):.1%}"
         if policy == ENDLESS:
             yield f"| {shape} | {policy} | {reused} | {share} | | | | | | |"
             continue
         yield (
-            f"| {shape} | {policy} | {reused} | {share} | {statistics.fmean(one.achieved for one in made):.1%} | "
-            f"{spread((one.ttft_s for one in made), '.3f')} | "
-            f"{statistics.fmean(one.p50_s for one in made):.2f} | {spread((one.p95_s for one in made), '.2f')} | "
-            f"{statistics.fmean(one.p99_s for one in made):.2f} | {statistics.fmean(one.prefill for one in made):.0%} |"
+            f"| {shape} | {policy} | {reused} | {share} | {statistics.fmean(each.achieved for each in by_seed):.1%} | "
+            f"{spread((each.ttft_s for each in by_seed), '.3f')} | "
+            f"{statistics.fmean(each.p50_s for each in by_seed):.2f} | {spread((each.p95_s for each in by_seed), '.2f')} | "
+            f"{statistics.fmean(each.p99_s for each in by_seed):.2f} | {statistics.fmean(each.prefill for each in by_seed):.0%} |"
         )
 
 
@@ -184,27 +192,36 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, help="JSON lines: runs that are there are not made again, others are added"
     )
-    given = parser.parse_args()
-    trace = read_trace(given.trace, "mooncake", requests=given.requests)
+    arguments = parser.parse_args()
+    trace = read_trace(arguments.trace, "mooncake", requests=arguments.requests)
     print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}\n{HEADER}", flush=True)
-    known: dict[Setting, Run] = {}
-    if given.results is not None and given.results.exists():
-        known = {(one := msgspec.json.decode(line, type=Run)).setting: one for line in given.results.open("rb")}
-    for shape, policy in product(given.shape or SHAPES, given.policy or CHOICES):
+    stored_runs: dict[Setting, Run] = {}
+    if arguments.results is not None and arguments.results.exists():
+        stored_runs = {
+            (stored_run := msgspec.json.decode(line, type=Run)).setting: stored_run
+            for line in arguments.results.open("rb")
+        }
+    for shape, policy in product(arguments.shape or SHAPES, arguments.policy or CHOICES):
         runs = []
-        # Nothing is equal to itself in another order: the first seed is enough where chance has no part.
-        for seed in (given.seed or SEEDS)[: 1 if policy in (ENDLESS, "round_robin") else None]:
+        # One seed is enough for policies whose runs do not depend on random numbers.
+        for seed in (arguments.seed or SEEDS)[: 1 if policy in (ENDLESS, "round_robin") else None]:
             setting = Setting(
-                given.trace.name, shape, policy, seed, given.cache_tokens, given.speedup, len(trace.requests)
+                arguments.trace.name,
+                shape,
+                policy,
+                seed,
+                arguments.cache_tokens,
+                arguments.speedup,
+                len(trace.requests),
             )
-            run = known.get(setting)
+            run = stored_runs.get(setting)
             if run is None:
                 run = endless(setting, trace) if policy == ENDLESS else simulated(setting, trace)
-                if given.results is not None:
-                    with given.results.open("ab") as lines:
+                if arguments.results is not None:
+                    with arguments.results.open("ab") as lines:
                         lines.write(msgspec.json.encode(run) + b"\n")
             runs.append(run)
-        for row in rows(runs, given.count_from):
+        for row in rows(runs, arguments.count_from):
             print(row, flush=True)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a flooding neighbour costs a quiet worker: time from its batch to the answer that shows it, and of one /query
-meanwhile.
+"""The cost of a flooding neighbour to a quiet worker: the lag of its batches, and the latency of a /query meanwhile.
 
-The quiet worker publishes two blocks at a time and asks for them until they show; the neighbour, another engine of
-another model, publishes as fast as the router reads. Prints a table; `--json FILE` keeps every sample.
+The lag is the time from the worker's batch to the answer that shows it. The quiet worker publishes two blocks at a time
+and queries them until they show; the neighbour, an engine of another model, publishes as fast as the router reads. The
+script prints a table; `--json FILE` keeps every sample.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.support.router_process import RouterProcess
 
 FLOODER = Path(__file__).resolve().parents[1] / "tests" / "support" / "flooder.py"
 MODEL, NOISY = "quiet", "noisy"
-# Block hashes in one batch of the flood: decoding's share grows with fewer, the store's and the mirror's with more.
+# Block hashes in one batch of the flood; None for no flood. With fewer hashes a larger share of the cost is decoding,
+# with more hashes it is the store and the mirror.
 FLOODS = (None, 1, 100, 5_000)
 WARM_UP_S = 2.0
 PAUSE_S = 0.02
@@ -37,16 +38,16 @@ def percentile_ms(samples_s: list[float], share: float) -> float:
 
 
 def sample(router: RouterProcess, quiet: FakeEngine, rounds: int, first: int) -> tuple[list[float], list[float]]:
-    """(lags, times of single questions), in seconds."""
+    """Return the lags and the times of single questions, both in seconds."""
     lags, questions = [], []
     for number in range(rounds):
         tokens = prompt(first + number, 2)
         quiet.publish(stored(tokens, 0, 2))
         published_s = time.perf_counter()
         while True:
-            asked_s = time.perf_counter()
+            query_began_s = time.perf_counter()
             answer = router.request("POST", "/query", {"model": MODEL, "token_ids": tokens})
-            questions.append(time.perf_counter() - asked_s)
+            questions.append(time.perf_counter() - query_began_s)
             if answer["instances"]["quiet"]["gpu"] == 32:
                 break
         lags.append(time.perf_counter() - published_s)
@@ -59,7 +60,7 @@ def measure(blocks: int | None, rounds: int, context: zmq.Context[zmq.Socket[byt
         quiet = FakeEngine(context)
         router.request("POST", "/register", quiet.registration("quiet", MODEL))
         router.wait_connected("quiet")
-        # Each batch takes another way the first time.
+        # Warm up, as the first batches take slower paths through the router.
         sample(router, quiet, 20, 1)
         flooder = None
         before_seq = 0
@@ -95,22 +96,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     results = []
     print("| neighbour | its batches/s | lag p50 | lag p99 | /query p50 | /query p99 | router's memory |")
     print("|---|---|---|---|---|---|---|")
     with zmq.Context[zmq.Socket[bytes]]() as context:
         for blocks in FLOODS:
             with tempfile.TemporaryDirectory() as folder:
-                found = measure(blocks, given.rounds, context, Path(folder))
-            results.append(found)
-            lags, questions = found["lags_s"], found["questions_s"]
+                measured = measure(blocks, arguments.rounds, context, Path(folder))
+            results.append(measured)
+            lags, questions = measured["lags_s"], measured["questions_s"]
             name = "none" if blocks is None else f"floods, {blocks} block(s) a batch"
-            cells = [name, f"{found['flood_batches_s']:,.0f}"]
-            cells += [f"{percentile_ms(each, share):.1f} ms" for each in (lags, questions) for share in (0.5, 0.99)]
-            print("| " + " | ".join([*cells, f"{found['rss_bytes'] >> 20} MB"]) + " |", flush=True)
-    if given.json is not None:
-        given.json.write_text(json.dumps(results))
+            cells = [name, f"{measured['flood_batches_s']:,.0f}"]
+            cells += [
+                f"{percentile_ms(samples, share):.1f} ms" for samples in (lags, questions) for share in (0.5, 0.99)
+            ]
+            print("| " + " | ".join([*cells, f"{measured['rss_bytes'] >> 20} MB"]) + " |", flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of one flooding event source, or of many idle clients of GET /events, to a router: its memory, its
-descriptors and the latency of questions, before, during and after each flood.
+"""The cost of a flooding event source, or of many idle clients of GET /events, to a router.
+
+Measured are the router's memory, its descriptors and the latency of questions, before, during and after each flood.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ SUPPORT = HERE.parent / "tests" / "support"
 MODEL = "flooded"
 CLIENTS = 256
 BATCH_BLOCKS = 5_000
-# How long to wait after a flood: a client that reads nothing is cut after 30 s, and memory is given back 2 s later.
+# The wait after a flood: a client that reads nothing is cut off after 30 s, and memory is returned to the system 2 s
+# later.
 AFTER_S = 36.0
 CALM_S = 8.0
 
@@ -33,17 +35,17 @@ class Look:
     """A router process's memory and descriptors, and the latency of its answers, over some seconds."""
 
     def __init__(self, router: RouterProcess, seconds: float) -> None:
-        taken: list[float] = []
+        latencies_ms: list[float] = []
         self.rss_mb, self.descriptors = 0.0, 0
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             began_s = time.perf_counter()
             router.request("POST", "/query", {"model": MODEL, "token_ids": list(range(64))})
-            taken.append((time.perf_counter() - began_s) * 1e3)
+            latencies_ms.append((time.perf_counter() - began_s) * 1e3)
             self.rss_mb = max(self.rss_mb, rss_mb(router.pid))
             self.descriptors = max(self.descriptors, len(list(Path(f"/proc/{router.pid}/fd").iterdir())))
             time.sleep(0.005)
-        self.p50_ms, self.p99_ms, self.most_ms = (float(np.percentile(taken, part)) for part in (50, 99, 100))
+        self.p50_ms, self.p99_ms, self.most_ms = (float(np.percentile(latencies_ms, part)) for part in (50, 99, 100))
 
     def __str__(self) -> str:
         return (
@@ -57,7 +59,7 @@ def rss_mb(pid: int) -> float:
 
 
 def idle_clients(router: RouterProcess, count: int) -> list[socket.socket]:
-    """Open clients of /events that read nothing."""
+    """Connect clients to /events that read nothing, and return their sockets."""
     clients = []
     for _ in range(count):
         client = socket.socket()
@@ -89,13 +91,13 @@ def flood_clients(router: RouterProcess, seconds: float) -> None:
 
 
 def flood_source(router: RouterProcess, mode: str, socket_type: str, seconds: float) -> None:
-    with flooding("zmtp_flooder.py", mode, socket_type) as (port, _), flooding("flooder.py", "1") as (live, _):
+    with flooding("zmtp_flooder.py", mode, socket_type) as (port, _), flooding("flooder.py", "1") as (live_port, _):
         print("  before ", Look(router, 2.0), flush=True)
-        at = f"tcp://127.0.0.1:{port}"
+        endpoint = f"tcp://127.0.0.1:{port}"
         if socket_type == "PUB":
-            register(router, endpoint=at)
+            register(router, endpoint=endpoint)
         else:
-            register(router, endpoint=f"tcp://127.0.0.1:{live}", replay_endpoint=at)
+            register(router, endpoint=f"tcp://127.0.0.1:{live_port}", replay_endpoint=endpoint)
         print("  during ", Look(router, seconds), flush=True)
         print("   row   ", router.worker("w")["state"], router.worker("w")["reason"])
         router.unregister("w")
@@ -114,7 +116,7 @@ def main() -> None:
             continue
         print(name, flush=True)
         with tempfile.TemporaryDirectory() as folder, RouterProcess(Path(folder)) as router:
-            # A worker of the same model, so that questions have an answer.
+            # A second worker of the model, so that questions always have an answer.
             body = {"worker_id": "quiet", "model": MODEL, "url": "http://127.0.0.1:9"}
             router.request("POST", "/register", body)
             if name == "events":

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an endpoint picker adds to a request that a gateway passes on, beside the gateway alone and the router's proxy.
+"""The time that an endpoint picker adds to a request behind a gateway, beside the gateway alone and the router's proxy.
 
-Two stub engines answer at once (`proxy_stub.py`). The same client asks one of them directly; through Envoy with round
-robin; through Envoy with the picker, with bodies in FULL_DUPLEX_STREAMED and in BUFFERED and STREAMED; and through the
-router's proxy. One router is both, so that index and settings are the same. Prompts are token ids of a completion, no two
-alike; bodies are made before.
+Two stub engines answer at once (`proxy_stub.py`). The same client sends its requests to one of them directly; through
+Envoy with round robin; through Envoy with the picker, with bodies in FULL_DUPLEX_STREAMED and in BUFFERED and STREAMED;
+and through the router's proxy. One router serves as picker and as proxy, so that index and settings are the same.
+Prompts are token ids of a completion, no two alike; bodies are made beforehand.
 
-- One connection, each way in turn: what is added to the same request sent directly.
+- One connection, each way in turn: the time added to the same request sent directly.
 - 16 connections: requests for each second of CPU of the router and of Envoy.
-- Streams of 32 chunks: what is added to the first chunk and to each chunk, and the router's CPU for a chunk.
-- What the gRPC server costs who does not use it: requests a CPU second of the proxy, without and with `gateway_port`.
+- Streams of 32 chunks: the time added to the first chunk and to each chunk, and the router's CPU for a chunk.
+- The cost of the gRPC server to users who do not use it: requests a CPU second of the proxy, without and with
+  `gateway_port`.
 """
 
 from __future__ import annotations
@@ -46,24 +47,27 @@ TIMEOUT_S = 30.0
 
 
 class Row(msgspec.Struct):
-    """One way and size of prompt. added: to the same request sent directly, in us, medians of the rounds. cpu_us: of the
-    router and of Envoy for a request, with CONNECTIONS at once."""
+    """One way and size of prompt; each figure is the median of the rounds."""
 
     way: str
     tokens: int
+    # Added to the same request sent directly.
     added_p50_us: float
     added_p99_us: float
+    # CPU time of the router and of Envoy for a request, with CONNECTIONS requests at once.
     router_cpu_us: float
     envoy_cpu_us: float
     requests_per_s: float
 
 
 class StreamRow(msgspec.Struct):
-    """In us, to the first chunk, to each one after it, and the router's CPU for a chunk."""
+    """One way's figures for streams, in us."""
 
     way: str
+    # Added to the first chunk, and to each chunk after it.
     added_first_us: float
     added_chunk_us: float
+    # CPU time of the router for a chunk.
     router_cpu_us: float
 
 
@@ -74,13 +78,13 @@ class Found(msgspec.Struct):
 
 
 class Client:
-    """One connection."""
+    """A client with one connection."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
 
     def timed(self, body: bytes) -> float:
-        """Seconds of one exchange."""
+        """Send a request and return the seconds until its answer was read."""
         began = time.perf_counter()
         self._connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
         answer = self._connection.getresponse()
@@ -95,7 +99,7 @@ class Client:
 
 
 class Ways(msgspec.Struct):
-    """ports, and the pids of the router and of Envoy, of each way."""
+    """The ports of all ways, and the process ids of the router and of the Envoy behind each way that has them."""
 
     ports: dict[str, int]
     routers: dict[str, int]
@@ -120,18 +124,18 @@ def ways(folder: Path) -> Iterator[Ways]:
             DUPLEX: EnvoyProcess(folder / "duplex", urls, picker_port=gateway_port),
             HELD: EnvoyProcess(folder / "buffered", urls, picker_port=gateway_port, processing=BUFFERED),
         }
-        for one in envoys.values():
-            stack.enter_context(one)
+        for envoy in envoys.values():
+            stack.enter_context(envoy)
         ports = {DIRECT: engines[0], PROXY: router.port, PROXY_ALONE: alone.port}
         yield Ways(
-            ports | {name: one.port for name, one in envoys.items()},
+            ports | {name: envoy.port for name, envoy in envoys.items()},
             {PROXY: router.pid, PROXY_ALONE: alone.pid, DUPLEX: router.pid, HELD: router.pid},
-            {name: one.pid for name, one in envoys.items()},
+            {name: envoy.pid for name, envoy in envoys.items()},
         )
 
 
 def latencies(found: Ways, prompts: Prompts, count: int, order: Sequence[str]) -> dict[str, list[float]]:
-    """Each way in turn, so that what else the machine does meets all alike; sorted."""
+    """Return the sorted times of each way in seconds; the ways take turns, so that disturbances hit all alike."""
     clients = {name: Client(found.ports[name]) for name in order}
     times: dict[str, list[float]] = {name: [] for name in order}
     for n in range(count + 10):
@@ -141,11 +145,11 @@ def latencies(found: Ways, prompts: Prompts, count: int, order: Sequence[str]) -
                 times[name].append(taken)
     for client in clients.values():
         client.close()
-    return {name: sorted(some) for name, some in times.items()}
+    return {name: sorted(way_times) for name, way_times in times.items()}
 
 
 def throughput(found: Ways, name: str, prompts: Prompts, seconds: float) -> tuple[float, float, float]:
-    """(CPU of the router and of Envoy for a request in us, requests/s) with CONNECTIONS at once."""
+    """Return the CPU of the router and of Envoy for a request in us, and requests/s, over CONNECTIONS connections."""
     bodies = [[prompts.body() for _ in range(8)] for _ in range(CONNECTIONS)]
     counts = [0] * CONNECTIONS
     until = time.monotonic() + seconds
@@ -179,11 +183,11 @@ def requests(found: Ways, rounds: int, *, quick: bool) -> list[Row]:
             prompts = Prompts("ids", tokens)
             count = max(20, COUNTS[tokens] // 10) if quick else COUNTS[tokens]
             times = latencies(found, prompts, count, ordered(found.ports, turn))
-            for name, some in seen.items():
+            for name, figures in seen.items():
                 added = [(at(times[name], share) - at(times[DIRECT], share)) * 1e6 for share in (0.5, 0.99)]
-                some.append((*added, *throughput(found, name, prompts, 0.7 if quick else 1.2)))
-        for name, some in seen.items():
-            rows.append(Row(name, tokens, *(statistics.median(values) for values in zip(*some, strict=True))))
+                figures.append((*added, *throughput(found, name, prompts, 0.7 if quick else 1.2)))
+        for name, figures in seen.items():
+            rows.append(Row(name, tokens, *(statistics.median(values) for values in zip(*figures, strict=True))))
     return rows
 
 
@@ -236,10 +240,10 @@ def main() -> None:
     arguments = parser.parse_args()
     about, others, rounds = machine(), Others(), 1 if arguments.quick else 3
     result = Found([], [], [load_now()])
-    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder, ways(Path(folder)) as found:
-        result.requests = requests(found, rounds, quick=arguments.quick)
+    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder, ways(Path(folder)) as running:
+        result.requests = requests(running, rounds, quick=arguments.quick)
         progress("gateway: streams")
-        result.streams = stream_rows(found, rounds)
+        result.streams = stream_rows(running, rounds)
         result.load.append(load_now())
     notes = [others.note(), f"load average before and after: {result.load[0]:.1f}, {result.load[-1]:.1f}"]
     save(Result("gateway_overhead", arguments.quick, about, [result], notes), arguments.json)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A keep-alive HTTP/1.1 client on one raw socket: as little work of its own as possible, the same for every server."""
+"""A keep-alive HTTP/1.1 client on one raw socket, which does as little work as possible, the same for every server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ TIMEOUT_S = 30.0
 
 
 class HttpClient:
-    """One connection to 127.0.0.1. Only for servers that answer with a content-length, which is checked."""
+    """One connection to a server on 127.0.0.1.
+
+    Every answer must have a content-length, which is checked.
+    """
 
     def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
         self._port = port
@@ -22,7 +25,7 @@ class HttpClient:
             self._socket = tls.wrap_socket(self._socket, server_hostname="127.0.0.1")
 
     def request(self, method: str, path: str, body: object = None) -> bytes:
-        """The bytes of a request, to be sent as often as wanted."""
+        """Encode a request, which may be sent any number of times."""
         content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1:{self._port}\r\n"
@@ -31,7 +34,7 @@ class HttpClient:
         return head.encode() + content
 
     def send(self, request: bytes) -> tuple[int, bytes]:
-        """(status, body)."""
+        """Send a request and return the status and the body of its answer."""
         self._socket.sendall(request)
         data = self._socket.recv(65_536)
         while (split := data.find(b"\r\n\r\n")) < 0:
@@ -53,7 +56,7 @@ class HttpClient:
         return part
 
     def call(self, method: str, path: str, body: object = None) -> Any:
-        """The decoded answer; raises RuntimeError unless it is a 2xx."""
+        """Send a request and return the decoded answer; raise RuntimeError unless the status is a 2xx."""
         status, content = self.send(self.request(method, path, body))
         if not 200 <= status < 300:
             raise RuntimeError(f"{method} {path}: {status} {content[:300]!r}")

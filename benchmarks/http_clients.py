@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: an exchange over the proxy's own connections takes less than a third of the CPU time that aiohttp's client
-takes.
+"""Claim: an exchange over the proxy's own connections takes less than a third of the CPU time of aiohttp's client.
 
-One request of 256 token ids and its small answer, over a kept connection to an engine that answers at once, one after
-another. httpx is there because it is what comes with OpenAI's client. See docs/adr/0013.
+Each client sends one request of 256 token ids again and again over a kept connection to an engine that answers at once
+with a small answer. httpx is included because OpenAI's client uses it. See docs/adr/0013.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ async def exchanges(url: str, body: bytes, count: int) -> None:
     target = target_of(url)
     for _ in range(count):
         connection = pool.idle(target) or await pool.connect(target)
-        given = [(b"content-type", b"application/json")]
+        headers = [(b"content-type", b"application/json")]
         head = request_head(
-            target, PATH.encode(), given, length=len(body), request_id=b"x", authorization=None, rank=None
+            target, PATH.encode(), headers, length=len(body), request_id=b"x", authorization=None, rank=None
         )
         parts: list[bytes] = []
         await connection.ask(head, body, SILENCE_S)
@@ -102,7 +101,7 @@ def main() -> None:
         stub.terminate()
         stub.wait()
     lines = [["client", "us of CPU an exchange, three rounds"]]
-    lines += [[name, ", ".join(f"{one:.0f}" for one in taken)] for name, taken in rounds.items()]
+    lines += [[name, ", ".join(f"{round_us:.0f}" for round_us in taken)] for name, taken in rounds.items()]
     print(markdown(lines))
     print("; ".join(f"{name}: {value}" for name, value in machine().items()))
 

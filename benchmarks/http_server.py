@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: a request costs less CPU time on our own HTTP connection than as an ASGI application under uvicorn.
 
-All servers run the same handler, which decodes nothing and replies with a small object: what differs is the way from
-the socket to the handler and back. One client asks over one kept connection, in turns, or over a new one each time. The
-third way is the first behind TLS, whose certificate openssl makes. See docs/adr/0006.
+All servers run the same handler, which decodes nothing and replies with a small object, so they differ only in the way
+from the socket to the handler and back. One client sends its requests over one kept connection, in turns, or over a new
+connection each time. The third way is the first behind TLS, with a certificate that openssl makes. See docs/adr/0006.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from kvrouter.router.serve.api.versioned_paths import VersionedPaths
 from tests.support.certificates import Authority
 
 OWN, ASGI, TLS = WAYS = ("own connection", "ASGI under uvicorn", "own connection, TLS")
-# A hot path, and one of the ASGI application behind it.
+# A hot path, which `HttpApi` answers itself, and a path of the ASGI application behind it.
 HOT, COLD = "/query_by_hash", "/workers"
 # 16 and 512 block hashes as JSON.
 BODY_BYTES = (340, 10_600)
-# How many of the requests are sent over connections of their own.
+# One in this many requests is sent over a new connection.
 NEW_SHARE = 10
 REPLY = {"instances": {f"w{number}": {"gpu": 8_192, "cpu": 8_192, "disk": 8_192} for number in range(8)}}
 
 
 async def cold(scope: Any, receive: Any, send: Any) -> None:
-    """The least that an application does."""
+    """Answer as the smallest possible ASGI application."""
     await receive()
     content = json.dumps(REPLY).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
@@ -61,7 +61,7 @@ async def cold(scope: Any, receive: Any, send: Any) -> None:
 
 
 def asgi(api: HttpApi) -> Any:
-    """`api` as an ASGI application."""
+    """Wrap `api` as an ASGI application."""
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         request = HttpRequest(
@@ -82,7 +82,12 @@ def asgi(api: HttpApi) -> Any:
 
 
 def serve(way: str, pair: list[str] | None) -> None:
-    """pair: PEM files of certificate and key. Prints its port, and serves until it is terminated."""
+    """Print the server's port, and serve until the process is terminated.
+
+    Args:
+        way: One of WAYS.
+        pair: The PEM files of certificate and key, or None.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     hot = {HOT: lambda asked: REPLY}
@@ -122,7 +127,7 @@ def serve(way: str, pair: list[str] | None) -> None:
 
 
 def measure(rounds: int, requests: int, folder: Path) -> list[list[str]]:
-    """A row for each kind of request: its name, and for each way the least and the median CPU time in us."""
+    """Return a row for each kind of request: its name, and the least and the median CPU time in us for each way."""
     kept = [("POST", HOT, "x" * size, f"POST {HOT}, {size:,} bytes", True) for size in BODY_BYTES]
     kinds = [
         *kept,
@@ -150,10 +155,10 @@ def measure(rounds: int, requests: int, folder: Path) -> list[list[str]]:
     try:
         ports = [int(server.stdout.readline()) for server in servers if server.stdout]
         for method, path, body, name, keeps in kinds:
-            taken: list[list[float]] = [[] for _ in WAYS]
+            times_us: list[list[float]] = [[] for _ in WAYS]
             count = requests if keeps else requests // NEW_SHARE
             for _ in range(rounds):
-                for way, server, port, figures in zip(WAYS, servers, ports, taken, strict=True):
+                for way, server, port, figures in zip(WAYS, servers, ports, times_us, strict=True):
                     tls = authority.client() if way == TLS else None
                     client = HttpClient(port, tls)
                     question = client.request(method, path, body)
@@ -167,7 +172,7 @@ def measure(rounds: int, requests: int, folder: Path) -> list[list[str]]:
                             raise RuntimeError(f"{name} was answered with {status}")
                     figures.append((cpu_s(server.pid) - begun_s) / count * 1e6)
                     client.close()
-            rows.append([name, *(f"{min(one):.0f} ({statistics.median(one):.0f})" for one in taken)])
+            rows.append([name, *(f"{min(way_us):.0f} ({statistics.median(way_us):.0f})" for way_us in times_us)])
     finally:
         for server in servers:
             server.terminate()

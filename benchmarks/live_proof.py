@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: no router says `live` of a worker without proof, whatever dies: no prediction is higher than what the engine
-holds, and no answer is older than the documented bound.
+"""Claim: no router shows a worker as `live` without proof, whichever process dies.
+
+No prediction is higher than the engine's own holdings, and no answer is older than the documented bound.
 
 Three worlds, each with real routers on one Valkey and engines whose holdings are known exactly:
 
-- `power`: three routers and their store are killed together, the engines go on evicting, and all start again. While they
-  recover, every answer that says `live` is compared with what the engine holds.
+- `power`: three routers and their store are killed together, the engines continue to evict, and all start again. While
+  they recover, every answer with the state `live` is compared with the engine's holdings.
 - `store`: the store of three routers is killed for some seconds under traffic and comes back with its data. Every worker
   that is shown as `live` must be at a batch that its engine had published within the last `BOUND_S`.
 - `restarts`: three routers, one of two processes, are replaced one after the other under traffic, while the store is
-  emptied or stands still now and then. Judged as `store`.
+  emptied or stands still now and then. It is judged like `store`.
 
-Beside each 0 stand the share of answers that are live with full credit, and how long a worker takes to become live.
+The report also has the share of answers that are live with full credit, and the time that a worker takes to become
+live.
 
     make live-proof ARGS="--world power --cycles 200 --replay-pause-ms 20"
 """
@@ -42,9 +44,10 @@ from tests.support.store_server import StoreServer
 
 ENGINES = 6
 RATE = 6_000.0
-# The greatest age of an answer about another router's worker that says live (docs/reference/states.md).
+# The greatest age of an answer with the state live about a worker that another router follows
+# (docs/reference/states.md).
 BOUND_S = 2.0
-# The precision of the recorded seqs: a batch that was just published is still on its way.
+# The precision of the recorded seqs, as a batch that was just published is still on its way.
 RECORD_S = 0.1
 # A longer cycle counts as broken, and is reported.
 PATIENCE_S = 120.0
@@ -63,10 +66,10 @@ class Tally:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.answers: Counter[str] = Counter()
-        # Answers that say live, the ones among them with full credit, and the ones with too much.
+        # Answers with the state live, the ones among them with full credit, and the ones with too much.
         self.live = self.full = self.over = 0
         self.wrong: list[str] = []
-        # Seconds from the last batch that a worker lacked, or from the store's return, until it was live.
+        # Seconds until a worker was live, from the last batch that it lacked or from the store's return.
         self.until_live_s: list[float] = []
 
     def add(self, state: str, *, is_full: bool, problem: str = "") -> None:
@@ -98,20 +101,20 @@ class Tally:
 
 
 class Asker:
-    """One keep-alive connection to a router that may die at any time."""
+    """A keep-alive connection to a router that may die at any time."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10.0)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the decoded answer, None if no router answers."""
+        """Send a request and return the decoded answer; None if no router answers."""
         try:
             payload = None if body is None else json.dumps(body)
             method = "GET" if body is None else "POST"
             self._connection.request(method, path, payload, {"content-type": "application/json"})
             response = self._connection.getresponse()
-            found = response.read()
-            return json.loads(found) if response.status == 200 else None
+            content = response.read()
+            return json.loads(content) if response.status == 200 else None
         except (OSError, http.client.HTTPException, ValueError):
             self._connection.close()
             return None
@@ -165,7 +168,7 @@ class PowerFailures:
             list(threads.map(watch, self._routers, chains))
 
     def _watch(self, port: int, order: list[int], seqs: dict[str, int], reuse: list[list[int]]) -> None:
-        """Ask until every worker is live at its engine's last batch, and judge each answer on the way."""
+        """Query a router until every worker is live at its engine's last batch, and judge each answer on the way."""
         asker, workers = Asker(port), self._churn.workers
         reached_s: dict[str, float] = {}
         live: set[str] = set()
@@ -178,12 +181,12 @@ class PowerFailures:
                     if row["worker_id"] not in live
                 }
                 raise AssertionError(f"not all live after {PATIENCE_S:.0f} s: {shown}; engines are at {seqs}")
-            at = order[number % len(order)]
+            chain = order[number % len(order)]
             number += 1
-            question = {"model": MODEL, "block_hashes": HASHES[at], "num_tokens": len(HASHES[at]) * BLOCK + 1}
+            question = {"model": MODEL, "block_hashes": HASHES[chain], "num_tokens": len(HASHES[chain]) * BLOCK + 1}
             answer = asker.ask("/query_by_hash", question)
             for worker, instance in ({} if answer is None else answer["instances"]).items():
-                truth = reuse[at][workers.index(worker)]
+                truth = reuse[chain][workers.index(worker)]
                 over = instance["state"] == "live" and instance["gpu"] > truth
                 problem = f"{worker}: live with {instance['gpu']} of {truth} tokens" if over else ""
                 self.tally.add(instance["state"], is_full=instance["gpu"] == truth, problem=problem)
@@ -211,7 +214,7 @@ class Published:
         self._thread.start()
 
     def ask(self, word: str) -> Any:
-        """Query the engines, between two records."""
+        """Send a command to the engines, between two records."""
         with self._lock:
             return self._churn.ask(word)
 
@@ -223,7 +226,7 @@ class Published:
             time.sleep(RECORD_S / 4)
 
     def at(self, moment_s: float) -> list[int] | None:
-        """Return the last batch of each engine at a moment, None if it is before the first record."""
+        """Return the last seq of each engine at a moment; None if the moment is before the first record."""
         number = bisect.bisect_right(self._times, moment_s) - 1
         return None if number < 0 else self._seqs[number]
 
@@ -245,10 +248,10 @@ class Watcher:
 
     def _watch(self) -> None:
         while not self._ended.is_set():
-            asked_s = time.monotonic()
+            queried_s = time.monotonic()
             answer = self._asker.ask("/workers")
-            oldest = self._published.at(asked_s - BOUND_S - RECORD_S)
-            recent = self._published.at(asked_s - 0.5)
+            oldest = self._published.at(queried_s - BOUND_S - RECORD_S)
+            recent = self._published.at(queried_s - 0.5)
             if answer is None or oldest is None or recent is None:
                 self.live = set()
                 time.sleep(0.05)
@@ -260,9 +263,9 @@ class Watcher:
                 is_live = row["state"] == "live"
                 problem = ""
                 if is_live and seq < oldest[number]:
-                    whose = "another router's" if row["lag_ms"] is None else "its own"
+                    follower = "another router's" if row["lag_ms"] is None else "its own"
                     problem = (
-                        f"{row['worker_id']}: live at batch {seq}, {BOUND_S:g} s ago it was {oldest[number]}; {whose}, "
+                        f"{row['worker_id']}: live at batch {seq}, {BOUND_S:g} s ago it was {oldest[number]}; {follower}, "
                         f"{row['state_age_s']:.2f} s in this state, {row['reason']!r}"
                     )
                 self._tally.add(row["state"], is_full=is_live and seq >= recent[number], problem=problem)
@@ -315,7 +318,7 @@ class Traffic:
         return Watcher(router.port, self.published, self.churn.workers, self.tally)
 
     def wait_live(self, since_s: float) -> None:
-        """Wait until every router shows every worker live and recent; note how long each took since a moment."""
+        """Wait until every router shows every worker live and recent, and record the time of each since a moment."""
         waiting = {(number, worker) for number in range(len(self.watchers)) for worker in self.churn.workers}
         deadline = time.monotonic() + PATIENCE_S
         while waiting:
@@ -323,7 +326,7 @@ class Traffic:
             if now_s > deadline:
                 shown = {name: (row["state"], row["reason"]) for name, row in rows(self.routers[0]).items()}
                 raise AssertionError(f"not live after {PATIENCE_S:.0f} s: {sorted(waiting)}; {shown}")
-            for number, worker in [one for one in waiting if one[1] in self.watchers[one[0]].live]:
+            for number, worker in [pair for pair in waiting if pair[1] in self.watchers[pair[0]].live]:
                 waiting.discard((number, worker))
                 self.tally.took(now_s - since_s)
             time.sleep(0.005)
@@ -344,8 +347,10 @@ class StoreLosses(Traffic):
 
 
 class RollingRestarts(Traffic):
-    """The world in which routers are replaced one after the other; the store may be emptied, or stand still, at any
-    moment."""
+    """The world in which routers are replaced one after the other.
+
+    The store may be emptied, or stand still, at any moment.
+    """
 
     FLAGS = ((), ("--processes", "2"), ())
 
@@ -391,7 +396,7 @@ def main() -> int:
     parser.add_argument("--replay-pause-ms", type=float, default=0.0, help="before each batch of a replay")
     parser.add_argument("--json", type=Path, help="also write the result there")
     arguments = parser.parse_args()
-    # Routers are forked from a process that has imported all they need.
+    # With this switch, routers are forked from a process that has already imported all modules.
     os.environ.setdefault("KVROUTER_TEST_PRELOAD", "1")
     begun_s, done = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: what one router process places is load in the other's eyes well within a tenth of a second, and placing waits
-for nobody.
+"""Claim: another router process counts a placement well within a tenth of a second, and placing waits for no process.
 
     python -m benchmarks.load_share [--placements 1000] [--per-second 100]
 
-Two processes share a real Valkey. One places prompts (`Placer.reserve`, 8 workers, no hits) at random moments, the
-other notes when it hears how many there are. Both read one clock, so the time from placing to being counted there is
-seen directly; a burst is published in one message, so the first of it waits longest. Beside it, how long the placing
-itself took."""
+Two processes share a real Valkey. One places prompts (`Placer.reserve`, 8 workers, no hits) at random moments; the
+other records when it hears of how many placements. Both read one clock, so the time from a placement until the other
+process counts it is measured directly. A burst is published in one message, so its first placement waits longest. The
+table also has the time that the placing itself took.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ from tests.support.store_server import StoreServer
 WORKERS = 8
 NUM_TOKENS = 4_096
 BLOCK_TOKENS = 16
-# At most until both processes have heard of each other, and until the last message has come.
+# The longest wait until both processes know each other, and the wait for the last message.
 MEET_S = 30.0
 SETTLE_S = 1.0
 
 
 class Fleet:
-    """Workers that hold nothing."""
+    """A fleet of workers that hold no blocks."""
 
     def __init__(self) -> None:
         self.keys = [WorkerKey("m", f"w{number}") for number in range(WORKERS)]
@@ -87,15 +87,15 @@ class Fleet:
 
 
 async def hear(url: str, pipe: Connection) -> None:
-    """The other process: when it knew of how many requests, at all workers together."""
+    """Record, as the other process, when it knew of how many requests at all workers together, and send the record."""
     servers = await Servers.open(url)
     weights = LoadModel(LoadTable(), 1 << 40)
     heard: list[tuple[float, int]] = []
 
     def changed() -> None:
-        known = sum(load.requests for load in weights.table.loads.values())
-        if not heard or known > heard[-1][1]:
-            heard.append((time.monotonic(), known))
+        requests = sum(load.requests for load in weights.table.loads.values())
+        if not heard or requests > heard[-1][1]:
+            heard.append((time.monotonic(), requests))
 
     share = LoadShare(
         weights,
@@ -118,15 +118,15 @@ def hear_process(url: str, pipe: Connection) -> None:
 
 
 async def place(url: str, placements: int, per_second: float) -> tuple[list[float], list[float]]:
-    """When each was placed, and how long that took, in seconds."""
+    """Return when each prompt was placed, and how long the placing took, in seconds."""
     servers, rng, ids = await Servers.open(url), random.Random(1), itertools.count()
-    placing = Placer(
+    placer = Placer(
         Fleet(), config=Config(), metrics=PlacementMetrics(MetricRegistry()), clock=time.monotonic, rng=rng,
         new_id=lambda: str(next(ids)), servers=servers, process="a",
     )  # fmt: skip
-    placing.start()
+    placer.start()
     async with asyncio.timeout(MEET_S):
-        while not placing.weights.table.others:
+        while not placer.weights.table.others:
             await asyncio.sleep(0.05)
     placed_s, took_s = [], []
     for number in range(placements):
@@ -134,12 +134,12 @@ async def place(url: str, placements: int, per_second: float) -> tuple[list[floa
             Question("m", NUM_TOKENS, block_hashes=np.full(NUM_TOKENS // BLOCK_TOKENS, number, np.uint64))
         )
         began_s = time.monotonic()
-        placing.reserve(ask, anyway=True)
+        placer.reserve(ask, anyway=True)
         took_s.append(time.monotonic() - began_s)
         placed_s.append(began_s)
         await asyncio.sleep(rng.expovariate(per_second))
     await asyncio.sleep(SETTLE_S)
-    await placing.stop()
+    await placer.stop()
     await servers.close()
     return placed_s, took_s
 
@@ -148,28 +148,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--placements", type=int, default=1_000)
     parser.add_argument("--per-second", type=float, default=100.0)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}")
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder, StoreServer(Path(folder)) as server:
         other = context.Process(target=hear_process, args=(server.url, theirs))
         other.start()
-        placed_s, took_s = asyncio.run(place(server.url, given.placements, given.per_second))
+        placed_s, took_s = asyncio.run(place(server.url, arguments.placements, arguments.per_second))
         ours.send("stop")
         heard: list[tuple[float, int]] = ours.recv()
         other.join()
-    counts = [known for _, known in heard]
-    if not counts or counts[-1] < given.placements:
-        raise SystemExit(f"the other process heard of {counts[-1] if counts else 0} of {given.placements} placements")
+    counts = [requests for _, requests in heard]
+    if not counts or counts[-1] < arguments.placements:
+        raise SystemExit(
+            f"the other process heard of {counts[-1] if counts else 0} of {arguments.placements} placements"
+        )
     seen_s = [heard[bisect_left(counts, n + 1)][0] - then for n, then in enumerate(placed_s)]
     print("| | p50 | p99 | longest |\n|---|---|---|---|")
-    for what, found, unit, form in (
+    for measured, values, unit, form in (
         ("counted at the other, ms", seen_s, 1e3, ".1f"),
         ("reserve, us", took_s, 1e6, ".0f"),
     ):
-        cuts = statistics.quantiles(found, n=100)
-        print(f"| {what} | {cuts[49] * unit:{form}} | {cuts[98] * unit:{form}} | {max(found) * unit:{form}} |")
+        cuts = statistics.quantiles(values, n=100)
+        print(f"| {measured} | {cuts[49] * unit:{form}} | {cuts[98] * unit:{form}} | {max(values) * unit:{form}} |")
 
 
 if __name__ == "__main__":

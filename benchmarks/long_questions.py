@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long one question about a long prompt holds up the others: small questions beside a client that asks about 10^6
-token ids again and again, held whole by four workers, or its first half alone.
+"""How long a question about a long prompt holds up other questions.
+
+Small questions are sent beside a client that queries a prompt of 10^6 token ids again and again. Four workers hold the
+whole prompt, or only its first half.
 
     python -m benchmarks.long_questions [--tokens N] [--seconds S]
 """
@@ -31,16 +33,16 @@ HELD, HALF = "long, held by all", "long, half of it held"
 
 
 def times(port: int, request: bytes, going: Callable[[], bool]) -> list[float]:
-    """Seconds of each, one after another."""
-    client, found = HttpClient(port), []
+    """Send a request again and again while `going`, and return the sorted times of the answers in seconds."""
+    client, taken = HttpClient(port), []
     while going():
         began = time.perf_counter()
         status, answer = client.send(request)
-        found.append(time.perf_counter() - began)
+        taken.append(time.perf_counter() - began)
         if status != 200:
             raise RuntimeError(f"{status}: {answer[:300]!r}")
     client.close()
-    return sorted(found)
+    return sorted(taken)
 
 
 def row(name: str, found: list[float]) -> list[str]:
@@ -71,24 +73,24 @@ def measure(folder: Path, num_tokens: int, seconds: float) -> list[list[str]]:
         publisher.send(len(frames))
         client = HttpClient(ours.port)
         ids = tokens.tolist()
-        new = rng.integers(0, VOCABULARY, num_tokens // 2).tolist()
-        asked, small = (
+        unknown_ids = rng.integers(0, VOCABULARY, num_tokens // 2).tolist()
+        long_requests, small = (
             {
-                name: client.request("POST", "/query", {"model": MODEL, "token_ids": some})
-                for name, some in ((HELD, ids), (HALF, ids[: num_tokens // 2] + new))
+                name: client.request("POST", "/query", {"model": MODEL, "token_ids": prompt_ids})
+                for name, prompt_ids in ((HELD, ids), (HALF, ids[: num_tokens // 2] + unknown_ids))
             },
             client.request("POST", "/query", {"model": MODEL, "token_ids": ids[:SMALL_TOKENS]}),
         )
-        while not _held(client, asked[HELD], len(tokens)):
+        while not _held(client, long_requests[HELD], len(tokens)):
             time.sleep(0.1)
         rows.append(row("small, alone", times(ours.port, small, _for(seconds))))
-        for name, request in asked.items():
+        for name, request in long_requests.items():
             progress(f"long questions: {name}")
             going = _for(seconds)
             with ThreadPoolExecutor(1) as beside:
-                found = beside.submit(times, ours.port, request, going)
+                long_times = beside.submit(times, ours.port, request, going)
                 rows.append(row(f"small, beside {name}", times(ours.port, small, going)))
-                rows.append(row(name, found.result()))
+                rows.append(row(name, long_times.result()))
         client.close()
     return rows
 
@@ -100,8 +102,8 @@ def _for(seconds: float) -> Callable[[], bool]:
 
 def _held(client: HttpClient, request: bytes, num_tokens: int) -> bool:
     status, body = client.send(request)
-    found = msgspec.json.decode(body)["instances"] if status == 200 else {}
-    return len(found) == WORKERS and all(one["longest_matched"] >= num_tokens - BLOCK_TOKENS for one in found.values())
+    hits = msgspec.json.decode(body)["instances"] if status == 200 else {}
+    return len(hits) == WORKERS and all(hit["longest_matched"] >= num_tokens - BLOCK_TOKENS for hit in hits.values())
 
 
 def main() -> None:

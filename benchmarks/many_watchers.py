@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients of GET /events cost a router that takes in 50,000 blocks/s: its CPU, and the latency of questions
-meanwhile. The clients read in a process of their own on the same machine."""
+"""The cost of clients of GET /events to a router that ingests 50,000 blocks/s: its CPU, and the latency of questions.
+
+The clients read in a process of their own on the same machine.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,15 @@ PROMPTS = 64
 
 @contextlib.contextmanager
 def watchers(port: int, count: int, query: str, folder: Path) -> Iterator[dict[str, int]]:
-    """`count` clients; what they received once the block has ended."""
-    found: dict[str, int] = {}
+    """Run `count` clients during the block; the yielded dict has their received bytes and events after the block."""
+    received: dict[str, int] = {}
     command = [sys.executable, "-m", "benchmarks.event_watchers", str(port), str(count), f"--query={query}"]
     with child(command, folder / "watchers.log", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.readline()
-        yield found
+        yield received
         process.stdin.close()
-        found |= json.loads(process.stdout.readline())
+        received |= json.loads(process.stdout.readline())
 
 
 def measure(count: int, query: str, seconds: float, folder: Path) -> list[Row]:
@@ -49,11 +51,11 @@ def measure(count: int, query: str, seconds: float, folder: Path) -> list[Row]:
         router = stack.enter_context(Ours.run(folder))
         router.register(publisher.endpoints)
         publisher.wait()
-        got = stack.enter_context(watchers(router.port, count, query, folder))
+        received = stack.enter_context(watchers(router.port, count, query, folder))
         name = f"{count} clients{f' ({query[1:]})' if query else ''}"
         progress(name)
         questions = [router.question(chain) for chain in chains[:PROMPTS]]
-        cpu, began = cpu_s(router.pid), time.monotonic()
+        before_s, began = cpu_s(router.pid), time.monotonic()
         publisher.start(f"send {len(frames)} {RATE_BLOCKS_S}")
         taken: list[float] = []
         while time.monotonic() - began < seconds:
@@ -63,7 +65,7 @@ def measure(count: int, query: str, seconds: float, folder: Path) -> list[Row]:
             if status != 200:
                 raise RuntimeError(f"answered {status}")
             time.sleep(0.005)
-        used = (cpu_s(router.pid) - cpu) / (time.monotonic() - began)
+        used = (cpu_s(router.pid) - before_s) / (time.monotonic() - began)
         sent = publisher.finish()
     rate = sent["blocks"] / (sent["end"] - sent["start"])
     return [
@@ -71,8 +73,8 @@ def measure(count: int, query: str, seconds: float, folder: Path) -> list[Row]:
         Row(f"{name}: CPU of the router, 200 questions a second included", "cores", used),
         Row(f"{name}: question, p50", "us", float(np.percentile(taken, 50))),
         Row(f"{name}: question, p99", "us", float(np.percentile(taken, 99))),
-        Row(f"{name}: sent to a client", "events", got["events"] / max(count, 1)),
-        Row(f"{name}: sent to all clients", "MiB", got["bytes"] / 2**20),
+        Row(f"{name}: sent to a client", "events", received["events"] / max(count, 1)),
+        Row(f"{name}: sent to all clients", "MiB", received["bytes"] / 2**20),
     ]
 
 

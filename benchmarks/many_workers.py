@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fleet of many workers costs a router that nobody asks much: registering them, following them idle, and one
-question about a prompt that all of them hold; and what is waited for while a worker with many blocks is removed.
+"""The cost of a fleet of many workers to a router that gets few requests.
 
-Every worker holds the same prompt; its engine publishes nothing more. With --urls each has an HTTP endpoint too, whose
-health is checked every second.
+Measured are registering the workers, following them while they are idle, and one question about a prompt that all of
+them hold; then the waiting time of questions while a worker with many blocks is removed. Every worker holds the same
+prompt; its engine publishes nothing more. With --urls each worker has an HTTP endpoint too, whose health is checked
+every second.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from kvrouter.events.vllm.codec import encode_batch
 BLOCKS_PER_EVENT = 32
 IDLE_S = 20.0
 QUESTIONS = 1_000
-# What is open in the router settles within this after the last worker is live.
+# Pending work in the router is done within this time after the last worker is live.
 SETTLE_S = 3.0
 WAIT_S = 300.0
-# The removal: workers beside the one that goes, its prompts of 512 blocks (some share a beginning), and how long
-# questions are sent meanwhile.
+# The removal: the number of other workers; the prompts of 512 blocks of the removed worker (some share a beginning);
+# and the time for which questions are sent meanwhile.
 BESIDE = 16
 OWN_PROMPTS = 259
 REMOVAL_S = 3.0
@@ -53,8 +54,15 @@ REMOVAL_S = 3.0
 def frames(chain: Chain, workers: int) -> Iterator[Frame]:
     step = BLOCKS_PER_EVENT * EVENTS_PER_BATCH[BLOCKS_PER_EVENT]
     payloads = [
-        encode_batch(1.7e9, [stored(chain, a, a + BLOCKS_PER_EVENT) for a in range(b, b + step, BLOCKS_PER_EVENT)], 0)
-        for b in range(0, CHAIN_BLOCKS, step)
+        encode_batch(
+            1.7e9,
+            [
+                stored(chain, first, first + BLOCKS_PER_EVENT)
+                for first in range(batch_first, batch_first + step, BLOCKS_PER_EVENT)
+            ],
+            0,
+        )
+        for batch_first in range(0, CHAIN_BLOCKS, step)
     ]
     for seq, payload in enumerate(payloads):
         yield from (Frame(worker, seq, step, payload) for worker in range(workers))
@@ -62,7 +70,7 @@ def frames(chain: Chain, workers: int) -> Iterator[Frame]:
 
 @contextlib.contextmanager
 def http_engines(count: int, folder: Path) -> Iterator[list[str]]:
-    """The URLs of `count` engines that answer their health checks."""
+    """Run `count` engines that answer their health checks, and yield their URLs."""
     command = [sys.executable, "-m", "benchmarks.http_engines", str(count)]
     with child(command, folder / "http_engines.log", stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -70,7 +78,7 @@ def http_engines(count: int, folder: Path) -> Iterator[list[str]]:
 
 
 def wait(client: HttpClient, count: int, blocks: int = CHAIN_BLOCKS) -> float:
-    """When `count` workers are live and hold `blocks` blocks (CLOCK_MONOTONIC)."""
+    """Wait until `count` workers are live and hold `blocks` blocks, and return that moment (CLOCK_MONOTONIC)."""
     deadline = time.monotonic() + WAIT_S
     wanted = {"g0:GPU": blocks}
     while True:
@@ -135,12 +143,15 @@ def measure(count: int, folder: Path, *, urls: bool) -> list[Row]:
 
 
 def removal_frames(chains: list[Chain]) -> Iterator[Frame]:
-    """The first prompt for each of the workers that stay, all of them for the last worker."""
+    """Yield the first prompt for each of the workers that stay, and all prompts for the last worker."""
     step = BLOCKS_PER_EVENT * EVENTS_PER_BATCH[BLOCKS_PER_EVENT]
     seq = 0
     for chain in chains:
-        for b in range(0, CHAIN_BLOCKS, step):
-            events = [stored(chain, a, a + BLOCKS_PER_EVENT) for a in range(b, b + step, BLOCKS_PER_EVENT)]
+        for batch_first in range(0, CHAIN_BLOCKS, step):
+            events = [
+                stored(chain, first, first + BLOCKS_PER_EVENT)
+                for first in range(batch_first, batch_first + step, BLOCKS_PER_EVENT)
+            ]
             payload = encode_batch(1.7e9, events, 0)
             if chain is chains[0]:
                 yield from (Frame(worker, seq, step, payload) for worker in range(BESIDE))
@@ -149,7 +160,7 @@ def removal_frames(chains: list[Chain]) -> Iterator[Frame]:
 
 
 def measure_removal(folder: Path) -> list[Row]:
-    """Questions while a worker with many blocks is removed, beside the same while nothing happens."""
+    """Time questions while a worker with many blocks is removed, and in as much time before the removal."""
     chains = Workload().chains(OWN_PROMPTS)
     path = folder / "removal.bin"
     batches, _ = write_frames(path, removal_frames(chains))
@@ -206,7 +217,7 @@ def main() -> None:
     arguments = parser.parse_args()
     about, others, rows = machine(), Others(), []
     for count in arguments.workers:
-        # /tmp, not the system's choice: the path of the private store's socket must stay short.
+        # /tmp instead of the system's temporary folder, as the path of the private store's socket must stay short.
         with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
             rows += measure(count, Path(folder), urls=arguments.urls)
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: a match of 512 blocks over 16 workers takes at most 25 us in process.
 
-`Matcher.match` on a mirror of 200,000 and of 10^6 (worker, block) entries: the same prompt again and again (hot),
-random prompts of the index (cold: their table entries are rarely in the CPU's caches), and prompts of 8,192 token ids,
-remembered and not.
+The script times `Matcher.match` on a mirror of 200,000 and of 10^6 (worker, block) entries: with the same prompt again
+and again (hot); with random prompts of the index (cold: their table entries are rarely in the CPU's caches); and with
+prompts of 8,192 token ids, remembered and not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUM_TOKENS = CHAIN_BLOCKS * BLOCK_TOKENS + 1
 
 
 def build(chains: list[Chain]) -> tuple[Mirror, HashPlans]:
-    """A mirror that holds the prompts where the other benchmarks' events would put them."""
+    """Build a mirror that holds the prompts where the other benchmarks' events would put them."""
     mirror = Mirror(MIRROR_BYTES)
     catalog = build_catalog((Group(0, "full_attention", BLOCK_TOKENS),), "learned", CatalogSpec())
     keys = [WorkerKey(MODEL, str(worker)) for worker in range(WORKERS)]
@@ -46,7 +46,7 @@ def build(chains: list[Chain]) -> tuple[Mirror, HashPlans]:
 
 
 def time_calls(matcher: Matcher, plans: HashPlans, asked: list[Question]) -> float:
-    """Median time of one question, in us."""
+    """Return the median time of one question, in us."""
     clock = time.perf_counter_ns
     taken = np.empty(len(asked))
     for i, question in enumerate(asked):
@@ -81,8 +81,8 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
         }
         taken: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(rounds):
-            for kind, (asker, asked) in kinds.items():
-                taken[kind].append(time_calls(asker, plans, asked))
+            for kind, (matcher_of_kind, questions_of_kind) in kinds.items():
+                taken[kind].append(time_calls(matcher_of_kind, plans, questions_of_kind))
         for kind, values in taken.items():
             by_tokens = "token" in kind
             goal = None if by_tokens else below(GOAL_US)
@@ -96,7 +96,7 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
 
 
 def check(matcher: Matcher, plans: HashPlans, question: Question, index: int) -> None:
-    """The workers that hold the prompt must hit it whole."""
+    """Raise AssertionError unless every worker that holds the prompt hits all of it."""
     hits = {int(hit.worker.worker_id): hit.gpu for hit in matcher.match(question, plans)}
     for worker in places(index):
         if hits[worker] != CHAIN_BLOCKS * BLOCK_TOKENS:

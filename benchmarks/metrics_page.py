@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a page of metrics costs a router of many workers: its size, its time, the longest that the loop is held by it, and
-the part of `kvrouter_resident_blocks`.
+"""The cost of a page of metrics to a router with many workers.
+
+Measured are the page's size, its time, the longest time for which it holds up the event loop, and the part of
+`kvrouter_resident_blocks` in them.
 
     python -m benchmarks.metrics_page [--workers 1000] [--rounds 5]
 """
@@ -24,7 +26,7 @@ MS = 1_000
 
 
 def counted(workers: int) -> tuple[MetricRegistry, RouterMetrics, list[WorkerKey]]:
-    """The metrics of a router whose workers were all sent requests."""
+    """Return the metrics of a router whose workers have all got requests, their registry and the workers."""
     registry = MetricRegistry()
     metrics = RouterMetrics(registry)
     keys = [WorkerKey("model", f"worker-{number}") for number in range(workers)]
@@ -44,7 +46,7 @@ def counted(workers: int) -> tuple[MetricRegistry, RouterMetrics, list[WorkerKey
 
 
 async def measured(registry: MetricRegistry, rounds: int) -> tuple[float, float, bytes]:
-    """Seconds of a page and of its longest turn (medians), and the page."""
+    """Return the seconds of a page and of its longest turn of the event loop (medians of the rounds), and the page."""
     pages, turns = [], []
     for _ in range(rounds):
         longest = 0.0

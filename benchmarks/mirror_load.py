@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: a router that starts on an existing store of 10^6 entries has its mirror loaded within a second.
 
-Time of `Core.start` in a fresh core, with 16 workers in a private Valkey that has its data in memory. Not in it:
-starting Python and Valkey.
+The time is that of `Core.start` in a fresh core, with 16 workers in a private Valkey that has its data in memory. The
+time to start Python and Valkey is not included.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
     log = settings.folder / "load.log"
     with child(command, log, stdout=subprocess.PIPE) as process:
         for _ in range(rounds):
-            found = answer(process, log)
-            if found["entries"] != load.entries:
-                raise AssertionError(f"{found['entries']} entries were loaded, {load.entries} are stored")
-            seconds.append(found["seconds"])
+            loaded = answer(process, log)
+            if loaded["entries"] != load.entries:
+                raise AssertionError(f"{loaded['entries']} entries were loaded, {load.entries} are stored")
+            seconds.append(loaded["seconds"])
         process.wait(60)
     row = median_row(
         f"mirror load at start, {load.entries:,} entries",

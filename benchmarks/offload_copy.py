@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: the CPU tier's copies between scattered blocks and scattered slots run at a good part of the speed of one copy
-of as many bytes in one piece, for small pages and large ones, whole chunks of one block and of four.
+"""Claim: the CPU tier copies scattered blocks at a good part of the speed of one contiguous copy of as many bytes.
 
-The side to compare with is torch's copy_ of contiguous tensors. It takes as many threads as torch has, once, and one
-thread, as the tier's copy does, which leaves the others to the engine. All sides take turns, round by round; the table
-has medians over the rounds, and median and quartiles of the ratios of each round. Runs in the venv of the engine tests,
-which it enters by itself, and builds when it is missing. The memory of blocks and slots was written to before; it is
-much more than the processor's caches hold.
+The claim is for small pages and large ones, and for chunks of one block and of four. A copy goes between scattered
+blocks and scattered slots. It is compared with torch's copy_ of contiguous tensors, once with all of torch's threads
+and once with one thread; the tier's copy uses one thread too, which leaves the others to the engine. All sides take
+turns, round by round; the table has medians over the rounds, and median and quartiles of the ratios of each round. The
+script runs in the venv of the engine tests, which it enters by itself, and builds when it is missing. The memory of
+blocks and slots was written to before; it is much more than the processor's caches hold.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 PAGE_BYTES = (4 * 2**10, 32 * 2**10, 256 * 2**10)
 BLOCKS_PER_CHUNK = (1, 4)
 
-# Of one transfer: four requests of 8,192 tokens or so, and several times what a processor's caches hold.
+# The bytes of one transfer: about four requests of 8,192 tokens, and several times what a processor's caches hold.
 TRANSFER_BYTES = 256 * 2**20
 QUICK_TRANSFER_BYTES = 16 * 2**20
-# Blocks and slots that a transfer picks from, so that what it picks is scattered: this many times as many.
+# There are this many times as many blocks and slots as a transfer picks, so that its picks are scattered.
 SPREAD = 2
 ROUNDS = 15
 QUICK_ROUNDS = 3
@@ -41,15 +41,16 @@ SEED = 20261
 
 
 class Line(msgspec.Struct):
-    """One direction of one size. one_piece, one_thread: torch's copy; all in GB/s of bytes copied, medians."""
+    """One direction of one size. Speeds are medians, in GB/s of bytes copied."""
 
     direction: str
     page_bytes: int
     blocks_per_chunk: int
     ours: float
+    # Torch's contiguous copy, with all threads and with one.
     one_piece: float
     one_thread: float
-    # Of ours to one_piece and to one_thread, round by round: (lower quartile, median, upper quartile).
+    # The ratios of `ours` to `one_piece` and to `one_thread`, round by round: (lower quartile, median, upper quartile).
     ratio: tuple[float, float, float]
     ratio_one_thread: tuple[float, float, float]
     rounds: dict[str, list[float]]
@@ -62,7 +63,7 @@ def gigabytes_per_s(copy: Callable[[], object], size: int) -> float:
 
 
 def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> list[Line]:
-    """Both directions of one page size."""
+    """Measure both directions of one page size."""
     import numpy as np
     import torch
 
@@ -88,22 +89,22 @@ def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> l
         chosen = rng.permutation(num_slots)[: blocks // blocks_per_chunk]
         return (GroupPart(0, rng.permutation(num_blocks)[:blocks], 0, chosen),)
 
-    found: dict[str, list[float]] = {"store": [], "load": [], "one piece": [], "one thread": []}
+    speeds: dict[str, list[float]] = {"store": [], "load": [], "one piece": [], "one thread": []}
     for turn in range(rounds + 1):
-        taken = {}
+        round_speeds = {}
         for name, copy in (("store", copier.store), ("load", copier.load)):
-            taken[name] = gigabytes_per_s(partial(copy, plan()), size)
-        taken["one piece"] = gigabytes_per_s(lambda: target.copy_(source), size)
+            round_speeds[name] = gigabytes_per_s(partial(copy, plan()), size)
+        round_speeds["one piece"] = gigabytes_per_s(lambda: target.copy_(source), size)
         torch.set_num_threads(1)
-        taken["one thread"] = gigabytes_per_s(lambda: target.copy_(source), size)
+        round_speeds["one thread"] = gigabytes_per_s(lambda: target.copy_(source), size)
         torch.set_num_threads(threads)
-        # The first is not counted: it brings code and page tables in.
+        # The first round is not counted, as it loads code and page tables.
         if turn:
-            for name, value in taken.items():
-                found[name].append(value)
+            for name, value in round_speeds.items():
+                speeds[name].append(value)
     del copier, slots
     region.close()
-    return [line(direction, page_bytes, blocks_per_chunk, found) for direction in ("store", "load")]
+    return [line(direction, page_bytes, blocks_per_chunk, speeds) for direction in ("store", "load")]
 
 
 def line(direction: str, page_bytes: int, blocks_per_chunk: int, found: dict[str, list[float]]) -> Line:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: on CUDA, the CPU tier's copies between scattered blocks and scattered slots come near the speed of one copy of
-as many bytes in one piece, in both directions, and need pinned memory for it.
+"""Claim: on CUDA, the CPU tier copies scattered blocks nearly as fast as one contiguous copy, given pinned memory.
 
-The side to compare with is torch's copy_ between the device and pinned memory, the same way. All sides take turns, round
-by round; the table has medians over the rounds, and median and quartiles of the ratios of each round. A copy's time is
-what the calling thread waits, with the making of its addresses. For an environment with vLLM for CUDA.
+The claim is for copies between scattered blocks and scattered slots, in both directions, beside one copy of as many
+bytes in one piece. The side to compare with is torch's copy_ between the device and pinned memory, in the same
+direction. All sides take turns, round by round; the table has medians over the rounds, and median and quartiles of the
+ratios of each round. A copy's time is the time that the calling thread waits, with the making of its addresses. The
+script needs an environment with vLLM for CUDA.
 """
 
 from __future__ import annotations
@@ -34,27 +35,29 @@ from benchmarks.report import Others, Result, machine, markdown, number, progres
 if TYPE_CHECKING:
     from kvrouter.engine_patch.offload.memory.slot_layout import Plan
 
-# From one layer's block of a small model to a whole block of a large one whose layers are packed.
+# From the block of one layer in a small model to the whole block of a large model whose layers are packed.
 PAGE_BYTES = (4 * 2**10, 32 * 2**10, 256 * 2**10, 2 * 2**20)
 
 
 class Line(msgspec.Struct):
-    """One direction of one size. ours, pageable: the tier's copy, with and without pinned slots; one_piece: torch's; all
-    in GB/s of bytes copied, medians."""
+    """One direction of one size. Speeds are medians, in GB/s of bytes copied."""
 
     direction: str
     page_bytes: int
     blocks_per_chunk: int
+    # The tier's copy with pinned slots.
     ours: float
+    # Torch's contiguous copy.
     one_piece: float
+    # The tier's copy with slots that are not pinned.
     pageable: float
-    # Of ours to one_piece, round by round: (lower quartile, median, upper quartile).
+    # The ratios of `ours` to `one_piece`, round by round: (lower quartile, median, upper quartile).
     ratio: tuple[float, float, float]
     rounds: dict[str, list[float]]
 
 
 def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> list[Line]:
-    """Both directions of one page size."""
+    """Measure both directions of one page size."""
     import numpy as np
     import torch
 
@@ -89,7 +92,7 @@ def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> l
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
 
-    found: dict[str, list[float]] = {}
+    speeds: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
         sides: dict[str, Callable[[], object]] = {
             "store": partial(pinned.store, plan(), pinned.fence()),
@@ -101,13 +104,13 @@ def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> l
         }
         torch.cuda.synchronize()
         for name, copy in sides.items():
-            taken = gigabytes_per_s(copy, size)
-            # The first is not counted: it brings code and page tables in.
+            speed = gigabytes_per_s(copy, size)
+            # The first round is not counted, as it loads code and page tables.
             if turn:
-                found.setdefault(name, []).append(taken)
+                speeds.setdefault(name, []).append(speed)
     for region in regions:
         region.close()
-    return [line(direction, page_bytes, blocks_per_chunk, found) for direction in ("store", "load")]
+    return [line(direction, page_bytes, blocks_per_chunk, speeds) for direction in ("store", "load")]
 
 
 def line(direction: str, page_bytes: int, blocks_per_chunk: int, found: dict[str, list[float]]) -> Line:

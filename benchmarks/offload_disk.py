@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: the disk tier, with its checksums, its manifest and its threads, reads and writes a good part as fast as plain
-file I/O of the same bytes in records of the same size.
+"""Claim: the disk tier, with checksums, manifest and threads, runs at a good part of the speed of plain file I/O.
 
-Plain is pwrite and pread of one thread, and of as many threads as the tier has, each with its share of the records,
-from and into the same memory and in the same order. What is measured:
+Plain I/O moves the same bytes in records of the same size: pwrite and pread of one thread, and of as many threads as
+the tier has, each with its share of the records, from and into the same memory and in the same order. The cases are:
 - new: records that were never written, until the system has taken them (page cache);
 - synced: the same, with an fsync at the end;
-- in place: records that hold others, until the system has taken them; the tier evicts a key for each;
+- in place: records that replace others, until the system has taken them; the tier evicts a key for each;
 - warm: read in random order, all of it in the page cache;
-- cold: read in random order after fsync and posix_fadvise(DONTNEED), so from the medium, or from what the machine below caches.
+- cold: read in random order after fsync and posix_fadvise(DONTNEED), so from the medium, or from a cache of the machine
+  below.
 All sides take turns, round by round, and each write is synced before the next is measured. The table has medians over
 the rounds, and median and quartiles of the ratios of each round.
 """
@@ -39,30 +39,31 @@ TOTAL_BYTES = 256 * 2**20
 QUICK_TOTAL_BYTES = 16 * 2**20
 ROUNDS = 7
 QUICK_ROUNDS = 3
-# Slots that reads and writes use in turns: what the tier's queue takes.
+# Slots that reads and writes use in turns: as many bytes as the tier's queue takes.
 SLOTS_BYTES = 64 * 2**20
-# What the tier's caller waits when nothing is over; an engine's step takes longer.
+# The pause of the tier's caller when no operation has finished; an engine's step takes longer.
 PAUSE_S = 0.0002
 SEED = 20262
 CASES = ("new", "synced", "in place", "warm", "cold")
 
 
 class Line(msgspec.Struct):
-    """One case of one size, in GB/s, medians. one, many: plain I/O of one thread, and of as many as the tier has."""
+    """One case of one size, in GB/s, medians."""
 
     case: str
     record_bytes: int
     ours: float
+    # Plain I/O of one thread, and of as many threads as the tier has.
     one: float
     many: float
-    # Of ours to each, round by round: (lower quartile, median, upper quartile).
+    # The ratios of `ours` to `one` and to `many`, round by round: (lower quartile, median, upper quartile).
     ratio_one: tuple[float, float, float]
     ratio_many: tuple[float, float, float]
     rounds: dict[str, list[float]]
 
 
 class Memory:
-    """Slots that were written to before, with bytes that no compression finds anything in."""
+    """Slots that were written to before, with random bytes, which cannot be compressed."""
 
     def __init__(self, record_bytes: int) -> None:
         self.count = SLOTS_BYTES // record_bytes
@@ -76,7 +77,7 @@ class Memory:
 
 
 class OurSide:
-    """The tier, driven as an engine's scheduler does: ask, poll, go on."""
+    """The tier, driven as an engine's scheduler does it: start operations, poll, continue."""
 
     name = "ours"
 
@@ -89,7 +90,7 @@ class OurSide:
         self._files = sorted(path for path in folder.rglob("*") if path.name in ("manifest", "records"))
         self._lives = 0
         self._count = count
-        # CPU time of the caller's thread in the tier, and for how many records.
+        # CPU time of the caller's thread inside the tier, and the number of records moved in it.
         self.caller_s = 0.0
         self.records = 0
 
@@ -97,7 +98,7 @@ class OurSide:
         return pack((self._lives * self._count + number).to_bytes(32, "big"), 0)
 
     def write(self) -> None:
-        """All records; of the second time on, in place of those of the time before."""
+        """Write all records; from the second call on they replace the records of the previous call."""
         self._lives += 1
         self._all(self._tier.write, range(self._count))
 
@@ -111,10 +112,10 @@ class OurSide:
             start = time.thread_time()
             finished = tier.poll()
             tier.take_changes()
-            for one in finished:
-                if not one.ok:
-                    raise AssertionError(f"a {one.kind} went wrong: {tier.counters}, {tier.reason}")
-                free.append(one.slot)
+            for operation in finished:
+                if not operation.ok:
+                    raise AssertionError(f"a {operation.kind} went wrong: {tier.counters}, {tier.reason}")
+                free.append(operation.slot)
             done += len(finished)
             while at < len(keys) and free and begin(keys[at], free[-1]):
                 free.pop()
@@ -133,7 +134,7 @@ class OurSide:
 
 
 class PlainSide:
-    """pwrite and pread of the same records."""
+    """Plain I/O of the same records with pwrite and pread."""
 
     def __init__(self, folder: Path, memory: Memory, record_bytes: int, count: int, threads: int) -> None:
         self.name = f"plain, {threads} threads"
@@ -178,7 +179,7 @@ class PlainSide:
 
 
 def sync(path: Path, forget: bool) -> None:
-    """What was written is on the medium; forget: and no longer in the page cache."""
+    """Sync a file to the medium; with `forget`, also drop it from the page cache."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     if forget:
@@ -195,13 +196,13 @@ def took(work: Callable[[], None]) -> float:
 def one_round(
     folder: Path, memory: Memory, record_bytes: int, count: int, turn: int
 ) -> tuple[dict[tuple[str, str], float], float]:
-    """Seconds of each case and side, and CPU microseconds a record of the tier's caller."""
+    """Return the seconds of each case and side, and the CPU microseconds of the tier's caller for a record."""
     ours = OurSide(folder, memory, record_bytes, count)
     sides: list[OurSide | PlainSide] = [ours]
     sides += [PlainSide(folder, memory, record_bytes, count, threads) for threads in (1, DEFAULT_THREADS)]
     named = dict(zip(("ours", "one", "many"), sides, strict=True))
     names = list(named)
-    # Each side is first as often as the others.
+    # Each side goes first equally often.
     names = names[turn % len(names) :] + names[: turn % len(names)]
     order = list(range(count))
     random.Random(SEED + turn).shuffle(order)
@@ -223,9 +224,9 @@ def one_round(
 
 
 def measure(folder: Path, record_bytes: int, total: int, rounds: int) -> tuple[list[Line], float]:
-    """All cases of one size, and the median of the caller's microseconds a record."""
+    """Return a line for each case of one record size, and the median of the caller's microseconds for a record."""
     memory = Memory(record_bytes)
-    found: dict[tuple[str, str], list[float]] = {}
+    speeds: dict[tuple[str, str], list[float]] = {}
     caller = []
     for turn in range(rounds + 1):
         place = Path(tempfile.mkdtemp(prefix="kvr-bench-disk-", dir=folder))
@@ -233,12 +234,12 @@ def measure(folder: Path, record_bytes: int, total: int, rounds: int) -> tuple[l
             seconds, caller_us = one_round(place, memory, record_bytes, total // record_bytes, turn)
         finally:
             shutil.rmtree(place)
-        # The first is not counted: it brings code and page tables in.
+        # The first round is not counted, as it loads code and page tables.
         if turn:
             caller.append(caller_us)
-            for what, value in seconds.items():
-                found.setdefault(what, []).append(total / value / 1e9)
-    return [line(case, record_bytes, found) for case in CASES], statistics.median(caller)
+            for case_and_side, value in seconds.items():
+                speeds.setdefault(case_and_side, []).append(total / value / 1e9)
+    return [line(case, record_bytes, speeds) for case in CASES], statistics.median(caller)
 
 
 def line(case: str, record_bytes: int, found: dict[tuple[str, str], list[float]]) -> Line:
@@ -310,10 +311,10 @@ def main() -> None:
 
 
 def file_system(folder: Path) -> str:
-    """Its type, by the longest mount point above the folder."""
+    """Return the type of the folder's file system, by the longest mount point above the folder."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    fits = [(point, kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
-    return max(fits, key=lambda mount: len(mount[0]))[1] if fits else "unknown"
+    mounts_above = [(point, kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
+    return max(mounts_above, key=lambda mount: len(mount[0]))[1] if mounts_above else "unknown"
 
 
 if __name__ == "__main__":

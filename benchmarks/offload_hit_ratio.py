@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of its prompts a CPU tier of this many chunks saves the engine from computing again, with LRU and with ARC.
+"""The share of prompts that a CPU tier of a given size saves the engine from computing again, with LRU and with ARC.
 
-Request traces are replayed against the tier's own books (CpuTier and its policies; no bytes are moved). Each hash id of
-a trace is one chunk of 512 tokens. A request reuses the longest run of resident chunks from its start; then all its
-chunks are resident: those that are there count as used, the others are stored. A request is done before the next one
-begins. The hit ratio is chunks reused of all chunks requested; with endless memory nothing is ever evicted, so no
-policy can do better.
+Request traces are replayed against the tier's own bookkeeping (`CpuTier` and its policies; no bytes are moved). Each
+hash id of a trace is one chunk of 512 tokens. A request reuses the longest run of resident chunks from its start. Then
+all its chunks become resident: chunks that are there count as used, the others are stored. A request is done before the
+next one begins. The hit ratio is the chunks reused by all chunks requested; with endless memory nothing is ever
+evicted, so no policy can do better.
 """
 
 from __future__ import annotations
@@ -34,57 +34,60 @@ POLICIES = ("lru", "arc")
 
 
 class Request(msgspec.Struct):
-    """A line of a trace; its other fields are not needed."""
+    """A line of a trace, without the fields that are not needed."""
 
     hash_ids: list[int]
 
 
 class Trace(NamedTuple):
-    """requests: the chunks of each, in the order of the prompt. chunks: of all requests together. distinct: different
-    ones."""
+    """The requests of a trace."""
 
     name: str
+    # The chunks of each request, in the order of the prompt.
     requests: list[list[OffloadKey]]
+    # The chunks of all requests together.
     chunks: int
+    # The number of different chunks.
     distinct: int
 
 
 class Replay(NamedTuple):
-    """reused, evicted: chunks. unstored: chunks of requests that are longer than the tier."""
+    """The outcome of a replay. All counts are of chunks."""
 
     reused: int
     evicted: int
+    # Chunks that were never stored, as their request is longer than the tier.
     unstored: int
     seconds: float
 
 
 def read_trace(path: Path, requests: int | None) -> Trace:
-    """The first requests of a trace, or all."""
+    """Read the first requests of a trace, or all if `requests` is None."""
     decoder = msgspec.json.Decoder(Request)
     keys: dict[int, OffloadKey] = {}
-    made = []
+    requests_as_keys = []
     for line in path.read_bytes().splitlines()[:requests]:
         # An id stands for its whole prefix, so a second time in one request would be an error of the trace.
         ids = list(dict.fromkeys(decoder.decode(line).hash_ids))
-        for one in ids:
-            if one not in keys:
-                keys[one] = pack(one.to_bytes(HASH_BYTES, "big"), 0)
-        made.append([keys[one] for one in ids])
+        for hash_id in ids:
+            if hash_id not in keys:
+                keys[hash_id] = pack(hash_id.to_bytes(HASH_BYTES, "big"), 0)
+        requests_as_keys.append([keys[hash_id] for hash_id in ids])
     name = path.stem.removeprefix("mooncake_").removesuffix("_trace")
-    return Trace(name, made, sum(map(len, made)), len(keys))
+    return Trace(name, requests_as_keys, sum(map(len, requests_as_keys)), len(keys))
 
 
 def replay(trace: Trace, policy: str, capacity: int) -> Replay:
-    """All requests, one after another, against a tier of `capacity` chunks."""
+    """Replay all requests, one after another, against a tier of `capacity` chunks."""
     tier = CpuTier(capacity, make_policy(policy, capacity))
     reused = unstored = 0
     start = time.process_time()
     for chunks in trace.requests:
-        there = [tier.state(chunk) is ChunkState.READY for chunk in chunks]
-        reused += there.index(False) if False in there else len(there)
-        resident = [chunk for chunk, known in zip(chunks, there, strict=True) if known]
-        absent = [chunk for chunk, known in zip(chunks, there, strict=True) if not known]
-        # The head of what does not fit is worth more than its tail.
+        is_ready = [tier.state(chunk) is ChunkState.READY for chunk in chunks]
+        reused += is_ready.index(False) if False in is_ready else len(is_ready)
+        resident = [chunk for chunk, ready in zip(chunks, is_ready, strict=True) if ready]
+        absent = [chunk for chunk, ready in zip(chunks, is_ready, strict=True) if not ready]
+        # The head of a prompt is worth more than its tail, so the tail is left out if not all chunks fit.
         fitting = absent[: capacity - len(resident)]
         unstored += len(absent) - len(fitting)
         allocation = tier.allocate(fitting, frozenset(resident))
@@ -101,7 +104,7 @@ def percent(part: int, whole: int) -> float:
 
 
 def grid(lines: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; the first line is its head."""
+    """Return the lines as a table in Markdown; the first line is its head."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     shown = [f"| {' | '.join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines]
     rule = f"| {' | '.join('-' * (width - 1) + ':' for width in widths)} |"
@@ -111,7 +114,7 @@ def grid(lines: Sequence[Sequence[str]]) -> str:
 def measure(
     traces: Sequence[Trace], capacities: Sequence[int], policies: Sequence[str]
 ) -> tuple[list[Row], list[str], str]:
-    """(rows, notes, table)"""
+    """Replay every trace with every capacity and policy; return the rows, the notes and the table."""
     rows: list[Row] = []
     notes: list[str] = []
     lines = [["trace", "chunks", "tokens", *(f"{policy}, %" for policy in policies), "endless, %"]]
@@ -122,19 +125,21 @@ def measure(
             f"{trace.name}: {len(trace.requests):,} requests, {trace.chunks:,} chunks requested, {trace.distinct:,} different ones"
         )
         for capacity in capacities:
-            found = []
+            ratios = []
             for policy in policies:
-                done = replay(trace, policy, capacity)
-                ratio = percent(done.reused, trace.chunks)
-                progress(f"{NAME}: {trace.name}, {capacity:,} chunks, {policy}: {ratio:.2f} % in {done.seconds:.1f} s")
+                result = replay(trace, policy, capacity)
+                ratio = percent(result.reused, trace.chunks)
+                progress(
+                    f"{NAME}: {trace.name}, {capacity:,} chunks, {policy}: {ratio:.2f} % in {result.seconds:.1f} s"
+                )
                 rows.append(Row(f"hit ratio, {trace.name}, {capacity:,} chunks, {policy}", "%", ratio))
-                found.append(f"{ratio:.2f}")
-                if done.unstored:
+                ratios.append(f"{ratio:.2f}")
+                if result.unstored:
                     notes.append(
-                        f"{trace.name}, {capacity:,} chunks, {policy}: {done.unstored:,} chunks of requests longer than the tier "
+                        f"{trace.name}, {capacity:,} chunks, {policy}: {result.unstored:,} chunks of requests longer than the tier "
                         "were never stored"
                     )
-            lines.append([trace.name, f"{capacity:,}", f"{capacity * CHUNK_TOKENS:,}", *found, f"{endless:.2f}"])
+            lines.append([trace.name, f"{capacity:,}", f"{capacity * CHUNK_TOKENS:,}", *ratios, f"{endless:.2f}"])
     return rows, notes, grid(lines)
 
 

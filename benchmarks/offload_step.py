@@ -2,9 +2,9 @@
 """Claim: a step of vLLM's scheduler costs as much with 100,000 offloaded chunks in our CPU tier as with none.
 
 Three engines get the same requests and take turns, block by block of steps: ours with an empty tier, ours with a full
-one, where each store evicts, and vLLM's own tier, full as well. A step is `add_request`, `schedule` and
-`update_from_output` in the engine's thread. Runs in the venv of the engine tests, which it enters by itself, and builds
-when it is missing.
+tier, where each store evicts, and vLLM's own tier, full as well. A step is `add_request`, `schedule` and
+`update_from_output` in the engine's thread. The script runs in the venv of the engine tests, which it enters by itself,
+and builds when it is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OURS = {"spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engin
 
 
 def strangers(count: int) -> list[bytes]:
-    """Keys of chunks that no prompt asks for."""
+    """Return the keys of chunks that no prompt needs."""
     rng = Random(0)
     return [rng.randbytes(32) + bytes(4) for _ in range(count)]
 
@@ -46,7 +46,7 @@ def fill(manager: Any, chunks: int) -> None:
         assert stored is not None and len(stored.keys_to_store) == len(batch)
         manager.complete_store(batch, context)
     manager.on_request_finished(context)
-    # As many events as chunks, which nobody waits for.
+    # Drop the events of the stored chunks, as nothing reads them.
     list(manager.take_events())
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=CHUNKS, help="in the full tiers (default: %(default)s)")
     arguments = parser.parse_args()
     engine_venv.enter()
-    # Only there are vLLM and the helpers of the engine tests.
+    # vLLM and the helpers of the engine tests exist only in that venv.
     from benchmarks.patch_engines import Engine, Steps
     from tests.engine.engine_config import write_model
 
@@ -93,7 +93,9 @@ def main() -> None:
         (f"{chunks:,} chunks against none", "empty", "full"),
         (f"ours against vLLM's own tier, {chunks:,} chunks in each", "vllm", "full"),
     ):
-        pairs = [(one, two) for one, two in zip(taken[without], taken[with_], strict=True)]
+        pairs = [
+            (without_steps, with_steps) for without_steps, with_steps in zip(taken[without], taken[with_], strict=True)
+        ]
         rows.append(compared(f"{what}: step", "us", [a.wall_us for a, _ in pairs], [b.wall_us for _, b in pairs]))
         rows.append(compared("the same, CPU", "us", [a.cpu_us for a, _ in pairs], [b.cpu_us for _, b in pairs]))
     result = Result("offload_step", arguments.quick, machine(), rows, [others.note()])

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: one API key with 10,000 prompts behind one long beginning keeps to its fair part of the workers, and what other
-keys reuse falls by some 3 points.
+"""Claim: one API key with 10,000 prompts behind one long beginning keeps to its fair part of the workers.
 
-Three keys have chats that fill the memory of three of four simulated replicas, and the fourth key's prompts share
-4,096 tokens (`tests/support/key_traffic.py`); one replica can answer them. In virtual time, so the machine does not
-matter.
+The reuse of other keys falls by some 3 points.
+
+Three keys have chats that fill the memory of three of four simulated replicas. The prompts of the fourth key share
+4,096 tokens (`tests/support/key_traffic.py`), and one replica can answer them. The run is in virtual time, so the
+machine does not matter.
 
     python -m benchmarks.one_key [--prompts 10000] [--price 30] [--policy kv]
 """
@@ -26,7 +27,7 @@ TIMING = Timing(prefill_tokens_per_s=10_000.0, step_base_s=0.01)
 
 
 def row(policy: str, prompts: int, span_s: float) -> list[str]:
-    """Return a row of the table: one run with this many prompts of the attacker."""
+    """Return the table's row for one run with this many prompts of the attacker."""
     fleet = FleetShape(geometry_of("llama", PIECE_TOKENS), (ReplicaShape(BLOCKS, 0, TIMING),) * REPLICAS)
     outcome = run_keys(keys_traffic(prompts, span_s), fleet, policy)
     ttft_s = outcome.policy_run.ttft_s

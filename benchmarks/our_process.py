@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our router without its HTTP in a process of its own, to look at its memory and its start from inside.
+"""Our router without its HTTP server in a process of its own, which measures its memory and its start from inside.
 
-`fill`: follow event streams into a private Valkey, and tell what memory that took. `load`: time the start of a router
-on what is stored there. Answers are lines of JSON on stdout.
+`fill` follows event streams into a private Valkey and reports the memory that this took. `load` times the start of a
+router on the stored index. Answers are lines of JSON on stdout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.workers.registration import Registration
 
 TOKEN = "bench"
-# The follower and the allocator of Valkey settle within this.
+# The router's follower and Valkey's allocator settle within this time.
 SETTLE_S = 1.5
 FILL_TIMEOUT_S = 240.0
 
@@ -46,27 +46,30 @@ def tell(**answer: Any) -> None:
 
 
 def trimmed_rss() -> int:
-    """Resident bytes with garbage collected and free heap pages given back."""
+    """Return the resident bytes after garbage was collected and free heap pages were given back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return rss_bytes(os.getpid())
 
 
 async def info(store: IndexStore) -> dict[str, int]:
-    """used_memory and used_memory_rss of the server, in bytes. Source: INFO memory."""
+    """Return used_memory and used_memory_rss of the server, in bytes. Source: INFO memory."""
     (text,) = await store.servers.run("x", command("INFO", "memory"))
     pairs = (line.split(":") for line in text.decode().split("\r\n") if line.startswith("used_memory"))
     return {name: int(value) for name, value in pairs if value.isdigit()}
 
 
 async def key_bytes(store: IndexStore) -> dict[str, int]:
-    """Bytes by the last part of the key, by MEMORY USAGE of every key: logs, checkpoints and the rest."""
+    """Return the bytes of all keys by the last part of the key: logs, checkpoints and the rest.
+
+    Source: MEMORY USAGE of every key.
+    """
     (names,) = await store.servers.run("x", command("KEYS", "*"))
     totals: dict[str, int] = {}
     for name in names:
         (size,) = await store.servers.run("x", command("MEMORY", "USAGE", name, "SAMPLES", 0))
-        kind = name.decode().rpartition("}")[2].split(":")
-        label = kind[1] if len(kind) == 2 else "places" if len(kind) > 3 else kind[-1]
+        name_parts = name.decode().rpartition("}")[2].split(":")
+        label = name_parts[1] if len(name_parts) == 2 else "places" if len(name_parts) > 3 else name_parts[-1]
         totals[label] = totals.get(label, 0) + int(size)
     return totals
 
@@ -99,7 +102,7 @@ def entries(core: Core) -> int:
 
 
 async def fill(folder: Path, endpoints: list[str], last_seqs: list[int]) -> None:
-    """Registers, reports `ready`, and when all is visible reports the memory it took."""
+    """Register the workers, report `ready`, and once every batch is visible report the memory that they took."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     async with private_store(folder) as store:
         core = make_core(store, folder, context)
@@ -129,7 +132,7 @@ async def fill(folder: Path, endpoints: list[str], last_seqs: list[int]) -> None
             copies=sum(stream.ingest.held.blocks.bytes for stream in core.registry.streams.values()),
         )
         await core.stop()
-        # So that a later `load` is not about streams that are gone.
+        # Replace the registrations, so that a later `load` does not look for streams that have ended.
         for worker in range(len(endpoints)):
             key = WorkerKey(MODEL, str(worker))
             await store.registry.put(key, registration_without_stream(key))
@@ -143,7 +146,7 @@ def registration_without_stream(key: WorkerKey) -> bytes:
 
 
 async def load(folder: Path, rounds: int) -> None:
-    """Times Core.start on what is stored; the kernels are compiled and Valkey has its data in memory already."""
+    """Time `Core.start` on the stored index; the kernels are compiled and Valkey has its data in memory already."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     async with private_store(folder) as store:
         for _ in range(rounds):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two sides of a comparison measured in turns add up to."""
+"""The summary of two sides that were measured in turns."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from benchmarks.report import markdown, number, quartiles
 
 
 class Comparison(msgspec.Struct):
-    """One line: medians, and the quartiles of the ratios. rounds: block by block, in the order in which they were
-    taken."""
+    """One line of the table: medians, and the quartiles of the ratios."""
 
     what: str
     unit: str
@@ -21,6 +20,7 @@ class Comparison(msgspec.Struct):
     with_: float = msgspec.field(name="with")
     ratio: float | None = None
     quartiles: tuple[float, float] | None = None
+    # The values of each side block by block, in the order in which they were taken.
     rounds: dict[str, list[float]] = {}
 
 

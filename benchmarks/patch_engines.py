@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler without a model, with the engine patch or without, timed step by step.
 
-What is timed is vLLM's part of a step in the engine's thread: `add_request`, `schedule` and `update_from_output`, which
-publishes the step's events. Making prompts and sampling up tokens is left out. Wall time has everything that holds up
-the engine, also waiting for the interpreter while another thread of the process runs; CPU time is what the thread
-itself does.
+The timed part of a step is vLLM's work in the engine's thread: `add_request`, `schedule` and `update_from_output`,
+which publishes the step's events. The making of prompts and of sampled tokens is left out. Wall time includes
+everything that holds up the engine, also waiting for the interpreter while another thread of the process runs; CPU time
+is the work of the thread itself.
 """
 
 from __future__ import annotations
@@ -29,41 +29,50 @@ from tests.engine.patched import ENVIRONMENT, patched, tap_of
 
 VOCAB_SIZE = 512
 MAX_UNFINISHED = 5
-# A user's heartbeat, not that of tests.
+# The heartbeat that users have, not that of the tests.
 PATCHED = {**ENVIRONMENT, "KVROUTER_PATCH_HEARTBEAT_S": "1"}
-# After a block all threads come to rest, so that none of its work falls into the next one.
+# After a block all threads come to rest, so that none of its work falls into the next block.
 REST_S = 0.002
 
 
 class Steps(NamedTuple):
-    """Microseconds a step, means over a block. late: of 100 steps, the slowest takes longer than this."""
+    """Microseconds of a step, as means over a block."""
 
     wall_us: float
     cpu_us: float
+    # Only one step in 100 takes longer than this.
     late_us: float
 
 
 class Engine(Oracle):
-    """One engine, its work decided by the seed alone."""
+    """One engine whose work is decided by the seed alone."""
 
     def __init__(
         self, case: str, model: Path, patch: bool, seed: int = 1, settings: dict[str, Any] | None = None
     ) -> None:
-        """settings: of the connector, in place of or beside the case's own."""
-        chosen = next(known for known in (*GPU_SETS, *OFFLOAD_SETS) if known.name == case)
+        """Build the engine of a case.
+
+        Args:
+            case: The name of one of GPU_SETS or OFFLOAD_SETS.
+            model: The folder of the model.
+            patch: Whether to load the engine patch.
+            seed: The seed of its requests.
+            settings: Settings of the offload connector, which replace or complete those of the case.
+        """
+        known_set = next(candidate for candidate in (*GPU_SETS, *OFFLOAD_SETS) if candidate.name == case)
         group_set, offload = (
-            (chosen.group_set, chosen.connector_config() | (settings or {}))
-            if isinstance(chosen, OffloadSet)
-            else (chosen, None)
+            (known_set.group_set, known_set.connector_config() | (settings or {}))
+            if isinstance(known_set, OffloadSet)
+            else (known_set, None)
         )
         rng = Random(seed)
         with patched(PATCHED) if patch else nullcontext():
             super().__init__(group_set, model, rng, offload)
         publisher = self.scheduler.kv_event_publisher
-        # Not through the oracle's own count of events.
+        # Publish directly again, without the oracle's count of events.
         publisher.publish = self._publish
         self.reporter: Any = tap_of(self).reporter if patch else None
-        # Past the patch: to vLLM's own topic alone.
+        # Publishes past the patch, to vLLM's own topic alone.
         self.publish_stock: Callable[[Any], None] = functools.partial(type(publisher).publish, publisher)
         self.requests = self.steps = 0
         self._tree = PromptTree(rng, VOCAB_SIZE)
@@ -73,9 +82,9 @@ class Engine(Oracle):
             setattr(self.scheduler, name, self._timed(getattr(self.scheduler, name)))
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any) -> Any:
+        def timed(*arguments: Any) -> Any:
             cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
-            result = original(*given)
+            result = original(*arguments)
             self._wall_ns += time.perf_counter_ns() - wall
             self._cpu_ns += time.thread_time_ns() - cpu
             return result
@@ -88,7 +97,12 @@ class Engine(Oracle):
         return super()._run_model(output)
 
     def block(self, steps: int, model_s: float = 0.0) -> Steps:
-        """This many steps under full load. model_s: how long the model takes, during which other threads may run."""
+        """Run this many steps under full load.
+
+        Args:
+            steps: The number of steps.
+            model_s: The time that the model takes, in which other threads may run.
+        """
         self._model_s = model_s
         walls, cpus = [], []
         for _ in range(steps):
@@ -103,44 +117,49 @@ class Engine(Oracle):
         return Steps(statistics.mean(walls), statistics.mean(cpus), statistics.quantiles(walls, n=100)[-1])
 
     def rest(self) -> None:
-        """Waits until everything that was published has been sent."""
+        """Wait until all published messages have been sent."""
         stock = self.scheduler.kv_event_publisher._event_queue
         while stock.qsize() or (self.reporter is not None and len(self.reporter._queue)):
             time.sleep(REST_S)
         time.sleep(REST_S)
 
     def reporter_cpu_s(self) -> float:
-        """CPU time of the reporter's thread. Source: /proc/PID/task/TID/schedstat (ns)."""
+        """Return the CPU time of the reporter's thread. Source: /proc/PID/task/TID/schedstat (ns)."""
         return int(Path(f"/proc/self/task/{self.reporter._thread.native_id}/schedstat").read_text().split()[0]) / 1e9
 
     def ledger_bytes(self) -> int:
-        """What the ledger's arrays and dicts take."""
+        """Return the bytes of the ledger's arrays and dicts."""
         total = 0
-        for held in self.reporter._stream.ledger._places.values():
-            total += held._hashes.nbytes + held._counts.nbytes
-            # A number of 64 bits takes 36 bytes, a count is shared.
-            total += sys.getsizeof(held._fresh) + 36 * len(held._fresh)
+        for counts in self.reporter._stream.ledger._places.values():
+            total += counts._hashes.nbytes + counts._counts.nbytes
+            # Each hash is an int object of 36 bytes; the count objects are shared.
+            total += sys.getsizeof(counts._fresh) + 36 * len(counts._fresh)
         return total
 
 
 def resident_bytes() -> int:
-    """Of this process, after free pages were given back."""
+    """Return the resident bytes of this process, after free pages were given back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def alone(case: str, model: Path, patch: bool, requests: int) -> dict[str, int]:
-    """Memory of a process that runs nothing but one engine: before it, with it, after this many requests."""
+    """Measure the memory of a process that runs only one engine.
+
+    Returns:
+        The growth in bytes since before the engine: `built` with the new engine, `worked` after this many requests; and
+        `ledger`, the bytes of the ledger, with the patch.
+    """
     before = resident_bytes()
     engine = Engine(case, model, patch)
     built = resident_bytes()
     while engine.requests < requests:
         engine.block(100)
-        # Nobody is to wait in a queue: how fast others take turns on the machine decides how much that is.
+        # Let all queues run empty, as their lengths depend on the load of the machine.
         engine.rest()
-    found = {"built": built - before, "worked": resident_bytes() - before}
+    sizes = {"built": built - before, "worked": resident_bytes() - before}
     if patch:
-        found["ledger"] = engine.ledger_bytes()
+        sizes["ledger"] = engine.ledger_bytes()
     engine.close()
-    return found
+    return sizes

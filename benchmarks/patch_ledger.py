@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims: the engine patch's reporter costs the engine's thread at most 20 us a step, and its process 25 bytes a
-resident block.
+"""Claims: the engine patch's reporter costs a step at most 20 us, and the process 25 bytes a resident block.
 
-Memory is what Python and numpy allocated (tracemalloc), after as many changes as there are blocks. The engine's thread
-is timed at `publish`, the reporter's thread at everything but sending: ledger and encoding, with the events available.
-The pause is the longest that a second thread was kept from running while a snapshot was frozen.
+Memory is the bytes that Python and numpy allocated (tracemalloc), after as many changes as there are blocks. The
+engine's thread is timed at `publish`, the reporter's thread at everything but sending: ledger and encoding, with the
+events available. The pause is the longest time for which a second thread could not run while a snapshot was frozen.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kvrouter.events.patch.messages import ReportEvent, ReportRemoved, ReportSto
 from kvrouter.events.vllm.messages import HashArray
 
 GOAL_BYTES = 25.0
-# A step of a fast engine takes 5 ms and more: 0.4 percent of that.
+# A step of a fast engine takes 5 ms and more, so this is at most 0.4 percent of a step.
 GOAL_PUBLISH_US = 20.0
 EVENT_BLOCKS = 64
 MAX_BLOCKS = 10_000_000
@@ -48,20 +47,20 @@ def stored(hashes: HashArray, step: int = EVENT_BLOCKS) -> Iterator[ReportStored
 
 
 def removed(hashes: HashArray, step: int) -> Iterator[ReportRemoved]:
-    # The same groups as when they were stored.
+    # `start % 4` gives the groups of the stored events.
     for start in range(0, len(hashes), step):
         yield ReportRemoved(pack_hashes(hashes[start : start + step]), start % 4, "GPU")
 
 
 def churned(blocks: int) -> Ledger:
-    """A ledger of this many blocks, every one of which has taken the place of another."""
+    """Return a ledger of this many blocks, each of which has replaced another block."""
     ledger = Ledger(MAX_BLOCKS)
     old, new = hashes_of(blocks, 1), hashes_of(blocks, 2)
     for event in stored(old):
         ledger.apply(event)
-    for gone, come in zip(removed(old, EVENT_BLOCKS), stored(new), strict=True):
-        ledger.apply(gone)
-        ledger.apply(come)
+    for removal, arrival in zip(removed(old, EVENT_BLOCKS), stored(new), strict=True):
+        ledger.apply(removal)
+        ledger.apply(arrival)
     return ledger
 
 
@@ -100,39 +99,50 @@ def stream() -> ReportStream:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """CPU time of this thread, so that other processes count little. Seconds."""
+    """Return the CPU time of this thread for some work in seconds, which hardly depends on other processes."""
     start = time.thread_time()
     work()
     return time.thread_time() - start
 
 
 def step_us(resident: int, steps: int, make: Callable[[int], list[ReportEvent]]) -> float:
-    """What one step costs the reporter's thread."""
-    subject = stream()
+    """Return the CPU time of one step in the reporter's thread, in us.
+
+    Args:
+        resident: The blocks in the ledger before.
+        steps: The steps to average over.
+        make: Returns the events of the step with a number.
+    """
+    report_stream = stream()
     for event in stored(hashes_of(resident, 1)):
-        subject.ledger.apply(event)
+        report_stream.ledger.apply(event)
     batches = [make(number) for number in range(steps)]
 
     def work() -> None:
         for number, events in enumerate(batches):
-            subject.pass_on(Message(lambda events=events: events, number, 0.0))  # type: ignore[misc]
+            report_stream.pass_on(Message(lambda events=events: events, number, 0.0))  # type: ignore[misc]
 
     return timed(work) / steps * 1e6
 
 
 def decode_step(number: int) -> list[ReportEvent]:
-    """Sixteen requests each fill a block, and sixteen blocks make room for them, one event each."""
+    """Return the events, one a block, of a step in which 16 requests each fill a block and 16 blocks make room."""
     new = hashes_of(16, 1_000_000 + number)
     return [*stored(new, 1), *removed(new, 1)]
 
 
 def prefill_step(number: int) -> list[ReportEvent]:
-    """8,192 tokens in blocks of 16, in two groups: 1,024 blocks in 4 events."""
+    """Return the events of a step of 8,192 tokens in blocks of 16, in two groups: 1,024 blocks in 4 events."""
     return list(stored(hashes_of(1_024, 2_000_000 + number), 256))
 
 
 def publish_us(calls: int, idle: bool) -> list[float]:
-    """What `publish` costs the engine's thread. idle: the reporter sleeps each time and must be woken."""
+    """Return the CPU times that `publish` takes in the engine's thread, in us.
+
+    Args:
+        calls: How often to call it.
+        idle: Whether the reporter sleeps before each call and must be woken.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reporter = Reporter(
         requests="inproc://requests",
@@ -164,10 +174,15 @@ def publish_us(calls: int, idle: bool) -> list[float]:
 
 
 def freezing_ms(ledger: Ledger, rounds: int) -> tuple[list[float], list[float], list[float]]:
-    """(freezing, making and encoding all parts, longest pause of another thread meanwhile), ms."""
+    """Time snapshots of a ledger.
+
+    Returns:
+        Three lists with a value for each round, in ms: freezing; making and encoding all parts; the longest pause of another
+        thread during the freeze.
+    """
     freezes, served, pauses = [], [], []
     for number in range(rounds):
-        # Something to merge.
+        # Give the freeze new hashes to merge.
         for event in stored(hashes_of(4_000, 100 + number)):
             ledger.apply(event)
         gaps = [0.0]

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims: the engine patch costs a step of the scheduler some tens of microseconds and the engine's process some MB; a
-reader that stops reading, a full queue and a snapshot under way cost the engine's step next to nothing more.
+"""Claims: the engine patch costs a step of the scheduler some tens of microseconds and the engine's process some MB.
+
+A reader that stops reading, a full queue and a snapshot under way cost the engine's step next to nothing more.
 
 Both sides of every comparison take turns in one run, block by block, because the machine's speed changes by the minute.
-The table has medians over the blocks, and median and quartiles of the ratios of neighbours. What a block is, is said
-with each part. Runs in the venv of the engine tests, which it enters by itself, and builds when it is missing.
+The table has medians over the blocks, and median and quartiles of the ratios of neighbours. Each part defines its own
+blocks. The script runs in the venv of the engine tests, which it enters by itself, and builds when it is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="this part; may be repeated")
     arguments = parser.parse_args()
     engine_venv.enter()
-    # Only there are vLLM and the helpers of the engine tests.
+    # vLLM and the helpers of the engine tests exist only in that venv.
     from benchmarks import patch_parts
     from tests.engine.engine_config import write_model
 
@@ -41,7 +42,7 @@ def main() -> None:
             rows, notes = patch_parts.PARTS[part](settings)
             result.rows += rows
             result.notes += notes
-            # After each part, so that an interrupted run has something.
+            # Save after each part, so that an interrupted run leaves a result.
             save(result, arguments.json)
     result.notes.append(others.note())
     save(result, arguments.json)

@@ -25,15 +25,17 @@ CASES = ("full+window", "3-way", "cpu 3-way, placeholder, 1 a chunk")
 CASE = CASES[0]
 REQUESTS = 10_000
 BLOCK_STEPS = 200
-# A step of a small model on a fast GPU. It only sleeps: other threads may run, as while a GPU works.
+# The time of a step of a small model on a fast GPU. The step only sleeps, so other threads may run, as while a GPU
+# works.
 MODEL_S = 0.005
 MODEL_BLOCK_STEPS = 40
-# More than both PUB sockets keep for a reader: 1,000 of ours by report_hwm, 100,000 of vLLM's by its default.
+# More messages than either PUB socket keeps for a reader: 1,000 on ours by report_hwm, 100,000 on vLLM's by its
+# default.
 FILL_REPORTS, FILL_STOCK = 2_000, 100_500
 FILL_REPORT_BLOCKS = 512
 SNAPSHOT_BLOCKS = 200_000
 REAL_BATCH = 100
-# For a subscription to arrive.
+# The time in which a subscription arrives.
 CONNECT_S = 0.1
 
 
@@ -52,23 +54,29 @@ Sides = tuple[list[Steps], list[Steps]]
 
 def step_rows(what: str, without: Sequence[Steps], with_: Sequence[Steps]) -> list[Comparison]:
     return [
-        compared(f"{what}: step", "us", [one.wall_us for one in without], [one.wall_us for one in with_]),
+        compared(f"{what}: step", "us", [steps.wall_us for steps in without], [steps.wall_us for steps in with_]),
         compared(
-            "the same, CPU of the engine's thread", "us", [one.cpu_us for one in without], [one.cpu_us for one in with_]
+            "the same, CPU of the engine's thread",
+            "us",
+            [steps.cpu_us for steps in without],
+            [steps.cpu_us for steps in with_],
         ),
         compared(
-            "the same, slowest step in 100", "us", [one.late_us for one in without], [one.late_us for one in with_]
+            "the same, slowest step in 100",
+            "us",
+            [steps.late_us for steps in without],
+            [steps.late_us for steps in with_],
         ),
     ]
 
 
 def alternate(rounds: int, without: Callable[[], Steps], with_: Callable[[], Steps]) -> Sides:
-    """This many blocks of each, who is first by turns."""
-    found: Sides = ([], [])
+    """Take this many blocks of each side; the sides take turns in going first."""
+    sides: Sides = ([], [])
     for turn in range(rounds):
         for side in (0, 1) if turn % 2 else (1, 0):
-            found[side].append((without, with_)[side]())
-    return found
+            sides[side].append((without, with_)[side]())
+    return sides
 
 
 def rested(engine: Engine, steps: int, model_s: float = 0.0) -> Steps:
@@ -78,20 +86,23 @@ def rested(engine: Engine, steps: int, model_s: float = 0.0) -> Steps:
 
 
 def patch_against_none(settings: Settings) -> Found:
-    """Blocks of 200 steps, or of 40 with a model of 5 ms; both engines get the same requests."""
+    """Compare an engine with the patch and one without it, which get the same requests.
+
+    A block has 200 steps, or 40 steps with a model of 5 ms.
+    """
     rows: list[Comparison] = []
     notes: list[str] = []
     for case in CASES[: settings.pick(3, 1)]:
-        taken, said = one_case(case, settings)
-        rows += taken
-        notes.append(said)
+        case_rows, note = one_case(case, settings)
+        rows += case_rows
+        notes.append(note)
     return rows, notes
 
 
 def one_case(case: str, settings: Settings) -> tuple[list[Comparison], str]:
     plain, patched = Engine(case, settings.model, False), Engine(case, settings.model, True)
-    heard: dict[str, int] = {}
-    unheard: Sides = ([], [])
+    counts: dict[str, int] = {}
+    without_reader: Sides = ([], [])
     with_reader: Sides = ([], [])
     for engine in (plain, patched):
         rested(engine, BLOCK_STEPS)
@@ -101,20 +112,22 @@ def one_case(case: str, settings: Settings) -> tuple[list[Comparison], str]:
             reader.read(patched.reporter.reports_endpoint)
             took = rested(patched, BLOCK_STEPS)
             for name, count in reader.leave().items():
-                heard[name] = heard.get(name, 0) + count
+                counts[name] = counts.get(name, 0) + count
             return took
 
         reported_s, sent, steps = patched.reporter_cpu_s(), patched.reporter.counters.sent, patched.steps
         while patched.requests < settings.pick(REQUESTS, 400):
-            for sides, with_ in ((unheard, partial(rested, patched, BLOCK_STEPS)), (with_reader, read)):
-                for side, taken in zip(sides, alternate(2, partial(rested, plain, BLOCK_STEPS), with_), strict=True):
-                    side.extend(taken)
+            for sides, with_ in ((without_reader, partial(rested, patched, BLOCK_STEPS)), (with_reader, read)):
+                for side, new_steps in zip(
+                    sides, alternate(2, partial(rested, plain, BLOCK_STEPS), with_), strict=True
+                ):
+                    side.extend(new_steps)
         steps, sent = patched.steps - steps, patched.reporter.counters.sent - sent
         reported_s = patched.reporter_cpu_s() - reported_s
     note = (
         f"{case}: {patched.requests:,} requests with the patch in {patched.steps:,} steps, {plain.requests:,} without in "
-        f"{plain.steps:,}; {sent / steps:.2f} messages a step, {heard['events'] / max(1, heard['with_events']):.1f} events and "
-        f"{heard['bytes'] / max(1, heard['messages']):.0f} bytes a message; the reporter's thread used "
+        f"{plain.steps:,}; {sent / steps:.2f} messages a step, {counts['events'] / max(1, counts['with_events']):.1f} events and "
+        f"{counts['bytes'] / max(1, counts['messages']):.0f} bytes a message; the reporter's thread used "
         f"{reported_s / steps * 1e6:.0f} us of CPU a step; dropped {patched.reporter.counters.dropped}"
     )
     modelled = alternate(
@@ -124,32 +137,35 @@ def one_case(case: str, settings: Settings) -> tuple[list[Comparison], str]:
     )
     plain.close()
     patched.close()
-    rows = step_rows(f"{case}, no model, nobody reads", *unheard)
+    rows = step_rows(f"{case}, no model, nobody reads", *without_reader)
     rows += step_rows(f"{case}, no model, one reader", *with_reader)
     rows += step_rows(f"{case}, model of 5 ms, nobody reads", *modelled)
     return rows, note
 
 
 def memory(settings: Settings) -> Found:
-    """One process an engine; what it grew by since before the engine was built."""
+    """Compare the growth of a process since before its engine was built, with one process for each engine."""
     rows, notes = [], []
     requests = settings.pick(REQUESTS, 400)
-    fresh = multiprocessing.get_context("spawn")
+    spawning = multiprocessing.get_context("spawn")
     for case, rounds in ((CASES[0], 2), (CASES[2], 1)):
-        found: dict[str, list[dict[str, int]]] = {"without": [], "with": []}
+        grown: dict[str, list[dict[str, int]]] = {"without": [], "with": []}
         for side in ("without", "with") * settings.pick(rounds, 1):
-            with fresh.Pool(1) as pool:
-                found[side].append(pool.apply(alone, (case, settings.model, side == "with", requests)))
-        rounds_mib = {side: [one["worked"] / 2**20 for one in taken] for side, taken in found.items()}
+            with spawning.Pool(1) as pool:
+                grown[side].append(pool.apply(alone, (case, settings.model, side == "with", requests)))
+        rounds_mib = {side: [sizes["worked"] / 2**20 for sizes in side_sizes] for side, side_sizes in grown.items()}
         medians = {side: statistics.median(values) for side, values in rounds_mib.items()}
         what = f"{case}: resident set after {requests:,} requests"
         rows.append(Comparison(what, "MiB", medians["without"], medians["with"], rounds=rounds_mib))
-        notes.append(f"{case}: the ledger took {found['with'][0]['ledger']:,} bytes of it")
+        notes.append(f"{case}: the ledger took {grown['with'][0]['ledger']:,} bytes of it")
     return rows, notes
 
 
 def stuck_reader(settings: Settings) -> Found:
-    """Turns of 5 blocks; before a turn with the reader, what both PUB sockets keep for it is filled until they drop."""
+    """Compare an engine without readers with one whose reader never reads, in turns of 5 blocks.
+
+    Before a turn with the reader, the queues that both PUB sockets keep for it are filled until they drop messages.
+    """
     rows, notes = [], []
     engine = Engine(CASE, settings.model, True)
     fill = pack_hashes(np.arange(FILL_REPORT_BLOCKS, dtype=np.uint64))
@@ -189,8 +205,10 @@ def stuck_reader(settings: Settings) -> Found:
 
 
 def flood(engine: Engine, hashes: bytes, stock: int) -> None:
-    """Messages that change nothing of what is resident at last, until no PUB socket has room for a reader that is
-    stuck."""
+    """Publish messages until no PUB socket has room for a reader that is stuck.
+
+    They change nothing that is resident in the end.
+    """
     stored: list[ReportEvent] = [ReportStored(hashes, 0, "FLOOD")]
     for _ in range(FILL_REPORTS):
         engine.reporter.publish(lambda: stored, None)
@@ -200,11 +218,14 @@ def flood(engine: Engine, hashes: bytes, stock: int) -> None:
 
 
 def full_queue(settings: Settings) -> Found:
-    """The reporter's thread is held up, its queue has room for 4 messages: others are read and dropped in the engine's
-    thread."""
+    """Compare an engine whose reporter's queue is full with one whose queue is not.
+
+    The reporter's thread is held up, and its queue has room for 4 messages: all further messages are read and dropped
+    in the engine's thread.
+    """
     engine = Engine(CASE, settings.model, True)
     queue = engine.reporter._queue
-    room = queue._max_messages
+    usual_max_messages = queue._max_messages
 
     def dropping() -> Steps:
         held, go_on = threading.Event(), threading.Event()
@@ -218,7 +239,7 @@ def full_queue(settings: Settings) -> Found:
         held.wait()
         queue._max_messages = 4
         took = engine.block(BLOCK_STEPS)
-        queue._max_messages = room
+        queue._max_messages = usual_max_messages
         go_on.set()
         engine.rest()
         return took
@@ -232,15 +253,18 @@ def full_queue(settings: Settings) -> Found:
 
 
 def snapshots(settings: Settings) -> Found:
-    """The ledger is given 200,000 blocks of a medium that the engine lacks; a reader asks again as soon as it has a
-    snapshot."""
+    """Compare an engine that serves snapshots in a loop with one that serves none.
+
+    The ledger has 200,000 blocks of a medium that the engine lacks. A reader requests a snapshot as soon as it has the
+    one before.
+    """
     rows = []
     engine = Engine(CASE, settings.model, True)
     hashes = np.random.default_rng(1).integers(0, 2**64, settings.pick(SNAPSHOT_BLOCKS, 20_000), dtype=np.uint64)
     for part in np.array_split(hashes, 200):
         engine.reporter.publish(lambda part=part: [ReportStored(pack_hashes(part), 0, "ELSEWHERE")], None)
     rested(engine, BLOCK_STEPS)
-    loaded: list[dict[str, int]] = []
+    read_counts: list[dict[str, int]] = []
     took_s = 0.0
     with Reader() as reader:
 
@@ -250,7 +274,7 @@ def snapshots(settings: Settings) -> Found:
             start = time.monotonic()
             took = engine.block(steps, model_s)
             took_s += time.monotonic() - start
-            loaded.append(reader.leave())
+            read_counts.append(reader.leave())
             engine.rest()
             return took
 
@@ -259,17 +283,19 @@ def snapshots(settings: Settings) -> Found:
                 settings.pick(20, 4), partial(rested, engine, steps, model_s), partial(loading, steps, model_s)
             )
             rows += step_rows(f"snapshots of {len(hashes):,} blocks in a loop, {name}", *sides)
-    served = sum(one["snapshots"] for one in loaded)
+    served = sum(counts["snapshots"] for counts in read_counts)
     notes = [
-        f"snapshots: {served / took_s:.1f} a second, {sum(one['blocks'] for one in loaded) / took_s:,.0f} blocks/s"
+        f"snapshots: {served / took_s:.1f} a second, {sum(counts['blocks'] for counts in read_counts) / took_s:,.0f} blocks/s"
     ]
     engine.close()
     return rows, notes
 
 
 def real_engine(settings: Settings) -> Found:
-    """Blocks of 100 requests of 96 tokens, 48 of which are one of 12 beginnings, that generate 16; the other engine is
-    idle."""
+    """Compare two whole vLLM engines, one of which has the patch; while one works, the other is idle.
+
+    A block has 100 requests that generate 16 tokens. Each prompt has 96 tokens, of which 48 are one of 12 beginnings.
+    """
     rates: tuple[list[float], list[float]] = ([], [])
     cpu: tuple[list[float], list[float]] = ([], [])
     requests = settings.pick(REQUESTS, 400)

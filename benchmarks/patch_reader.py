@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of an engine, good and bad, in a process of their own, so that what they do takes nothing from the engine's.
+"""Good and bad readers of an engine, in a process of their own, so that they take no time from the engine's process.
 
 Run as a script it is the child: it takes one JSON request a line and answers each with one.
 """
@@ -26,10 +26,10 @@ from kvrouter.events.patch.messages import (
 )
 
 STOP_TIMEOUT_S = 20.0
-# One message and 4 KiB: the smallest that ZMQ and the kernel allow.
+# The limits of a stuck reader, one message and 4 KiB, are the smallest that ZMQ and the kernel allow.
 STUCK_HWM = 1
 STUCK_BUFFER_BYTES = 4_096
-# What a stuck reader finds when it reads at last comes in one go; after so long a pause there is no more.
+# When a stuck reader reads at last, all messages come at once; after a pause this long there are no more.
 QUIET_MS = 300
 
 _report = msgspec.msgpack.Decoder(Events | Heartbeat | CatalogMessage)
@@ -37,7 +37,7 @@ _reply = msgspec.msgpack.Decoder(Hello | SnapshotPart | Refused)
 
 
 class Reader:
-    """The parent's side: one reader at a time."""
+    """The parent's side of the child process, which is one reader at a time."""
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -60,16 +60,20 @@ class Reader:
         self._ask({"do": "read", "endpoints": endpoints})
 
     def stick(self, *endpoints: str) -> None:
-        """Subscribe and read nothing, until it leaves."""
+        """Subscribe and read nothing until `leave`."""
         self._ask({"do": "stick", "endpoints": endpoints})
 
     def load(self, requests: str) -> None:
-        """Ask for snapshots, the next as soon as one is there."""
+        """Request snapshots, the next as soon as one is complete."""
         self._ask({"do": "load", "endpoints": [requests]})
 
     def leave(self) -> dict[str, int]:
-        """Disconnect. Returns what was read of the patch's topic: messages, with events, events, bytes; and snapshots,
-        blocks."""
+        """Disconnect and return the counts of the patch's topic since the reader began.
+
+        Returns:
+            The number of messages (`messages`), of messages with events (`with_events`), of events, of bytes, of snapshots and
+            of blocks in snapshots.
+        """
         return dict(self._ask({"do": "leave"}))
 
     def _ask(self, request: dict[str, Any]) -> Any:
@@ -112,7 +116,7 @@ class _Child:
         return self._sockets if self._reading else []
 
     def turn(self, timeout_ms: int) -> bool:
-        """Takes what is there; whether anything was."""
+        """Take a message from each socket that has one, and return whether any had."""
         poller = zmq.Poller()
         for socket in self._sockets:
             poller.register(socket, zmq.POLLIN)

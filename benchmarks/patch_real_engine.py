@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole vLLM engine on the CPU, with the engine patch or without, given short requests in batches."""
+"""A whole vLLM engine on the CPU, with the engine patch or without it, which gets short requests in batches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ HALF_TOKENS = 48
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process started, through all of its threads. Source: /proc/PID/task/TID/children."""
-    return [int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()]
+    """Return the processes that a process started, through all of its threads. Source: /proc/PID/task/TID/children."""
+    return [
+        int(child_pid)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child_pid in (task / "children").read_text().split()
+    ]
 
 
 class RealEngine(EngineProcess):
-    """The engine core is a process of its own, which loads the patch as a plugin."""
+    """A vLLM engine whose core is a process of its own, which loads the patch as a plugin."""
 
     def __init__(self, folder: Path, patch: bool) -> None:
         folder.mkdir()
@@ -35,7 +39,7 @@ class RealEngine(EngineProcess):
     def __enter__(self) -> Self:
         super().__enter__()
         assert self._process is not None
-        # Besides the core there is what Python's multiprocessing keeps, which is small.
+        # The core is the largest child; other children belong to Python's multiprocessing and are small.
         self._core = max(children(self._process.pid), key=lambda pid: self._memory(pid))
         return self
 
@@ -43,16 +47,16 @@ class RealEngine(EngineProcess):
         return [self._rng.randrange(3, VOCAB_SIZE) for _ in range(HALF_TOKENS)]
 
     def batch(self, requests: int) -> float:
-        """Requests a second."""
+        """Generate answers to this many prompts, and return the requests per second."""
         prompts = [{"prompt_token_ids": self._rng.choice(self._beginnings) + self._tokens()} for _ in range(requests)]
         started_s = time.monotonic()
-        # With vLLM's own sampling parameters: 16 tokens.
+        # vLLM's default sampling parameters generate 16 tokens.
         self.call("generate", prompts)
         return requests / (time.monotonic() - started_s)
 
     @staticmethod
     def _memory(pid: int) -> int:
-        """Resident set without pages that come from files, bytes."""
+        """Return the resident bytes of a process without pages that come from files."""
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
@@ -62,6 +66,8 @@ class RealEngine(EngineProcess):
         return self._memory(self._core)
 
     def core_thread_s(self) -> float:
-        """CPU time of the engine's thread, in which the patch's hooks run. Source: /proc/PID/task/TID/schedstat
-        (ns)."""
+        """Return the CPU time of the engine's thread, in which the patch's hooks run.
+
+        Source: /proc/PID/task/TID/schedstat (ns).
+        """
         return int(Path(f"/proc/{self._core}/task/{self._core}/schedstat").read_text().split()[0]) / 1e9

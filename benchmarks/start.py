@@ -2,7 +2,7 @@
 """Claim: a router answers within a second, and a wrong setting is refused within half of one.
 
 CPU time is that of the command and its children, the private store included, until the first answer of /health or the
-end of the command. Each round starts every command once; the first start, which reads all from the disk, is not
+end of the command. Each round starts every command once; the first start, which reads all files from the disk, is not
 counted.
 """
 
@@ -23,7 +23,7 @@ from benchmarks.report import machine, markdown
 from tests.support.router_process import RouterProcess
 
 KVROUTER = [sys.executable, "-m", "kvrouter.router.cli"]
-# What ends by itself: what it is, its arguments, its exit code.
+# Commands that end by themselves: the name, the arguments and the exit code.
 ENDING = (
     ("kvrouter --help", ("--help",), 0),
     ("kvrouter serve --help", ("serve", "--help"), 0),
@@ -34,14 +34,14 @@ START = "start to the first answer"
 
 
 def started(folder: Path) -> tuple[float, float]:
-    """CPU and wall time until /health answers, in seconds."""
+    """Start a router and return the CPU and wall time until /health answers, in seconds."""
     begun_s = time.perf_counter()
     with RouterProcess(folder) as router:
         return cpu_s(router.pid), time.perf_counter() - begun_s
 
 
 def ended(arguments: tuple[str, ...], code: int) -> tuple[float, float]:
-    """CPU and wall time of a command that ends by itself, in seconds."""
+    """Run a command that ends by itself and return its CPU and wall time, in seconds."""
     begun_s = time.perf_counter()
     process = subprocess.Popen([*KVROUTER, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
@@ -52,15 +52,15 @@ def ended(arguments: tuple[str, ...], code: int) -> tuple[float, float]:
 
 
 def measure(rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """By what was started, CPU and wall time of each round."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (START, *(name for name, _, _ in ENDING))}
+    """Return the CPU and wall time of each round by the command's name."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in (START, *(name for name, _, _ in ENDING))}
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
         started(Path(folder) / "first")
         for number in range(rounds):
-            found[START].append(started(Path(folder) / str(number)))
+            times[START].append(started(Path(folder) / str(number)))
             for name, arguments, code in ENDING:
-                found[name].append(ended(arguments, code))
-    return found
+                times[name].append(ended(arguments, code))
+    return times
 
 
 if __name__ == "__main__":
@@ -72,7 +72,7 @@ if __name__ == "__main__":
     if given.json:
         given.json.write_text(json.dumps({"machine": machine(), "rounds": taken}, indent=1))
     rows = [
-        [name, *(f"{statistics.median(one):.2f}" for one in zip(*rounds, strict=True))]
+        [name, *(f"{statistics.median(times):.2f}" for times in zip(*rounds, strict=True))]
         for name, rounds in taken.items()
     ]
     print(f"medians of {given.rounds} rounds, s; {machine()}\n")

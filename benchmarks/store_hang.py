@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: while Redis hangs for 30 s under traffic, no router credits in `live` what the engine does not hold.
 
-Three router processes on one Valkey, simulated engines under load that store and evict all the time and write down what
-they hold after each message (the engines of the chaos harness). SIGSTOP of Valkey for 30 s, then SIGCONT. Each router's
-answers are judged all the time, of the worker's follower and of the other two apart: against what the engine held at
-the `seq` that the answer shows, and against all that it held within the last two seconds.
+Three router processes run on one Valkey. Simulated engines under load store and evict all the time and record their
+holdings after each message (the engines of the chaos harness). Valkey gets a SIGSTOP, and after 30 s a SIGCONT. Each
+router's answers are judged all the time, those of the worker's follower separately from those of the other two: against
+the engine's holdings at the `seq` that the answer shows, and against all its holdings within the last two seconds.
 """
 
 from __future__ import annotations
@@ -30,26 +30,29 @@ from tests.chaos.harness.stage import LIVE
 
 RESULTS = Path(__file__).parent / "results" / "store_hang.json"
 HANG_S = 30.0
-# What a router that does not follow a worker may be behind while it says `live`.
+# The age that an answer with the state `live` may have from a router that does not follow the worker.
 BEHIND_S = 2.0
 FOLLOWER, OTHER = "follows the worker", "does not"
 
 
 @dataclass
 class Role:
-    """What routers in one role answered while the store hung. Times in seconds after the stop, or after it went on."""
+    """The answers of the routers in one role while the store hung. Times are in seconds after the stop or its end."""
 
     looks: int = 0
     live: int = 0
+    # Live answers above the engine's holdings at the shown seq, and above all holdings of the last BEHIND_S.
     over_at_seq: int = 0
     over_recent: int = 0
+    # The first `suspect` and the first lack of credit of each router and worker, after the stop.
     suspect_from_s: list[float] = field(default_factory=list)
     uncredited_from_s: list[float] = field(default_factory=list)
+    # The first credited live answer of each router and worker that was `suspect`, after the end.
     live_again_s: list[float] = field(default_factory=list)
 
 
 class Hang(ProcessSchedule):
-    """One hang."""
+    """A schedule with one hang of the store."""
 
     def __init__(self, seed: int, hang_s: float) -> None:
         super().__init__(seed, STORE_HANGS)
@@ -65,7 +68,7 @@ class Hang(ProcessSchedule):
             return
         for router in routers:
             for name, row in (await router.rows()).items():
-                # Only who follows a worker knows when it was last heard.
+                # Only the router that follows a worker knows when it last heard from it.
                 if row["last_event_age_s"] is not None:
                     self._followers[name] = router.name
         self.outcome.faults += 1
@@ -110,18 +113,18 @@ class Hang(ProcessSchedule):
             return
         role.live += 1
         at_seq = [
-            held
+            holdings
             for life in engine.history.current
             for seq in range(before["seq"] or 0, (after["seq"] or 0) + 1)
-            if (held := life.at(seq)) is not None
+            if (holdings := life.at(seq)) is not None
         ]
-        role.over_at_seq += hit > max((_true_hit(engine, held, tokens) for held in at_seq), default=0)
-        recent = [held for life in engine.history.current for held in _recent(life, now - BEHIND_S)]
-        role.over_recent += hit > max((_true_hit(engine, held, tokens) for held in recent), default=0)
+        role.over_at_seq += hit > max((_true_hit(engine, holdings, tokens) for holdings in at_seq), default=0)
+        recent = [holdings for life in engine.history.current for holdings in _recent(life, now - BEHIND_S)]
+        role.over_recent += hit > max((_true_hit(engine, holdings, tokens) for holdings in recent), default=0)
 
 
 def _recent(life: Life, since_s: float) -> Iterable[Any]:
-    """What was held at any moment since then."""
+    """Return the engine's holdings at every moment since a time."""
     first = max((number for number, said_s in enumerate(life.said_s) if said_s <= since_s), default=0)
     return life.states[first:]
 

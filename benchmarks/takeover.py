@@ -2,10 +2,10 @@
 """Claim: whichever router of two is killed, the other has its workers within 3 s, and its answers are right.
 
 Two routers on one Valkey follow simulated engines that publish 20,000 blocks/s in all. Each round kills one of them
-(kill -9), or stops it for longer than its leases (SIGSTOP, later SIGCONT), at a random moment. Measured: from the
-signal until the survivor's answers show, for every worker, a batch published after it. Then the engines pause, and the
-survivor's answers (all workers, all groups) and the sets in Redis are compared with what the engines hold, block by
-block.
+(kill -9), or stops it for longer than its leases (SIGSTOP, later SIGCONT), at a random moment. The measured time runs
+from the signal until the survivor's answers show, for every worker, a batch published after the signal. Then the
+engines pause, and the survivor's answers (all workers, all groups) and the sets in Redis are compared with the engines'
+holdings, block by block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parent / "results" / "takeover.json"
 GOAL_S = 3.0
 ENGINES = 8
 RATE = 20_000.0
-# Longer than a lease (1.5 s) and than what notices its end.
+# Must exceed a lease (1.5 s) and the time until its end is noticed.
 STOPPED_S = 4.0
 
 
@@ -41,7 +41,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 class Rounds:
-    """Two routers, kept two: whoever is killed is started again."""
+    """Two routers, kept at two: a killed router is replaced."""
 
     def __init__(self, folder: Path, stack: ExitStack, rng: random.Random) -> None:
         self._folder = folder
@@ -64,7 +64,7 @@ class Rounds:
         return self._stack.enter_context(router)
 
     def _after(self, signalled: int) -> float:
-        """Signal one router, see the other take over, compare; the seconds it took."""
+        """Signal one router, wait until the other takes over, compare, and return the takeover's seconds."""
         wait_shared(self.routers, ENGINES)
         victim, survivor = self._rng.sample(self.routers, 2)
         time.sleep(self._rng.uniform(0, 1))
@@ -95,7 +95,7 @@ class Rounds:
 
     @staticmethod
     def _noticed(router: RouterProcess) -> tuple[float, float]:
-        """Commits of a router that were fenced, and leases that it found taken, since it began."""
+        """Return a router's counts since its start: commits that were fenced, and leases that it found taken."""
         return (
             router.metric("kvrouter_index_commits_total", outcome="fenced"),
             router.metric("kvrouter_leases_lost_total", how="taken"),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks are fed: prompts that share beginnings, where they are cached, and the events that say so.
+"""The input of the benchmarks: prompts that share beginnings, their places, and the events that announce them.
 
-A prompt is 512 blocks of 16 tokens: the first 128 belong to one of 8 families (system prompts), the other 384 are its
-own. Each prompt is cached on two workers. All random, from a fixed seed; hashes are vLLM's own (SHA-256 chain over
-pickle), and beside them the hashes that dynamo computes from the same tokens. Pure but for the file that `write_frames`
-writes.
+A prompt is 512 blocks of 16 tokens: the first 128 belong to one of 8 families (system prompts), the other 384 to it
+alone. Each prompt is cached on two workers. All values are random, from a fixed seed. Hashes are vLLM's own (SHA-256
+chain over pickle), and beside them the hashes that dynamo computes from the same tokens. Only `write_frames` and
+`read_frames` touch files; everything else is pure.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ COPIES = 2
 WORKERS = 16
 # Llama 3's vocabulary: most ids take five bytes in MessagePack, as on a real wire.
 VOCABULARY = 128_256
-# dynamo hashes the tokens of each block alone: xxh3-64 of the ids as uint32, seed 1337 (checked against its own
+# dynamo hashes the tokens of each block alone: xxh3-64 of the ids as uint32, seed 1337 (checked against dynamo's own
 # function).
 DYNAMO_SEED = 1337
-# Events of one batch, that is of one engine step: many decoding requests, a few prefill chunks, or one long prompt.
+# The events of one batch, which is one engine step, by the blocks of an event: many decoding requests, a few prefill
+# chunks, or one long prompt.
 EVENTS_PER_BATCH = {1: 32, 32: 4, 512: 1}
 
 
 class Kind(NamedTuple):
-    """A KV cache group as its events name it. window: in tokens."""
+    """A KV cache group as its events name it."""
 
     name: str
+    # Tokens of the sliding window, or None.
     window: int | None = None
 
 
@@ -49,36 +51,38 @@ ONE_GROUP = (Kind("full_attention"),)
 # Gemma 3: of six layers one attends to everything, five to a window.
 SIX_GROUPS = (Kind("full_attention"), *(Kind("sliding_window", 1_024) for _ in range(5)))
 
-# Before each payload in a frame file: worker, seq, blocks, bytes.
+# The header of each payload in a frame file: worker, seq, blocks, bytes.
 FRAME = struct.Struct("=HQII")
 
 
 class Chain(NamedTuple):
-    """One prompt. hashes: what the engine announces; dynamo_hashes: what dynamo is queried with. Both uint64, per
-    block."""
+    """One prompt."""
 
     family: int
     tokens: NDArray[np.int64]
+    # The hash of each block, as the engine announces it.
     hashes: NDArray[np.uint64]
+    # The hash of each block that dynamo is queried with.
     dynamo_hashes: NDArray[np.uint64]
 
 
 class Frame(NamedTuple):
-    """One batch as one worker publishes it. blocks: of all groups together."""
+    """One batch as one worker publishes it."""
 
     worker: int
     seq: int
+    # The blocks of all groups together.
     blocks: int
     payload: bytes
 
 
 class Workload:
-    """Prompts and their places, made as they are requested; the same seed gives the same ones."""
+    """Prompts and their places, made on request; the same seed gives the same prompts."""
 
     def __init__(self, seed: int = 1) -> None:
         self._rng = np.random.default_rng(seed)
         self._scheme = HashScheme.default()
-        # Tokens of the prefix, its hashes and its last digest.
+        # The tokens of each family's prefix, its hashes and its last digest.
         self._families: list[tuple[NDArray[np.int64], NDArray[np.uint64], bytes]] = []
         for _ in range(FAMILIES):
             tokens = self._tokens(PREFIX_BLOCKS)
@@ -102,20 +106,22 @@ class Workload:
 
 
 def chains_for(entries: int, workers: int = WORKERS) -> int:
-    """How many prompts give about that many (worker, block) entries when each is placed COPIES times."""
+    """Return how many prompts give about that many (worker, block) entries when each is placed COPIES times."""
     prefixes = FAMILIES * PREFIX_BLOCKS * workers
     return max(FAMILIES, round((entries - prefixes) / ((CHAIN_BLOCKS - PREFIX_BLOCKS) * COPIES)))
 
 
 def places(index: int, workers: int = WORKERS) -> tuple[int, ...]:
-    """The workers that hold prompt `index`; every worker meets every family."""
+    """Return the workers that hold prompt `index`; every worker meets every family."""
     turn = index // FAMILIES
     return tuple(sorted({(index + turn) % workers, (index + turn + workers // 2) % workers}))
 
 
 class Publishing:
-    """The events of a fleet in which prompts come one after another: what a worker holds already is not announced
-    again. Every group keeps every block."""
+    """The events of a fleet in which prompts come one after another.
+
+    Blocks that a worker holds already are not announced again. Every group keeps every block.
+    """
 
     def __init__(self, workers: int = WORKERS, groups: Sequence[Kind] = ONE_GROUP) -> None:
         self._workers = workers
@@ -126,7 +132,7 @@ class Publishing:
         self.entries = 0
 
     def frames(self, chains: Iterable[tuple[int, Chain]], blocks_per_event: int) -> Iterator[Frame]:
-        """Batches for prompts given with their index; each prompt's blocks are in batches of its own."""
+        """Yield the batches for prompts that come with their index; a batch has blocks of one prompt only."""
         for index, chain in chains:
             for worker in places(index, self._workers):
                 self.held.setdefault(index, []).append(worker)
@@ -154,13 +160,13 @@ class Publishing:
 
 
 def last_placed(held: Mapping[int, Sequence[int]], prompts: int) -> Iterator[tuple[int, int]]:
-    """(index, worker) of the last of `prompts` prompts; once they are visible at each, all before them are."""
+    """Yield (index, worker) of the last of `prompts` prompts; once these are visible, all prompts before them are."""
     for index in range(max(0, prompts - 2 * WORKERS), prompts):
         yield from ((index, worker) for worker in held[index])
 
 
 def stored(chain: Chain, start: int, end: int, group: int = 0, kind: Kind = ONE_GROUP[0]) -> WireStored:
-    """The event for blocks start..end-1 of a prompt, with the fields that vLLM 0.32 fills."""
+    """Return the event for blocks start..end-1 of a prompt, with the fields that vLLM 0.32 fills."""
     return WireStored(
         block_hashes=chain.hashes[start:end].tolist(),
         parent_block_hash=int(chain.hashes[start - 1]) if start else None,
@@ -176,7 +182,7 @@ def stored(chain: Chain, start: int, end: int, group: int = 0, kind: Kind = ONE_
 
 
 def write_frames(path: Path, frames: Iterable[Frame]) -> tuple[int, int]:
-    """Writes frames for publisher.py; returns (batches, blocks)."""
+    """Write frames for publisher.py, and return the number of batches and of blocks."""
     batches = blocks = 0
     with path.open("wb") as file:
         for frame in frames:

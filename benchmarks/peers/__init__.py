@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench-peers`: the router beside those who do the same, on the same events and requests. It runs as `python -m
-peers` with this package's parent folder on the path."""
+"""The router beside its peers, which do the same, on the same events and requests: `make bench-peers`."""

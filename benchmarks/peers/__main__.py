@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This router beside those who do the same, in one run: dynamo.indexer, dynamo.select_service, vllm-router, and llm-d's
-layout in Valkey.
+"""This router beside its peers in one run.
+
+The peers are dynamo.indexer, dynamo.select_service, vllm-router, and llm-d's layout in Valkey.
 
 Every row alternates between the sides, on the same events and requests, after their answers were compared. A ratio
-above one says that this router is ahead. The table is written to docs/reference/benchmarks.md, and all rounds to
-benchmarks/results/peers.json; --quick ones are printed only. The peers' packages come from PyPI into environments under
-$KVROUTER_CACHE (by default ~/.cache/hybrid-kv-router), built on first use; a peer that cannot be had is named in the
-table with the reason.
+above one means that this router is ahead. The table is written to docs/reference/benchmarks.md, and all rounds to
+benchmarks/results/peers.json; --quick results are printed only. The peers' packages come from PyPI into environments
+under $KVROUTER_CACHE (by default ~/.cache/hybrid-kv-router), built on first use; a peer that cannot be installed is
+named in the table with the reason.
 """
 
 from __future__ import annotations
@@ -47,24 +48,24 @@ BEGIN = "<!-- table: written by make bench-peers -->"
 
 
 def measure_group(name: str, quick: bool, packages: dict[str, Package]) -> Group:
-    """One group; what fails is a row that says so."""
+    """Measure one group; if it fails, its only row says so."""
     others, load_before = Others(), os.getloadavg()[0]
-    # /tmp, not the system's choice: the path of the private store's socket must stay short.
+    # /tmp instead of the system's temporary folder, as the path of the private store's socket must stay short.
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
         settings = PeerSettings(quick, Path(folder), packages["ai-dynamo-runtime"], packages["vllm-router"])
         try:
-            found = MEASURES[name](settings)
+            findings = MEASURES[name](settings)
         except Exception as error:
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}".replace("|", "/").replace("\n", " ")[:200]
-            found = Findings([PeerRow(name, "", "", problem=reason)])
+            findings = Findings([PeerRow(name, "", "", problem=reason)])
     about = machine() | {
         "compiled modules": "yes" if wanted() and caution() is None else "no",
         "peers": ", ".join(f"{package} {version}" for package, version in VERSIONS.items()),
     }
     about.pop("load before")
     load = f"load before {load_before:.1f}, at its end {os.getloadavg()[0]:.1f} (its own included)"
-    return Group(about, found.rows, [*found.notes, f"{load}; {others.note()}"])
+    return Group(about, findings.rows, [*findings.notes, f"{load}; {others.note()}"])
 
 
 def failures(groups: dict[str, Group]) -> list[str]:
@@ -72,7 +73,7 @@ def failures(groups: dict[str, Group]) -> list[str]:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Ends all that was started, as its contexts are left."""
+    """End all processes that were started, by leaving their contexts."""
     raise KeyboardInterrupt
 
 
@@ -83,30 +84,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="small and short: shows that all work, not how fast")
     parser.add_argument("--only", choices=MEASURES, action="append", help="this one; may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, with all rounds, to FILE")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     packages = {name: environment(name) for name in VERSIONS}
     groups: dict[str, Group] = {}
-    # The page shows all; what is not measured now keeps its last measurement.
-    kept = {}
-    if not given.quick and RESULTS.exists():
-        kept = msgspec.json.decode(RESULTS.read_bytes(), type=dict[str, Group])
+    # The page shows all groups; groups that are not measured now keep their last measurement.
+    earlier_groups = {}
+    if not options.quick and RESULTS.exists():
+        earlier_groups = msgspec.json.decode(RESULTS.read_bytes(), type=dict[str, Group])
     for name in MEASURES:
-        if given.only and name not in given.only:
+        if options.only and name not in options.only:
             continue
-        groups[name] = measure_group(name, given.quick, packages)
+        groups[name] = measure_group(name, options.quick, packages)
         progress(f"{table(groups[name].rows)}\n")
-    if given.json:
-        given.json.write_bytes(msgspec.json.format(msgspec.json.encode(groups)) + b"\n")
-    if given.quick:
+    if options.json:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(groups)) + b"\n")
+    if options.quick:
         print(page_part(groups))
     else:
-        whole = {name: found for name in MEASURES if (found := groups.get(name) or kept.get(name)) is not None}
-        part = page_part(whole)
+        all_groups = {
+            name: group for name in MEASURES if (group := groups.get(name) or earlier_groups.get(name)) is not None
+        }
+        part = page_part(all_groups)
         print(part)
         if not failures(groups):
-            RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
+            RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(all_groups)) + b"\n")
             write_part(PAGE, BEGIN, part)
     if names := failures(groups):
         raise SystemExit(f"failed: {', '.join(names)}")

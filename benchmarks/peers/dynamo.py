@@ -21,7 +21,7 @@ Server = TypeVar("Server", bound=Served)
 
 
 class Dynamo(Served):
-    """Its block hashes are its own: it reads the tokens of events, and is queried with i64."""
+    """A service of dynamo, which computes block hashes of its own from the tokens in events and is queried with i64."""
 
     @classmethod
     @contextlib.contextmanager
@@ -39,7 +39,7 @@ class Dynamo(Served):
 
 @contextlib.contextmanager
 def run_servers(service: str, bin_folder: Path | None, folder: Path) -> Iterator[list[Served]]:
-    """This router, and the service where it can be had."""
+    """Run this router, and the peer's service if its package is installed, and yield the servers."""
     with contextlib.ExitStack() as stack:
         servers: list[Served] = [stack.enter_context(Ours.run(folder))]
         if bin_folder is not None:
@@ -48,13 +48,13 @@ def run_servers(service: str, bin_folder: Path | None, folder: Path) -> Iterator
 
 
 def check_equal(servers: Sequence[Served], chains: Sequence[Chain]) -> None:
-    """Raises unless all give the same (worker -> tokens) for each prompt, and none is without a hit."""
+    """Raise AssertionError unless all servers give the same (worker -> tokens), not empty, for each prompt."""
     for chain in chains:
         answers = {server.name: server.ask(server.question(chain)) for server in servers}
-        if not all(answers.values()) or len({str(sorted(one.items())) for one in answers.values()}) > 1:
+        if not all(answers.values()) or len({str(sorted(answer.items())) for answer in answers.values()}) > 1:
             raise AssertionError(f"answers differ: {answers}")
 
 
 def rotate(servers: Sequence[Server], turn: int) -> list[Server]:
-    """Another one is first in each round."""
+    """Return the servers in the order of this round, so that another server goes first in each round."""
     return [*servers[turn % len(servers) :], *servers[: turn % len(servers)]]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the socket to visible answers, beside dynamo.indexer.
+"""The time from the socket to visible answers, beside dynamo.indexer.
 
-One worker's stream, encoded beforehand and published as fast as it goes; the time from the first send until
-/query_by_hash shows the last prompt whole. Each round starts both servers again. All prompts are compared after the
-last round. This router also writes them to Valkey behind that, and its CPU is counted until they are there; dynamo
-keeps them in memory only.
+One worker's stream is encoded beforehand and published at full speed. The time runs from the first send until
+/query_by_hash shows the whole last prompt. Each round starts both servers again. All prompts are compared after the
+last round. This router also writes the blocks to Valkey in the background, and its CPU is counted until they are
+stored; dynamo keeps them in memory only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ GOAL, CPU_GOAL = 1.2, 1.0
 
 
 def one_round(server: Served, publisher: Publisher, batches: int, last: Chain) -> tuple[float, float, float]:
-    """(blocks/s until visible, blocks/s that the publisher handed to ZMQ, us of the server's CPU a block)."""
+    """Publish all batches to a server and wait until they are visible.
+
+    Returns:
+        Blocks/s until visible; blocks/s that the publisher handed to ZMQ; us of the server's CPU for a block.
+    """
     publisher.wait()
     before = cpu_s(server.pid)
     publisher.start(f"send {batches} 0")

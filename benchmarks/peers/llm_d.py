@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What llm-d's router writes to Redis for a block that a pod holds. Pure.
+"""The commands by which llm-d's router records in Redis that a pod holds a block. Pure.
 
-For each block a hash named by llm-d's own number of it, with a field for each pod, and a key that leads there from the
-engine's number. Source: its pkg/kvcache/kvblock, February (pod@tier fields) and October 2026 (JSON fields).
+Each block has a hash, named by llm-d's own number of the block, with a field for each pod; and a key from the engine's
+number of the block to that name. Source: llm-d's pkg/kvcache/kvblock, February (pod@tier fields) and October 2026 (JSON
+fields).
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ TIER_FIELDS, JSON_FIELDS = "llm-d, pod@tier fields", "llm-d, JSON fields"
 
 
 def commands(layout: str, pod: str, engine_numbers: Sequence[int], own_numbers: Sequence[int]) -> Iterator[bytes]:
-    """engine_numbers, own_numbers: of the same blocks."""
+    """Yield the commands for some blocks of a pod.
+
+    Args:
+        layout: TIER_FIELDS or JSON_FIELDS.
+        pod: The pod that holds the blocks.
+        engine_numbers: The engine's number of each block.
+        own_numbers: llm-d's own number of each block.
+    """
     entry = {"PodIdentifier": pod, "DeviceTier": "gpu", "Speculative": False, "HasGroup": True, "GroupIdx": 0}
     field = f"{pod}@gpu" if layout == TIER_FIELDS else json.dumps(entry, separators=(",", ":"))
     for engine, own in zip(engine_numbers, own_numbers, strict=True):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes an entry: of the router's process beside dynamo.indexer's, and in Valkey beside llm-d's layout there.
+"""Bytes an entry: in the router's process beside dynamo.indexer's, and in Valkey beside llm-d's layout there.
 
-The entries of 16 workers come through their event streams. In process: the growth of the resident set, garbage
-collected and free pages given back, so mirror, copy counts and all else that following 16 workers needs. In Valkey: the
-growth of used_memory, so residency, copies, meta and the log; llm-d's keys are written by ourselves into the same
-server.
+The entries of 16 workers come through their event streams. In process it is the growth of the resident set, after
+garbage was collected and free pages were given back, so it includes the mirror, the copy counts and everything else
+that following 16 workers needs. In Valkey it is the growth of used_memory, so it includes residency, copies, meta and
+the log. llm-d's keys are written by this script into the same server.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def measure(settings: PeerSettings) -> Findings:
 
 
 def measure_many(settings: PeerSettings) -> Findings:
-    """Ten times as many, in the processes alone."""
+    """Measure ten times as many entries, in the processes alone."""
     return measure_entries(settings, settings.pick(10_000_000, 120_000), 1, valkey=False)
 
 
@@ -44,16 +44,16 @@ def measure_entries(settings: PeerSettings, entries: int, rounds: int, *, valkey
     load = make_load(settings.folder, entries)
     process: dict[str, list[float]] = {}
     store: dict[str, list[float]] = {}
-    taken = {}
+    figures = {}
     for turn in range(rounds):
         progress(f"memory: {load.entries:,} entries, round {turn + 1} of {rounds}")
         folder = settings.folder / f"round{turn}"
         folder.mkdir()
-        taken = fill_ours(folder, load)
-        if taken["entries"] != load.entries:
-            raise AssertionError(f"{taken['entries']} entries arrived, {load.entries} were published")
-        process.setdefault(OURS, []).append(taken["rss"] / load.entries)
-        store.setdefault(OURS, []).append(taken["redis"] / load.entries)
+        figures = fill_ours(folder, load)
+        if figures["entries"] != load.entries:
+            raise AssertionError(f"{figures['entries']} entries arrived, {load.entries} were published")
+        process.setdefault(OURS, []).append(figures["rss"] / load.entries)
+        store.setdefault(OURS, []).append(figures["redis"] / load.entries)
         if settings.dynamo.bin is not None:
             process.setdefault(INDEXER, []).append(dynamo_bytes(settings.dynamo.bin, folder, load) / load.entries)
         if valkey:
@@ -71,20 +71,20 @@ def measure_entries(settings: PeerSettings, entries: int, rounds: int, *, valkey
             peer_row(f"memory in Valkey, log included, {size}", unit, name, store, goal=goal)
             for name, goal in ((llm_d.JSON_FIELDS, VALKEY_GOAL), (llm_d.TIER_FIELDS, None))
         ]
-    keys = ", ".join(f"{name} {grown / load.entries:.1f}" for name, grown in sorted(taken["keys"].items()))
+    keys = ", ".join(f"{name} {grown / load.entries:.1f}" for name, grown in sorted(figures["keys"].items()))
     return Findings(
         rows,
         [
-            f"{size}: {taken['rss_untrimmed'] / load.entries:.1f} bytes an entry before malloc_trim; by our own count "
-            f"mirror {taken['mirror'] / load.entries:.1f}, copy counts {taken['copies'] / load.entries:.1f}",
+            f"{size}: {figures['rss_untrimmed'] / load.entries:.1f} bytes an entry before malloc_trim; by our own count "
+            f"mirror {figures['mirror'] / load.entries:.1f}, copy counts {figures['copies'] / load.entries:.1f}",
             f"{size} in Valkey, by MEMORY USAGE: {keys} bytes an entry; its resident set grew by "
-            f"{taken['redis_rss'] / load.entries:.1f}; published at {FILL_BLOCKS_S:,} blocks/s",
+            f"{figures['redis_rss'] / load.entries:.1f}; published at {FILL_BLOCKS_S:,} blocks/s",
         ],
     )
 
 
 def dynamo_bytes(bin_folder: Path, folder: Path, load: Load) -> int:
-    """Growth of dynamo's resident set for the same events."""
+    """Return the growth of dynamo's resident set for the same events."""
     with Dynamo.run(bin_folder, INDEXER, folder) as dynamo, Publisher.run(load.path, WORKERS) as publisher:
         dynamo.register(publisher.endpoints)
         publisher.wait()
@@ -99,14 +99,14 @@ def dynamo_bytes(bin_folder: Path, folder: Path, load: Load) -> int:
 
 def llm_d_commands(load: Load, layout: str) -> Iterator[bytes]:
     for index, chain in enumerate(load.chains):
-        # dynamo's numbers stand for llm-d's own: others than the engine's, of the same length.
+        # dynamo's hashes stand for llm-d's own numbers, which differ from the engine's but are as long.
         engine, own = chain.hashes.tolist(), chain.dynamo_hashes.tolist()
         for worker in load.held[index]:
             yield from llm_d.commands(layout, f"10.0.0.{worker}:8000", engine, own)
 
 
 async def llm_d_bytes(folder: Path, load: Load, layout: str) -> int:
-    """Growth of used_memory."""
+    """Return the growth of used_memory when llm-d's keys for the same entries are written."""
     async with private_store(folder) as store:
         before = await info(store)
         await write(store, llm_d_commands(load, layout))
@@ -116,8 +116,8 @@ async def llm_d_bytes(folder: Path, load: Load, layout: str) -> int:
 
 async def write(store: IndexStore, commands: Iterable[bytes]) -> None:
     batch: list[bytes] = []
-    for one in commands:
-        batch.append(one)
+    for command in commands:
+        batch.append(command)
         if len(batch) == COMMANDS_PER_TRIP:
             await store.servers.run("x", *batch)
             batch.clear()

@@ -15,40 +15,43 @@ import msgspec
 from benchmarks.report import CACHE, Settings, progress
 
 VERSIONS = {"ai-dynamo-runtime": "1.6.1", "vllm-router": "0.1.17"}
-# Folders have the name by which the tests look for dynamo's.
+# The names of the folders, by which the tests look for dynamo's.
 FOLDERS = {"ai-dynamo-runtime": "dynamo", "vllm-router": "vllm-router"}
-# By default pip tries a registry that is not there for minutes.
+# By default pip tries a registry that does not answer for minutes.
 PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1", "--timeout", "20")
 REASON_CHARACTERS_MAX = 200
 
 
 class Package(msgspec.Struct):
-    """bin: the folder with its commands; None with the reason in `problem`."""
+    """A package of a peer."""
 
+    # The folder with its commands; None if it is not installed, with the reason in `problem`.
     bin: Path | None
     problem: str = ""
 
     def command(self, name: str) -> list[str]:
-        """One of its scripts, run by its python: their first lines have the path from before the rename. Empty if the
-        package is not there."""
+        """Return the command line of one of its scripts, or an empty list if the package is not installed.
+
+        The script is run by its venv's python, because its first line still has the path from before the rename.
+        """
         return [] if self.bin is None else [str(self.bin / "python"), str(self.bin / name)]
 
 
 class PeerSettings(Settings):
-    """The flags, and what there is of the peers."""
+    """The flags of a run, and the packages of the peers."""
 
     dynamo: Package
     vllm_router: Package
 
 
 def environment(name: str) -> Package:
-    """The environment of a package, which is built if it is missing."""
+    """Return the package in its environment, which is built if it is missing."""
     folder = CACHE / f"{FOLDERS[name]}-{VERSIONS[name]}-{platform.python_version()}"
     if (folder / "bin" / "python").exists():
         return Package(folder / "bin")
     progress(f"building {folder}")
-    # Built under another name, so that an interrupted build is never taken for a whole one; venvs work after a rename
-    # as long as they are called by their python.
+    # Build under another name, so that an interrupted build is never taken for a complete one; venvs work after a
+    # rename as long as their scripts are run by their python.
     building = folder.with_name(f"{folder.name}.building-{os.getpid()}")
     try:
         building.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +72,7 @@ def run(*command: str) -> None:
 
 
 def reason(said: str) -> str:
-    """The last error that pip printed, as a table's cell can have it."""
+    """Return the last error that pip printed, in a form that fits a cell of a table."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no reason given"]
     return errors[-1].removeprefix("ERROR: ").replace("|", "/")[:REASON_CHARACTERS_MAX]

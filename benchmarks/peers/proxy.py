@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy beside vllm-router's kv_aware and cache_aware policies: prompts of token ids, and streams. See
-proxy_overhead.py, which measures more ways and also texts."""
+"""The proxy beside vllm-router's kv_aware and cache_aware policies: prompts of token ids, and streams.
+
+proxy_overhead.py measures more ways and also texts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from benchmarks.proxy_overhead import measure as measure_ways
 from benchmarks.proxy_ways import CACHE_AWARE, KV_AWARE
 from benchmarks.proxy_ways import OURS as OUR_WAY
 
-# The least ratio by the prompt's tokens, for what is added and for requests a CPU second; against kv_aware alone.
+# The least wanted ratio by the prompt's tokens, for the added time and for requests a CPU second; against kv_aware
+# alone.
 GOALS = dict(zip(SIZES, (1.0, 1.3, 2.0), strict=True))
 STREAM_GOAL = 1.0
 STREAMS = {
@@ -26,11 +29,11 @@ WITH_GOAL = ("added_p50_us", "requests_per_cpu_s", "added_first_p50_us", "cpu_pe
 def measure(settings: PeerSettings) -> Findings:
     command = settings.vllm_router.command("vllm-router")
     names = (OUR_WAY, CACHE_AWARE, KV_AWARE)
-    found, notes = measure_ways(settings.folder, command, quick=settings.quick, names=names, kinds=("ids",))
+    measured, notes = measure_ways(settings.folder, command, quick=settings.quick, names=names, kinds=("ids",))
     rows: list[PeerRow] = []
 
     def add(what: str, unit: str, values: dict[str, list[float]], field: str, goal: float) -> None:
-        """A row for each policy."""
+        """Append a row for each policy of the peer."""
         for peer in (KV_AWARE, CACHE_AWARE):
             wanted = goal if peer == KV_AWARE and field in WITH_GOAL else None
             more = field == "requests_per_cpu_s"
@@ -40,7 +43,7 @@ def measure(settings: PeerSettings) -> Findings:
             )
 
     for tokens in SIZES:
-        by_field = {row.router: row.rounds for row in found.requests if row.tokens == tokens}
+        by_field = {row.router: row.rounds for row in measured.requests if row.tokens == tokens}
         for field, what, unit in (
             ("added_p50_us", "adds, p50", "us"),
             ("added_p99_us", "adds, p99", "us"),
@@ -48,7 +51,7 @@ def measure(settings: PeerSettings) -> Findings:
         ):
             values = {name: rounds[field] for name, rounds in by_field.items()}
             add(f"proxy, {tokens:,} ids, {what}", unit, values, field, GOALS[tokens])
-    streams: dict[str, StreamRow] = {row.router: row for row in found.streams}
+    streams: dict[str, StreamRow] = {row.router: row for row in measured.streams}
     for field, what in STREAMS.items():
         values = {name: [float(getattr(row, field))] for name, row in streams.items()}
         add(f"proxy, a stream of 256 ids, {what}", "us", values, field, STREAM_GOAL)

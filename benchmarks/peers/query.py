@@ -2,9 +2,9 @@
 """`POST /query_by_hash` of 512 blocks over HTTP beside dynamo.indexer.
 
 Both servers follow the same 16 event streams and are queried by the same client over one kept connection, in turns;
-once idle, and once while 50,000 blocks/s are published to the one that is queried. Answers are compared first. CPU is
-that of the server's processes; while they ingest, what ingest alone took just before is left out. A note says what the
-same exchange takes of a server that understands nothing.
+once idle, and once while 50,000 blocks/s are published to the queried server. Answers are compared first. CPU is that
+of the server's processes; while they ingest, the CPU that ingest alone took just before is subtracted. A note has the
+cost of the same exchange with a server that does not interpret the request.
 """
 
 from __future__ import annotations
@@ -41,16 +41,23 @@ from tests.support.ports import free_port
 
 BLOCKS_PER_EVENT = 32
 INGEST_BLOCKS_S = 50_000
-# Prompts queried in turn.
+# The number of prompts that are queried in turn.
 PROMPTS = 64
 WARM_REQUESTS = 50
-# Another exchange of the same bytes, in the note.
+# The server of the note, which exchanges the same bytes.
 BARE = "a bare protocol"
 IDLE, BUSY = "idle", f"while ingesting {INGEST_BLOCKS_S:,} blocks/s"
 
 
 def latencies(server: Served, questions: Sequence[bytes], count: int = 0, until: float = 0.0) -> np.ndarray:
-    """Times of single requests in us: `count` of them, or as many as go before `until` (CLOCK_MONOTONIC)."""
+    """Return the times of single requests in us.
+
+    Args:
+        server: The server to query.
+        questions: The requests, sent in turn.
+        count: How many to send; 0 for as many as are sent before `until`.
+        until: The end (CLOCK_MONOTONIC), if `count` is 0.
+    """
     clock = time.perf_counter_ns
     send = server.client.send
     taken: list[int] = []
@@ -68,8 +75,11 @@ def latencies(server: Served, questions: Sequence[bytes], count: int = 0, until:
 def busy_round(
     server: Served, publisher: Publisher, questions: Sequence[bytes], batches: int, seconds: float
 ) -> tuple[np.ndarray, float, float]:
-    """(times in us, CPU of the server for these requests in s, blocks/s that were published). Half of the time goes to
-    ingest alone, so that its CPU is known."""
+    """Query a server while it ingests; half of the time goes to ingest alone, so that its CPU is known.
+
+    Returns:
+        The times in us; the server's CPU for these requests in s; the published blocks/s.
+    """
     began, before = time.monotonic(), cpu_s(server.pid)
     publisher.start(f"send {batches} {INGEST_BLOCKS_S}")
     time.sleep(seconds / 2)
@@ -83,7 +93,7 @@ def busy_round(
 
 @contextlib.contextmanager
 def bare_server(folder: Path, answer: bytes) -> Iterator[Served]:
-    """A server that answers every question with these bytes."""
+    """Run a server that answers every question with these bytes."""
     path, port = folder / "bare-answer.bin", free_port()
     head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(answer)}\r\n\r\n"
     path.write_bytes(head.encode() + answer)
@@ -94,7 +104,7 @@ def bare_server(folder: Path, answer: bytes) -> Iterator[Served]:
 
 
 def check_groups(server: Served, chain: Chain, groups: int) -> None:
-    """Raises unless this router judges a prompt by all of its groups."""
+    """Raise AssertionError unless this router judges a prompt by all of its groups."""
     body = {"model_name": MODEL, "block_hashes": chain.hashes.tolist(), "explain": True}
     for worker, hit in server.client.call("POST", "/query_by_hash", body)["instances"].items():
         if hit["longest_matched"] and len(hit["groups"]) != groups:
@@ -111,12 +121,12 @@ def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findi
     progress("query: making events")
     chains = Workload().chains(count + busy_chains)
     publishing = Publishing(groups=groups)
-    load = list(publishing.frames(enumerate(chains[:count]), BLOCKS_PER_EVENT))
-    loaded = publishing.entries
-    more = list(publishing.frames(list(enumerate(chains))[count:], BLOCKS_PER_EVENT))
+    first_frames = list(publishing.frames(enumerate(chains[:count]), BLOCKS_PER_EVENT))
+    loaded_entries = publishing.entries
+    later_frames = list(publishing.frames(list(enumerate(chains))[count:], BLOCKS_PER_EVENT))
     path = settings.folder / "frames.bin"
-    write_frames(path, [*load, *more])
-    per_round = int(len(more) / rounds)
+    write_frames(path, [*first_frames, *later_frames])
+    per_round = int(len(later_frames) / rounds)
 
     samples, published = Samples(), []
     with contextlib.ExitStack() as stack:
@@ -126,7 +136,7 @@ def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findi
             publisher = publishers[server.name] = stack.enter_context(Publisher.run(path, WORKERS))
             server.register(publisher.endpoints)
             publisher.wait()
-            publisher.send(len(load))
+            publisher.send(len(first_frames))
             for index, worker in last_placed(publishing.held, count):
                 server.wait_visible(chains[index], worker)
         check_equal(servers, chains[:count])
@@ -145,11 +155,11 @@ def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findi
         for turn in range(rounds):
             progress(f"query: while ingesting, round {turn + 1} of {rounds}")
             for server in rotate(servers, turn):
-                asked = questions[server.name]
-                taken, used_s, rate = busy_round(server, publishers[server.name], asked, per_round, busy_s)
+                server_questions = questions[server.name]
+                taken, used_s, rate = busy_round(server, publishers[server.name], server_questions, per_round, busy_s)
                 samples.add(BUSY, server.name, taken, used_s)
                 published.append(rate)
-    floor_us = float(np.median([np.median(one) for one in samples.taken[IDLE].pop(BARE)]))
+    floor_us = float(np.median([np.median(round_us) for round_us in samples.taken[IDLE].pop(BARE)]))
     floor_cpu = float(np.median(samples.cpu[IDLE].pop(BARE)))
     goal = 1.5 if len(groups) == 1 else 1.0
     rows = []
@@ -162,7 +172,7 @@ def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findi
     return Findings(
         rows,
         [
-            f"{loaded:,} entries; published meanwhile: {np.median(published):,.0f} blocks/s",
+            f"{loaded_entries:,} entries; published meanwhile: {np.median(published):,.0f} blocks/s",
             f"the same bytes exchanged with {BARE}, idle: p50 {floor_us:.1f} us, CPU {floor_cpu:.1f} us/request",
         ],
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rounds of requests gave: times, CPU, and from CPU what a router can do. Pure."""
+"""The samples of rounds of requests: times, CPU, and the rate that a router could reach by its CPU. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-# Those of the machine that the goals are for.
+# The cores of the machine that the goals are for.
 CORES = 2
 
 
 class Samples:
-    """By kind and the server's name, of each round: times of single requests, and CPU a request; all in us."""
+    """Samples of each round by kind of request and the server's name, all in us.
+
+    `taken` has the times of single requests, `cpu` the CPU time for a request.
+    """
 
     def __init__(self) -> None:
         self.taken: dict[str, dict[str, list[NDArray[np.float64]]]] = {}
@@ -25,6 +28,10 @@ class Samples:
 
 
 def capacity(requests: int, used_s: Mapping[int, float]) -> float:
-    """Requests a second that a router's processes would reach on CORES if nothing else ran. used_s: CPU of each process
-    for `requests` of them."""
+    """Return the requests a second that a router's processes would reach on CORES if nothing else ran.
+
+    Args:
+        requests: The number of requests.
+        used_s: The CPU time of each process for all these requests.
+    """
     return requests / max(*used_s.values(), sum(used_s.values()) / CORES)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`POST /select` of 8,192 token ids, and the life of a reservation, beside dynamo.select_service.
 
-Both follow the same 16 event streams and serve the same client over one kept connection, in turns. In "last 256 new" a
-prompt's first 7,936 ids are cached and came in earlier requests; in "all new" nothing is cached. No prompt is sent
-twice in a round. Choices are compared first: the same tokens reused, at a worker that holds them.
+Both servers follow the same 16 event streams and serve the same client over one kept connection, in turns. In "last 256
+new" a prompt's first 7,936 ids are cached and came in earlier requests; in "all new" nothing is cached. No prompt is
+sent twice in a round. Choices are compared first: both servers must reuse the same tokens, at a worker that holds them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ WHAT = {
 
 
 class Prompts:
-    """Bodies of requests, no two alike; the same for every server, in the same order."""
+    """The bodies of requests, no two alike; the same for every server, in the same order."""
 
     def __init__(self, chains: Sequence[Chain], kind: str, turn: int) -> None:
         self._bases = itertools.cycle(chains[:PROMPTS])
@@ -69,7 +69,7 @@ class Prompts:
         return list(tokens.tolist())
 
     def requests(self, server: Served) -> list[bytes]:
-        """One request, or those of a reservation's life."""
+        """Return one request, or the requests of a reservation's life."""
         body: dict[str, Any] = {"model_name": MODEL, "token_ids": self.ids()}
         if self._kind != RESERVE:
             return [server.client.request("POST", "/select", body)]
@@ -82,21 +82,27 @@ class Prompts:
 
 
 def select(server: Served, ids: Sequence[int], worker: int | None = None) -> tuple[int, int]:
-    """(worker, tokens that it reuses); worker: asks about this one alone."""
+    """Return the selected worker and the tokens that it reuses.
+
+    Args:
+        server: The server to query.
+        ids: The prompt.
+        worker: The only worker to consider, or None for all.
+    """
     body: dict[str, Any] = {"model_name": MODEL, "token_ids": ids}
     if worker is not None:
         body["pinned_worker"] = {"worker_id": worker + 1, "dp_rank": 0}
     status, content = server.client.send(server.client.request("POST", "/select", body))
     if status != 200:
         raise RuntimeError(f"{server.name}: {status} {content[:300]!r}")
-    found = json.loads(content)
-    return int(found["worker_id"]) - 1, int(found["overlap"]["longest_matched"])
+    selection = json.loads(content)
+    return int(selection["worker_id"]) - 1, int(selection["overlap"]["longest_matched"])
 
 
 def wait_visible(server: Served, chain: Chain, worker: int) -> None:
     ids = chain.tokens.tolist()
     deadline = time.monotonic() + VISIBLE_TIMEOUT_S
-    # The block with the prompt's last token is computed again.
+    # The block with the prompt's last token is computed again, so it is not counted.
     while select(server, ids, worker)[1] < len(ids) - BLOCK_TOKENS:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{server.name}: the last blocks did not become visible in {VISIBLE_TIMEOUT_S} s")
@@ -104,7 +110,7 @@ def wait_visible(server: Served, chain: Chain, worker: int) -> None:
 
 
 def check(servers: Sequence[Served], chains: Sequence[Chain], held: dict[int, list[int]]) -> None:
-    """Raises unless every server reuses all that is cached."""
+    """Raise AssertionError unless every server reuses all that is cached."""
     for index, chain in enumerate(chains):
         ids = [*chain.tokens[:-NEW_TOKENS].tolist(), *range(NEW_TOKENS)]
         for server in servers:
@@ -116,7 +122,7 @@ def check(servers: Sequence[Served], chains: Sequence[Chain], held: dict[int, li
 
 
 def timed(server: Served, requests: Sequence[Sequence[bytes]]) -> np.ndarray:
-    """Times in us, of all requests of one entry together."""
+    """Return the times in us, each for all requests of one entry together."""
     taken = np.empty(len(requests))
     for n, parts in enumerate(requests):
         start = time.perf_counter_ns()
@@ -129,14 +135,14 @@ def timed(server: Served, requests: Sequence[Sequence[bytes]]) -> np.ndarray:
 
 @contextlib.contextmanager
 def engine(folder: Path) -> Iterator[str]:
-    """The URL of something that answers the router's health checks, for all workers."""
+    """Run a server that answers the router's health checks for all workers, and yield its URL."""
     port = free_port()
     with serving([sys.executable, "-m", "benchmarks.proxy_stub", str(port)], port, folder / "stub.log"):
         yield f"http://127.0.0.1:{port}"
 
 
 def register(server: Served, url: str, endpoints: Sequence[str]) -> None:
-    """In the selection service's own form."""
+    """Register the workers in the selection service's own form."""
     for worker, endpoint in enumerate(endpoints):
         body = {"worker_id": worker + 1, "model_name": MODEL, "endpoint": url, "kv_events_endpoint": endpoint}
         server.client.call("POST", "/workers", body | {"block_size": BLOCK_TOKENS})
@@ -168,11 +174,11 @@ def measure(settings: PeerSettings) -> Findings:
                 progress(f"select: {kind}, round {turn + 1} of {rounds}")
                 for server in rotate(servers, turn):
                     prompts = Prompts(chains, kind, turn)
-                    # Made before: what is timed is the server.
-                    asked = [prompts.requests(server) for _ in range(WARM_REQUESTS + requests)]
-                    timed(server, asked[:WARM_REQUESTS])
+                    # Make the requests beforehand, so that only the server is timed.
+                    prompt_requests = [prompts.requests(server) for _ in range(WARM_REQUESTS + requests)]
+                    timed(server, prompt_requests[:WARM_REQUESTS])
                     before = cpu_s(server.pid)
-                    taken = timed(server, asked[WARM_REQUESTS:])
+                    taken = timed(server, prompt_requests[WARM_REQUESTS:])
                     samples.add(kind, server.name, taken, cpu_s(server.pid) - before)
     rows = []
     problem = settings.dynamo.problem

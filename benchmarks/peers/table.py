@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measured number beside a peer's, its goal, and the table of all. Pure."""
+"""One measured number beside a peer's, its goal, and the table of all rows. Pure."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ HEAD = ("measured", "unit", "kvrouter", "peer", "which", "ratio", "goal", "met")
 
 
 class PeerRow(msgspec.Struct):
-    """ours, theirs: one value a round, in the order in which they were taken. goal: the least ratio that is wanted.
-
-    more: more is better (a rate), so that a ratio above one always says that this router is ahead. problem: why there
-    are no values of the peer, or none at all."""
+    """One measurement of this router and a peer."""
 
     what: str
     unit: str
     peer: str
+    # One value for each round, in the order in which they were taken.
     ours: list[float] = []
     theirs: list[float] = []
+    # The least ratio that is wanted.
     goal: float | None = None
+    # Whether more is better (a rate). The ratio takes this into account: above one, this router is ahead.
     more: bool = False
+    # The reason if there are no values of the peer, or none at all.
     problem: str = ""
 
     @property
     def ratio(self) -> float | None:
-        """The peer's median through ours; for rates ours through the peer's. None where one is missing or not positive,
-        as what a proxy adds can be in noise."""
+        """The peer's median by ours; for rates ours by the peer's.
+
+        It is None where one of them is missing or not positive, as the time that a proxy adds can be within noise.
+        """
         if not self.ours or not self.theirs:
             return None
         ours, theirs = statistics.median(self.ours), statistics.median(self.theirs)
@@ -45,20 +48,21 @@ class PeerRow(msgspec.Struct):
 
     @property
     def met(self) -> bool | None:
-        """None where there is no goal or nothing to compare with."""
+        """Whether the goal is met; None where there is no goal or nothing to compare with."""
         return None if self.goal is None or self.ratio is None else self.ratio >= self.goal
 
 
 class Group(msgspec.Struct):
-    """What one name of `--only` measured. machine: what it depends on, load included."""
+    """The measurements of one name of `--only`."""
 
+    # The machine that the numbers depend on, load included.
     machine: dict[str, str]
     rows: list[PeerRow]
     notes: list[str] = []
 
 
 class Findings(msgspec.Struct):
-    """What a module measured."""
+    """The measurements of one module."""
 
     rows: list[PeerRow]
     notes: list[str] = []
@@ -74,24 +78,44 @@ def peer_row(
     more: bool = False,
     problem: str = "",
 ) -> PeerRow:
-    """values: by the server's name, of each round."""
+    """Return a row with the values of both sides.
+
+    Args:
+        what: The name of the measurement.
+        unit: The unit of the values.
+        peer: The peer's name.
+        values: The values of each round by the server's name.
+        goal: The least ratio that is wanted, or None.
+        more: Whether more is better.
+        problem: The reason if there are no values.
+    """
     return PeerRow(what, unit, peer, list(values.get(OURS, ())), list(values.get(peer, ())), goal, more, problem)
 
 
 def latency_rows(
     what: str, peer: str, taken: Mapping[str, Sequence[NDArray[np.float64]]], *, goal: float, problem: str = ""
 ) -> list[PeerRow]:
-    """p50, which has the goal, and p99. taken: by the server's name, for each round the time of every request in us."""
+    """Return a row for p50, which has the goal, and one for p99.
+
+    Args:
+        what: The name of the measurement.
+        peer: The peer's name.
+        taken: By the server's name, the time of every request of each round in us.
+        goal: The least ratio that is wanted.
+        problem: The reason if there are no values.
+    """
     rows = []
     for quantile in (50, 99):
-        values = {name: [float(np.percentile(one, quantile)) for one in rounds] for name, rounds in taken.items()}
+        values = {
+            name: [float(np.percentile(round_us, quantile)) for round_us in rounds] for name, rounds in taken.items()
+        }
         wanted = goal if quantile == 50 else None
         rows.append(peer_row(f"{what}, p{quantile}", "us", peer, values, goal=wanted, problem=problem))
     return rows
 
 
 def table(rows: Sequence[PeerRow]) -> str:
-    """Markdown. A peer without values is named with the reason."""
+    """Return the rows as Markdown; a peer without values is named with the reason."""
     lines: list[Sequence[str]] = [HEAD]
     for row in rows:
         ours = number(statistics.median(row.ours)) if row.ours else "-"
@@ -104,10 +128,10 @@ def table(rows: Sequence[PeerRow]) -> str:
 
 
 def page_part(groups: Mapping[str, Group]) -> str:
-    """What stands between the markers of the page."""
+    """Return the text between the markers of the page."""
     lines = [table([row for group in groups.values() for row in group.rows]), ""]
     lines += [f"- {name}: {note}" for name, group in groups.items() for note in group.notes]
-    # Each machine once, with the names of what was measured on it.
+    # Name each machine once, with the groups that were measured on it.
     machines: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, group in groups.items():
         machines.setdefault(tuple(group.machine.items()), []).append(name)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decisions a second of `--processes 2` beside one process.
 
-Choices by 512 hashes over 64 connections. The client runs on the same cores, so what is counted is CPU: a router can do
-as many decisions a second as its busiest process allows, and as all its processes together allow on two cores, Valkey
-included.
+The decisions are choices by 512 hashes over 64 connections. The client runs on the same cores, so CPU is counted: a
+router can make as many decisions a second as its busiest process allows, and as all its processes together allow on two
+cores, Valkey included.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ GOAL = 1.7
 CONNECTIONS = 64
 PROMPTS = 64
 BLOCKS_PER_EVENT = 32
-# Connections made to find every process behind the port.
+# The number of connections that are made to reach every process behind the port.
 CHECKS = 8
 
 
 def decide(port: int, requests: Sequence[bytes], seconds: float) -> int:
-    """How many were answered over CONNECTIONS, each of which asks again as soon as it has its answer. One thread that
-    decodes nothing: the client must take as little of the cores as it can."""
-    done = 0
+    """Return how many requests were answered over CONNECTIONS connections, each sending again after every answer.
+
+    One thread sends them and decodes nothing, because the client must take as little of the cores as it can.
+    """
+    answered = 0
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         for number in range(CONNECTIONS):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), TIMEOUT_S))
@@ -50,17 +52,17 @@ def decide(port: int, requests: Sequence[bytes], seconds: float) -> int:
         while time.monotonic() < until:
             for key, _ in selector.select(TIMEOUT_S):
                 connection = cast(socket.socket, key.fileobj)
-                # An answer is one write of some hundred bytes, which comes whole.
+                # An answer is one write of some hundred bytes, which arrives in one piece.
                 answer = connection.recv(65_536)
                 if not answer.startswith(b"HTTP/1.1 200 ") or not answer.endswith(b"}"):
                     raise RuntimeError(f"answered {answer[:300]!r}")
-                done += 1
-                connection.sendall(requests[done % len(requests)])
-    return done
+                answered += 1
+                connection.sendall(requests[answered % len(requests)])
+    return answered
 
 
 def check(router: Ours, request: bytes, holders: Sequence[int]) -> None:
-    """Raises unless every process behind the port chooses a worker that holds the prompt."""
+    """Raise AssertionError unless every process behind the port chooses a worker that holds the prompt."""
     for _ in range(CHECKS):
         client = HttpClient(router.port)
         status, content = client.send(request)
@@ -92,22 +94,22 @@ def measure(settings: PeerSettings) -> Findings:
             publisher.send(batches)
             for index, worker in last_placed(publishing.held, count):
                 router.wait_visible(chains[index], worker)
-        asked = []
+        questions = []
         for chain in chains[:PROMPTS]:
             body = {"model_name": MODEL, "block_hashes": chain.hashes.view(np.int64).tolist()}
-            asked.append(routers[0].client.request("POST", "/select", body))
+            questions.append(routers[0].client.request("POST", "/select", body))
         for router in routers:
-            check(router, asked[0], publishing.held[0])
+            check(router, questions[0], publishing.held[0])
         for turn in range(rounds):
             progress(f"processes: round {turn + 1} of {rounds}")
             for router in rotate(routers, turn):
                 before = cpu_by_process(router.pid)
-                done = decide(router.port, asked, seconds)
+                done = decide(router.port, questions, seconds)
                 used = {pid: after - before.get(pid, 0.0) for pid, after in cpu_by_process(router.pid).items()}
                 values.setdefault(router.name, []).append(capacity(done, used))
                 rates.setdefault(router.name, []).append(done / seconds)
     rows = [
         peer_row("/select, 512 hashes, --processes 2, client aside", "decisions/s", PEER, values, goal=GOAL, more=True)
     ]
-    wall = ", ".join(f"{name} {np.median(some):,.0f}" for name, some in rates.items())
+    wall = ", ".join(f"{name} {np.median(router_rates):,.0f}" for name, router_rates in rates.items())
     return Findings(rows, [f"decisions/s as the client saw them, which shares the cores: {wall}"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy on one shape, and how it compares with the best of the others. Pure."""
+"""The outcome of one policy on one shape, and its comparison with the best of the others. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-# Added to both sides of a ratio, so that differences that nobody would notice do not count.
+# Added to both sides of a ratio, so that differences that no user would notice do not count.
 REUSE_SHARE_ADDED = 0.005
 TTFT_ADDED_S = 0.002
-# A peer is ahead where it is better by this share; and a peer's first tokens count as no later than ours up to this.
+# A peer is ahead where it is better by this share; a peer whose first tokens are later than ours by at most this share
+# counts as no later.
 AHEAD_SHARE = 0.03
 # Bounds: one cache with all the memory, and one whose memory never ends, which no choice can surpass.
 POOLED = "pooled"
@@ -19,7 +20,7 @@ ENDLESS = "endless"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A run. Tokens, and seconds of virtual time. POOLED and ENDLESS have reuse alone."""
+    """The outcome of one run, in tokens and in seconds of virtual time. POOLED and ENDLESS have reuse alone."""
 
     seed: int
     number: int
@@ -30,7 +31,7 @@ class Outcome(msgspec.Struct, frozen=True):
     reused_tokens: int
     ttft_mean_s: float
     ttft_p99_s: float
-    # Until the last request ended.
+    # The time until the last request ended.
     span_s: float
     wall_s: float
 
@@ -41,15 +42,18 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def per_second(self) -> float:
-        """Requests by the time until the last one ended."""
+        """Requests a second until the last one ended."""
         return self.requests / max(1e-9, self.span_s)
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Ours on one shape beside the best of the peers, each figure by its own champion; above 1 is better."""
+    """Our policy on one shape beside the best of the peers; above 1 is better.
+
+    Each figure has its own best peer, the champion.
+    """
 
     reuse: float
-    # The reuse by that of the best of the peers whose first tokens are at most AHEAD_SHARE later than ours.
+    # Our reuse by that of the best peer whose first tokens are at most AHEAD_SHARE later than ours.
     reuse_among_soon: float
     ttft: float
     throughput: float
@@ -63,11 +67,11 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def verdict(own: Outcome, peers: Sequence[Outcome], pooled: Outcome, endless: Outcome) -> Verdict:
     """Compare one run with its peers' and the bounds' on the same shape."""
-    most = max(peers, key=lambda peer: peer.reuse)
+    most_reuse = max(peers, key=lambda peer: peer.reuse)
     soonest = min(peers, key=lambda peer: peer.ttft_mean_s)
     fastest = max(peers, key=lambda peer: peer.per_second)
     soon = [peer for peer in peers if ttft_ratio(own, peer) <= 1 + AHEAD_SHARE]
-    # Where every peer is later than that, no reuse was given up.
+    # Where every peer is later than that, our policy gave up no reuse.
     best_soon = max(soon, key=lambda peer: peer.reuse, default=own)
     ahead = [
         peer.policy
@@ -75,14 +79,14 @@ def verdict(own: Outcome, peers: Sequence[Outcome], pooled: Outcome, endless: Ou
         if reuse_ratio(own, peer) < 1 / (1 + AHEAD_SHARE) and ttft_ratio(own, peer) < 1 / (1 + AHEAD_SHARE)
     ]
     return Verdict(
-        reuse_ratio(own, most),
+        reuse_ratio(own, most_reuse),
         reuse_ratio(own, best_soon),
         ttft_ratio(own, soonest),
         own.per_second / fastest.per_second,
         reuse_ratio(own, pooled),
         reuse_ratio(own, endless),
         tuple(ahead),
-        (most.policy, best_soon.policy, soonest.policy, fastest.policy),
+        (most_reuse.policy, best_soon.policy, soonest.policy, fastest.policy),
     )
 
 
@@ -97,19 +101,19 @@ def ttft_ratio(own: Outcome, other: Outcome) -> float:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Return the mean, NaN of nothing."""
+    """Return the mean, or NaN if there are no values."""
     kept = list(values)
     return sum(kept) / len(kept) if kept else math.nan
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Return the geometric mean of values above 0, NaN of nothing."""
+    """Return the geometric mean of values above 0, or NaN if there are none."""
     return math.exp(mean(map(math.log, values)))
 
 
 def by_shape(outcomes: Iterable[Outcome]) -> dict[tuple[int, int, bool], Mapping[str, Outcome]]:
-    """Group runs by their shape, and those by policy."""
-    found: dict[tuple[int, int, bool], dict[str, Outcome]] = {}
+    """Group the outcomes by their shape, and within a shape by policy."""
+    groups: dict[tuple[int, int, bool], dict[str, Outcome]] = {}
     for outcome in outcomes:
-        found.setdefault((outcome.seed, outcome.number, outcome.rotation), {})[outcome.policy] = outcome
-    return dict(found)
+        groups.setdefault((outcome.seed, outcome.number, outcome.rotation), {})[outcome.policy] = outcome
+    return dict(groups)

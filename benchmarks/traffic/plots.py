@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report as pictures (PNG): each shape's reuse beside its first tokens, and the distribution of both for each policy."""
+"""A report as pictures (PNG): each shape's reuse beside its first tokens, and both distributions for each policy."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from benchmarks.traffic.report import BAR, Report
 SIZE_INCHES = (9.0, 4.5)
 DOTS_PER_INCH = 120
 LINE_COLOUR, PEER_COLOUR, OWN_COLOUR = "#666666", "#9aa5b1", "#d95f02"
-# Readable without colours that are hard to tell from each other.
+# Marks keep the picture readable for people who cannot tell the colours apart.
 PACE_COLOURS = {"idle": "#1b9e77", "busy": "#d95f02", "burst": "#7570b3", "saturated": "#222222"}
 PACE_MARKS = {"idle": "o", "busy": "^", "burst": "s", "saturated": "x"}
-# The part of each axis on which nearly all shapes lie, and the labels on it. A shape beyond is drawn at the edge.
+# The part of each axis on which nearly all shapes lie, and the labels on it. A shape beyond it is drawn at the edge.
 REUSE_RANGE, TTFT_RANGE = (0.4, 1.2), (0.3, 2.5)
 TTFT_TICKS = (0.3, 0.5, 0.7, 1.0, 1.4, 2.0)
 
@@ -39,14 +39,14 @@ def _figure(columns: int) -> tuple[Any, Any]:
 def _scatter(path: Path, report: Report) -> None:
     figure, axes = _figure(1)
     for pace, colour in PACE_COLOURS.items():
-        found = [verdict for name, verdict in report.verdicts.items() if report.paces[name] == pace]
+        verdicts = [verdict for name, verdict in report.verdicts.items() if report.paces[name] == pace]
         axes.scatter(
-            [_within(verdict.reuse, REUSE_RANGE) for verdict in found],
-            [_within(verdict.ttft, TTFT_RANGE) for verdict in found],
+            [_within(verdict.reuse, REUSE_RANGE) for verdict in verdicts],
+            [_within(verdict.ttft, TTFT_RANGE) for verdict in verdicts],
             s=14,
             color=colour,
             marker=PACE_MARKS[pace],
-            label=f"{pace} ({len(found)})",
+            label=f"{pace} ({len(verdicts)})",
         )
     axes.axvline(1, color=LINE_COLOUR, linewidth=0.8)
     axes.axhline(1, color=LINE_COLOUR, linewidth=0.8)
@@ -73,7 +73,7 @@ def _distributions(path: Path, report: Report) -> None:
 
 
 def _steps(axes: Any, own: str, ratios: Mapping[str, Sequence[float]], limits: tuple[float, float]) -> None:
-    # One of the peers stands for all of them.
+    # The legend names one of the peers for all of them.
     labels = {own: "kv", next(policy for policy in ratios if policy != own): "a peer"}
     for policy, values in ratios.items():
         shares = [(place + 1) / len(values) for place in range(len(values))]

@@ -2,7 +2,7 @@
 """The requests of a shape as a trace, and its fleet. Pure.
 
 A prompt is a path in a tree of pieces: a beginning that others share, a chat's own history, and one part for each turn.
-Equal paths get equal ids, so what two prompts share is exactly what their paths have in common.
+Equal paths get equal ids, so two prompts share exactly the common part of their paths.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from kvrouter.replay.fleet.fleet_shape import FleetShape, ReplicaShape, Restart,
 from kvrouter.replay.traces.request import Request, Trace
 from kvrouter.simulator.engine.timing import Timing
 
-# A pool must have room for some of the longest texts at once, or requests wait for blocks that only they hold.
+# A pool must have room for some of the longest texts at once; otherwise requests wait for blocks that only they hold.
 TEXTS_IN_POOL_IDLE = 2
 TEXTS_IN_POOL_BUSY = 5
 # The depth of a tree of prompts: product, task, customer.
 TREE_LEVELS = 3
-# A CPU tier by the GPU's pool.
+# Sizes of a CPU tier by the GPU's pool.
 TIER_SHARES = (0.5, 1.0, 2.0, 4.0)
-# Pools and speeds of unequal workers, by the usual ones'.
+# Pools and speeds of unequal workers, by those of equal ones.
 POOL_SHARES = (1.0, 1.0, 0.5, 0.25)
 SPEED_SHARES = (1.0, 1.0, 0.5, 1 / 3)
 # Each decoding sequence's part of a step.
 DECODE_SEQUENCE_S = 0.0004
-# Between two requests of an idle fleet, beside the time that the former takes.
+# The pause between two requests of an idle fleet, beside the time that the first of them takes.
 PAUSE_S = 0.25
-# Between a chat's turns where it does not wait for its answer.
+# The time between a chat's turns where the chat does not wait for its answer.
 HASTE_S = 0.2
 # Requests of one burst come within this time.
 BURST_S = 0.05
 
 
 class Turn(NamedTuple):
-    """One request before it has a time. pieces: ids of its whole and its last, mostly partial, piece."""
+    """A request before it has a time."""
 
     chat: int
+    # The ids of its whole pieces and of its last, mostly partial, piece.
     pieces: list[int]
     prompt_tokens: int
     answer_tokens: int
@@ -58,7 +59,7 @@ class Pieces:
         return self._ids.setdefault((parent, label), len(self._ids) + 1)
 
     def extend(self, path: list[int], label: str, tokens: int) -> None:
-        """Append the whole pieces of a part."""
+        """Append the ids of a part's whole pieces to a path."""
         for place in range(tokens // PIECE_TOKENS):
             path.append(self.child(path[-1] if path else 0, f"{label}/{place}"))
 
@@ -96,10 +97,10 @@ def _chats(shape: Shape, pieces: Pieces, rng: random.Random) -> list[list[Turn]]
             if turn or shape.sharing == "documents":
                 pieces.extend(path, f"chat{chat}/{turn}", _around(rng, shape.turn_tokens))
             tail_tokens = rng.randint(1, PIECE_TOKENS - 1)
-            last = pieces.child(path[-1] if path else 0, f"end{chat}/{turn}")
+            last_piece = pieces.child(path[-1] if path else 0, f"end{chat}/{turn}")
             prompt_tokens = len(path) * PIECE_TOKENS + tail_tokens
-            turns.append(Turn(chat, [*path, last], prompt_tokens, max(1, _around(rng, shape.answer_tokens))))
-            # The answer, and what was left of the last piece, stand before the next turn.
+            turns.append(Turn(chat, [*path, last_piece], prompt_tokens, max(1, _around(rng, shape.answer_tokens))))
+            # The answer, and the rest of the last piece, stand before the next turn.
             pieces.extend(path, f"answer{chat}/{turn}", turns[-1].answer_tokens + PIECE_TOKENS)
         chats.append(turns)
         count += len(turns)
@@ -109,7 +110,10 @@ def _chats(shape: Shape, pieces: Pieces, rng: random.Random) -> list[list[Turn]]
 def _beginning(
     shape: Shape, pieces: Pieces, shared_tokens: list[int], weights: list[float], share: float, rng: random.Random
 ) -> list[int]:
-    """Return the path of a beginning, by popularity. share: of the run that is over, for the drift of popularity."""
+    """Return the path of a beginning that is drawn by popularity.
+
+    `share` is the part of the run that is over, for the drift of popularity.
+    """
     path: list[int] = []
     if shape.sharing == "nothing":
         return path
@@ -119,7 +123,7 @@ def _beginning(
     if shape.sharing != "tree":
         pieces.extend(path, f"beginning{beginning}", shared_tokens[rank])
         return path
-    # Ranks that are near each other share more levels.
+    # Ranks close to each other share more levels.
     fan = max(2, round(shape.beginnings ** (1 / TREE_LEVELS)))
     for level in reversed(range(TREE_LEVELS)):
         pieces.extend(path, f"level{level}/{beginning // fan**level}", shape.shared_tokens // TREE_LEVELS)
@@ -127,7 +131,7 @@ def _beginning(
 
 
 def _ordered(shape: Shape, chats: list[list[Turn]], rng: random.Random) -> list[Turn]:
-    """Return all turns in the order in which they come; a chat's own stay in order."""
+    """Return all turns in the order in which they come; the turns of one chat stay in order."""
     if shape.order in ("rounds", "rotation"):
         rounds = [[chat[turn] for chat in chats if len(chat) > turn] for turn in range(shape.turns)]
         if shape.order == "rounds":
@@ -138,13 +142,13 @@ def _ordered(shape: Shape, chats: list[list[Turn]], rng: random.Random) -> list[
     for chat in chats:
         length = rng.uniform(0.05, 0.6) if shape.order == "mixed" else 1e-6
         begin = rng.uniform(0, 1 - length)
-        placed += [(begin + length * turn / len(chat), one) for turn, one in enumerate(chat)]
+        placed += [(begin + length * turn / len(chat), chat_turn) for turn, chat_turn in enumerate(chat)]
     placed.sort(key=lambda item: item[0])
     return [turn for _, turn in placed]
 
 
 def _times(shape: Shape, turns: list[Turn], unique_tokens: int, rng: random.Random) -> list[float]:
-    """Return when each request comes, in seconds from the first."""
+    """Return the time of each request in seconds, from the first one."""
     rate = shape.prefill_tokens_per_s
     slowest = rate * min(SPEED_SHARES) if shape.feature == "heterogeneous" else rate
     if shape.pace == "idle":
@@ -153,7 +157,7 @@ def _times(shape: Shape, turns: list[Turn], unique_tokens: int, rng: random.Rand
             times_s.append(now_s)
             now_s += turn.prompt_tokens / slowest + turn.answer_tokens * 2 * shape.step_base_s + PAUSE_S
         return times_s
-    # Decoding takes its share of the steps, too.
+    # Decoding takes a share of the steps, too.
     work_s = unique_tokens / rate + sum(turn.answer_tokens for turn in turns) * DECODE_SEQUENCE_S
     mean_s = work_s / (len(turns) * shape.workers * shape.load)
     times_s, now_s = [], 0.0
@@ -168,16 +172,16 @@ def _times(shape: Shape, turns: list[Turn], unique_tokens: int, rng: random.Rand
 def _in_haste(turns: list[Turn], times_s: list[float]) -> list[float]:
     """Let a chat's turns follow each other closely, as if they did not wait for answers."""
     latest: dict[int, float] = {}
-    found = []
+    times_in_haste_s = []
     for turn, time_s in zip(turns, times_s, strict=True):
         before = latest.get(turn.chat)
         latest[turn.chat] = time_s if before is None else before + HASTE_S
-        found.append(latest[turn.chat])
-    return found
+        times_in_haste_s.append(latest[turn.chat])
+    return times_in_haste_s
 
 
 def _fleet(shape: Shape, turns: list[Turn], unique_tokens: int, span_s: float, rng: random.Random) -> FleetShape:
-    """Return the replicas."""
+    """Return the replicas and their restarts."""
     geometry = geometry_of(shape.model, PIECE_TOKENS)
     longest = max(turn.prompt_tokens + turn.answer_tokens for turn in turns) + 2 * PIECE_TOKENS
     least = longest * (TEXTS_IN_POOL_IDLE if shape.pace == "idle" else TEXTS_IN_POOL_BUSY)
@@ -206,5 +210,5 @@ def _fleet(shape: Shape, turns: list[Turn], unique_tokens: int, span_s: float, r
 
 
 def _around(rng: random.Random, middle_tokens: int) -> int:
-    """Draw a length around a middle one, from about a third to three times of it."""
+    """Draw a length around a middle one, from about a third of it to three times it."""
     return max(1, round(middle_tokens * math.exp(rng.gauss(0, 0.4))))

@@ -22,7 +22,7 @@ from benchmarks.traffic.shape import Shape, classes, draw, draw_rotation
 
 # A ratio below this counts as worse.
 BAR = 0.97
-# Policies differ on a shape where their best and worst are further apart.
+# Policies differ on a shape where their best and worst differ by more than this.
 DIFFER_SHARE = 0.10
 ALL = "all"
 ROTATION = "rotation"
@@ -30,7 +30,7 @@ SATURATED = "saturated"
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Verdicts of some shapes together."""
+    """The verdicts of some shapes together."""
 
     shapes: int
     reuse_mean: float
@@ -42,7 +42,7 @@ class Row(msgspec.Struct, frozen=True):
     throughput_worst: float
     of_pooled: float
     of_endless: float
-    # The share of shapes where a peer is ahead in both.
+    # The share of shapes where a peer is ahead in both reuse and first tokens.
     ahead: float
 
 
@@ -54,15 +54,16 @@ class Worse(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All that a report says. policies: mean reuse, of pooled, and the geometric mean of first tokens, of each."""
+    """All values of a report."""
 
     own: str
     rows: dict[str, Row]
+    # The mean reuse, the mean reuse by the pooled cache's, and the geometric mean of first tokens of each policy.
     policies: dict[str, tuple[float, float, float]]
     # The share of shapes on which the policies differ by over DIFFER_SHARE.
     differ: float
     worse: list[Worse]
-    # Each shape's verdict, and its pace and the ratios of each policy to the best peer of the shape, for plots.
+    # For plots, of each shape: the verdict, the pace, and each policy's ratios to the best peer of the shape.
     verdicts: dict[str, Verdict]
     paces: dict[str, str]
     reuse_ratios: dict[str, list[float]]
@@ -78,70 +79,72 @@ def report_values(
     verdicts: dict[str, Verdict] = {}
     paces: dict[str, str] = {}
     worse: list[Worse] = []
-    whole: list[Mapping[str, Outcome]] = []
+    compared: list[Mapping[str, Outcome]] = []
     differ = 0
     for (seed, number, is_rotation), runs in sorted(shapes.items()):
         if not needed <= runs.keys():
             continue
         shape = draw_rotation(seed, number) if is_rotation else draw(seed, number)
-        found = verdict(runs[own], [runs[peer] for peer in peers], runs[POOLED], runs[ENDLESS])
+        shape_verdict = verdict(runs[own], [runs[peer] for peer in peers], runs[POOLED], runs[ENDLESS])
         for name in classes(shape) if is_rotation else (ALL, *classes(shape)):
-            by_class.setdefault(name, []).append(found)
+            by_class.setdefault(name, []).append(shape_verdict)
         if is_rotation:
             continue
-        verdicts[shape.name], paces[shape.name] = found, shape.pace
-        whole.append(runs)
+        verdicts[shape.name], paces[shape.name] = shape_verdict, shape.pace
+        compared.append(runs)
         differ += _differ([runs[peer] for peer in peers])
-        if _is_worse(found, shape):
-            worse.append(Worse(shape.name, found))
+        if _is_worse(shape_verdict, shape):
+            worse.append(Worse(shape.name, shape_verdict))
     policies = {
         policy: (
-            mean(runs[policy].reuse for runs in whole),
-            mean(reuse_ratio(runs[policy], runs[POOLED]) for runs in whole),
-            geometric_mean(runs[policy].ttft_mean_s + 1e-9 for runs in whole),
+            mean(runs[policy].reuse for runs in compared),
+            mean(reuse_ratio(runs[policy], runs[POOLED]) for runs in compared),
+            geometric_mean(runs[policy].ttft_mean_s + 1e-9 for runs in compared),
         )
         for policy in (own, *peers)
     }
-    rows = {name: _row(found, is_saturated=name in (ALL, SATURATED)) for name, found in by_class.items()}
+    rows = {
+        name: _row(shape_verdict, is_saturated=name in (ALL, SATURATED)) for name, shape_verdict in by_class.items()
+    }
     if SATURATED in rows and ALL in rows:
-        # Only a saturated fleet has a throughput of its own: any other serves what comes.
+        # Only a saturated fleet limits its own throughput: any other serves all requests that come.
         rows[ALL] = msgspec.structs.replace(rows[ALL], throughput_worst=rows[SATURATED].throughput_worst)
     reuse_ratios: dict[str, list[float]] = {policy: [] for policy in policies}
     ttft_ratios: dict[str, list[float]] = {policy: [] for policy in policies}
-    for runs, found in zip(whole, verdicts.values(), strict=True):
-        most, _, soonest, _ = (runs[champion] for champion in found.champions)
+    for runs, shape_verdict in zip(compared, verdicts.values(), strict=True):
+        most, _, soonest, _ = (runs[champion] for champion in shape_verdict.champions)
         for policy in policies:
             reuse_ratios[policy].append(reuse_ratio(runs[policy], most))
             ttft_ratios[policy].append(ttft_ratio(runs[policy], soonest))
-    differs = differ / max(1, len(whole))
+    differs = differ / max(1, len(compared))
     return Report(own, rows, policies, differs, worse, verdicts, paces, reuse_ratios, ttft_ratios)
 
 
-def _row(found: Sequence[Verdict], *, is_saturated: bool) -> Row:
+def _row(verdicts: Sequence[Verdict], *, is_saturated: bool) -> Row:
     return Row(
-        len(found),
-        mean(one.reuse for one in found),
-        min(one.reuse for one in found),
-        min(one.reuse_among_soon for one in found),
-        mean(one.ttft for one in found),
-        min(one.ttft for one in found),
-        mean(float(one.ttft < BAR) for one in found),
-        min(one.throughput for one in found) if is_saturated else 1.0,
-        mean(one.of_pooled for one in found),
-        mean(one.of_endless for one in found),
-        mean(float(bool(one.ahead)) for one in found),
+        len(verdicts),
+        mean(each.reuse for each in verdicts),
+        min(each.reuse for each in verdicts),
+        min(each.reuse_among_soon for each in verdicts),
+        mean(each.ttft for each in verdicts),
+        min(each.ttft for each in verdicts),
+        mean(float(each.ttft < BAR) for each in verdicts),
+        min(each.throughput for each in verdicts) if is_saturated else 1.0,
+        mean(each.of_pooled for each in verdicts),
+        mean(each.of_endless for each in verdicts),
+        mean(float(bool(each.ahead)) for each in verdicts),
     )
 
 
 def _differ(peers: Sequence[Outcome]) -> bool:
-    reuse = [one.reuse for one in peers]
-    ttft = [one.ttft_mean_s for one in peers]
+    reuse = [peer.reuse for peer in peers]
+    ttft = [peer.ttft_mean_s for peer in peers]
     return max(reuse) - min(reuse) > DIFFER_SHARE or max(ttft) > (1 + DIFFER_SHARE) * min(ttft)
 
 
-def _is_worse(found: Verdict, shape: Shape) -> bool:
-    is_slow = shape.pace == SATURATED and found.throughput < BAR
-    return bool(found.ahead) or found.reuse_among_soon < BAR or found.ttft < BAR or is_slow
+def _is_worse(shape_verdict: Verdict, shape: Shape) -> bool:
+    is_slow = shape.pace == SATURATED and shape_verdict.throughput < BAR
+    return bool(shape_verdict.ahead) or shape_verdict.reuse_among_soon < BAR or shape_verdict.ttft < BAR or is_slow
 
 
 def report_text(found: Report) -> str:
@@ -164,10 +167,10 @@ def report_text(found: Report) -> str:
     for policy, (reuse, pooled, ttft_s) in found.policies.items():
         lines.append(f"| {policy} | {reuse:.3f} | {pooled:.3f} | {ttft_s:.4f} |")
     lines += ["", f"The peers differ by over {DIFFER_SHARE:.0%} on {found.differ:.0%} of the shapes.", ""]
-    for one in found.worse:
-        v = one.verdict
+    for worse in found.worse:
+        v = worse.verdict
         lines.append(
-            f"- {one.name}: reuse {v.reuse:.3f} ({v.champions[0]}), among soon {v.reuse_among_soon:.3f} "
+            f"- {worse.name}: reuse {v.reuse:.3f} ({v.champions[0]}), among soon {v.reuse_among_soon:.3f} "
             f"({v.champions[1]}), TTFT {v.ttft:.3f} ({v.champions[2]}), throughput {v.throughput:.3f} ({v.champions[3]})"
             + (f"; ahead in both: {', '.join(v.ahead)}" if v.ahead else "")
         )

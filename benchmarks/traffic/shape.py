@@ -20,18 +20,19 @@ Feature = Literal["", "tier", "heterogeneous", "restart"]
 
 # The least number of shapes of each class in a report.
 QUOTA = 20
-# Counts of shapes after which each class has come equally often. They have no common factor, so that in 210 shapes each
-# class meets each other class: 10 paces, 7 features and 3 fleet sizes; the kinds of sharing follow the tens.
+# Each entry of PACES, FEATURES and FLEETS comes once in as many shapes as its tuple is long. These lengths have no
+# common factor, so that in 210 shapes each class meets each other class: 10 paces, 7 features and 3 fleet sizes; the
+# kinds of sharing follow the tens.
 PACES: tuple[Pace, ...] = ("idle",) * 4 + ("busy",) * 3 + ("burst",) * 2 + ("saturated",)
 SHARINGS: tuple[Sharing, ...] = ("system", "tenants", "tree", "documents", "nothing", "system", "tenants")
 FEATURES: tuple[Feature, ...] = ("tier", "heterogeneous", "restart", "", "", "", "")
 FLEETS = ((2, 3, 4), (8,), (16, 16, 16, 16, 32, 64))
 ORDERS: tuple[Order, ...] = ("mixed", "mixed", "rounds", "depth")
-# deepseek-v4 hashes 8 tokens at a time, which takes ten times as long to simulate.
+# deepseek-v4 is left out: it hashes 8 tokens at a time, which takes ten times as long to simulate.
 MODELS = ("gemma3", "gpt-oss", "qwen3-next", "llama4", "llama")
-# How many tokens one piece has: what prompts share ends where a piece does, and blocks are as large.
+# The tokens of a piece. The common part of two prompts ends where a piece does, and blocks are as large.
 PIECE_TOKENS = 128
-# Requests of a small fleet; a larger one gets REQUESTS_PER_WORKER.
+# The range of requests of a small fleet; a larger fleet gets REQUESTS_PER_WORKER.
 REQUESTS = (200, 360)
 REQUESTS_PER_WORKER = 10
 # The shortest and the longest beginning that prompts share, private history, later turn, and answer, in tokens.
@@ -43,7 +44,7 @@ ANSWER_TOKENS = (8, 384)
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """One shape. Sizes in tokens."""
+    """One shape of traffic and its fleet, with sizes in tokens."""
 
     seed: int
     number: int
@@ -54,36 +55,36 @@ class Shape(msgspec.Struct, frozen=True):
     model: str
     workers: int
     requests: int
-    # Turns of a chat at most.
+    # The most turns that a chat has.
     turns: int
     # Different beginnings that prompts share, and how uneven their popularity is (Zipf's exponent).
     beginnings: int
     skew: float
     # How many times the popular beginnings are replaced by others during the run.
     drifts: int
-    # The middle lengths; each prompt's own are drawn around them.
+    # The middle of the lengths; the lengths of each prompt are drawn around them.
     shared_tokens: int
     history_tokens: int
     turn_tokens: int
     answer_tokens: int
-    # The memory of all workers by what all prompts would take if each piece were kept once.
+    # The memory of all workers, by the memory of all prompts if each piece were kept once.
     memory_share: float
     # The share of the fleet's time that computing each piece once takes.
     load: float
-    # Requests that come together.
+    # The requests of a burst.
     burst_requests: int
     prefill_tokens_per_s: float
     step_base_s: float
 
     @property
     def name(self) -> str:
-        """A text that people recognise."""
+        """A name that people recognise."""
         parts = [self.pace, self.sharing, self.order, self.model, f"{self.workers}w", self.feature]
         return f"{self.number:03d}-" + "-".join(part for part in parts if part)
 
     @property
     def is_rotation(self) -> bool:
-        """Whether it belongs to the class that is reported apart."""
+        """Whether the shape belongs to the class that is reported separately."""
         return self.order == "rotation"
 
     @property
@@ -96,14 +97,14 @@ def classes(shape: Shape) -> tuple[str, ...]:
     """Return the classes that a report groups this shape by."""
     if shape.is_rotation:
         return ("rotation",)
-    found = [shape.pace, f"sharing: {shape.sharing}", f"{shape.size_class} replicas"]
+    names = [shape.pace, f"sharing: {shape.sharing}", f"{shape.size_class} replicas"]
     if shape.feature:
-        found.append({"tier": "CPU tier"}.get(shape.feature, shape.feature))
+        names.append({"tier": "CPU tier"}.get(shape.feature, shape.feature))
     if shape.order == "depth":
-        found.append("turns in haste")
+        names.append("turns in haste")
     if shape.drifts:
-        found.append("drift")
-    return tuple(found)
+        names.append("drift")
+    return tuple(names)
 
 
 def draw(seed: int, number: int) -> Shape:
