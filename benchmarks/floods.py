@@ -18,10 +18,6 @@ from tests.support.flooding import flooding
 from tests.support.router_process import RouterProcess
 from tests.support.zmtp_flooder import MODES
 
-HERE = Path(__file__).parent
-SUPPORT = HERE.parent / "tests" / "support"
-
-
 MODEL = "flooded"
 CLIENTS = 256
 BATCH_BLOCKS = 5_000

@@ -22,10 +22,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from benchmarks.workload import PromptTree  # type: ignore[attr-defined]  # of the engine tests: engine_venv.py
 from tests.engine.group_sets import GPU_SETS, OFFLOAD_SETS, OffloadSet
 from tests.engine.oracle import Oracle
 from tests.engine.patched import ENVIRONMENT, patched, tap_of
+from tests.engine.workload import PromptTree
 
 VOCAB_SIZE = 512
 MAX_UNFINISHED = 5
