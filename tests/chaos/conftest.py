@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the harness importable, as `run.py` does for itself."""
+"""Configuration that makes the harness importable, as `run.py` does for itself."""
 
 from __future__ import annotations

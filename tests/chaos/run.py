@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make chaos`: random schedules of faults against the router, judged block by block.
+"""`make chaos`: random schedules of faults against the router, with every credited block checked.
 
     python -m tests.chaos.run [--seed N] [--schedules N] [--only KIND] [--at-once N] [--json FILE]
 
-Exits 1 when any schedule credited a block wrongly or did not settle; the seed that is printed repeats it.
+Exits 1 if a schedule credited a block wrongly or did not settle; the printed seed repeats that schedule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.chaos.harness.fleet import KINDS, run_all, schedule
 from tests.chaos.harness.report import rows, table
 from tests.chaos.harness.stage import Outcome
 
-# As many as keep two cores busy while each of them mostly waits.
+# Schedules mostly wait; this many of them keep two cores busy.
 AT_ONCE = 8
 SCHEDULES = 240
 
@@ -37,10 +37,10 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help=f"side by side (default: {AT_ONCE})")
     parser.add_argument("--json", type=Path, help="where to write rows and outcomes")
     options = parser.parse_args()
-    # Each ends what was started, also where a shell has a background job ignore Ctrl-C.
+    # Both signals end the started processes, even if a shell lets its background jobs ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    # What a router logs under faults is what it should; the trace has the states.
+    # Log messages of a router under faults are expected, and the trace has its states.
     logging.disable(logging.CRITICAL)
     first = int(time.time()) if options.seed is None else options.seed
     count = options.schedules or (SCHEDULES if options.seed is None else 1)
@@ -73,8 +73,8 @@ def main() -> int:
         f"{platform.machine()}, Python {platform.python_version()}"
     )
     if options.json is not None:
-        found = {"first_seed": first, "rows": rows(done), "outcomes": done}
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        report = {"first_seed": first, "rows": rows(done), "outcomes": done}
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     return 130 if interrupted else int(bool(wrong))
 
 

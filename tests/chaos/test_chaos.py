@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short part of `make chaos`: fixed seeds, every kind of fault once."""
+"""The short part of `make chaos`: one schedule with a fixed seed for every kind of fault."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The harness sees a router that is wrong: four defects, each put in at the door of the ingest, each found."""
+"""Tests that the harness detects a defective router: four defects in `Ingest.apply`, each of which must be found."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.chaos.harness.fleet import run_all
 from tests.chaos.harness.schedule import Schedule
 from tests.chaos.harness.stage import Outcome
 
-# A defect need not show in each schedule, but does in one of these.
+# A defect may not show in every schedule, but it does in at least one of these.
 SEEDS = range(30_000, 30_004)
 
-# What is wrong stays wrong: no need to wait for long.
+# A defective router stays wrong, so a short wait is enough.
 SETTLE_S = 6.0
 
 Apply = Callable[[Ingest, Any, float], None]
@@ -46,14 +46,14 @@ def restart_ignored(ingest: Ingest, item: Any, now: float) -> None:
 
 def batch_twice(ingest: Ingest, item: Any, now: float) -> None:
     honest(ingest, item, now)
-    # Each one twice would cancel out: what came twice goes twice.
+    # If all batches were applied twice, the errors would cancel out: blocks stored twice would be removed twice.
     if isinstance(item, Batch | ReportBatch) and item.seq % 3 == 0:
         honest(ingest, item, now)
 
 
 def removals_lost(ingest: Ingest, item: Any, now: float) -> None:
     before = ingest.held.blocks.remove_copies
-    # The first of each run.
+    # The first removal of each run is lost.
     ingest.held.blocks.remove_copies = lambda place, hashes: before(place, hashes[1:])  # type: ignore[method-assign]
     try:
         honest(ingest, item, now)
@@ -68,8 +68,8 @@ def found(fault: str) -> list[Outcome]:
 
 
 GHOSTS = "ghosts, first"
-# A seq that does not continue what is committed may be refused by the store, whatever the ingest thinks of it: then a
-# worker never settles, in place of ghosts.
+# The store may refuse a seq that does not continue the committed ones, whatever the ingest's state is. Then the worker
+# never settles, and there are no ghosts.
 NEVER = "not settled"
 
 
@@ -88,5 +88,5 @@ def test_a_defect_is_found_and_told(
     monkeypatch.setattr(Ingest, "apply", defect)
     wrong = found(fault)
     assert wrong
-    assert any(one in text for outcome in wrong for text in outcome.failures for one in seen)
+    assert any(symptom in text for outcome in wrong for text in outcome.failures for symptom in seen)
     assert all(any("WRONG" in line for line in outcome.trace) for outcome in wrong)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows an Ingest, for fuzzing: the log's entries, the mirror behind them, an answer; and a recount of what is
-held."""
+"""The stages after an `Ingest`, for fuzzing: log entries, the mirror and an answer; and a recount of the blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ Copies = dict[Place, Counter[int]]
 
 
 class Recount:
-    """Copies of every block by place, the slow and obvious way."""
+    """An oracle that counts the copies of every block by place in a slow and obvious way."""
 
     def __init__(self) -> None:
         self.copies: Copies = {}
@@ -41,7 +40,7 @@ class Recount:
                 del held[block_hash]
 
     def clear(self, medium: str | None, *, group_idx: int | None = None, ownership: str | None = None) -> None:
-        """None: every one."""
+        """Forget all blocks of this medium, group and owner; None stands for all of them."""
         for place, held in self.copies.items():
             chosen = medium in (None, place.medium) and group_idx in (None, place.group_idx)
             if chosen and ownership in (None, place.ownership):
@@ -64,12 +63,12 @@ class Recount:
         return {place: set(held) for place, held in self.copies.items() if held}
 
     def compare(self, blocks: Residency) -> None:
-        found = {place: (total.blocks, total.copies, total.digest) for place, total in blocks.sums().items()}
-        assert found == self.sums(), "the counts differ from a recount"
+        sums = {place: (total.blocks, total.copies, total.digest) for place, total in blocks.sums().items()}
+        assert sums == self.sums(), "the counts differ from a recount"
 
 
 class Downstream:
-    """The log, the mirror and the answers of one worker."""
+    """The log, the mirror and the answers of one worker, fed by its `Ingest`."""
 
     def __init__(self, registration: Registration) -> None:
         self._registration = registration
@@ -78,7 +77,7 @@ class Downstream:
         self._commits = 0
 
     def flush(self, ingest: Ingest, recount: Recount) -> None:
-        """One commit, through the bytes of its log entry; afterwards the mirror holds what the recount does."""
+        """Apply one commit to the mirror through the bytes of its log entry, and compare it with the recount."""
         flush = ingest.held.take()
         if flush is None:
             return
@@ -94,18 +93,18 @@ class Downstream:
             worker, EntryKind.COMMIT, self._commits, flush.epoch, flush.seqs, flush.changes, flush.meta
         )
         entry = parse_entry(worker, b"1-1", fields)
-        known = mirror.worker(worker)
-        assert known is not None
-        assert known.epoch == entry.epoch, "a commit of an epoch that was not opened"
+        worker_index = mirror.worker(worker)
+        assert worker_index is not None
+        assert worker_index.epoch == entry.epoch, "a commit of an epoch that was not opened"
         for change in entry.changes:
             mirror.discard(worker, change.place, change.removed)
             mirror.add(worker, change.place, change.added)
-        held = {place: set(mirror.held(worker, place).tolist()) for place in known.places}
+        held = {place: set(mirror.held(worker, place).tolist()) for place in worker_index.places}
         wanted = {place: blocks for place, blocks in recount.blocks().items() if place.medium in TIERS}
         assert {place: blocks for place, blocks in held.items() if blocks} == wanted, "the mirror shows something else"
 
     def ask(self, ingest: Ingest) -> None:
-        """Whatever was said, the worker can be shown and queried, and costs no other worker of its model its answer."""
+        """Check that the worker can be shown and queried in any state, so that a query of its model cannot fail."""
         _ = (
             ingest.state,
             ingest.reason,
@@ -126,10 +125,10 @@ class Downstream:
         )
         plans = HashPlans.build(self._mirror, [view])
         matcher = Matcher(self._mirror, SegmentMemory(0))
-        given: tuple[dict[str, Any], ...] = (
+        prompts: tuple[dict[str, Any], ...] = (
             {"token_ids": np.arange(ASKED_TOKENS, dtype=np.int64)},
             {"block_hashes": np.arange(1, 11, dtype=np.uint64)},
         )
-        for what in given:
-            (hit,) = matcher.match(Question("m", ASKED_TOKENS, explain=True, **what), plans)
+        for prompt in prompts:
+            (hit,) = matcher.match(Question("m", ASKED_TOKENS, explain=True, **prompt), plans)
             assert 0 <= hit.gpu <= hit.cpu <= hit.disk < ASKED_TOKENS

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What schemathesis must know of this API (SCHEMATHESIS_HOOKS): MessagePack in both directions, and what its schemas
-cannot say."""
+"""Hooks that adapt schemathesis to this API (SCHEMATHESIS_HOOKS).
+
+They add MessagePack in both directions, and the rules that the API's schemas cannot express.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import schemathesis
 
 MSGPACK = "application/msgpack"
 MODEL = "m"
-# Else nearly every question would end at "no such model".
+# Share of bodies that get the model that the replicas serve; otherwise nearly all would be refused as "no such model".
 KNOWN_SHARE = 0.7
 
 _rng = random.Random(1)
@@ -23,7 +25,7 @@ def packed(context: Any, value: Any) -> bytes:
     try:
         return msgspec.msgpack.encode(value)
     except (OverflowError, ValueError, TypeError):
-        # Numbers over 64 bits, lone surrogates and the like: not MessagePack, so it goes as bytes that are none.
+        # MessagePack has no numbers over 64 bits, no lone surrogates and the like, so other bytes are sent.
         return repr(value).encode("utf-8", "replace")
 
 
@@ -38,7 +40,7 @@ def map_body(context: Any, body: Any) -> Any:
     if asks and isinstance(body.get("model"), str) and _rng.random() < KNOWN_SHARE:
         return {**body, "model": MODEL, "model_name": None, "modelname": None}
     if isinstance(body, dict) and body.keys() & {"endpoint", "url"} and _rng.random() < KNOWN_SHARE:
-        # What schemas cannot say: an address, one name of two, and no contradiction.
+        # Satisfy the rules that schemas cannot express: a valid address, one of two names, and no contradiction.
         sound = {"url": "http://127.0.0.1:1", "endpoint": None, "replay_endpoint": None, "patch_endpoint": "off"}
         return {
             **body,

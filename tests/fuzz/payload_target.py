@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing of the decoders alone, one payload at a time: stock batches, reports, answers and entries of the log in
-Redis."""
+"""The fuzz target for the decoders alone, with one payload in each input.
+
+The payloads are stock batches, reports, answers, and entries of the log in Redis.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ WORKER = WorkerKey("m", "w")
 
 
 def run(data: bytes) -> None:
-    """One input: its first step alone. Raises AssertionError, or whatever the code under test raised."""
+    """Run the first step of one input; raises AssertionError, or the exception of the code under test."""
     for step in unpack(data)[:1]:
         kind, payload = step.kind % KINDS, step.payload
         if kind in (STOCK, STOCK_TOKENS):
@@ -48,30 +50,33 @@ def run(data: bytes) -> None:
 
 def corpus() -> list[bytes]:
     batches = golden_batches()
-    found = [Step(kind, 0, payload) for kind in (STOCK, STOCK_TOKENS) for payload in batches]
+    steps = [Step(kind, 0, payload) for kind in (STOCK, STOCK_TOKENS) for payload in batches]
     for vector in golden_reports():
         kind = REPORT if vector["side"] == "report" else ANSWER
-        found.append(Step(kind, 0, bytes.fromhex(vector["payload"])))
+        steps.append(Step(kind, 0, bytes.fromhex(vector["payload"])))
     change = ResidencyDelta(Place(1, "GPU", "own er"), np.arange(3, dtype=np.uint64), np.arange(1, dtype=np.uint64))
     fields = entry_fields(WORKER, EntryKind.COMMIT, 1, "e", (0, 1), [change], {"learned": b"{}"})
-    found += [Step(CHANGES, 0, fields[fields.index(b"changes") + 1]), Step(META, 0, fields[fields.index(b"meta") + 1])]
-    return [pack([step]) for step in found]
+    steps += [Step(CHANGES, 0, fields[fields.index(b"changes") + 1]), Step(META, 0, fields[fields.index(b"meta") + 1])]
+    return [pack([step]) for step in steps]
 
 
 def golden_batches() -> list[bytes]:
-    """vLLM's own bytes."""
+    """Return payloads of batches that vLLM's own encoder made."""
     return [bytes.fromhex(vector["payload"]) for vector in json.loads((GOLDEN / "events_vllm_0_32.json").read_text())]
 
 
 def golden_reports() -> list[dict[str, Any]]:
-    """The patch's, of both sockets."""
-    found: list[dict[str, Any]] = json.loads((GOLDEN / "report_messages.json").read_text())
-    return found
+    """Return messages of the patch for both of its sockets."""
+    vectors: list[dict[str, Any]] = json.loads((GOLDEN / "report_messages.json").read_text())
+    return vectors
 
 
 def read_stock(payload: bytes, with_tokens: bool) -> EventBatch | None:
-    """The batch, None when it is none; whatever layout came before, it is the same, and every event of it is accounted
-    for."""
+    """Decode a stock batch in several ways, and return it, or None if the payload is none.
+
+    The result must not depend on the layout of earlier batches, and each event must be read, or counted as broken or
+    unknown.
+    """
     runs = RunReader().read(payload)
     try:
         batch = BatchDecoder().decode(payload, with_tokens=with_tokens)
@@ -89,12 +94,14 @@ def read_stock(payload: bytes, with_tokens: bool) -> EventBatch | None:
         assert sections(runs.runs) == sections(lean.events)
     assert len(lean.events) + len(lean.broken) == len(batch.events) + len(batch.broken)
     try:
-        said = msgspec.msgpack.decode(payload)
+        fields = msgspec.msgpack.decode(payload)
     except (ValueError, RecursionError):
-        # Skipped fields are not looked into, so what a full reading refuses may still be a batch.
+        # The decoder does not look into skipped fields, so a payload that msgpack refuses may still be a batch.
         return batch
-    assert len(said[1]) == len(batch.events) + len(batch.broken) + batch.unknown, "an event is neither read nor counted"
-    removals = sum(_tag(event) in REMOVING for event in said[1])
+    assert len(fields[1]) == len(batch.events) + len(batch.broken) + batch.unknown, (
+        "an event is neither read nor counted"
+    )
+    removals = sum(_tag(event) in REMOVING for event in fields[1])
     read = sum(isinstance(event, BlockRemoved | AllBlocksCleared) for event in batch.events)
     unreadable = sum(event.tag in (None, *REMOVING) for event in batch.broken)
     assert removals <= read + unreadable, "a removal was neither read nor reported"
@@ -112,7 +119,7 @@ def _plain(event: Any) -> tuple[Any, ...]:
     for name in ("block_hashes", "token_ids"):
         if fields.get(name) is not None:
             fields[name] = fields[name].tolist()
-    # Extra keys may hold a NaN, which equals nothing.
+    # Values are compared as texts, because extra keys may hold a NaN, which is not equal to itself.
     return type(event).__name__, repr(fields)
 
 
@@ -140,17 +147,17 @@ def _answer(payload: bytes) -> None:
 
 def _type_of(payload: bytes) -> Any:
     try:
-        said = msgspec.msgpack.decode(payload)
+        fields = msgspec.msgpack.decode(payload)
     except (ValueError, RecursionError):
         return None
-    # A map with other keys than texts is no message of ours, whatever it calls itself.
-    return said.get("type") if isinstance(said, dict) and all(isinstance(key, str) for key in said) else None
+    # A map with other keys than strings is no message of the patch, whatever its type is.
+    return fields.get("type") if isinstance(fields, dict) and all(isinstance(key, str) for key in fields) else None
 
 
 def _entry(name: bytes, value: bytes) -> None:
-    """What the follower does with an entry of the log, whatever another program wrote there."""
+    """Parse an entry of the log as the follower does, with a field that another program may have written."""
     fields = [b"kind", b"commit", b"commit", b"1", b"epoch", b"e", b"first", b"0", b"last", b"1", name, value]
-    # Give it a correct checksum, so that the fields behind it are tried too.
+    # The checksum is correct, so that the fields behind it are parsed too.
     fields += [b"sum", checksum(keys.log(WORKER).encode(), *fields)]
     try:
         entry = parse_entry(WORKER, b"1-1", fields)

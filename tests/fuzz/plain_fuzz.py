@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fuzz targets with the project's own changes to inputs and without coverage guidance: needs no atheris.
+"""A fuzzer without coverage guidance: it runs the fuzz targets with the project's own mutations, without atheris.
 
 python -m tests.fuzz.plain_fuzz INPUTS SEED
 """
@@ -14,16 +14,16 @@ from typing import Any
 
 from tests.fuzz.script import mutated
 
-# Of all inputs, by target: a payload is one decoder's work, a story goes through everything that follows.
+# Share of the inputs by target: a payload goes through one decoder, a story also through all stages after it.
 SHARES = {"payload_target": 0.90, "stock_target": 0.03, "report_target": 0.07}
-# Changed inputs from which others are made, so that changes add up.
+# Number of mutated inputs that are mutated again, so that mutations add up.
 POOL = 400
-# One input takes milliseconds at worst, tens of them under the sanitizers.
+# One input takes milliseconds at worst, and tens of milliseconds under the sanitizers.
 HANG_S = 20
 
 
 class Watchdog:
-    """Ends the run on an input that takes far too long, and names it."""
+    """A timer that ends the run on an input that takes far too long, and names the input."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -45,7 +45,7 @@ class Watchdog:
 
 
 def fuzz(name: str, inputs: int, seed: int) -> None:
-    """Raises AssertionError, with the input, where the target fails or hangs."""
+    """Run a target with its corpus and with mutated inputs; raises AssertionError if it fails or hangs on one."""
     target = importlib.import_module(f"tests.fuzz.{name}")
     corpus = target.corpus()
     rng = random.Random(seed)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing of the engine patch's sockets: frames through ReportCursor and Ingest to the log, the mirror and an
-answer.
+"""The fuzz target for the engine patch's sockets: from frames through `ReportCursor` and `Ingest` to an answer.
 
-Nothing may raise, nothing is credited between a loss and the snapshot that mends it, and what is held equals a slow
-recount.
+No input may raise an exception. No block is credited between a loss and the snapshot that repairs it, and the held
+blocks equal those of a slow recount.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ EPOCH = "e" * 16
 
 
 def run(data: bytes) -> None:
-    """One input. Raises AssertionError, or whatever the code under test raised."""
+    """Run one input; raises AssertionError, or the exception of the code under test."""
     cursor = ReportCursor(max_held=MAX_HELD, max_held_bytes=MAX_HELD_BYTES, max_snapshot_blocks=MAX_SNAPSHOT_BLOCKS)
     epochs = itertools.count()
     ingest = Ingest(REGISTRATION, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"{next(epochs):016x}")
     ingest.follow_reports()
     recount = Recount()
     downstream = Downstream(REGISTRATION)
-    # From a snapshot to the next loss; and until a heartbeat disagrees.
+    # `whole` is true from a snapshot to the next loss; `agreed` also ends when a heartbeat disagrees.
     whole = agreed = False
     for step in unpack(data):
         kind = step.kind % KINDS
@@ -84,7 +83,7 @@ def run(data: bytes) -> None:
             )
             recount.compare(ingest.held.blocks)
         if ingest.reports.wants_snapshot:
-            # Only now, as the stream does: what was handed out before is still taken in.
+            # The snapshot is requested only now, as in the stream: items that were handed out before are still applied.
             cursor.request_snapshot()
             ingest.reports.wants_snapshot = None
             whole = agreed = False
@@ -150,16 +149,16 @@ def _copies_of(snapshot: Snapshot) -> Copies:
 
 
 def _judge(beat: Heartbeat, ingest: Ingest, recount: Recount) -> bool:
-    """Whether the heartbeat agrees, by our own recount; then the state must say so."""
-    said: dict[Place, tuple[int, int, int]] = {}
+    """Return whether the heartbeat agrees with the recount, and check that the worker's state shows it."""
+    sums: dict[Place, tuple[int, int, int]] = {}
     mixed: set[Place] = set()
-    for one in beat.places:
-        place = Place(one.group_idx, one.medium, one.ownership)
-        if place in said:
+    for place_summary in beat.places:
+        place = Place(place_summary.group_idx, place_summary.medium, place_summary.ownership)
+        if place in sums:
             mixed.add(place)
-        said[place] = (one.blocks, one.copies, one.digest)
+        sums[place] = (place_summary.blocks, place_summary.copies, place_summary.digest)
     held, nothing = recount.sums(), (0, 0, 0)
-    agrees = all(said.get(place, nothing) == held.get(place, nothing) for place in {*said, *held} - mixed)
+    agrees = all(sums.get(place, nothing) == held.get(place, nothing) for place in {*sums, *held} - mixed)
     agreed_states = {StreamState.LIVE, StreamState.UNHASHABLE}
     if ingest.profile.contact.behind:
         # The batch was held behind a snapshot, and more may still follow.
@@ -169,13 +168,16 @@ def _judge(beat: Heartbeat, ingest: Ingest, recount: Recount) -> bool:
 
 
 def corpus() -> list[bytes]:
-    """A life with snapshot, messages and heartbeats; a loss and its mending; a second life; the golden messages."""
-    found = [[*_life(EPOCH)], [*_life(EPOCH), *_life("f" * 16, request=2)], [*_life(EPOCH, lost=True)]]
+    """Return realistic stories.
+
+    They have a life with snapshot, messages and heartbeats, a loss and its repair, a second life, and golden messages.
+    """
+    stories = [[*_life(EPOCH)], [*_life(EPOCH), *_life("f" * 16, request=2)], [*_life(EPOCH, lost=True)]]
     golden = [
         Step(LIVE if vector["side"] == "report" else ANSWER, vector.get("seq") or 0, bytes.fromhex(vector["payload"]))
         for vector in golden_reports()
     ]
-    return [pack(steps) for steps in [*found, golden, [*_life(EPOCH)[:8], *golden]]]
+    return [pack(steps) for steps in [*stories, golden, [*_life(EPOCH)[:8], *golden]]]
 
 
 def _life(epoch: str, *, request: int = 1, lost: bool = False) -> list[Step]:
@@ -187,8 +189,8 @@ def _life(epoch: str, *, request: int = 1, lost: bool = False) -> list[Step]:
         return Step(LIVE, seq, msgspec.msgpack.encode(message))
 
     def answers(request: int, next_seq: int) -> list[Step]:
-        made: list[Reply] = list(parts(ledger, request, epoch, next_seq, 8))
-        return [Step(ASKED), *(Step(ANSWER, 0, msgspec.msgpack.encode(part)) for part in made)]
+        snapshot_parts: list[Reply] = list(parts(ledger, request, epoch, next_seq, 8))
+        return [Step(ASKED), *(Step(ANSWER, 0, msgspec.msgpack.encode(part)) for part in snapshot_parts)]
 
     def events(seq: int) -> Step:
         batch: list[ReportEvent] = [

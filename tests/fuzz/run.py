@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make fuzz`: the decoders and all that follows them under atheris, a coverage-guided fuzzer (libFuzzer).
+"""`make fuzz`: the decoders and the stages after them under atheris, a coverage-guided fuzzer (libFuzzer).
 
     python -m tests.fuzz.run [--inputs N] [--seed N] [--keep FOLDER]
     python -m tests.fuzz.run replay TARGET FILE
 
-Two processes at most. An input that fails, hangs or takes too much memory is saved, named, and replayed by the second
-form, which needs no atheris. The seed is printed; the same seed and the same code give the same inputs.
+It runs at most two processes. An input that fails, hangs or takes too much memory is saved and named; the second form
+replays it and needs no atheris. The seed is printed; the same seed and the same code give the same inputs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# Run as a file, and imported by none.
+# This module is run as a program, and no other module imports it.
 from tests.fuzz.script import mutated
 
 HERE = Path(__file__).resolve().parent
 
-# Of all inputs, by target: single payloads are fast, stories go through everything that follows.
+# Share of the inputs by target: single payloads are fast, stories also go through all stages after the decoders.
 SHARES = {"payload_target": 0.92, "stock_target": 0.03, "report_target": 0.05}
 INPUTS = 1_050_000
 PROCESSES = 2
@@ -36,12 +36,12 @@ HANG_S = 10
 MAX_RSS_MB = 768
 MAX_INPUT_BYTES = 32_768
 
-# Inputs of ours; the rest are libFuzzer's own changes, guided by the same coverage.
+# Share of the project's own mutations; the others are libFuzzer's, guided by the same coverage.
 OWN_SHARE = 0.8
 
 
 def fuzz(target: str, arguments: list[str]) -> None:
-    """In a process of its own: never returns."""
+    """Fuzz one target in this process; never returns."""
     import atheris
 
     with atheris.instrument_imports(include=["kvrouter.events", "kvrouter.router"]):
@@ -61,7 +61,11 @@ def fuzz(target: str, arguments: list[str]) -> None:
 
 
 def start(target: str, inputs: int, seed: int, keep: Path) -> str | None:
-    """Fuzzes one target; the failing input's file with its error, None when there is none."""
+    """Fuzz one target in a child process.
+
+    Returns:
+        A text with the error and the failing input's file, or None if no input failed.
+    """
     keep.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for number, data in enumerate(importlib.import_module(f"tests.fuzz.{target}").corpus()):
@@ -80,21 +84,21 @@ def start(target: str, inputs: int, seed: int, keep: Path) -> str | None:
         ]
         begin = time.monotonic()
         command = [sys.executable, "-m", "tests.fuzz.run", "child", target, *options]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
         took_s = time.monotonic() - begin
-    said = done.stdout + done.stderr
-    counts = dict(re.findall(r"stat::(\w+):\s+(\d+)", said))
+    output = process.stdout + process.stderr
+    counts = dict(re.findall(r"stat::(\w+):\s+(\d+)", output))
     ran = int(counts.get("number_of_executed_units", 0))
     print(
         f"{target}: {ran:,} inputs in {took_s:.0f} s ({ran / took_s:,.0f}/s), "
         f"{counts.get('new_units_added', '?')} that reached new code, peak {counts.get('peak_rss_mb', '?')} MB",
         flush=True,
     )
-    if done.returncode == 0:
+    if process.returncode == 0:
         return None
-    saved = re.search(r"Test unit written to (\S+)", said)
+    saved = re.search(r"Test unit written to (\S+)", output)
     file = saved[1] if saved else "(none saved)"
-    return f"{target}: failed on {file}\n{said[-4_000:]}\nreplay: python -m tests.fuzz.run replay {target} {file}"
+    return f"{target}: failed on {file}\n{output[-4_000:]}\nreplay: python -m tests.fuzz.run replay {target} {file}"
 
 
 def replay(target: str, file: Path) -> None:
@@ -112,12 +116,15 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=INPUTS, help="of all targets together")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1, 2**31))
     parser.add_argument("--keep", type=Path, default=HERE / "found", help="where failing inputs are saved")
-    given = parser.parse_args()
-    print(f"seed {given.seed}: repeat with --seed {given.seed}", flush=True)
+    options = parser.parse_args()
+    print(f"seed {options.seed}: repeat with --seed {options.seed}", flush=True)
     with ThreadPoolExecutor(PROCESSES) as pool:
-        work = [pool.submit(start, t, int(given.inputs * share), given.seed, given.keep) for t, share in SHARES.items()]
-        failures = [failure for done in work if (failure := done.result())]
-    print("\n\n".join(failures) if failures else f"{given.inputs:,} inputs, none failed")
+        work = [
+            pool.submit(start, t, int(options.inputs * share), options.seed, options.keep)
+            for t, share in SHARES.items()
+        ]
+        failures = [failure for result in work if (failure := result.result())]
+    print("\n\n".join(failures) if failures else f"{options.inputs:,} inputs, none failed")
     return bool(failures)
 
 

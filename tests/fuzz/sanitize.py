@@ -3,10 +3,10 @@
 
     python -m tests.fuzz.sanitize [--inputs N] [--heads N] [--seed N]
 
-Builds the package into a temporary folder with gcc's sanitizers and runs the fuzz targets, the plain heads and the
-property tests of what is compiled against that build. Python's objects come from malloc, so that a read past the end of
-one is seen too. First a program that reads past its memory has to be stopped: otherwise nothing here would find
-anything.
+It builds the package into a temporary folder with gcc's sanitizers, and runs the fuzz targets, the heads of requests
+and the property tests of the compiled modules against that build. Python allocates its objects with malloc, so that a
+read past the end of one is detected too. First it proves that the sanitizers stop a faulty program; otherwise none of
+the runs could find anything.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SOURCES = (
     "README.md",
     "LICENSE",
 )
-# What goes through compiled modules, against brute force or the plain twin.
+# Property tests that compare compiled modules with brute force or with their plain twins.
 PROPERTIES = (
     *("test_chain_hash.py", "test_page_hash.py", "test_hit_rule.py", "test_sglang_rule.py", "test_long_prompts.py"),
     *("test_numbers.py", "test_query_template.py", "test_residency.py", "test_tables.py", "test_plain_head.py"),
@@ -56,21 +56,21 @@ def runtime(name: str) -> str:
 
 
 def prove(folder: Path) -> None:
-    """Both sanitizers stop a program that is wrong."""
+    """Check that both sanitizers stop a faulty program; exit if one does not."""
     for name, source, words in (("read", FAULT, "heap-buffer-overflow"), ("sum", UNDEFINED, "signed integer overflow")):
         file = folder / f"{name}.c"
         file.write_text(source)
         subprocess.run(["gcc", *FLAGS, "-o", str(file.with_suffix("")), str(file)], check=True)
-        done = subprocess.run(
+        process = subprocess.run(
             [str(file.with_suffix(""))], capture_output=True, text=True, errors="replace", check=False
         )
-        if done.returncode == 0 or words not in done.stderr:
-            raise SystemExit(f"the sanitizers do not see a {words}: {done.stderr}")
+        if process.returncode == 0 or words not in process.stderr:
+            raise SystemExit(f"the sanitizers do not see a {words}: {process.stderr}")
     print("the sanitizers stop a read past the end and an overflow", flush=True)
 
 
 def build(folder: Path) -> Path:
-    """The package, compiled with the sanitizers, as a folder for PYTHONPATH."""
+    """Compile the package with the sanitizers, and return its folder for PYTHONPATH."""
     clone, site = folder / "clone", folder / "site"
     clone.mkdir()
     for name in SOURCES:
@@ -93,9 +93,9 @@ def build(folder: Path) -> Path:
 
 def run(environment: Mapping[str, str], command: Sequence[str]) -> bool:
     print(" ".join(command), flush=True)
-    # The folder decides what `kvrouter` is: not the clone's, which the current folder would be.
-    done = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, check=False)
-    return done.returncode == 0
+    # PYTHONPATH decides which `kvrouter` is imported: the compiled one, not that of this checkout.
+    process = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, check=False)
+    return process.returncode == 0
 
 
 def main() -> int:
@@ -103,8 +103,8 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=100_000, help="of the fuzz targets together")
     parser.add_argument("--heads", type=int, default=300_000, help="heads of requests, read by both parsers")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1, 2**31))
-    given = parser.parse_args()
-    print(f"seed {given.seed}: repeat with --seed {given.seed}", flush=True)
+    options = parser.parse_args()
+    print(f"seed {options.seed}: repeat with --seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prove(folder)
@@ -114,17 +114,17 @@ def main() -> int:
             "PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]),
             "LD_PRELOAD": " ".join(map(runtime, ("libasan.so", "libubsan.so"))),
             "PYTHONMALLOC": "malloc",
-            # CPython frees little at its end: leaks are no finding here.
+            # CPython frees little at its end, so leaks are not reported.
             "ASAN_OPTIONS": "detect_leaks=0",
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "KVROUTER_TEST_EXAMPLES": "few",
         }
         properties = [str(ROOT / "tests" / "property" / file) for file in PROPERTIES]
-        where = f"import kvrouter.router as found; assert found.__file__.startswith({str(site)!r}), found.__file__"
+        check_site = f"import kvrouter.router as found; assert found.__file__.startswith({str(site)!r}), found.__file__"
         passed = [
-            run(environment, ["-c", where]),
-            run(environment, ["-m", "tests.fuzz.plain_fuzz", str(given.inputs), str(given.seed)]),
-            run(environment, ["-m", "tests.property.test_plain_head", str(given.heads), str(given.seed)]),
+            run(environment, ["-c", check_site]),
+            run(environment, ["-m", "tests.fuzz.plain_fuzz", str(options.inputs), str(options.seed)]),
+            run(environment, ["-m", "tests.property.test_plain_head", str(options.heads), str(options.seed)]),
             run(environment, ["-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", *properties]),
         ]
     print("no finding" if all(passed) else "FAILED: see above")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fuzzing input: a short story of one worker's sockets, as bytes, and its mutation at the level of messages and of
-MessagePack.
+"""The form of a fuzzing input, and its mutations.
 
-An input is bytes, so that any fuzzer can keep, shrink and replay it; `unpack` makes steps of whatever bytes, so no
-input is wasted.
+An input is a short story of steps at one worker's sockets. It is encoded as bytes, so that any fuzzer can keep, shrink
+and replay it. `unpack` turns any bytes into steps, so no input is wasted. Mutations change messages or their
+MessagePack.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_STEPS = 32
 
 
 class Step(NamedTuple):
-    """One thing that happens. `seq` and `payload` are empty where `kind` needs none; kinds are the targets' own."""
+    """One step of a story; each target defines its kinds, and some kinds use no `seq` or `payload`."""
 
     kind: int
     seq: int = 0
@@ -43,7 +43,7 @@ def unpack(data: bytes) -> list[Step]:
 
 
 NUMBERS = (0, 1, -1, 15, 16, 17, 127, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
-# What no other party should be able to say, and what some once did.
+# Values that no peer should be able to send, and values that some peers once sent.
 VALUES: tuple[Any, ...] = (
     *NUMBERS,
     *(None, True, False, 0.0, 1.5, float("nan"), float("inf"), "", "x" * 300, "GPU", "cpu", "STORAGE", "\x00:g1 {}"),
@@ -51,14 +51,20 @@ VALUES: tuple[Any, ...] = (
     *("full_attention", "sliding_window", "mamba", "chunked_local_attention", "stored", "removed", "cleared"),
     *("BlockStored", "BlockRemoved", "AllBlocksCleared", "events", "heartbeat", "snapshot"),
 )
-# Headers that promise more than there is: arrays, maps, binaries, texts and extensions of up to 4 Gi.
+# MessagePack headers that announce more than follows: arrays, maps, binaries, strings and extensions of up to 4 Gi.
 HUGE = tuple(bytes([first]) + b"\xff" * size for first, size in ((0xDC, 2), (0xDD, 4), (0xDE, 2), (0xDF, 4), (0xC6, 4)))
 HUGE += tuple(bytes([first]) + b"\xff" * size for first, size in ((0xDB, 4), (0xC9, 5), (0xCF, 8), (0xD9, 1)))
 DEPTHS = (2, 60, 600, 6_000)
 
 
 def mutated(data: bytes, rng: random.Random, donors: list[bytes]) -> bytes:
-    """`data` with one to four changes. donors: other inputs, whose parts may be spliced in."""
+    """Return `data` with one to four mutations.
+
+    Args:
+        data: The input.
+        rng: The source of randomness.
+        donors: Other inputs, parts of which may be inserted.
+    """
     steps = unpack(data) or [Step(0)]
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         _mutate(steps, rng, donors)
@@ -81,17 +87,17 @@ def _mutate(steps: list[Step], rng: random.Random, donors: list[bytes]) -> None:
     elif roll < 0.24:
         steps[at] = step._replace(kind=rng.randrange(16))
     elif roll < 0.32 and donors:
-        given = unpack(rng.choice(donors))
-        if given:
-            start = rng.randrange(len(given))
-            steps[at:at] = given[start : start + rng.randint(1, 4)]
+        donor = unpack(rng.choice(donors))
+        if donor:
+            start = rng.randrange(len(donor))
+            steps[at:at] = donor[start : start + rng.randint(1, 4)]
             del steps[MAX_STEPS:]
     else:
         steps[at] = step._replace(payload=mutated_payload(step.payload, rng)[:0xFFFF])
 
 
 def mutated_payload(payload: bytes, rng: random.Random) -> bytes:
-    """One message, damaged in one of the ways that wires, bugs and other versions damage things."""
+    """Return a message damaged in a way in which networks, bugs or other versions damage messages."""
     if not payload:
         return rng.randbytes(rng.randrange(40))
     if rng.random() < 0.5:
@@ -104,7 +110,7 @@ def mutated_payload(payload: bytes, rng: random.Random) -> bytes:
 
 
 def _changed(value: Any, rng: random.Random) -> Any:
-    """The value with one part of it exchanged, doubled or dropped; containers are walked at random."""
+    """Return the value with one randomly chosen part replaced, doubled or dropped."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
         roll = rng.random()
@@ -143,7 +149,7 @@ def _inserted(payload: bytes, rng: random.Random) -> bytes:
 
 
 def _overwritten(payload: bytes, rng: random.Random) -> bytes:
-    """A part of it by another part of it."""
+    """Return the payload with one part of it overwritten by another part."""
     size = rng.randint(1, min(32, len(payload)))
     source, target = rng.randrange(len(payload) - size + 1), rng.randrange(len(payload) - size + 1)
     return payload[:target] + payload[source : source + size] + payload[target + size :]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing of the engine's own topic: frames through Cursor, BatchDecoder and Ingest to the log, the mirror and an
-answer.
+"""The fuzz target for the engine's own topic: from frames through `Cursor`, `BatchDecoder` and `Ingest` to an answer.
 
-Nothing may raise, and what comes out is held against slow recounts that share no code with what is tested.
+No input may raise an exception. The results are compared with slow recounts that share no code with the code under
+test.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REGISTRATION = Registration(WorkerKey("m", "w"), events="tcp://127.0.0.1:1", rep
 
 
 def run(data: bytes) -> None:
-    """One input. Raises AssertionError, or whatever the code under test raised."""
+    """Run one input; raises AssertionError, or the exception of the code under test."""
     cursor = Cursor(replay=bool(data) and data[0] < 128, max_held=MAX_HELD, max_held_bytes=MAX_HELD_BYTES)
     epochs = itertools.count()
     ingest = Ingest(REGISTRATION, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"{next(epochs):016x}")
@@ -83,7 +83,7 @@ def _say(cursor: Cursor, kind: int, step: Step) -> None:
 
 
 def _follow(recount: Recount, batch: EventBatch | None, ingest: Ingest, epoch: str, before: IngestCounters) -> None:
-    """What the batch must have done to the recount, and to what is counted of the unreadable."""
+    """Check the counters and the epoch after a batch, and apply the batch to the recount."""
     tally = ingest.profile.tally
     assert tally.batches == before.batches + 1
     if batch is None:
@@ -106,24 +106,29 @@ def _follow(recount: Recount, batch: EventBatch | None, ingest: Ingest, epoch: s
             stores = isinstance(event, BlockStored)
             beside = [other for other in recount.copies if other.medium == event.medium]
             stray = not stores and event.group_idx is None and beside and all(o.group_idx is not None for o in beside)
-            for one in beside if stray else [place]:
-                recount.count(one, event.block_hashes.tolist(), 1 if stores else -1)
+            for counted_place in beside if stray else [place]:
+                recount.count(counted_place, event.block_hashes.tolist(), 1 if stores else -1)
 
 
 def corpus() -> list[bytes]:
-    """Real stories: golden messages of vLLM, a life with every kind of event in each layout, a gap with its replay, a
-    restart."""
-    found = [
+    """Return realistic stories.
+
+    They have golden messages of vLLM, a life with every kind of event in each layout, a gap with its replay, and a
+    restart.
+    """
+    stories = [
         [Step(CONNECTED), Step(ENDED), *(Step(LIVE, seq, payload) for seq, payload in enumerate(golden_batches()))]
     ]
     for layout, form in itertools.product(get_args(Layout), get_args(HashForm)):
         batches = [encode_batch(1.0, events, 0, layout=layout, hash_form=form) for events in _life()]
         live = [Step(LIVE, seq, payload) for seq, payload in enumerate(batches)]
-        found.append([Step(CONNECTED), Step(ENDED), *live[:3], Step(FLUSH), *live[3:]])
+        stories.append([Step(CONNECTED), Step(ENDED), *live[:3], Step(FLUSH), *live[3:]])
         replayed = [Step(REPLAYED, step.seq, step.payload) for step in live]
-        found.append([Step(CONNECTED), *replayed[:2], Step(ENDED), live[4], *replayed[1:4], Step(ENDED), live[5]])
-        found.append([Step(CONNECTED), Step(ENDED), *live, Step(DISCONNECTED), Step(CONNECTED), *replayed[:2], live[0]])
-    return [pack(steps) for steps in found]
+        stories.append([Step(CONNECTED), *replayed[:2], Step(ENDED), live[4], *replayed[1:4], Step(ENDED), live[5]])
+        stories.append(
+            [Step(CONNECTED), Step(ENDED), *live, Step(DISCONNECTED), Step(CONNECTED), *replayed[:2], live[0]]
+        )
+    return [pack(steps) for steps in stories]
 
 
 def _life() -> list[list[Any]]:

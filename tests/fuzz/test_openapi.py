@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""schemathesis on the router's own OpenAPI document, against a running router with simulated replicas behind it.
+"""Tests of a running router with schemathesis, from its own OpenAPI document, with simulated replicas as workers.
 
-Positive and negative data, and stateful sequences (register, list, change, drop): no server error, no undeclared
-status, and every answer fits its schema, in JSON and MessagePack. `make fuzz` runs it longer, and its coverage phase
-too.
+They send valid and invalid data, and stateful sequences (register, list, change, drop). No answer may be a server error
+or have an undeclared status, and every answer fits its schema, in JSON and MessagePack. `make fuzz` runs them longer,
+with the coverage phase too.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 from tests.fuzz.http_hooks import MODEL
 from tests.support.router_process import RouterProcess
 
-# Examples an operation; more where somebody waits for it.
+# Examples for each operation; `make fuzz` sets more.
 EXAMPLES = int(os.environ.get("KVROUTER_TEST_FUZZ_EXAMPLES", "12"))
 PHASES = os.environ.get("KVROUTER_TEST_FUZZ_PHASES", "fuzzing,stateful")
 SEED = os.environ.get("KVROUTER_TEST_FUZZ_SEED", "1")
 REPLICAS = 3
 
-# Schema-valid bodies that are refused all the same, and rightly: one of two names must be there, two names must not
-# contradict each other, a replay endpoint needs an endpoint, an address must be one. msgspec's schemas cannot say such
-# things of several fields.
+# The router rightly refuses some bodies that are valid by the schema: one of two names must be present, two names must
+# not contradict each other, a replay endpoint needs an endpoint, and an address must be one. msgspec's schemas cannot
+# express such rules about several fields.
 EXCLUDED = "positive_data_acceptance"
 
 HOOKS = Path(__file__).with_name("http_hooks.py")
@@ -44,9 +44,9 @@ def router(tmp_path: Path) -> Iterator[RouterProcess]:
         thread = ServerThread(replicas)
         thread.start()
         for number, replica in enumerate(replicas):
-            ends = replica.endpoints
-            body = {"worker_id": f"w{number}", "model": MODEL, "endpoint": ends["events"], "url": ends["url"]}
-            process.request("POST", "/register", {**body, "replay_endpoint": ends["replay"]})
+            endpoints = replica.endpoints
+            body = {"worker_id": f"w{number}", "model": MODEL, "endpoint": endpoints["events"], "url": endpoints["url"]}
+            process.request("POST", "/register", {**body, "replay_endpoint": endpoints["replay"]})
         yield process
         thread.stop()
 
@@ -54,17 +54,17 @@ def router(tmp_path: Path) -> Iterator[RouterProcess]:
 def test_the_api_is_as_its_document_says(router: RouterProcess, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{router.port}/openapi.json"]
     command += ["--checks", "all", "--exclude-checks", EXCLUDED, "--phases", PHASES, "--max-examples", str(EXAMPLES)]
-    # What is passed on is answered by an engine.
+    # The OpenAI routes are excluded, because an engine answers them.
     command += ["--seed", SEED, "--no-color", "--continue-on-failure", "--exclude-tag", "OpenAI"]
-    # A stream has no end.
+    # The stream of events has no end.
     command += ["--exclude-path", "/events"]
     environment = {**os.environ, "SCHEMATHESIS_HOOKS": str(HOOKS)}
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
-    print(done.stdout[-600:])
-    assert done.returncode == 0, f"seed {SEED}\n{done.stdout[-8_000:]}\n{done.stderr[-2_000:]}"
+    print(process.stdout[-600:])
+    assert process.returncode == 0, f"seed {SEED}\n{process.stdout[-8_000:]}\n{process.stderr[-2_000:]}"
     assert "Traceback" not in router.log_tail()
-    # Our own connection was idle for longer than the router keeps one; this opens another.
+    # The test's own connection was idle for so long that the router has closed it; this request opens another one.
     router.request("GET", "/health")
     assert router.metric("kvrouter_internal_errors_total") == 0

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills in `payload` of events_vllm_0_32.json from vLLM's own structs and encoder; run it where vLLM is installed.
+"""A script that fills in `payload` of events_vllm_0_32.json from vLLM's own structs and encoder.
 
-A case states its events by field; bytes are written as {"hex": ...}. The payload is what vLLM 0.32.0 puts on the wire.
+Run it where vLLM is installed. A case states its events by field; bytes are written as {"hex": ...}. The payload is the
+message that vLLM 0.32.0 sends.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ CASES = Path(__file__).with_name("events_vllm_0_32.json")
 
 
 def plain(value: Any) -> Any:
-    """A JSON value with {"hex": ...} as bytes."""
+    """Return a JSON value with each {"hex": ...} replaced by its bytes."""
     if isinstance(value, dict):
         return bytes.fromhex(value["hex"])
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
 def payload(case: dict[str, Any]) -> bytes:
-    """The case as vLLM encodes it."""
+    """Return the payload of a case as vLLM encodes it."""
     events = [
         getattr(kv_events, event["type"])(**{name: plain(value) for name, value in event.items() if name != "type"})
         for event in case["events"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes dynamo_1_6_1.json: what Dynamo's selection service and indexer answer to a client of theirs.
+"""A script that writes dynamo_1_6_1.json, the answers of Dynamo's selection service and indexer to a Dynamo client.
 
 Run it with this project's Python; the services run in the venv of ai-dynamo-runtime 1.6.1 that the benchmarks use.
 """

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write schema_2.json: the keys that two routers of the version before (`tests/support/former_release.py` names the commit)
-left in a Valkey, with engines that stored and evicted, and workers of every kind that can be registered.
+"""A script that writes schema_2.json, the keys that two routers of the previous version left in a Valkey.
+
+`tests/support/former_release.py` names the version's commit. The routers followed engines that stored and evicted
+blocks, and had workers of every kind that can be registered.
 
     .venv/bin/python -m tests.golden.make_former_schema
 """
@@ -18,10 +20,10 @@ from tests.support.store_server import StoreServer
 
 FILE = Path(__file__).with_name("schema_2.json")
 ENGINES = 2
-# So much that each has evicted, and that its log fits a file that is looked at.
+# Enough batches that each engine has evicted blocks, but few enough that the file stays readable.
 BLOCKS_A_SECOND = 500.0
 SEQ = 30
-# Nobody listens there.
+# Registrations of workers whose addresses nobody listens on.
 OTHERS = (
     {"worker_id": "drained", "model": "m", "url": "http://127.0.0.1:9"},
     {"worker_id": "prefill", "model": "other", "url": "http://127.0.0.1:9", "role": "prefill"},

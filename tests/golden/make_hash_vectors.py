@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes hash_vectors.json with vLLM's own functions; run it with the engine's Python, from any folder.
+"""A script that writes hash_vectors.json with vLLM's own functions; run it with the engine's Python, from any folder.
 
-Prompts are given as explicit ids or as start, step, count. `hashes` are the full digests of the prompt's full blocks.
-`announced` are root blocks of several hash blocks as an event shows them: reduced hash, untagged extra keys.
+Prompts are given as explicit ids or as start, step and count. `hashes` are the full digests of the prompt's full
+blocks. `announced` are root blocks of several hash blocks as an event shows them, with the reduced hash and untagged
+extra keys.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "text": {"start": 11, "step": 127, "count": 1100},
     "long": {"start": 70000, "step": 1, "count": 40000},
 }
-# Block sizes with the prompt that shows them; 20000 makes a pickle of several 64 KiB frames.
+# Block sizes, each with the prompt that is hashed with it; 20000 makes a pickle of several 64 KiB frames.
 SHAPES = [(1, "tiny"), (2, "tiny"), (3, "tiny"), (16, "widths"), (32, "widths"), (528, "text"), (20000, "long")]
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 SEEDS = (None, "0", "42")
@@ -51,7 +52,7 @@ def ids_of(prompt: dict) -> list[int]:
 
 
 def start(algo: str, seed: str | None) -> Any:
-    """vLLM's hash function, with NONE_HASH set as an engine with this PYTHONHASHSEED sets it."""
+    """Return vLLM's hash function after setting NONE_HASH as an engine with this PYTHONHASHSEED sets it."""
     os.environ.pop("PYTHONHASHSEED", None)
     if seed is not None:
         os.environ["PYTHONHASHSEED"] = seed
@@ -61,7 +62,10 @@ def start(algo: str, seed: str | None) -> Any:
 
 
 def received(value: Any, kind: Any) -> Any:
-    """`value` as an engine core gets it: pickle, so the hash, differs between two equal strings and one used twice."""
+    """Return `value` as an engine core receives it.
+
+    The pickle of two equal strings differs from that of one string used twice, and so does the hash.
+    """
     return MsgpackDecoder(kind).decode(MsgpackEncoder().encode(value))
 
 
@@ -83,11 +87,11 @@ def request(ids: list[int], block_size: int, function: Any, lora: Any, salt: Any
 
 
 def announced(block_size: int, hash_block_size: int, lora: Any, salt: Any, images: Any = ()) -> dict:
-    """The root block of `block_size` tokens as BlockPool.cache_full_blocks would announce it (default scheme)."""
+    """Return the root block of `block_size` tokens as BlockPool.cache_full_blocks announces it (default scheme)."""
     ids = ids_of(PROMPTS["text"])[:block_size]
-    made = request(ids, hash_block_size, start("sha256", None), lora, salt, images)
-    view = kv_cache_utils.resolve_block_hashes(made.block_hashes, hash_block_size, block_size)
-    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(made, 0, block_size, 0)
+    made_request = request(ids, hash_block_size, start("sha256", None), lora, salt, images)
+    view = kv_cache_utils.resolve_block_hashes(made_request.block_hashes, hash_block_size, block_size)
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(made_request, 0, block_size, 0)
     return {
         "token_ids": ids,
         "block_size": block_size,
@@ -104,7 +108,7 @@ def main() -> None:
     for algo, seed in itertools.product(ALGORITHMS, SEEDS):
         function = start(algo, seed)
         for (block_size, prompt), (lora, salt) in itertools.product(SHAPES, EXTRAS):
-            made = request(ids_of(PROMPTS[prompt]), block_size, function, lora, salt)
+            made_request = request(ids_of(PROMPTS[prompt]), block_size, function, lora, salt)
             vectors.append(
                 {
                     "algo": algo,
@@ -114,8 +118,10 @@ def main() -> None:
                     "prompt": prompt,
                     "lora": lora,
                     "cache_salt": salt,
-                    "hashes": [digest.hex() for digest in made.block_hashes],
-                    "reduced": [kv_cache_utils.maybe_convert_block_hash(digest) for digest in made.block_hashes],
+                    "hashes": [digest.hex() for digest in made_request.block_hashes],
+                    "reduced": [
+                        kv_cache_utils.maybe_convert_block_hash(digest) for digest in made_request.block_hashes
+                    ],
                 }
             )
     lora = ("sql", "/adapters/sql")

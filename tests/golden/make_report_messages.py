@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills in `payload` of report_messages.json from the structs of `kvrouter.events.patch.messages`.
+"""A script that fills in `payload` of report_messages.json from the structs of `kvrouter.events.patch.messages`.
 
 A case states its message by field; bytes are written as {"hex": ...}. `docs/reference/protocol.md` shows the same
 cases.
@@ -20,7 +20,7 @@ SIDES = {"report": report.Report, "request": report.Request, "reply": report.Rep
 
 
 def plain(value: Any) -> Any:
-    """A JSON value with {"hex": ...} as bytes."""
+    """Return a JSON value with each {"hex": ...} replaced by its bytes."""
     if isinstance(value, dict):
         if value.keys() == {"hex"}:
             return bytes.fromhex(value["hex"])
@@ -29,7 +29,7 @@ def plain(value: Any) -> Any:
 
 
 def message(case: dict[str, Any]) -> Any:
-    """The case as a struct."""
+    """Return the message of a case as a struct."""
     return msgspec.convert(plain(case["message"]), SIDES[case["side"]])
 
 

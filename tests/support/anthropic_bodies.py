@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of Anthropic's `/v1/messages` as clients write them, at random: system prompts of several blocks, Claude Code's
-attribution and reminders among the turns, thinking, tools and their results."""
+"""Random bodies for Anthropic's `/v1/messages`, in the forms that clients send.
+
+They contain system prompts of several blocks, Claude Code's attribution and reminders among the turns, thinking, and
+tools with their results.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ def text(rng: random.Random) -> str:
 
 
 def block(rng: random.Random) -> dict[str, Any]:
-    found = {"type": "text", "text": rng.choice(["", text(rng), text(rng), text(rng)])}
-    return found | rng.choice([{}, {}, {"cache_control": {"type": "ephemeral"}}])
+    text_block = {"type": "text", "text": rng.choice(["", text(rng), text(rng), text(rng)])}
+    return text_block | rng.choice([{}, {}, {"cache_control": {"type": "ephemeral"}}])
 
 
 def blocks(rng: random.Random, most: int = 3) -> list[dict[str, Any]]:
@@ -26,12 +29,18 @@ def blocks(rng: random.Random, most: int = 3) -> list[dict[str, Any]]:
 
 def tool(rng: random.Random, name: str) -> dict[str, Any]:
     schema: dict[str, Any] = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
-    found: dict[str, Any] = {"name": name, "input_schema": rng.choice([schema, {"type": "object"} | schema, {}])}
-    return found | rng.choice([{}, {"description": text(rng)}, {"cache_control": {"type": "ephemeral"}}])
+    definition: dict[str, Any] = {"name": name, "input_schema": rng.choice([schema, {"type": "object"} | schema, {}])}
+    return definition | rng.choice([{}, {"description": text(rng)}, {"cache_control": {"type": "ephemeral"}}])
 
 
 def message(rng: random.Random, *, reminders: bool = True, media: bool = False) -> dict[str, Any]:
-    """media: one turn has an image."""
+    """Return the random body of a request.
+
+    Args:
+        rng: The source of randomness.
+        reminders: Whether system messages may stand among the turns, as Claude Code sends them.
+        media: Whether one user turn has an image.
+    """
     body: dict[str, Any] = {"messages": _turns(rng, reminders=reminders), "max_tokens": rng.randint(1, 9)}
     if rng.random() < 0.7:
         system = [{"type": "text", "text": BILLING}] if rng.random() < 0.4 else []
@@ -76,11 +85,11 @@ def _turns(rng: random.Random, *, reminders: bool) -> list[dict[str, Any]]:
                 | rng.choice([{}, {"content": text(rng)}, {"content": blocks(rng)}])
                 for name in calls
             ]
-            asked: Any = results + (blocks(rng) if rng.random() < 0.5 else [])
+            question: Any = results + (blocks(rng) if rng.random() < 0.5 else [])
         else:
-            asked = rng.choice([text(rng), blocks(rng)])
+            question = rng.choice([text(rng), blocks(rng)])
         turns.append(
-            {"role": "assistant", "content": rng.choice([answer, answer, text(rng)]) if asked is None else answer}
+            {"role": "assistant", "content": rng.choice([answer, answer, text(rng)]) if question is None else answer}
         )
         if reminders and rng.random() < 0.2:
             turns.append(
@@ -89,5 +98,5 @@ def _turns(rng: random.Random, *, reminders: bool) -> list[dict[str, Any]]:
                     "content": rng.choice([text(rng), [*blocks(rng), {"type": "text", "text": BILLING}], BILLING]),
                 }
             )
-        turns.append({"role": "user", "content": asked})
+        turns.append({"role": "user", "content": question})
     return turns

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What worker streams share, on a clock that the test moves, without store and sockets."""
+"""The `StreamServices` of worker streams without a store and without sockets, on a clock that the test moves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a batch cursor: what its shell feeds it, and the items expected of it."""
+"""Helpers that feed batches and replays to a `Cursor` and build the items that it should return."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def asked(cursor: Cursor) -> int | None:
 
 
 def following(*seqs: int, **options: object) -> Cursor:
-    """A cursor with a replay endpoint that has handed `seqs` out."""
+    """Return a connected cursor with a replay endpoint that has already handed out the batches `seqs`."""
     cursor = Cursor(replay=True, **options)  # type: ignore[arg-type]
     cursor.connected()
     replay(cursor, *seqs)

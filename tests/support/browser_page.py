@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's page in Debian's Chromium, and all that it said and requested meanwhile."""
+"""The router's page in Debian's Chromium, with the console messages and the hosts that it contacted."""
 
 from __future__ import annotations
 
@@ -18,25 +18,31 @@ TIMEOUT_MS = 30_000
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """Skips where there is none: .ci/run installs it."""
+    """Start Chromium, or skip the test where it is not installed; `.ci/run` installs it."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("no Chromium: apt-get install chromium")
     with sync_playwright() as playwright:
         # Containers run tests as root, and have little shared memory.
         flags = ["--no-sandbox", "--disable-dev-shm-usage"]
-        started = playwright.chromium.launch(executable_path=path, args=flags)
+        chromium = playwright.chromium.launch(executable_path=path, args=flags)
         try:
-            yield started
+            yield chromium
         finally:
-            started.close()
+            chromium.close()
 
 
 class BrowserPage:
-    """One tab. Ends with an error where the console had one, or another host was contacted."""
+    """One tab of the browser; `close` fails if the console had an error or warning, or another host was contacted."""
 
     def __init__(self, browser: Browser, port: int, **options: Any) -> None:
-        """options: of the context, such as `viewport` and `color_scheme`."""
+        """Open the tab.
+
+        Args:
+            browser: The running Chromium.
+            port: The router's port.
+            **options: Options of the browser context, such as `viewport` and `color_scheme`.
+        """
         self._context = browser.new_context(**options)
         self.page: Page = self._context.new_page()
         self.page.set_default_timeout(TIMEOUT_MS)
@@ -52,7 +58,7 @@ class BrowserPage:
             self.problems.append(text)
 
     def open(self, view: str) -> Page:
-        """Shows a view and waits until it is the one shown."""
+        """Switch to a view and wait until the page marks it as the current one."""
         if self.page.url == "about:blank":
             self.page.goto(f"{self.address}#{view}")
         else:

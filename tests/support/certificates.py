@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A certificate authority for one test, made by openssl, and certificates that it signs."""
+"""A certificate authority for one test, made with openssl, and the certificates that it signs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ EC_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
 class Pair(NamedTuple):
-    """PEM files."""
+    """The PEM files of a certificate and of its key."""
 
     certificate: Path
     key: Path
 
     def replace(self, other: Pair) -> None:
-        """Puts another pair at this one's place, file by file, as renewals do."""
+        """Replace these files by those of another pair, one file after the other, as renewals do."""
         for file, new in zip(self, other, strict=True):
             place = file.with_suffix(".new")
             place.write_bytes(new.read_bytes())
@@ -27,13 +27,13 @@ class Pair(NamedTuple):
 
 
 def openssl(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["openssl", *arguments], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run(["openssl", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 class Authority:
-    """`file` is its certificate."""
+    """A certificate authority; `file` is its own certificate."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ class Authority:
         openssl(folder, "req", "-x509", *EC_KEY, "-keyout", f"{name}.key", "-out", f"{name}.pem", *usage)
 
     def issue(self, name: str, *, days: int = 30) -> Pair:
-        """A certificate for HOST (and for clients) with `name` as its common name."""
+        """Sign a certificate for `HOST` (also valid for clients) with `name` as its common name."""
         folder = self._folder
         openssl(folder, "req", *EC_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
         (folder / f"{name}.names").write_text(f"subjectAltName=IP:{HOST}\n")
@@ -53,7 +53,7 @@ class Authority:
         return Pair(folder / f"{name}.pem", folder / f"{name}.key")
 
     def client(self, shown: Pair | None = None) -> ssl.SSLContext:
-        """Of a client that trusts this authority alone. shown: its own certificate."""
+        """Return the TLS context of a client that trusts only this authority and shows the certificate `shown`."""
         context = ssl.create_default_context(cafile=str(self.file))
         if shown is not None:
             context.load_cert_chain(*shown)
@@ -61,13 +61,13 @@ class Authority:
 
 
 class Tls(NamedTuple):
-    """Both sides of a server under test."""
+    """The certificates of a server under test, and the authority that its clients trust."""
 
     authority: Authority
     server: Pair
 
 
 class OverTls:
-    """What servers of tests speak: `now` is None for plain."""
+    """The global switch for servers in tests: they speak TLS with `now`, or plain text if it is None."""
 
     now: Tls | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Helm chart as Helm renders it, by profile, and whether an API server would take the objects."""
+"""The Helm chart as Helm renders it for each profile, and a check whether an API server would accept the objects."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.support.helm_template import helm_template, merged
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "kvrouter"
 CUSTOM_RESOURCES: dict[str, Any] = json.loads((ROOT / "tests/golden/custom_resources.json").read_text())
-# The oldest that Chart.yaml allows, and the newest whose schemas the package has.
+# The oldest version that Chart.yaml allows, and the newest whose schemas `kubernetes_validate` has.
 KUBERNETES_VERSIONS = ("1.27", "1.37")
 
-# Every switch of the chart.
+# Values that turn on every option of the chart.
 EVERYTHING: dict[str, Any] = {
     "imagePullSecrets": ["pull"],
     "apiKey": {"secret": "keys"},
@@ -86,22 +86,26 @@ def rendered(name: str) -> list[dict[str, Any]]:
 
 
 def one(objects: list[dict[str, Any]], kind: str, component: str = "router") -> dict[str, Any]:
-    (found,) = (
-        each
-        for each in objects
-        if each["kind"] == kind and each["metadata"]["labels"]["app.kubernetes.io/component"] == component
+    (match,) = (
+        candidate
+        for candidate in objects
+        if candidate["kind"] == kind and candidate["metadata"]["labels"]["app.kubernetes.io/component"] == component
     )
-    return found
+    return match
 
 
 def container(workload: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any]
-    (found,) = workload["spec"]["template"]["spec"]["containers"]
-    return found
+    only: dict[str, Any]
+    (only,) = workload["spec"]["template"]["spec"]["containers"]
+    return only
 
 
 def check_object(value: dict[str, Any]) -> None:
-    """Raises jsonschema.ValidationError for what an API server would refuse, or drop as an unknown field."""
+    """Validate an object as an API server would.
+
+    Raises:
+        jsonschema.ValidationError: If an API server would refuse the object, or drop one of its fields as unknown.
+    """
     custom = CUSTOM_RESOURCES.get(value["kind"])
     if custom is None:
         for version in KUBERNETES_VERSIONS:

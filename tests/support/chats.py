@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests as clients send them: chats and completions of every kind that decides about tokens."""
+"""Random chats and completions as clients send them, with every kind of field that affects the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def text(rng: Random, most_words: int = 30) -> str:
 
 
 def content(rng: Random) -> Any:
-    """One text, or several parts."""
+    """Return the content of a message: one text, or several parts."""
     if rng.random() < 0.75:
         return text(rng)
     parts: list[Any] = [{"type": "text", "text": text(rng, 8)} for _ in range(rng.randint(1, 3))]
@@ -86,7 +86,7 @@ def _call(rng: Random, number: int) -> dict[str, Any]:
 
 
 def chat(rng: Random) -> dict[str, Any]:
-    """The body of a chat completion, as far as it decides about tokens."""
+    """Return the body of a chat completion, with only the fields that affect the prompt's tokens."""
     messages: list[dict[str, Any]] = []
     if rng.random() < 0.6:
         messages.append({"role": "system", "content": content(rng)})
@@ -131,7 +131,7 @@ def chat(rng: Random) -> dict[str, Any]:
 
 
 def completion(rng: Random) -> dict[str, Any]:
-    """The body of a completion of one text."""
+    """Return the body of a completion of one text."""
     body: dict[str, Any] = {"prompt": text(rng, 60)}
     if rng.random() < 0.3:
         body["add_special_tokens"] = rng.random() < 0.5
@@ -139,7 +139,7 @@ def completion(rng: Random) -> dict[str, Any]:
 
 
 def requests(rng: Random, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Path and body, four chats to a completion."""
+    """Yield the path and the body of each request, with about four chats for each completion."""
     for _ in range(count):
         if rng.random() < 0.8:
             yield "/v1/chat/completions", chat(rng)

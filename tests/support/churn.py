@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that store and evict at a given rate, in a process of their own, and know exactly what they hold.
+"""Engines in their own process that store and evict blocks at a given rate and know exactly which blocks they hold.
 
-Two KV cache groups: full attention, and a sliding window whose blocks go sooner. Blocks get second copies now and then.
-Commands on stdin, answered by one line of JSON: `go`; `drop`: two batches of one engine come by replay only; `pause`,
-after which nothing more is published: the last seq of each engine; `dump` while paused: the true resident sets, and
-what a set of prompts would reuse, by the plain definition; `seqs` and `sent`: the last batch of each engine that was
-published, and that has left. No code is shared with the router but the wire.
+Each engine has two KV cache groups: full attention, and a sliding window whose blocks are evicted sooner. A block
+sometimes gets a second copy. The only code shared with the router is the wire format.
+
+Commands are read from stdin, one a line; each is answered by one line of JSON:
+
+    go      start to publish; answers {}
+    pause   stop to publish; answers the last seq of each engine
+    drop    lose the next two batches of one engine, so that only a replay has them; answers {}
+    seqs    answer the last seq that each engine has published
+    sent    answer the last seq of each engine that has left its socket
+    dump    while paused: answer the resident blocks of each engine, and the tokens of each prompt that it would reuse
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ WINDOW_BLOCKS = 4
 CHAIN_BLOCKS = 24
 CHAINS = 160
 BLOCKS_A_BATCH = 64
-# Blocks of a group that an engine holds before it evicts.
+# Blocks of each group that an engine holds before it evicts.
 CAPACITY = (1_800, 500)
 KINDS: tuple[dict[str, Any], ...] = (
     {"kv_cache_spec_kind": "full_attention"},
@@ -43,7 +49,7 @@ MASK = (1 << 64) - 1
 
 
 def block_hash(chain: int, index: int) -> int:
-    """A hash that looks like one: splitmix64 of the number of the block."""
+    """Return a hash with random-looking bits: splitmix64 of the block's number."""
     value = (chain * CHAIN_BLOCKS + index + 1) * 0x9E3779B97F4A7C15 & MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
@@ -57,7 +63,7 @@ class SlowReplayPublisher(EventPublisher):
     """A publisher that waits before each batch of a replay, like one whose machine or network is busy."""
 
     replay_pause_s = 0.0
-    # The last batch that left. A replay holds up the batches behind it, which no router can know.
+    # The last batch that left the socket. A replay delays the batches behind it, and no router can know them yet.
     sent_seq = -1
 
     def _send(self, seq: int, payload: bytes, sent: bool) -> None:
@@ -77,20 +83,20 @@ class SlowReplayPublisher(EventPublisher):
 
 
 class Engine:
-    """One engine: the copies it holds by group, and its publisher."""
+    """One engine: the copies that it holds in each group, and its publisher."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], rng: random.Random, replay_pause_s: float = 0.0
     ) -> None:
         self._rng = rng
         self.held: tuple[Counter[int], ...] = tuple(Counter() for _ in KINDS)
-        # One entry a copy, oldest first.
+        # One entry for each copy, oldest first.
         self._order: tuple[list[int], ...] = tuple([] for _ in KINDS)
         self.publisher = SlowReplayPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", context=context)
         self.publisher.replay_pause_s = replay_pause_s
 
     def step(self) -> int:
-        """Publish one batch; returns the blocks in it."""
+        """Publish one batch, and return the number of blocks in it."""
         events: list[WireEvent] = []
         blocks = 0
         while blocks < BLOCKS_A_BATCH:
@@ -104,7 +110,7 @@ class Engine:
 
     def _store(self, events: list[WireEvent], group: int, chain: list[int], end: int, kind: dict[str, Any]) -> int:
         held = self.held[group]
-        # Rarely a copy of what is there, mostly what is missing.
+        # Mostly store the missing blocks, rarely second copies of resident ones.
         again = self._rng.random() < 0.05
         start = 0 if again else next((i for i in range(end) if chain[i] not in held), end)
         new = chain[start:end]
@@ -131,7 +137,7 @@ class Engine:
         order, held = self._order[group], self.held[group]
         excess = max(0, len(order) - CAPACITY[group])
         for _ in range(excess):
-            # Not strictly the oldest, so that holes appear in the middle of prompts.
+            # Not always the oldest is evicted, so that holes appear in the middle of prompts.
             gone = order.pop(self._rng.randrange(min(len(order), 64)))
             events.append(WireRemoved(block_hashes=[gone], medium="GPU", group_idx=group))
             held[gone] -= 1
@@ -140,22 +146,26 @@ class Engine:
         return excess
 
     def reuse(self, chain: list[int]) -> int:
-        """Tokens of a prompt with these blocks that this engine would reuse; there is one token more than its
-        blocks."""
+        """Return how many tokens of a prompt this engine would reuse.
+
+        The prompt has one token more than the blocks of `chain`, so all of them can be reused.
+        """
         full, sliding = self.held
         best = 0
         for end in range(1, len(chain) + 1):
             if chain[end - 1] not in full:
                 break
             window = chain[max(0, end - WINDOW_BLOCKS) : end]
-            if all(one in sliding for one in window):
+            if all(block in sliding for block in window):
                 best = end
         return best * BLOCK
 
 
 def publish(engines: list[Engine], rate: float, go: threading.Event, step: threading.Lock) -> None:
-    """Step the engines in turn at `rate` blocks/s in all while `go` is set; `step` is held while one is being
-    stepped."""
+    """Step the engines in turn, at `rate` blocks/s in all, while `go` is set.
+
+    The lock `step` is held during each step, so that `stop` can wait for its end.
+    """
     sent, started_s, turn = 0, time.monotonic(), 0
     while True:
         if not go.is_set():
@@ -165,14 +175,14 @@ def publish(engines: list[Engine], rate: float, go: threading.Event, step: threa
         if ahead_s > 0:
             time.sleep(ahead_s)
         with step:
-            # A command that cleared `go` and had the lock since then relies on it.
+            # `stop` may have cleared `go` and then held the lock; nothing may be published after it has returned.
             if go.is_set():
                 sent += engines[turn % len(engines)].step()
                 turn += 1
 
 
 def stop(go: threading.Event, step: threading.Lock) -> None:
-    """Nothing is published from here on until `go` is set again."""
+    """Clear `go` and wait for the current step, so that nothing is published until `go` is set again."""
     go.clear()
     with step:
         pass
@@ -228,7 +238,7 @@ def main() -> None:
 
 
 class Churn:
-    """The process, as tests drive it. Engine i is worker `w{i}`."""
+    """The process of engines, driven by a test through its commands; engine i is worker `w{i}`."""
 
     def __init__(self, engines: int, rate: float, seed: int = 1, *, replay_pause_s: float = 0.0) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--engines", str(engines)]
@@ -251,7 +261,7 @@ class Churn:
         self._process.stdout.close()
 
     def ask(self, word: str) -> Any:
-        """The answer to one command."""
+        """Send one command and return its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(word.encode() + b"\n")
         self._process.stdin.flush()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both clients behind one face, so that one test holds both to the same."""
+"""The blocking and the asyncio client behind one interface, so that each test runs with both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrouter.client import AsyncClient, Client, SelectBody, SelectReply
 
 class Caller(Protocol):
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the client."""
+        """Call a method of the client."""
 
     def reserve(self, body: SelectBody) -> AbstractContextManager[SelectReply]: ...
 
@@ -45,27 +45,27 @@ class Looped:
 
     @contextmanager
     def reserve(self, body: SelectBody) -> Iterator[SelectReply]:
-        held = self._client.reserve(body)
-        choice = self._runner.run(_entered(held))
+        reservation = self._client.reserve(body)
+        choice = self._runner.run(_entered(reservation))
         try:
             yield choice
         except BaseException:
-            self._runner.run(_left(held, *sys.exc_info()))
+            self._runner.run(_left(reservation, *sys.exc_info()))
             raise
-        self._runner.run(_left(held, None, None, None))
+        self._runner.run(_left(reservation, None, None, None))
 
     def close(self) -> None:
         self._runner.run(self._client.close())
         self._runner.close()
 
 
-async def _entered(held: Any) -> SelectReply:
-    choice: SelectReply = await held.__aenter__()
+async def _entered(reservation: Any) -> SelectReply:
+    choice: SelectReply = await reservation.__aenter__()
     return choice
 
 
-async def _left(held: Any, *why: Any) -> None:
-    await held.__aexit__(*why)
+async def _left(reservation: Any, *exception: Any) -> None:
+    await reservation.__aexit__(*exception)
 
 
 CALLERS: tuple[type[Blocking] | type[Looped], ...] = (Blocking, Looped)

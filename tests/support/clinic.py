@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole router, queried for what is wrong as `kvrouter doctor` does it."""
+"""A router process whose findings tests read in the way of `kvrouter doctor`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLL_S = 0.05
 
 
 class Clinic:
-    """Says what is found; workers that are registered through it go at the end of a `with`."""
+    """A reader of one router's findings, which can also register workers for the duration of a `with` block."""
 
     def __init__(self, router: RouterProcess, api_key: str | None = None) -> None:
         self.router = router
@@ -32,7 +32,7 @@ class Clinic:
         return [finding.code for finding in self.report().findings]
 
     def find(self, code: str, subject: str = "") -> Finding:
-        """The finding of this code, once there is one; subject: what its subject has."""
+        """Wait for a finding with this code whose subject contains `subject`, and return it."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             report = self.report()
@@ -44,14 +44,16 @@ class Clinic:
             time.sleep(POLL_S)
 
     def wait_gone(self, code: str, subject: str = "") -> None:
-        """Return once no finding of this code has such a subject."""
+        """Wait until no finding has this code and a subject that contains `subject`."""
         deadline = time.monotonic() + TIMEOUT_S
-        while findings := [one for one in self.report().findings if one.code == code and subject in one.subject]:
+        while findings := [
+            finding for finding in self.report().findings if finding.code == code and subject in finding.subject
+        ]:
             assert time.monotonic() < deadline, f"{findings}\n{self.router.log_tail()}"
             time.sleep(POLL_S)
 
     def wait_well(self) -> DoctorReport:
-        """The report once it has no finding."""
+        """Wait for a report without findings, and return it."""
         deadline = time.monotonic() + TIMEOUT_S
         while (report := self.report()).findings:
             assert time.monotonic() < deadline, f"{report}\n{self.router.log_tail()}"
@@ -60,18 +62,18 @@ class Clinic:
 
     @contextlib.contextmanager
     def worker(self, worker_id: str, model: str = "m", **fields: Any) -> Iterator[str]:
-        """The subject of its findings."""
-        # Without a look for the patch: its port is found by adding to this one, and other tests may be there.
+        """Register a worker for the duration of a `with` block, and yield the subject that its findings have."""
+        # The patch is off: its port would be derived from the engine's, and another test may listen there.
         body = {"worker_id": worker_id, "model": model, "patch_endpoint": "off"} | fields
         self.router.request("POST", "/register", {name: value for name, value in body.items() if value is not None})
         try:
             yield f"worker {worker_id}"
         finally:
-            # One that a test dropped itself.
+            # The test may have unregistered the worker itself.
             with contextlib.suppress(RouterError):
                 self.router.unregister(worker_id)
 
     def complete(self, model: str, prompt: list[int], **more: Any) -> dict[str, Any]:
-        """A request through the proxy."""
+        """Send a completion through the proxy and return its answer."""
         body = {"model": model, "prompt": prompt, "max_tokens": 1} | more
         return dict(self.router.request("POST", "/v1/completions", body))

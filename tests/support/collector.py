@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenTelemetry collector for tests: takes OTLP over HTTP, decodes it with the protocol's own package, keeps the
-spans."""
+"""An OpenTelemetry collector for tests.
+
+It accepts OTLP over HTTP, decodes it with the protocol's own package, and keeps the spans.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,18 @@ WAIT_S = 30.0
 
 
 class Seen(msgspec.Struct):
-    """One span. Ids in hex, times in ns. parent: empty for a root. events: names with their times."""
+    """One received span; ids are hexadecimal, times are in nanoseconds."""
 
     name: str
     kind: str
     trace_id: str
     span_id: str
+    # Id of the parent span; empty for a root.
     parent: str
     start: int
     end: int
     attributes: dict[str, Any]
+    # Time of each event, by the event's name.
     events: dict[str, int]
     error: str | None
     tracestate: str
@@ -35,13 +39,15 @@ class Seen(msgspec.Struct):
 
 
 class Collector:
-    """Listens in a thread. status: what it answers; hangs: it answers nothing while this is set."""
+    """A collector that listens in a thread from entry to exit."""
 
     def __init__(self) -> None:
+        # The HTTP status of each answer; spans are kept only with 200.
         self.status = 200
         self.requests = 0
         self.headers: list[dict[str, str]] = []
         self.paths: set[str] = set()
+        # While this is set, no request is answered.
         self.hangs = threading.Event()
         self._spans: list[Seen] = []
         self._ends = threading.Event()
@@ -84,13 +90,16 @@ class Collector:
 
     def _take(self, raw: bytes) -> None:
         for resource in ExportTraceServiceRequest.FromString(raw).resource_spans:
-            about = _attributes(resource.resource.attributes)
+            resource_attributes = _attributes(resource.resource.attributes)
             for scope in resource.scope_spans:
-                self._spans += [_seen(span, about) for span in scope.spans]
+                self._spans += [_seen(span, resource_attributes) for span in scope.spans]
 
     def trace(self, whole: Callable[[dict[str, Seen]], bool] = lambda spans: True) -> dict[str, Seen]:
-        """The spans of the one trace that came, by name (`choose`, `choose #2`), once its root is there and it is
-        `whole`."""
+        """Wait for one complete trace and return its spans by name (`choose`, `choose #2`).
+
+        It is complete once its root span has arrived and `whole` returns True for its spans. Fails if spans of several
+        traces have arrived.
+        """
         deadline = time.monotonic() + WAIT_S
         while True:
             spans = sorted(self._spans, key=lambda span: span.start)

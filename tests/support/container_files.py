@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Dockerfile and the compose file, read."""
+"""The parsed Dockerfile and compose file of the repository."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Instruction(NamedTuple):
     text: str
 
     def words(self) -> list[str]:
-        """The words of an exec form, or of a plain line."""
+        """Return the words of the instruction, whether it is written in exec form or as a plain line."""
         return json.loads(self.text) if self.text.startswith("[") else shlex.split(self.text)
 
 
 def dockerfile() -> list[Instruction]:
     lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
-    found = []
+    instructions = []
     for line in filter(str.strip, joined.splitlines()):
         name, text = line.strip().split(maxsplit=1)
-        found.append(Instruction(name, text))
-    return found
+        instructions.append(Instruction(name, text))
+    return instructions
 
 
 def last(name: str) -> Instruction:

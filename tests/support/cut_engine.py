@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A FakeEngine behind wires that can be cut and mended while the engine lives on."""
+"""A `FakeEngine` behind wires that can be cut and mended while the engine keeps running."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.wire import Wire
 
 
 class CutEngine(FakeEngine):
-    """Its endpoints are those of the wires. Closed by `close`."""
+    """A fake engine whose endpoints are those of the wires in front of it; `close` ends both."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, replay: bool = True) -> None:
         super().__init__(context, replay=replay)
@@ -29,7 +29,7 @@ class CutEngine(FakeEngine):
             self.replay_endpoint = self._wires[1].endpoint
 
     def cut(self) -> None:
-        """Connections end, and none is accepted."""
+        """End all connections and refuse further ones until `mend`."""
 
         def cut() -> None:
             for wire in self._wires:
@@ -57,7 +57,7 @@ class CutEngine(FakeEngine):
         super().close()
 
     def begin_anew(self, seq: int) -> None:
-        """Another life behind the same wires, whose next batch has this seq."""
+        """Replace the engine by a restarted one behind the same wires, whose next batch has this seq."""
         self.publisher.close()
         replay = None if self.replay_endpoint is None else "tcp://127.0.0.1:0"
         self.publisher = self._open("tcp://127.0.0.1:0", replay)

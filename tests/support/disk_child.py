@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of the disk tier share; run as a program, the process that writes until it is killed.
+"""Helpers that the tests of the disk tier share, and a program that writes to a tier until it is killed.
 
     python disk_child.py FOLDER SEED
 
-It opens a tier on FOLDER, writes, reads and sometimes clears, and prints one line for each report, the moment
-it comes: `+ KEY` stored, `- KEY` removed, in hex; `? KEY` before a write, which may evict; `clear` before and
-`cleared SALT` after a clear. What it writes has a salt that grows with each clear, and is larger in a life with a
-larger seed. It ends on SIGTERM.
+The program opens a tier on FOLDER, writes, reads and sometimes clears it, and prints one line for each report as soon
+as it arrives. KEY is in hexadecimal:
+
+    + KEY          the key was stored
+    - KEY          the key was removed
+    ? KEY          a write of this key comes next, and may evict other keys
+    clear          a clear comes next
+    cleared SALT   the clear is done; payloads have this salt from here on
+
+Each clear increases the salt of the payloads, and a process with a larger SEED has larger salts. The program ends on
+SIGTERM.
 """
 
 from __future__ import annotations
@@ -32,7 +39,7 @@ RECORD_BYTES = 5_000
 STRIDE_BYTES = 8_192
 SALT_BYTES = 8
 
-# The child's: large enough that a kill lands within writes.
+# Sizes of the child process: large enough that a kill arrives during a write.
 CHILD_RECORD_BYTES = 256 * 1_024
 CHILD_RECORDS = 40
 CHILD_KEYS = 90
@@ -55,7 +62,7 @@ def key(number: int, group: int = 0) -> OffloadKey:
 
 
 def payload(name: bytes, size: int = RECORD_BYTES, salt: int = 0) -> bytes:
-    """Bytes that no other key or salt has; the first 8 are the salt."""
+    """Return bytes that no other key or salt has; the first 8 of them are the salt."""
     head = salt.to_bytes(SALT_BYTES, "big")
     return head + hashlib.shake_128(name + head).digest(size - SALT_BYTES)
 
@@ -65,7 +72,7 @@ def salt_of(data: bytes | memoryview) -> int:
 
 
 class Slots:
-    """CPU memory of that many slots."""
+    """CPU memory divided into slots of equal size."""
 
     def __init__(self, count: int, slot_bytes: int = RECORD_BYTES) -> None:
         self.memory = [bytearray(slot_bytes) for _ in range(count)]
@@ -81,7 +88,7 @@ class Slots:
 
 
 class HandExecutor:
-    """Runs work on request, in the order of the requests, in the caller's thread."""
+    """An executor that queues work and runs it in the caller's thread when the test calls `run` or `run_all`."""
 
     def __init__(self, max_queued: int = 100) -> None:
         self.max_queued = max_queued
@@ -110,19 +117,23 @@ class HandExecutor:
 
 
 class Killed(BaseException):
-    """The process ended here, as far as the files are concerned."""
+    """A simulated kill of the process: from here on, nothing is written to the files."""
 
 
 class FaultyFiles(FileOps):
-    """The real system calls, some of which fail. Operations are named ("read", file) and ("write", file)."""
+    """The real system calls, some of which fail as the test sets it.
+
+    Operations are named `(kind, file)`, where the kind is "read", "write" or "sync".
+    """
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
-        # What the next calls of an operation do: an errno; "short": half of it; "none": nothing, without an error.
+        # Faults of the next calls of an operation: an errno to raise, "short" to move half of the bytes, "none" to
+        # move no bytes without an error, or None for a call without a fault.
         self.next: dict[tuple[str, str], deque[int | str | None]] = {}
-        # Each call of an operation fails so.
+        # The errno that every call of an operation raises once `next` has no fault for it.
         self.always: dict[tuple[str, str], int] = {}
-        # Writes left until `Killed` is raised, in the middle of one.
+        # Writes until `Killed` is raised in the middle of one; None for no kill.
         self.writes_left: int | None = None
         self.syncs = 0
 
@@ -144,7 +155,7 @@ class FaultyFiles(FileOps):
 
     def sync(self, fd: int) -> None:
         self.syncs += 1
-        # Not really: no test cuts the power.
+        # A real sync is not needed, as no test cuts the power.
         self._limit("sync", fd, 0)
 
     def pread(self, fd: int, into: memoryview, offset: int) -> int:
@@ -160,7 +171,7 @@ class FaultyFiles(FileOps):
         return super().pwrite(fd, data[:limit], offset) if limit else 0
 
     def _limit(self, operation: str, fd: int, size: int) -> int:
-        """How many bytes the call may move; raises what the test set."""
+        """Return how many bytes the call may move, or raise the OSError that the test set for it."""
         name = (operation, self.names[fd])
         faults = self.next.get(name)
         fault = faults.popleft() if faults else self.always.get(name)
@@ -170,8 +181,10 @@ class FaultyFiles(FileOps):
 
 
 class SlowFiles(FileOps):
-    """A disk that takes little at once and rests, so that a kill nearly always comes within a record, and often within
-    an entry."""
+    """A slow disk that writes few bytes in each call and then sleeps.
+
+    A kill therefore nearly always interrupts a record, and often an entry of the manifest.
+    """
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         count = super().pwrite(fd, data[: SLOW_ENTRY_BYTES if len(data) <= ENTRY_BYTES else SLOW_PAYLOAD_BYTES], offset)
@@ -188,12 +201,12 @@ def main(folder: Path, seed: int, say: Callable[[str], object]) -> None:
     )
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
-    for found in tier.open():
-        say(f"+ {found.hex()}")
+    for stored_key in tier.open():
+        say(f"+ {stored_key.hex()}")
     say("open")
     free = list(range(CHILD_SLOTS))
     salt = seed * SALTS_A_LIFE
-    # How many writes were begun, and at which of them there is a clear.
+    # Writes begun so far, and the number of writes at which the next clear comes.
     written, clear_at = 0, rng.randrange(2 * CLEAR_EVERY)
 
     def tell() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk tier on a healthy disk, worked by hand."""
+"""A disk tier on a healthy disk, whose queued work runs when the test says so."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ SLOTS = 8
 
 
 class Desk:
-    """A tier, its slots, and its work done by hand."""
+    """A disk tier with its slots, and with an executor (`hands`) that the test runs step by step."""
 
     def __init__(self, folder: Path, records: int = 3, **options: Any) -> None:
         self.slots = Slots(SLOTS)
         self.hands = HandExecutor(options.pop("max_queued", 100))
         self.files = FaultyFiles()
         self.told: dict[OffloadKey, bool] = {}
-        given = {"executor": lambda: self.hands, "files": self.files, "identity": identity(), **options}
+        tier_options = {"executor": lambda: self.hands, "files": self.files, "identity": identity(), **options}
         self.tier = DiskTier(
             folder,
             record_bytes=RECORD_BYTES,
             budget_bytes=records * STRIDE_BYTES,
             slot_bytes_of=self.slots.view,
-            **given,
+            **tier_options,
         )
         self.found = self.tier.open()
 
@@ -49,7 +49,7 @@ class Desk:
         return self.tier.write(name, slot)
 
     def store(self, *names: OffloadKey) -> None:
-        """Written, each before the next, and reported."""
+        """Write these keys one after the other, and take the tier's reports of them."""
         for name in names:
             assert self.write(name)
             self.hands.run_all()
@@ -69,7 +69,7 @@ class Desk:
 
 @contextmanager
 def desks_in(folder: Path) -> Iterator[Callable[..., Desk]]:
-    """Makes desks on one folder; they are closed at the end."""
+    """Yield a function that makes desks on one folder; close their tiers at the end."""
     made: list[Desk] = []
 
     def make(records: int = 3, **options: Any) -> Desk:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of code in the pages, and which of them a test runs.
+"""The blocks of code in the documentation's pages, and which of them a test runs.
 
 A fence without a language, or with `sh` or `bash`, is a shell block. `<!-- not run: REASON -->` on the line before it
-says why no test runs it; all others run, in the world of their page (`doc_worlds.py`).
+says why no test runs it; all other shell blocks run, in the world of their page (`doc_worlds.py`).
 
     python -m tests.support.doc_blocks      # how many there are of each, page by page
 """
@@ -21,7 +21,7 @@ SHELLS = {"", "sh", "bash"}
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
-# pip needs a registry: test_installation.py installs the package, its extras come with the tests' own environment.
+# pip needs a registry. test_installation.py installs the package; its extras come with the tests' own environment.
 _INSTALL = re.compile(r"(?:\S+/)?pip3? install ")
 INSTALLED = "tests/system/test_installation.py installs the package"
 
@@ -32,7 +32,7 @@ class Block:
     line: int
     language: str
     text: str
-    # Why no test runs it.
+    # The reason why no test runs it; None if one does.
     not_run: str | None
 
     @property
@@ -41,7 +41,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Whole commands, in order, without comments and without installations."""
+        """The complete commands, in order, without comments and without installations."""
         return [command for command in whole_commands(self.text) if not _INSTALL.match(command)]
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Block:
 
 def blocks_of(page: str) -> list[Block]:
     text = (ROOT / page).read_text()
-    found = []
+    blocks = []
     for fence in _FENCE.finditer(text):
         before = text[: fence.start()].rstrip().rpartition("\n")[2]
         mark = _MARK.fullmatch(before.strip())
@@ -59,8 +59,8 @@ def blocks_of(page: str) -> list[Block]:
         block = Block(page, line, language, fence["text"], mark["reason"] if mark else None)
         if block.is_shell and block.not_run is None and not block.commands:
             block = replace(block, not_run=INSTALLED)
-        found.append(block)
-    return found
+        blocks.append(block)
+    return blocks
 
 
 def all_blocks() -> Iterator[Block]:
@@ -69,14 +69,17 @@ def all_blocks() -> Iterator[Block]:
 
 
 def stray_marks(page: str) -> int:
-    """Marks that stand before no block."""
+    """Count the `not run` marks of the page that stand before no block."""
     marks = len(_MARK.findall((ROOT / page).read_text()))
     return marks - sum(block.not_run not in (None, INSTALLED) for block in blocks_of(page))
 
 
 def whole_commands(text: str) -> list[str]:
-    """A command each, which may go over lines: by a backslash at their end, or within quotes."""
-    found, lines = [], []
+    """Split a shell text into commands, which may span lines by a trailing backslash or within quotes.
+
+    Raises ValueError if quotes do not end.
+    """
+    commands, lines = [], []
     for line in text.splitlines():
         lines.append(line)
         so_far = "\n".join(lines)
@@ -84,10 +87,10 @@ def whole_commands(text: str) -> list[str]:
             continue
         lines = []
         if shlex.split(so_far.replace("\\\n", " "), comments=True):
-            found.append(so_far)
+            commands.append(so_far)
     if lines:
         raise ValueError(f"quotes that do not end: {lines}")
-    return found
+    return commands
 
 
 def _is_whole(text: str) -> bool:
@@ -99,7 +102,11 @@ def _is_whole(text: str) -> bool:
 
 
 def counts(run_pages: set[str]) -> str:
-    """One line a page with shell blocks, and their sum. run_pages: those whose blocks a test runs."""
+    """Return a table with one row for each page that has shell blocks, and their sum.
+
+    Args:
+        run_pages: The pages whose blocks a test runs.
+    """
     lines = [f"{'page':<40} {'run':>4} {'not':>4} {'unmarked':>9}"]
     sums = [0, 0, 0]
     for page in PAGES:

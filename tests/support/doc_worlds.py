@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each page of the documentation takes for granted where its shell blocks run: engines, a router, files, names.
+"""The surroundings that the shell blocks of each documentation page need: engines, a router, files, host names.
 
-Addresses and ports are those that the page names, in a network of the page's own. A page that is not here has only
-blocks that say why they are not run."""
+Each page runs in its own network, with the addresses and ports that the page names. A page that is not listed here has
+only blocks that say why they are not run.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +22,27 @@ class World:
     engines: tuple[str, ...] = ()
     # Flags of a `kvrouter serve` that runs before the first block.
     router: str | None = None
-    # Commands that run before the first block, so that there is something to see.
+    # Commands that run before the first block, so that its output is not empty.
     sent: tuple[str, ...] = ()
     # A Valkey on its usual port, 6379.
     store: bool = False
-    # Names beside localhost, all of this machine.
+    # Host names beside localhost that resolve to this machine.
     hosts: tuple[str, ...] = ()
-    # Made in the folder where the blocks run.
+    # Texts of the files in the folder where the blocks run, by name.
     files: Mapping[str, str] = field(default_factory=dict)
+    # A function that prepares that folder further.
     prepare: Callable[[Path], None] | None = None
     # Values for the page's placeholders.
     fill: Mapping[str, str] = field(default_factory=dict)
-    # Whether a block that sends a prompt to an engine ends when the router has heard of it, as a reader's pause does.
+    # Whether to wait after a block that sends a prompt to an engine until the router has received its events, in place
+    # of the pause that a human reader makes.
     settles: bool = False
-    # The output that the page promises for its commands; regular expressions.
+    # Regular expressions for the output that the page promises for its commands.
     shown: tuple[str, ...] = ()
 
 
 def engine(host: str = "10.0.0.1", port: int = 8000, flags: str = "--model gemma") -> str:
-    """One at the addresses that pages use: HTTP 8000, events 5557, replay 5558."""
+    """Return the flags of a simulated engine at the ports that pages use: HTTP 8000, events 5557, replay 5558."""
     return f"--host {host} --port {port} --events tcp://{host}:5557 --replay tcp://{host}:5558 {flags}"
 
 
@@ -48,19 +51,19 @@ def simulators(count: int, shape: str = "gemma3") -> tuple[str, ...]:
 
 
 def written(page: str, language: str) -> str:
-    """The page's first block of that language, as the file that it shows."""
+    """Return the page's first block of this language, which shows the text of a file."""
     return next(block.text for block in blocks_of(page) if block.language == language)
 
 
 def tokenizer(folder: Path) -> None:
-    """A model's folder with a tokenizer."""
+    """Write the folder of a model with a tokenizer."""
     from tests.support.tiny_tokenizer import write_tokenizer
 
     write_tokenizer(folder / "gemma-3-27b-it")
 
 
 def trace(requests: int) -> str:
-    """Chats in OpenAI's form, one a second, with the engine's usage."""
+    """Return a trace of completions in OpenAI's form, one a second, with the usage that the engine reported."""
     rows = []
     for number in range(requests):
         body = {"model": "gemma", "prompt": list(range(1, 200 + 16 * number)), "max_tokens": 4}
@@ -71,7 +74,7 @@ def trace(requests: int) -> str:
 
 TWO = (engine("10.0.0.1"), engine("10.0.0.2"))
 TWO_WORKERS = "--worker w0=http://10.0.0.1:8000 --worker w1=http://10.0.0.2:8000"
-# A prompt at each engine, so that their groups are known.
+# A prompt for each engine, so that the router knows their groups.
 _PROMPT = json.dumps({"model": "gemma", "prompt": list(range(1, 200)), "max_tokens": 1})
 _AS_JSON = "-H 'content-type: application/json'"
 WARM = (*(f"curl -s http://10.0.0.{n}:8000/v1/completions {_AS_JSON} -d '{_PROMPT}'" for n in (1, 2)), "sleep 1")
@@ -84,7 +87,7 @@ WORLDS: dict[str, World] = {
     ),
     "docs/tutorials/first-steps.md": World(
         settles=True,
-        # Each step's own words, and step 6's again after its answer.
+        # The output of each step, and that of step 6 once more after its answer.
         shown=(
             r"x-kvrouter-predicted-hit: 0\b",
             r'"longest_matched": ?688',
@@ -145,7 +148,7 @@ WORLDS: dict[str, World] = {
 
 
 def filled(command: str, fill: Mapping[str, str]) -> str:
-    """The command with what stands for its placeholders."""
+    """Return the command with its placeholders replaced by the values of `fill`."""
     for name, value in fill.items():
         command = re.sub(rf"(?<![\w-]){re.escape(name)}(?!\w)", value, command)
     return command

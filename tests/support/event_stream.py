@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A subscriber over real sockets and what it said so far; a replay endpoint that answers as a test wants."""
+"""A subscriber over real sockets with the items that it returned so far, and a replay endpoint that a test scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 ANY = "tcp://127.0.0.1:0"
 END = b"\xff" * 8
-# Nothing here waits this long unless it fails.
+# The longest wait; only a failing test reaches it.
 PATIENCE_S = 15.0
 QUIET = SubscriberSettings(idle_check_s=0, settle_s=0.05, reconnect_min_s=0.01, reconnect_max_s=0.05)
 IMPATIENT = SubscriberSettings(idle_check_s=0, settle_s=60, answer_timeout_s=0.1)
@@ -30,12 +30,12 @@ def seq8(seq: int) -> bytes:
 
 
 class Stream:
-    """A started subscriber and what it said so far."""
+    """A subscriber that runs from entry to exit, and the items that it has returned."""
 
     def __init__(self, subscriber: Subscriber) -> None:
         self.subscriber = subscriber
         self.items: list[StreamItem] = []
-        # Whether more was sent than was taken, as far as the items say.
+        # Whether, according to the items, the engine has sent more than the subscriber has returned.
         self.behind = False
 
     async def __aenter__(self) -> Stream:
@@ -46,7 +46,7 @@ class Stream:
         await self.subscriber.close()
 
     async def until(self, enough: Callable[[list[StreamItem]], object]) -> list[StreamItem]:
-        """The items up to where `enough` holds of all that came; they are taken."""
+        """Wait until `enough` is true for the collected items; then return and forget them."""
         while not enough(self.items):
             items = await self.subscriber.next()
             for item in items:
@@ -63,7 +63,10 @@ class Stream:
         return not self.behind and any(isinstance(item, Batch) and not item.replayed for item in items)
 
     async def until_live(self, publisher: EventPublisher) -> int:
-        """Publishes until it arrives live; the seq of the last published. PUB drops until it knows of us."""
+        """Publish batches until one arrives live, and return the seq of the last published one.
+
+        A PUB socket drops messages until it has received the subscription.
+        """
         while True:
             publisher.publish(b"warm%d" % publisher.next_seq)
             try:
@@ -89,7 +92,14 @@ def subscribe(publisher: EventPublisher, context: Context, **options: Any) -> St
 async def answer(
     router: zmq.Socket[bytes], ring: list[tuple[int, bytes]], *, topic: tuple[bytes, ...] = (b"",), end: bool = True
 ) -> int:
-    """Waits for one replay request and answers it, with a topic frame (vLLM since 0.26) or without; its first seq."""
+    """Wait for one replay request, answer it, and return the first seq that it requested.
+
+    Args:
+        router: The socket of the replay endpoint.
+        ring: The seq and the payload of each batch that can be replayed.
+        topic: The topic frame of each message (vLLM since 0.26), or an empty tuple for none.
+        end: Whether to send the message that ends the replay.
+    """
     while not router.poll(0):
         await asyncio.sleep(0.005)
     client, empty, start = router.recv_multipart()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many examples a property is tried with."""
+"""The number of examples with which a property is tested."""
 
 from __future__ import annotations
 
 import os
 
-# `make test` sets it to `few`: it should end while somebody waits, and `make test-all` tries them all.
+# `make test` sets it to `few`, as it should end while a developer waits; `make test-all` tries all examples.
 VARIABLE = "KVROUTER_TEST_EXAMPLES"
 PART = 5
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kubernetes' API for pods over real HTTP: lists in pages, watches as chunked streams, bookmarks, 410, and faults.
 
-What it answers is made after the API concepts of Kubernetes' documentation: every change has a resource version; a
-watch reports what came after the version that it is given; versions that were compacted away are 410 Gone, as a status
-or as an ERROR event.
+The answers follow the page "API concepts" of Kubernetes' documentation: every change has a resource version; a watch
+reports the changes after the version in its query; versions that were compacted away are 410 Gone, as a status or as
+an ERROR event.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def pod(
     ports: Mapping[str, int] | None = None,
     **spec: Any,
 ) -> dict[str, Any]:
-    """A pod as the API shows it, with what it has besides what we read."""
-    named = [{"name": port, "containerPort": number, "protocol": "TCP"} for port, number in (ports or {}).items()]
+    """Return a pod as the API shows it, with more fields than the router reads."""
+    container_ports = [
+        {"name": port, "containerPort": number, "protocol": "TCP"} for port, number in (ports or {}).items()
+    ]
     metadata: dict[str, Any] = {"name": name, "namespace": NAMESPACE, "uid": f"uid-{name}", "labels": dict(labels)}
     if annotations:
         metadata["annotations"] = dict(annotations)
@@ -48,7 +50,7 @@ def pod(
     }
     if ip is not None:
         status |= {"podIP": ip, "podIPs": [{"ip": ip}], "hostIP": "192.168.0.1"}
-    container = {"name": "engine", "image": "vllm", "ports": named, "resources": {}}
+    container = {"name": "engine", "image": "vllm", "ports": container_ports, "resources": {}}
     return {
         "metadata": metadata,
         "spec": {"containers": [container], "restartPolicy": "Always", **spec},
@@ -57,19 +59,22 @@ def pod(
 
 
 class FakeCluster:
-    """Listens on entry. `asked` are the queries that came in."""
+    """A Kubernetes API server with one namespace, which listens from entry to exit."""
 
     def __init__(self) -> None:
         self.version = 100
         # Versions up to this are compacted away.
         self.compacted = 0
         self.pods: dict[str, dict[str, Any]] = {}
+        # The query parameters of the requests so far.
         self.asked: list[dict[str, str]] = []
-        # Instead of an answer: a status for lists, for watches, or all of them; and how long any answer waits.
+        # The error status of all requests, unless `watch_status` replaces it; None for real answers.
         self.status: int | None = None
+        # The error status of watches; None: that of all requests.
         self.watch_status: int | None = None
+        # Seconds before each answer.
         self.delay_s = 0.0
-        # The 410 of a watch as an ERROR event in its stream, as it comes for versions that expire later.
+        # Whether a watch reports 410 as an ERROR event in its stream, as it does for versions that expire later.
         self.gone_in_stream = False
         self._history: list[tuple[int, str, dict[str, Any]]] = []
         self._changed = asyncio.Condition()
@@ -92,7 +97,7 @@ class FakeCluster:
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def refuse(self) -> None:
-        """Nobody listens until `listen`."""
+        """Refuse connections until `listen`."""
         assert self._runner is not None
         for site in list(self._runner.sites):
             await site.stop()
@@ -103,7 +108,7 @@ class FakeCluster:
         await self._runner.cleanup()
 
     def cut(self) -> None:
-        """All watches end with RST."""
+        """End all watches with RST."""
         for request in list(self._watches):
             if request.transport is not None:
                 request.transport.abort()
@@ -113,36 +118,36 @@ class FakeCluster:
         return len(self._watches)
 
     async def put(self, *pods: dict[str, Any]) -> None:
-        for one in pods:
-            name = one["metadata"]["name"]
-            await self._change("MODIFIED" if name in self.pods else "ADDED", one)
+        for changed_pod in pods:
+            name = changed_pod["metadata"]["name"]
+            await self._change("MODIFIED" if name in self.pods else "ADDED", changed_pod)
 
     async def delete(self, name: str) -> None:
         await self._change("DELETED", self.pods[name])
 
     async def bookmark(self) -> None:
-        """Time goes on without a change to what is watched."""
+        """Let the resource version grow without a change to any pod, and send a bookmark to the watches."""
         self.version += 10
         blank = {"kind": "Pod", "apiVersion": "v1", "metadata": {"resourceVersion": str(self.version)}, "spec": {}}
         await self._tell("BOOKMARK", {**blank, "status": {}})
 
     async def compact(self) -> None:
-        """What was is forgotten: whoever is behind has to list again."""
+        """Forget all changes so far; a watch from an earlier version has to list again."""
         self.version += 1
         self.compacted = self.version
         self._history.clear()
 
-    async def _change(self, kind: str, one: dict[str, Any]) -> None:
+    async def _change(self, kind: str, changed_pod: dict[str, Any]) -> None:
         self.version += 1
-        one["metadata"]["resourceVersion"] = str(self.version)
+        changed_pod["metadata"]["resourceVersion"] = str(self.version)
         if kind == "DELETED":
-            del self.pods[one["metadata"]["name"]]
+            del self.pods[changed_pod["metadata"]["name"]]
         else:
-            self.pods[one["metadata"]["name"]] = one
-        await self._tell(kind, json.loads(json.dumps(one)))
+            self.pods[changed_pod["metadata"]["name"]] = changed_pod
+        await self._tell(kind, json.loads(json.dumps(changed_pod)))
 
-    async def _tell(self, kind: str, one: dict[str, Any]) -> None:
-        self._history.append((self.version, kind, one))
+    async def _tell(self, kind: str, changed_object: dict[str, Any]) -> None:
+        self._history.append((self.version, kind, changed_object))
         async with self._changed:
             self._changed.notify_all()
 
@@ -160,19 +165,23 @@ class FakeCluster:
             return web.json_response({"kind": "PodList", "metadata": {"resourceVersion": "1"}, "items": []})
         return await self._watch(request, query) if watching else self._list(query)
 
-    def _selected(self, one: dict[str, Any], selector: str) -> bool:
+    def _selected(self, listed_pod: dict[str, Any], selector: str) -> bool:
         wanted = dict(part.split("=", 1) for part in selector.split(",") if part)
-        return wanted.items() <= one["metadata"]["labels"].items()
+        return wanted.items() <= listed_pod["metadata"]["labels"].items()
 
     def _list(self, query: dict[str, str]) -> web.Response:
-        found = [one for _, one in sorted(self.pods.items()) if self._selected(one, query["labelSelector"])]
+        selected = [
+            listed_pod
+            for _, listed_pod in sorted(self.pods.items())
+            if self._selected(listed_pod, query["labelSelector"])
+        ]
         begin = int(query.get("continue", "0"))
         end = begin + int(query.get("limit", "500"))
         metadata: dict[str, Any] = {"resourceVersion": str(self.version)}
-        if end < len(found):
-            metadata |= {"continue": str(end), "remainingItemCount": len(found) - end}
+        if end < len(selected):
+            metadata |= {"continue": str(end), "remainingItemCount": len(selected) - end}
         return web.json_response(
-            {"kind": "PodList", "apiVersion": "v1", "metadata": metadata, "items": found[begin:end]}
+            {"kind": "PodList", "apiVersion": "v1", "metadata": metadata, "items": selected[begin:end]}
         )
 
     async def _watch(self, request: web.Request, query: dict[str, str]) -> web.StreamResponse:
@@ -186,10 +195,14 @@ class FakeCluster:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(float(query["timeoutSeconds"])):
-                    async for kind, one in self._events(at):
-                        if kind == "BOOKMARK" or kind == "ERROR" or self._selected(one, query["labelSelector"]):
-                            line = json.dumps({"type": kind, "object": one}).encode() + b"\n"
-                            # In two pieces, as it may come.
+                    async for kind, changed_object in self._events(at):
+                        if (
+                            kind == "BOOKMARK"
+                            or kind == "ERROR"
+                            or self._selected(changed_object, query["labelSelector"])
+                        ):
+                            line = json.dumps({"type": kind, "object": changed_object}).encode() + b"\n"
+                            # Two pieces, because a line may arrive in several chunks.
                             await response.write(line[: len(line) // 2])
                             await response.write(line[len(line) // 2 :])
                         if kind == "ERROR":
@@ -207,10 +220,10 @@ class FakeCluster:
                     {"kind": "Status", "status": "Failure", "reason": "Expired", "code": 410, "message": "too old"},
                 )
                 return
-            for version, kind, one in list(self._history):
+            for version, kind, changed_object in list(self._history):
                 if version > at:
                     at = version
-                    yield kind, one
+                    yield kind, changed_object
             async with self._changed:
                 while self.version <= at:
                     await self._changed.wait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's event stream without the engine: the real publisher, and events with vLLM's real hashes."""
+"""The event stream of an engine without the engine: the real publisher, and events with vLLM's real hashes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MAMBA = {"kind": "mamba"}
 
 
 def prompt(seed: int, blocks: int = 12) -> list[int]:
-    """A prompt of that many blocks and 8 tokens."""
+    """Return a prompt of this many blocks and 8 more tokens."""
     return [int(t) for t in np.random.default_rng(seed).integers(0, 50_000, blocks * BLOCK + 8)]
 
 
 def hashes(tokens: list[int], cache_salt: str | None = None) -> list[int]:
-    """The block hashes of a prompt, as vLLM computes them."""
+    """Return the block hashes of a prompt, as vLLM computes them."""
     space = HashSpace(SCHEME, BLOCK, None, cache_salt)
     hasher = PromptHasher(space, np.array(tokens, np.int64), SegmentMemory(0))
     while len(hasher.extend()):
@@ -40,7 +40,16 @@ def hashes(tokens: list[int], cache_salt: str | None = None) -> list[int]:
 
 
 def stored(tokens: list[int], first: int, last: int, group: int | None = 0, **given: Any) -> WireStored:
-    """Blocks first..last-1 of a prompt, stored on the GPU unless `medium` says otherwise."""
+    """Return the event that stores the blocks first..last-1 of a prompt.
+
+    Args:
+        tokens: The prompt.
+        first: Index of the first block.
+        last: Index after the last block.
+        group: The group that stores the blocks.
+        **given: Fields that replace the defaults, such as `medium` (default GPU); also `chain`, the prompt's block
+            hashes if they are known, `cache_salt`, and the group's `kind` and `window`.
+    """
     chain = given.pop("chain", None) or hashes(tokens, given.get("cache_salt"))
     salt = given.pop("cache_salt", None)
     kind, window = given.pop("kind", "full_attention"), given.pop("window", None)
@@ -61,7 +70,7 @@ def stored(tokens: list[int], first: int, last: int, group: int | None = 0, **gi
 
 
 def placeholder(block_hash: int, group: int = 0, medium: str = "CPU") -> WireStored:
-    """A store of vLLM's offloading connector as it is by default: one hash and nothing else."""
+    """Return a store as vLLM's offloading connector sends it by default: one hash without tokens or parent."""
     return WireStored(
         block_hashes=[block_hash], parent_block_hash=None, token_ids=[], block_size=0, lora_id=None, medium=medium,
         lora_name=None, group_idx=group,
@@ -69,16 +78,16 @@ def placeholder(block_hash: int, group: int = 0, medium: str = "CPU") -> WireSto
 
 
 def removed(chain: list[int], group: int | None = 0, medium: str = "GPU") -> list[WireRemoved]:
-    """One event a block, as the GPU pool sends them."""
+    """Return one removal for each block, as the GPU pool sends them."""
     return [WireRemoved(block_hashes=[block_hash], medium=medium, group_idx=group) for block_hash in chain]
 
 
-# Nothing here waits this long unless it fails.
+# The longest wait; only a failing test reaches it.
 PATIENCE_S = 30.0
 
 
 class HearingContext:
-    """A context whose PUB sockets are XPUB sockets: the same on the wire, and they hear of subscriptions."""
+    """A ZMQ context whose PUB sockets are XPUB sockets: equal on the wire, but they receive the subscriptions."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._context = context
@@ -92,23 +101,25 @@ class HearingContext:
         return self._publishing
 
     def wait_readers(self, some: bool) -> None:
-        """Until somebody is subscribed, or nobody. Only while nothing is published: the socket belongs to the
-        publisher's thread."""
+        """Wait until there is a subscriber, or (if not `some`) none.
+
+        Call it only while nothing is published: the socket belongs to the publisher's thread.
+        """
         while self._publishing.poll(0) or (self._readers > 0) is not some:
             assert self._publishing.poll(int(1_000 * PATIENCE_S)), f"{self._readers} are subscribed"
             self._readers += 1 if self._publishing.recv().startswith(b"\1") else -1
 
 
 class FakeEngine:
-    """One publisher life; `restart` begins another on the same ports."""
+    """An engine's publisher; `restart` replaces it by a new one on the same ports."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, replay: bool = True, **options: Any) -> None:
         self._context = context
         self._options = options
         self._replay = replay
-        # As its batches name it.
+        # The rank in its batches.
         self.dp_rank = 0
-        # None that the kernel gives to somebody's connection while this one restarts.
+        # The kernel gives these ports to no connection, so they are still free after a restart.
         events, second = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
         self.publisher = self._open(events, second if replay else None)
         self.endpoint = self.publisher.endpoint
@@ -119,7 +130,7 @@ class FakeEngine:
         return EventPublisher(endpoint, replay_endpoint, context=self._hearing, **self._options)  # type: ignore[arg-type]
 
     def wait_subscribed(self, some: bool = True) -> None:
-        """Until a reader will get what is published from now on; not `some`: until those before have left."""
+        """Wait until a subscriber will receive the next batches, or (if not `some`) until all subscribers have left."""
         self.publisher.flush(PATIENCE_S)
         self._hearing.wait_readers(some)
 
@@ -128,7 +139,7 @@ class FakeEngine:
         return body | ({"replay_endpoint": self.replay_endpoint} if self._replay else {})
 
     def publish(self, *events: Any, **options: Any) -> int:
-        """Send one batch; returns its seq."""
+        """Send one batch and return its seq."""
         seq = self.publisher.next_seq
         self.publisher.publish(encode_batch(time.time(), list(events), self.dp_rank, **options))
         self.publisher.flush(5.0)

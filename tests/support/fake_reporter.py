@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine patch of our own for tests of readers: real sockets, a ledger of counters, and every fault on order.
+"""An independent engine patch for tests of its readers: real sockets, a ledger of counters, and faults on demand.
 
-Runs in the test's own loop. Written from the protocol alone; it shares nothing with the patch but the structs.
+It runs in the test's own event loop. It is written from the protocol alone and shares only the structs with the patch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def removed(*hashes: int, group_idx: int = 0, medium: str = "GPU") -> ReportRemo
 
 
 def apply(ledger: Ledger, events: list[ReportEvent]) -> None:
-    """One message, as its documentation says. An emptied place is gone."""
+    """Apply the events of one message to the ledger, as their documentation says; drop places that become empty."""
     for event in events:
         if isinstance(event, ReportStored | ReportRemoved):
             place = ledger.setdefault((event.group_idx, event.medium), Counter())
@@ -78,18 +78,18 @@ def summary(ledger: Ledger) -> list[PlaceSummary]:
 
 
 def parts(ledger: Ledger, request_id: int, epoch: str, next_seq: int, size: int = 2) -> list[SnapshotPart]:
-    made: list[SnapshotPart] = []
+    snapshot: list[SnapshotPart] = []
 
     def part(hashes: list[int], **fields: object) -> None:
-        # mypy: the fields are SnapshotPart's.
-        made.append(
+        # A conversion, as mypy cannot check that `fields` are those of `SnapshotPart`.
+        snapshot.append(
             msgspec.convert(
                 {
                     "id": request_id,
                     "epoch": epoch,
                     "started_s": 1.0,
                     "next_seq": next_seq,
-                    "index": len(made),
+                    "index": len(snapshot),
                     "type": "snapshot",
                 }
                 | {"hashes": packed(*hashes)}
@@ -101,15 +101,15 @@ def parts(ledger: Ledger, request_id: int, epoch: str, next_seq: int, size: int 
     for (group_idx, medium), held in ledger.items():
         hashes = list(held)
         for at in range(0, len(hashes), size):
-            some = hashes[at : at + size]
-            copied = [(block_hash, held[block_hash]) for block_hash in some if held[block_hash] > 1]
-            part(some, group_idx=group_idx, medium=medium, copied=copied)
+            chunk = hashes[at : at + size]
+            copied = [(block_hash, held[block_hash]) for block_hash in chunk if held[block_hash] > 1]
+            part(chunk, group_idx=group_idx, medium=medium, copied=copied)
     part([], last=True, places=summary(ledger))
-    return made
+    return snapshot
 
 
 class FakeReporter:
-    """One life of a publisher. `async with` serves its requests; the rest is called by the test."""
+    """The sockets of one patch. `async with` serves its requests; the test calls the rest."""
 
     def __init__(
         self, context: Context, *, epoch: str = "a" * 16, requests: str = f"{HOST}:*", reports: str = f"{HOST}:*"
@@ -121,13 +121,14 @@ class FakeReporter:
         self.catalog: DeclaredCatalog | None = None
         self.catalog_version = 0
         self.requests: list[Request] = []
-        # Instead of the honest answer to the next snapshot requests; None is said in place of nothing at all.
+        # Functions that answer the next snapshot requests in place of `honest`.
         self.snapshot_script: deque[Callable[[SnapshotRequest], list[Reply | bytes]]] = deque()
+        # Whether no request is answered.
         self.mute = False
-        # What `Hello` says instead of where we publish.
+        # The endpoint of reports that `Hello` names; None: the real one.
         self.reports_said: str | None = None
-        # XPUB hears of subscriptions: no snapshot is served before somebody follows, so that nothing is lost unless a
-        # test says so.
+        # XPUB receives the subscriptions: no snapshot is served before there is a subscriber, so that messages are lost
+        # only if the test says so.
         self._pub = context.socket(zmq.XPUB)
         self._followed = False
         self._later: list[tuple[bytes, SnapshotRequest]] = []
@@ -158,7 +159,7 @@ class FakeReporter:
         return sum(isinstance(request, kind) for request in self.requests)
 
     def publish(self, *events: ReportEvent, lost: bool = False, dropped: int = 0) -> int:
-        """One message; its seq. lost: on the way."""
+        """Send one message, unless it is to be `lost` on the way, and return its seq."""
         apply(self.ledger, list(events))
         seq = self.next_seq
         self.next_seq += 1
@@ -185,7 +186,7 @@ class FakeReporter:
         self._pub.send_multipart(frames)
 
     def begin_life(self, epoch: str) -> None:
-        """The same sockets, another life: nothing is resident."""
+        """Behave like a restarted engine on the same sockets: another epoch, and no resident blocks."""
         self.epoch = epoch
         self.ledger = {}
         self.next_seq = 0
@@ -238,7 +239,7 @@ class FakeReporter:
 
     @staticmethod
     def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-        # ZMQ frees a closed socket's address in its own time.
+        # ZMQ frees the address of a closed socket with a delay.
         for _ in range(1_000):
             try:
                 socket.bind(endpoint)

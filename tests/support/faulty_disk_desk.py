@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk tier on files that fail on command, worked by hand."""
+"""A disk tier on files that fail on command, whose queued work runs when the test says so."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RETRY_S = 10.0
 
 
 class Desk:
-    """A tier on files that fail on request, its work done by hand, at a time that stands still."""
+    """A disk tier on files that fail on command, whose executor and clock (`now`) the test moves."""
 
     def __init__(self, folder: Path, records: int) -> None:
         self.now = 0.0
@@ -50,12 +50,15 @@ class Desk:
         self.found = self.tier.open()
 
     def write(self, name: OffloadKey) -> bool | None:
-        """Whether it was written, None when it was not even begun."""
+        """Write a key, and return whether that succeeded; None if the tier did not begin the write."""
         self.slots.fill(0, payload(name))
         return self._ended(WRITE, name) if self.tier.write(name, 0) else None
 
     def read(self, name: OffloadKey) -> bool | None:
-        """Whether it was read, None when it was not even begun. What is read is right."""
+        """Read a key, and return whether that succeeded; None if the tier did not begin the read.
+
+        A successful read must return the right bytes.
+        """
         self.slots.fill(0, bytes(RECORD_BYTES))
         if not self.tier.read(name, 0):
             return None
@@ -73,7 +76,7 @@ class Desk:
         return [("+" if stored else "-", name) for stored, name in self.tier.take_changes()]
 
     def trial(self) -> None:
-        """One poll that may begin a trial, and one that sees its end."""
+        """Poll once, which may begin a trial of the failed disk, and once more to see the trial's end."""
         assert self.tier.poll() == []
         self.hands.run_all()
         assert self.tier.poll() == []
@@ -81,7 +84,7 @@ class Desk:
 
 @contextmanager
 def desks_in(folder: Path) -> Iterator[Callable[..., Desk]]:
-    """Makes desks on one folder, some keys written; they are closed at the end."""
+    """Yield a function that makes desks on one folder with some keys written; close their tiers at the end."""
     made: list[Desk] = []
 
     def make(records: int = 3, *names: OffloadKey) -> Desk:
@@ -98,7 +101,7 @@ def desks_in(folder: Path) -> Iterator[Callable[..., Desk]]:
 
 
 def patch(path: Path, offset: int) -> None:
-    """Flips one bit."""
+    """Flip one bit of the byte at `offset`."""
     content = bytearray(path.read_bytes())
     content[offset] ^= 4
     path.write_bytes(content)

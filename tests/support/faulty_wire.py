@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wire of a world between its engine and its router: what is lost, late, swapped or sent twice."""
+"""The wire between the model engine and the router of a `World`, which loses, delays and reorders messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.router_end import RouterEnd
 
 
 class FaultyWire(RouterEnd):
-    """Messages of both streams and answers to requests, delivered or not."""
+    """The delivery of both streams' messages and of the answers to requests, with faults if the world is `faulty`."""
 
     def connect(self) -> None:
         if self.wired or self.life is None:
@@ -26,7 +26,7 @@ class FaultyWire(RouterEnd):
         self.news.append("up")
 
     def cut(self) -> None:
-        """The connection breaks: what was under way is read before the news, or lost."""
+        """Break the connection; the messages under way are either read before the router learns of it, or lost."""
         self.answers.clear()
         self.parts.clear()
         self.hellos.clear()
@@ -78,11 +78,12 @@ class FaultyWire(RouterEnd):
         self.replay_up = not self.replay_up
 
     def serve(self) -> None:
-        """The engine takes the request: its answer is what it remembers now, or a part of it."""
+        """Let the engine answer the router's replay request with the batches in its ring, or a part of them."""
         cursor, life = self.cursor, self.life
         if not isinstance(cursor, Cursor):
             return
-        # Both sockets lose an engine that dies at once, and another one needs its time to begin.
+        # Both sockets lose an engine that dies at the same time, and its successor needs time to start; so the router
+        # knows of the end before it can get an answer.
         while "down" in self.news:
             self.deliver_news()
         if cursor.request is None or cursor.request.number == self.served:
@@ -91,13 +92,13 @@ class FaultyWire(RouterEnd):
         self.answers.clear()
         if life is None or not self.replay_up:
             return
-        found: list[tuple[int, bytes] | None] = [batch for batch in life.ring if batch[0] >= cursor.request.start]
-        found.append(None)
+        replies: list[tuple[int, bytes] | None] = [batch for batch in life.ring if batch[0] >= cursor.request.start]
+        replies.append(None)
         if self.faulty and self.rng.random() < 0.3:
-            # The first one and the end travel alone; of what piles up behind them some is dropped, or all of the rest.
-            lost = {self.rng.randrange(1, len(found) + 1) for _ in range(2)}
-            found = [batch for at, batch in enumerate(found) if at not in lost]
-        self.answers = deque(found)
+            # The first batch always arrives; some of the batches queued behind it, or the end, are dropped.
+            lost = {self.rng.randrange(1, len(replies) + 1) for _ in range(2)}
+            replies = [batch for at, batch in enumerate(replies) if at not in lost]
+        self.answers = deque(replies)
 
     def answer(self) -> None:
         if isinstance(self.cursor, ReportCursor):
@@ -161,10 +162,10 @@ class FaultyWire(RouterEnd):
             self.parts.clear()
             cursor.on_request_sent()
             if life is not None and life.patched:
-                made = life.parts(self.asked)
+                parts = life.parts(self.asked)
                 if self.faulty and self.rng.random() < 0.2:
-                    del made[self.rng.randrange(len(made))]
-                self.parts = deque(made)
+                    del parts[self.rng.randrange(len(parts))]
+                self.parts = deque(parts)
         elif not self.parts:
             cursor.snapshot_overdue()
         self._collect()

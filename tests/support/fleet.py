@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several routers that follow the engines of `churn.py`, and what must be true of their answers."""
+"""Several routers that follow the engines of `churn.py`, and the checks of their answers and of their store."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tests.support.stored_residency import read_residency
 MODEL = "m"
 TIMEOUT_S = 40.0
 POLL_S = 0.01
-# Nothing new within this is nothing more.
+# If nothing changes within this time, all published batches have arrived.
 SETTLE_S = 0.03
-# Batches of one engine of `churn.py`: most of its prompts are held somewhere by then.
+# The seq of an engine of `churn.py` at which most prompts are held by some engine.
 BUSY_SEQ = 100
 
 
 def until(reached: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
-    """The first true value of `reached`."""
+    """Call `reached` until it returns a true value, and return that value."""
     deadline = time.monotonic() + timeout_s
-    while not (found := reached()):
+    while not (value := reached()):
         assert time.monotonic() < deadline, what
         time.sleep(POLL_S)
-    return found
+    return value
 
 
 def wait_well(router: RouterProcess, workers: int) -> None:
-    """Until health has nothing to say."""
+    """Wait until `/health` has no reasons and the router lists this many workers."""
     reasons: list[str] = []
 
     def well() -> bool:
@@ -54,7 +54,7 @@ def wait_well(router: RouterProcess, workers: int) -> None:
 
 def register(router: RouterProcess, churn: Churn) -> None:
     for worker, (events, replay) in zip(churn.workers, churn.endpoints, strict=True):
-        # Without a look for the patch: its port is found by adding to this one, and other tests of this machine may be
+        # The patch is off: its port would be derived from the engine's, and another test on this machine may listen
         # there.
         router.register(worker, MODEL, events, replay, patch_endpoint="off")
 
@@ -64,17 +64,17 @@ def rows(router: RouterProcess) -> dict[str, dict[str, Any]]:
 
 
 def wait_live(router: RouterProcess) -> None:
-    """Until each worker has said what it holds."""
+    """Wait until all workers are live."""
     until(lambda: all(row["state"] == "live" for row in rows(router).values()), "the workers are live")
 
 
 def held(router: RouterProcess) -> float:
-    """Workers that the router follows."""
+    """Return the number of workers that the router follows."""
     return router.metric("kvrouter_leases_held")
 
 
 def wait_shared(routers: Iterable[RouterProcess], workers: int) -> None:
-    """Until each router follows its share: no two differ by more than one."""
+    """Wait until the routers follow all workers, and no two routers differ by more than one worker."""
 
     def even() -> bool:
         counts = [held(router) for router in routers]
@@ -84,15 +84,15 @@ def wait_shared(routers: Iterable[RouterProcess], workers: int) -> None:
 
 
 def settle(router: RouterProcess) -> None:
-    """Until the router has seen all that the engines published."""
+    """Wait until the seqs that the router shows no longer change."""
     before: object = None
-    while (seen := {name: row["seq"] for name, row in rows(router).items()}) != before:
-        before = seen
+    while (seqs := {name: row["seq"] for name, row in rows(router).items()}) != before:
+        before = seqs
         time.sleep(SETTLE_S)
 
 
 def wait_seqs(router: RouterProcess, seqs: dict[str, int]) -> None:
-    """Until the answers show these batches of these workers; a router may not have read of a worker yet."""
+    """Wait until the router shows these seqs of these workers; it may not have read a worker's registration yet."""
     late: dict[str, Any] = {}
 
     def all_there() -> bool:
@@ -112,17 +112,20 @@ def wait_seqs(router: RouterProcess, seqs: dict[str, int]) -> None:
 
 
 def paused(churn: Churn) -> dict[str, int]:
-    """Stop the engines; the last seq of each worker."""
+    """Stop the engines and return the last seq of each worker."""
     return dict(zip(churn.workers, churn.ask("pause"), strict=True))
 
 
 def wait_busy(client: Any, churn: Churn) -> None:
-    """Until Redis has so much of each worker that a fault meets something, and a check compares something."""
+    """Wait until Redis has enough batches of each worker that a fault has an effect and a check compares real hits."""
     wait_stored(client, dict.fromkeys((WorkerKey(MODEL, worker) for worker in churn.workers), BUSY_SEQ))
 
 
 def wrong_answers(router: RouterProcess, churn: Churn, truth: dict[str, Any]) -> list[str]:
-    """Where the router's answers differ from what the engines hold: blocks by group, and the hit of every prompt."""
+    """Return the differences between the router's answers and the engines' blocks.
+
+    Compared are the number of blocks in each group and the hit of every prompt.
+    """
     wrong = []
     shown = rows(router)
     for number, worker in enumerate(churn.workers):
@@ -139,7 +142,7 @@ def wrong_answers(router: RouterProcess, churn: Churn, truth: dict[str, Any]) ->
 
 
 def wrong_index(client: Any, churn: Churn, truth: dict[str, Any]) -> list[str]:
-    """Where what Redis holds differs from what the engines hold, block by block."""
+    """Return the differences between the residency in Redis and the engines' blocks, block by block."""
     wrong = []
     for number, worker in enumerate(churn.workers):
         tag = f"{keys.PREFIX}{{{MODEL}/{worker}}}"
@@ -149,10 +152,10 @@ def wrong_index(client: Any, churn: Churn, truth: dict[str, Any]) -> list[str]:
             wrong.append(f"{worker} has a key of another type: {error}")
             continue
         for group in range(len(KINDS)):
-            there = stored.get(f"g{group}:GPU", set())
+            shown = stored.get(f"g{group}:GPU", set())
             expected = set(truth["held"][number][group])
-            if there != expected:
-                wrong.append(f"{worker} group {group}: {len(there - expected)} ghosts, {len(expected - there)} missing")
+            if shown != expected:
+                wrong.append(f"{worker} group {group}: {len(shown - expected)} ghosts, {len(expected - shown)} missing")
         others = [key for key in client.scan_iter(f"{keys.PREFIX}{{{MODEL}/{worker}}}:*", count=1000) if b":g" in key]
         if len(others) > len(KINDS):
             wrong.append(f"{worker} has keys of dead epochs: {others}")
@@ -160,8 +163,11 @@ def wrong_index(client: Any, churn: Churn, truth: dict[str, Any]) -> list[str]:
 
 
 def check(routers: Iterable[RouterProcess], client: Any, churn: Churn) -> int:
-    """Pause the engines, wait for the answers, compare everything; returns how many hits were compared that were not
-    zero."""
+    """Pause the engines, wait for the routers, and compare the routers' answers and the store with the engines.
+
+    Returns:
+        The number of compared hits that are not zero.
+    """
     seqs = paused(churn)
     truth = churn.ask("dump")
     for router in routers:
@@ -175,31 +181,36 @@ def check(routers: Iterable[RouterProcess], client: Any, churn: Churn) -> int:
 
 
 def until_right(wrong: Callable[[], list[str]], patience_s: float = 10.0) -> list[str]:
-    """What is wrong for good: a state change travels behind its commit, so answers are looked at again for a while."""
+    """Call `wrong` until it returns no problems or the time is over, and return the last problems.
+
+    A worker's change of state arrives after its commit, so answers may be wrong for a short while.
+    """
     deadline = time.monotonic() + patience_s
-    while (found := wrong()) and time.monotonic() < deadline:
+    while (problems := wrong()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return found
+    return problems
 
 
 @contextlib.contextmanager
 def two_routers(
     folder: Path, server: StoreServer | SentinelStore, churn: Churn, engines: int
 ) -> Iterator[tuple[RouterProcess, RouterProcess]]:
-    """Two that share the workers and answer right while the engines run; at the end, none may have met a bug of its
-    own."""
+    """Run two routers that share the workers and have answered right while the engines run.
+
+    At the end, neither may have counted an internal error or logged a traceback.
+    """
     with (
-        RouterProcess(folder / "a", ["--redis", server.url]) as one,
-        RouterProcess(folder / "b", ["--redis", server.url]) as two,
+        RouterProcess(folder / "a", ["--redis", server.url]) as first,
+        RouterProcess(folder / "b", ["--redis", server.url]) as second,
     ):
-        register(one, churn)
+        register(first, churn)
         churn.ask("go")
-        wait_shared((one, two), engines)
-        check((one, two), server.client, churn)
+        wait_shared((first, second), engines)
+        check((first, second), server.client, churn)
         churn.ask("go")
         wait_busy(server.client, churn)
-        yield one, two
-        for router, name in ((one, "a"), (two, "b")):
+        yield first, second
+        for router, name in ((first, "a"), (second, "b")):
             assert router.metric("kvrouter_internal_errors_total", where="stream") == 0
-            whole = (folder / name / "router.log").read_text(errors="replace")
-            assert "Traceback" not in whole, whole[whole.index("Traceback") :][:3000]
+            log = (folder / name / "router.log").read_text(errors="replace")
+            assert "Traceback" not in log, log[log.index("Traceback") :][:3000]

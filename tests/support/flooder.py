@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program: an engine's PUB socket that publishes as fast as it can. Prints its port, begins at a line on stdin, ends
-by a signal.
+"""A program with an engine's PUB socket that publishes as fast as it can.
 
-python flooder.py BLOCKS: that many block hashes a batch, stored by one batch and removed by the next."""
+    python flooder.py BLOCKS
+
+It prints its port, starts to publish at a line on stdin, and ends by a signal. A batch has BLOCKS block hashes; they
+are stored by one batch and removed by the next.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def main() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     publisher = context.socket(zmq.PUB)
     publisher.sndhwm = 1_000
-    # Waits where the reader does not keep up, as a flood of a stream without gaps.
+    # The socket waits if the reader does not keep up, so the flood is a stream without gaps.
     publisher.setsockopt(zmq.XPUB_NODROP, 1)
     print(publisher.bind_to_random_port("tcp://127.0.0.1"), flush=True)
     rng = np.random.default_rng(1)

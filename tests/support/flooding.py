@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of this folder that flood a router, each in a process of its own."""
+"""Runners for the programs in this folder that flood a router, each in its own process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @contextmanager
 def flooding(program: str, *arguments: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Run a program that prints its port first; yield the port and the process."""
+    """Run a program of this folder that prints its port first; yield the port and the process."""
     command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -28,6 +28,6 @@ def flooding(program: str, *arguments: str) -> Iterator[tuple[int, subprocess.Po
 
 @contextmanager
 def flood(blocks: int) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Run a publisher that never waits and begins at a line on its stdin."""
+    """Run `flooder.py`, which starts to publish at a line on its stdin; yield its port and process."""
     with flooding("flooder.py", str(blocks)) as running:
         yield running

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of the version before, run from this repository's history, and what they left in a store as a file.
+"""Routers of the previous version, run from this repository's history, and files with the contents of their store.
 
-They run uncompiled, so that a checkout is enough: their sources, and the packages that are installed here. `kvrouter`
-is a namespace, so the folder that comes first on the path has its parts."""
+They run uncompiled, so their sources and the packages that are installed here are enough. `kvrouter` is a namespace
+package, so its parts are imported from the folder that comes first on the path.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ Stored = dict[str, dict[str, Any]]
 
 
 def is_known() -> bool:
-    """Whether the repository's history is here."""
-    found = subprocess.run(["git", "-C", str(ROOT), "cat-file", "-e", COMMIT], capture_output=True, check=False)
-    return found.returncode == 0
+    """Return whether the repository's history contains the commit; a shallow checkout does not have it."""
+    process = subprocess.run(["git", "-C", str(ROOT), "cat-file", "-e", COMMIT], capture_output=True, check=False)
+    return process.returncode == 0
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Unpacks the sources into `folder`; what a process needs to run them."""
+    """Unpack the sources into `folder`, and return the environment variables of a process that runs them."""
     site = folder / "kvrouter"
     site.mkdir(parents=True)
     with subprocess.Popen(["git", "-C", str(ROOT), "archive", COMMIT, *PACKAGES], stdout=subprocess.PIPE) as archive:
@@ -40,18 +41,21 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def dump(client: Any) -> Stored:
-    """All keys of a store by their names. Bytes are Base64; what expires has `expires_ms`."""
-    found: Stored = {}
+    """Return all keys of a store by name.
+
+    Values that are not readable text are Base64; keys that expire have `expires_ms`.
+    """
+    stored: Stored = {}
     for key in sorted(client.scan_iter(count=1000)):
         kind = client.type(key).decode()
-        found[_text(key)] = {"type": kind, "value": _READERS[kind](client, key)}
+        stored[_text(key)] = {"type": kind, "value": _READERS[kind](client, key)}
         if (left := client.pttl(key)) > 0:
-            found[_text(key)]["expires_ms"] = left
-    return found
+            stored[_text(key)]["expires_ms"] = left
+    return stored
 
 
 def load(client: Any, stored: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes what `dump` read."""
+    """Write the keys that `dump` returned into a store."""
     for text, entry in stored.items():
         key, value = _data(text), entry["value"]
         if entry["type"] == "string":
@@ -59,14 +63,14 @@ def load(client: Any, stored: Mapping[str, Mapping[str, Any]]) -> None:
         elif entry["type"] == "set":
             client.sadd(key, *map(_data, value))
         elif entry["type"] == "hash":
-            client.hset(key, mapping={_data(field): _data(one) for field, one in value})
+            client.hset(key, mapping={_data(field): _data(data) for field, data in value})
         else:
             for entry_id, fields in value:
-                client.xadd(key, {_data(field): _data(one) for field, one in fields}, id=entry_id)
+                client.xadd(key, {_data(field): _data(data) for field, data in fields}, id=entry_id)
 
 
 def _text(data: bytes) -> str:
-    """As it is where it can be read, which makes the file one that can be looked through."""
+    """Return readable text unchanged, so that the file can be inspected, and other bytes as Base64."""
     if data.isascii() and data.decode().isprintable() and not data.startswith(b"base64:"):
         return data.decode()
     return "base64:" + base64.b64encode(data).decode()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that opens a new connection for every request, as fast as it can, until nobody listens; and says how each
-ended."""
+"""A process that sends each request over a new connection, as fast as it can, until nobody listens.
+
+At its end it reports how the requests ended.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import time
 from collections import Counter
 
 WAIT_S = 30.0
-# After this many refusals in a row, this far apart, nobody listens.
+# After this many refusals in a row, with this pause between them, the process concludes that nobody listens.
 REFUSALS = 3
 REFUSAL_PAUSE_S = 0.2
 
@@ -41,22 +43,22 @@ def one(port: int, request: bytes) -> str:
 
 
 def main(port: int, request: bytes) -> None:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     refusals = 0
     while refusals < REFUSALS:
-        how = one(port, request)
-        found[how] += 1
-        refusals = refusals + 1 if how == "refused" else 0
-        if found["served"] == 1:
+        outcome = one(port, request)
+        counts[outcome] += 1
+        refusals = refusals + 1 if outcome == "refused" else 0
+        if counts["served"] == 1:
             print("begun", flush=True)
-            found["served"] += 1
-        if how == "refused":
+            counts["served"] += 1
+        if outcome == "refused":
             time.sleep(REFUSAL_PAUSE_S)
-    print(json.dumps(found), flush=True)
+    print(json.dumps(counts), flush=True)
 
 
 class Hammer:
-    """Begins when it is made."""
+    """The running process; the constructor returns once the first request has been served."""
 
     def __init__(self, port: int, request: bytes) -> None:
         self._process = subprocess.Popen(
@@ -68,12 +70,12 @@ class Hammer:
         assert self._process.stdout.readline() == b"begun\n"
 
     def ended(self) -> dict[str, int]:
-        """How many ended how, once nobody listens."""
+        """Wait until nobody listens, and return the number of requests by the way they ended."""
         assert self._process.stdout is not None
-        found: dict[str, int] = json.loads(self._process.stdout.read())
+        counts: dict[str, int] = json.loads(self._process.stdout.read())
         self._process.stdout.close()
         self._process.wait(WAIT_S)
-        return found
+        return counts
 
     def kill(self) -> None:
         self._process.kill()

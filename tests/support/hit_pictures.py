@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of docs/explanation/hit-rule.md, drawn from the hits that the router's own rule gives.
+"""The pictures of docs/explanation/hit-rule.md, drawn from the hits that the router's own rule computes.
 
 python -m tests.support.hit_pictures    # writes docs/images/hit-*.svg
 """
@@ -31,10 +31,10 @@ _NAMES = {
 }
 _MEDIA = {GPU: "GPU", CPU: "CPU"}
 
-# In user units: a block is BOX wide, and the whole fits a phone when it is scaled.
+# In SVG user units: a block is BOX wide, and the scaled picture fits a phone's screen.
 BOX, HEIGHT, GAP, LEFT, TOP = 48, 30, 30, 24, 54
 WIDTH = LEFT * 2 + 11 * BOX
-# Opaque, so that it reads on any page; the dark one where the browser asks for it.
+# The background is opaque, so that the picture is readable on any page; it is dark if the browser prefers that.
 STYLE = """
     .page { fill: #ffffff; stroke: #d0d7de } text { font: 15px system-ui, sans-serif; fill: #1f2328 }
     .small { font-size: 13px; fill: #59636e } .on { fill: #1f2328 } .none { fill: none; stroke: #8c959f; stroke-dasharray: 3 3 }
@@ -60,12 +60,14 @@ class Picture:
 
     @property
     def tokens(self) -> int:
-        """What the engine reuses, tiers included."""
+        """Tokens that the engine reuses, tiers included."""
         return judge(self.groups, self.held, PROMPT_TOKENS).cpu
 
     def covered(self) -> dict[int | None, int]:
-        """How far each group alone would let the GPU's hit reach."""
-        return {one.group_idx: one.covered for one in judge(self.groups, self.held, PROMPT_TOKENS).groups}
+        """Return the tokens that the GPU's hit would have if only one group decided, by group."""
+        return {
+            group_hit.group_idx: group_hit.covered for group_hit in judge(self.groups, self.held, PROMPT_TOKENS).groups
+        }
 
 
 PICTURES = (
@@ -93,7 +95,7 @@ PICTURES = (
 
 
 def draw(picture: Picture) -> str:
-    """The picture as SVG, without anything from elsewhere."""
+    """Return the picture as a self-contained SVG document."""
     rows = sorted(picture.held, key=lambda place: (place.group_idx, place.medium != GPU))
     bottom = TOP + len(rows) * (HEIGHT + GAP) - GAP + 12
     lines = [

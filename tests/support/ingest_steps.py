@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of a stock stream, and an `Ingest` that takes them."""
+"""Events of a stock stream, and an `Ingest` that they are applied to."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def make(replay: str | None = REPLAY, catalog: CatalogSpec | None = None) -> Ing
 
 
 def stored(hashes: list[int], group: int | None = 0, **fields: Any) -> WireStored:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "parent_block_hash": 77, "token_ids": [], "block_size": 16, "lora_id": None, "medium": GPU, "lora_name": None,
         "kv_cache_spec_kind": None if group is None else "full_attention",
     }  # fmt: skip
-    return WireStored(block_hashes=hashes, group_idx=group, **(given | fields))
+    return WireStored(block_hashes=hashes, group_idx=group, **(defaults | fields))
 
 
 def removed(hashes: list[int], group: int | None = 0, medium: str = GPU) -> WireRemoved:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the real matcher about a made-up residency; shared by the hit rule's tests. Hash i is that of hash boundary i +
-1."""
+"""A query of the real `Matcher` about a made-up residency, shared by the tests of the hit rule.
+
+Hash index i is the hash of boundary i + 1.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,18 @@ def judge(
     catalog: Catalog | None = None,
     held: bool = False,
 ) -> Hit:
-    """The hit of one worker that holds the hash indices `resident[place]`.
+    """Return the hit of one worker that holds the hash indices `resident[place]` at each place.
 
-    hashed_tokens: ask with the hashes of that many tokens only, as when hashing stopped early. catalog: in place of
-    `groups`. held: ask where each block lies."""
+    Args:
+        groups: The worker's groups.
+        resident: The hash indices of the resident blocks, by place.
+        num_tokens: Length of the prompt.
+        spec: Declared facts about the worker's cache; None: an offloading connector alone.
+        blocks_per_chunk: Blocks of an offloaded chunk.
+        hashed_tokens: Tokens of which the question has the hashes, as if hashing had stopped early; None: all of them.
+        catalog: Used in place of one built from `groups`, `spec` and `blocks_per_chunk`.
+        held: Whether the hit also names the places of each block.
+    """
     spec = spec or CatalogSpec(offload_connector=OFFLOADING)
     catalog = catalog or build_catalog(groups, "configured", spec, blocks_per_chunk)
     assert catalog.problem is None, catalog.problem

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traffic of several API keys: three with chats, and one whose many prompts all begin alike."""
+"""Traffic of several API keys: three with chats, and an attacker whose many prompts share their beginning."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ from kvrouter.simulator.cache.text import PieceText
 PIECE_TOKENS = 16
 OTHERS, ATTACKER = 3, "attacker"
 CHATS, TURNS = 12, 6
-# A chat's beginning, which it shares with those of its key, its own text, and what each turn adds, in pieces.
+# In pieces: the beginning that all chats of a key share, a chat's own text, and the text that each turn adds.
 COMMON, OWN, MORE = 16, 96, 4
 BEGINNING, END = 256, 16
 ATTACK_BEGINS_S, ATTACK_EVERY_S = 30.0, 0.04
 
 
 def keys_traffic(attacks: int, span_s: float) -> Trace:
-    """Return chats of three keys in this time, and prompts of a fourth one that share their first 4,096 tokens."""
+    """Return a trace of three keys' chats, and of an attacker's prompts that share their first 4,096 tokens.
+
+    Args:
+        attacks: The number of the attacker's prompts.
+        span_s: The mean duration of a chat, in seconds.
+    """
     ids, rng = itertools.count(1), random.Random(1)
     prompts: list[tuple[float, list[int], str]] = []
     for owner in range(OTHERS):
@@ -50,12 +55,15 @@ def keys_traffic(attacks: int, span_s: float) -> Trace:
 
 
 class KeysOutcome(NamedTuple):
-    """One run of such traffic. Shares of tokens, and of the memory of all replicas at the end."""
+    """The outcome of one run of this traffic."""
 
+    # Share of the other keys' prompt tokens that were reused.
     others_reuse: float
+    # Share of all replicas' blocks that hold the attacker's prompts at the end.
     attacker_blocks: float
-    # The attacker's prompts at each replica that had any.
+    # Number of the attacker's prompts at each replica that got any.
     attacker_places: Counter[int]
+    # Indices of the requests of the other keys, and of the attacker.
     others: Sequence[int]
     attacks: Sequence[int]
     policy_run: PolicyRun
@@ -78,7 +86,8 @@ def run_keys(trace: Trace, fleet: FleetShape, policy: str) -> KeysOutcome:
     held_hashes = [block_hash for blocks in simulation.index.held_blocks() for block_hash in blocks.tolist()]
     return KeysOutcome(
         sum(run.reused[n] for n in others) / sum(run.prompt[n] for n in others),
-        sum(block_hash in attacker_hashes for block_hash in held_hashes) / sum(one.blocks for one in fleet.replicas),
+        sum(block_hash in attacker_hashes for block_hash in held_hashes)
+        / sum(replica.blocks for replica in fleet.replicas),
         Counter(run.worker[n] for n in attacks),
         others,
         attacks,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers with sources of their own, in process, on a real store."""
+"""Routers in the test's process with their own discovery sources, on a real store."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from kvrouter.router.model.workers.worker_spec import parse_worker
 
 TIMEOUT_S = 20.0
 LOOK_S = 0.05
-# As many looks as it takes to be sure that nothing happens.
+# Twenty looks, after which the test is sure that nothing happens.
 STILL_S = 20 * LOOK_S
 
 
 class Listed:
-    """A source that shows what the test gives it."""
+    """A discovery source that lists the workers that the test sets."""
 
     def __init__(self, name: str, *specs: str) -> None:
         self.name = name
@@ -41,13 +41,13 @@ class Listed:
         self.show(*specs)
 
     def show(self, *specs: str) -> None:
-        """Each with its model and events, so that no engine is queried."""
+        """List these workers, with model and events endpoint, so that no engine is queried."""
         self.shown = [
             candidate_of(parse_worker(f"{spec},model=m,events=tcp://127.0.0.1:1"), self.name) for spec in specs
         ]
 
     async def run(self, changed: Callable[[], None]) -> None:
-        """It changes only when the test sets it."""
+        """Return at once, as only the test changes the list."""
 
 
 class Router:
@@ -58,11 +58,13 @@ class Router:
 
     @property
     def owners(self) -> dict[str, str]:
-        """By worker's id, who says that it is there."""
-        return {one.worker.worker_id: one.source for one in self.core.registrations()}
+        """The source that each registered worker comes from, by the worker's id."""
+        return {registration.worker.worker_id: registration.source for registration in self.core.registrations()}
 
     def url(self, worker_id: str) -> str | None:
-        return next(one.url for one in self.core.registrations() if one.worker.worker_id == worker_id)
+        return next(
+            registration.url for registration in self.core.registrations() if registration.worker.worker_id == worker_id
+        )
 
     async def owners_are(self, **expected: str) -> None:
         async with asyncio.timeout(TIMEOUT_S):
@@ -83,7 +85,14 @@ class Router:
 async def routing(
     url: str, *sources: Source, allow: tuple[str, ...] = (), asks_engines: bool = False
 ) -> AsyncIterator[Router]:
-    """asks_engines: the core queries engines for what they say of themselves, beside what sources need."""
+    """Run a router with these discovery sources.
+
+    Args:
+        url: The store.
+        *sources: The discovery sources.
+        allow: Hosts and networks that workers may have.
+        asks_engines: Whether the core queries engines over HTTP, in addition to the queries of discovery.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     registry = MetricRegistry()
     async with AsyncExitStack() as stack:

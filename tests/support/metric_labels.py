@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of a metric's labels, of our own kinds and of prometheus_client's."""
+"""The label names of a metric, whether it is one of our own classes or one of prometheus_client's."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine as a model: what it holds, counted in copies, and what it says of it, in vLLM's batches and in the patch's
-reports.
+"""A model of an engine: the copies of the blocks that it holds, and its messages, both vLLM's batches and the patch's.
 
-One life has one layout (groups and hash scheme). The truth is the counts; the messages are made from the same steps,
-and nothing is derived back from them. No sockets, no clock; chance is passed in.
+A life of the engine (from one start to the next) has one layout of groups and one hash scheme. The counts of copies are
+the truth; the messages are made from the same steps, and no count is derived from a message. The model has no sockets
+and no clock, and gets its randomness from the caller.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kvrouter.router.base.common.ids import CPU, GPU, Place
 from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_chain
 
 PROMPTS = 4
-# One more, of the quiet end alone: what was held before it stays the only sign of itself.
+# One more prompt for the quiet end alone, so that no message of the end repeats a block that was held before.
 QUIET_PROMPT = PROMPTS
 PROMPT_TOKENS = 128
 # Copies of one block that the model keeps at most.
 MOST_COPIES = 3
-# Hashes a part of a snapshot.
+# Hashes in one part of a snapshot.
 PART_HASHES = 8
 TOKENS = [[1_000 * prompt + at for at in range(PROMPT_TOKENS)] for prompt in range(PROMPTS + 1)]
 
@@ -90,7 +90,7 @@ SCHEMES = (
     HashScheme.from_seed("sha256", "0"),
     HashScheme.from_seed("xxhash", "0"),
 )
-# One that no router can guess.
+# A scheme that no router can guess.
 UNKNOWN_SCHEME = HashScheme.from_seed("sha256", "a seed that nobody states")
 
 
@@ -119,21 +119,24 @@ def declared(layout: Layout, scheme: HashScheme) -> DeclaredCatalog:
 
 
 class Life:
-    """One life of an engine: batch `n` and report `n` say the same step, `held_after[n]` is what is held after it."""
+    """One life of an engine, from its start to its end.
+
+    Batch `n` and report `n` describe the same step, and `held_after[n]` has the blocks that are held after it.
+    """
 
     def __init__(self, number: int, layout: Layout, scheme: HashScheme, *, ring: int, patched: bool) -> None:
         self.number, self.layout, self.scheme, self.patched = number, layout, scheme, patched
         self.epoch = f"{number:016x}"
         self.start_s = 1_000.0 + number
         self.ended = False
-        # A router knows that this life has ended.
+        # Whether a router knows that this life has ended.
         self.end_heard = False
         self.counts: dict[Place, Counter[int]] = {}
         self.held_after: list[Held] = []
         self.steps: list[list[tuple[str, Place, list[int]]]] = []
         self.ring: deque[tuple[int, bytes]] = deque(maxlen=ring)
-        # The last batch that nobody can read, or that was never sent: what was stored before it may be unknown for
-        # good.
+        # The seq of the last batch that is unreadable or was never sent: a router may never learn of the blocks that
+        # were stored before it.
         self.last_hole = -1
         self.declares = patched
         self._last: Held = {}
@@ -143,7 +146,7 @@ class Life:
         return len(self.held_after)
 
     def held(self, seq: int | None) -> Held | None:
-        """What was held after batch `seq`; None: this life never said it."""
+        """Return the blocks held after batch `seq`, or None if this life has not sent it."""
         if seq is None or seq < 0:
             return {}
         return self.held_after[seq] if seq < len(self.held_after) else None
@@ -155,7 +158,7 @@ class Life:
     # -- steps: each returns (events of the engine's batch, events of the report)
 
     def compute(self, prompt: int, tokens: int) -> tuple[list[WireEvent], list[ReportEvent]]:
-        """A prompt is computed: every group stores what it keeps, and says so also when that is nothing."""
+        """Compute a prompt: every group stores the blocks that it keeps, and sends an event even if it keeps none."""
         wire: list[WireEvent] = []
         report: list[ReportEvent] = []
         boundaries = boundary_hashes(self.scheme, self.layout.hash_block_size, prompt)
@@ -198,7 +201,7 @@ class Life:
         return wire, report
 
     def offload(self, rng: random.Random) -> tuple[list[WireEvent], list[ReportEvent]]:
-        """A block of the GPU is also stored on the CPU tier, in a placeholder as vLLM sends it."""
+        """Store a block of the GPU on the CPU tier too, with the placeholder event that vLLM sends."""
         places = [place for place, held in self.counts.items() if held and place.medium == GPU]
         if not places:
             return [], []
@@ -219,13 +222,13 @@ class Life:
         return [WireCleared()], [ReportCleared(GPU), ReportCleared(CPU)]
 
     def odd_removal(self, rng: random.Random) -> tuple[list[WireEvent], list[ReportEvent]]:
-        """Of a group that the engine does not have, or of none: nothing that is held goes."""
+        """Send a removal of a group that the engine does not have, or without a group; no held block goes."""
         groups = [group.group_idx for group in self.layout.groups]
         other = rng.choice([group for group in (None, 7) if group not in groups])
         return [WireRemoved([rng.randrange(1, 1_000)], GPU, group_idx=other)], []
 
     def trim(self) -> tuple[list[WireEvent], list[ReportEvent]]:
-        """Copies beyond what the model keeps."""
+        """Remove a copy of each block that has more than `MOST_COPIES`."""
         wire: list[WireEvent] = []
         report: list[ReportEvent] = []
         for place, held in self.counts.items():
@@ -234,8 +237,13 @@ class Life:
         return wire, report
 
     def say(self, wire: list[WireEvent], report: list[ReportEvent], *, readable: bool = True) -> tuple[bytes, Events]:
-        """The step becomes the next batch and the next report. readable: else the batch is damaged from the
-        beginning."""
+        """Turn the events of a step into the next batch and the next report.
+
+        Args:
+            wire: The events of the batch.
+            report: The events of the report.
+            readable: Whether the batch can be decoded; otherwise its bytes are damaged from the beginning.
+        """
         seq = self.next_seq
         self.held_after.append(self._snapshot())
         payload = encode_batch(seq + self.number / 1_000, wire, 0) if readable else b"\xc1%d.%d" % (self.number, seq)
@@ -245,27 +253,27 @@ class Life:
         return payload, Events(self.epoch, self.start_s, 1.0, report)
 
     def skip(self) -> None:
-        """A seq is used up, and nothing is behind it: the batch failed to encode."""
+        """Use up a seq without sending its batch, as vLLM does if a batch fails to encode."""
         self.last_hole = self.next_seq
         self.held_after.append(self._snapshot())
 
     def stored_since(self, first_seq: int) -> Held:
-        """What a reader of all batches from `first_seq` on knows, from nothing."""
-        known: dict[Place, Counter[int]] = {}
+        """Return the blocks known to a reader that starts empty and reads all batches from `first_seq` on."""
+        counts: dict[Place, Counter[int]] = {}
         for step in self.steps[first_seq:]:
-            _apply(known, step)
-        return {place: frozenset(held) for place, held in known.items() if held}
+            _apply(counts, step)
+        return {place: frozenset(held) for place, held in counts.items() if held}
 
     def _remove(self, place: Place, block: int, wire: list[WireEvent], report: list[ReportEvent]) -> None:
         self._step("removed", place, [block])
         wire.append(WireRemoved([block], place.medium, group_idx=place.group_idx))
         report.append(ReportRemoved(pack_hashes([block]), place.group_idx, place.medium))
 
-    def _step(self, what: str, place: Place, hashes: list[int]) -> None:
+    def _step(self, action: str, place: Place, hashes: list[int]) -> None:
         while len(self.steps) <= self.next_seq:
             self.steps.append([])
-        self.steps[self.next_seq].append((what, place, hashes))
-        _apply(self.counts, [(what, place, hashes)])
+        self.steps[self.next_seq].append((action, place, hashes))
+        _apply(self.counts, [(action, place, hashes)])
 
     def _snapshot(self) -> Held:
         while len(self.steps) < self.next_seq + 1:
@@ -278,7 +286,7 @@ class Life:
         self._last = held
         return held
 
-    # -- what the patch says
+    # -- messages of the patch
 
     def summary(self) -> list[PlaceSummary]:
         return [
@@ -297,30 +305,32 @@ class Life:
         )
 
     def parts(self, request: int) -> list[SnapshotPart]:
-        made: list[SnapshotPart] = []
+        snapshot: list[SnapshotPart] = []
         for place, held in self.counts.items():
             hashes = list(held)
             for at in range(0, len(hashes), PART_HASHES):
-                some = hashes[at : at + PART_HASHES]
-                made.append(
+                chunk = hashes[at : at + PART_HASHES]
+                snapshot.append(
                     SnapshotPart(
-                        request, self.epoch, self.start_s, self.next_seq, len(made), pack_hashes(some),
+                        request, self.epoch, self.start_s, self.next_seq, len(snapshot), pack_hashes(chunk),
                         place.group_idx, place.medium,
-                        copied=[(block, held[block]) for block in some if held[block] > 1],
+                        copied=[(block, held[block]) for block in chunk if held[block] > 1],
                     )
                 )  # fmt: skip
-        made.append(
-            SnapshotPart(request, self.epoch, self.start_s, self.next_seq, len(made), last=True, places=self.summary())
+        snapshot.append(
+            SnapshotPart(
+                request, self.epoch, self.start_s, self.next_seq, len(snapshot), last=True, places=self.summary()
+            )
         )
-        return made
+        return snapshot
 
 
 def _apply(counts: dict[Place, Counter[int]], step: list[tuple[str, Place, list[int]]]) -> None:
-    for what, place, hashes in step:
+    for action, place, hashes in step:
         held = counts.setdefault(place, Counter())
-        if what == "cleared":
+        if action == "cleared":
             held.clear()
         for block in hashes:
-            held[block] += 1 if what == "stored" else -1
+            held[block] += 1 if action == "stored" else -1
             if held[block] <= 0:
                 del held[block]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queries of deploy/prometheus and deploy/grafana."""
+"""The queries in deploy/prometheus and deploy/grafana."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "kvrouter.json"
 
-# What Grafana puts in for its variables.
+# Values that Grafana would substitute for its variables.
 VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$worker": ".*"}
 
 
@@ -23,13 +23,13 @@ def alert_rules() -> list[dict[str, Any]]:
 
 
 def panels() -> list[dict[str, Any]]:
-    """Those of the dashboard that show something."""
-    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
-    return [panel for panel in found if panel["type"] != "row"]
+    """Return the panels of the dashboard, without the rows that group them."""
+    entries: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+    return [panel for panel in entries if panel["type"] != "row"]
 
 
 def dashboard_queries() -> list[str]:
-    """In PromQL, without Grafana's variables."""
+    """Return the dashboard's queries in PromQL, with Grafana's variables replaced."""
     queries = []
     for panel in panels():
         for target in panel["targets"]:

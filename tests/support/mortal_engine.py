@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's HTTP in a process of its own, which dies of one prompt: as one whose kernels crash on it."""
+"""An engine's HTTP server in its own process that dies of one prompt, like an engine whose kernels crash on it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import sys
 from typing import Self
 
 STOP_TIMEOUT_S = 15.0
-# The process dies of a body that has it; not a JSON string, so that a prompt of token ids can carry it too.
+# A body that contains it kills the process. It is a number, so that a prompt of token ids can contain it too.
 POISON = b"6661313"
 GIVEN = b'{"id": "c", "choices": [], "kv_transfer_params": {"remote_engine_id": "e", "remote_block_ids": [1]}}'
 
 
 class MortalEngine:
-    """Starts on entry, stops on exit."""
+    """The engine's process, which runs from entry to exit."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -50,7 +50,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
         body = await reader.readexactly(int(lengths[0]) if lengths else 0)
         if POISON in body:
-            # No goodbye: the kernel closes what was open.
+            # A crash: the kernel closes the connections.
             os._exit(1)
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(GIVEN) + GIVEN

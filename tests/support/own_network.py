@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network and a table of host names of its own, for commands that name fixed ports, addresses and hosts.
+"""A private network with its own host names, for commands that use fixed ports, addresses and hosts.
 
-Nothing in it reaches the machine's other programs or is reached by them. It needs unshare and nsenter (util-linux),
-and either root or user namespaces that the kernel allows."""
+Programs in it and the machine's other programs cannot reach each other. It needs unshare and nsenter (util-linux), and
+either root or a kernel that allows user namespaces.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from typing import Self
 
 import pytest
 
-# Up, and 10.0.0.0/8 local beside 127.0.0.0/8: on a loopback device the kernel takes every address of the network.
+# Bring the loopback device up, with 10.0.0.0/8 beside 127.0.0.0/8: on it the kernel accepts every address of a network.
 _SET_UP = """
 import fcntl, socket, struct
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
@@ -28,10 +29,15 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
 
 
 class OwnNetwork:
-    """Made on entry; on exit all that still runs in it is killed."""
+    """A network that is made on entry; on exit all processes that still run in it are killed."""
 
     def __init__(self, folder: Path, hosts: Mapping[str, str]) -> None:
-        """hosts: names and their addresses."""
+        """Prepare the network.
+
+        Args:
+            folder: Takes the file of host names.
+            hosts: Addresses by host name.
+        """
         self._folder = folder
         self._hosts = hosts
         self._holder: subprocess.Popen[str] | None = None
@@ -49,14 +55,14 @@ class OwnNetwork:
             problem = self._holder.stderr.read().strip()
             self.__exit__()
             pytest.skip(f"no namespaces here: {problem}")
-        entered = ["--user", "--preserve-credentials"] if user else []
-        self._enter = ["nsenter", "--target", str(self._holder.pid), *entered, "--net", "--mount", "--"]
+        user_options = ["--user", "--preserve-credentials"] if user else []
+        self._enter = ["nsenter", "--target", str(self._holder.pid), *user_options, "--net", "--mount", "--"]
         hosts = self._folder / "hosts"
         names = {"localhost": "127.0.0.1", **self._hosts}
         hosts.write_text("".join(f"{address} {name}\n" for name, address in names.items()))
-        for made in ([sys.executable, "-c", _SET_UP], ["mount", "--bind", str(hosts), "/etc/hosts"]):
-            done = subprocess.run([*self._enter, *made], capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
+        for step in ([sys.executable, "-c", _SET_UP], ["mount", "--bind", str(hosts), "/etc/hosts"]):
+            process = subprocess.run([*self._enter, *step], capture_output=True, text=True, check=False)
+            assert process.returncode == 0, process.stderr
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,7 +78,7 @@ class OwnNetwork:
                 pipe.close()
 
     def start(self, script: str, folder: Path, environment: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
-        """A bash script in that folder, its output in that file; a process group of its own."""
+        """Start a bash script in `folder`, in its own process group, with its output written to a file."""
         with output.open("wb") as file:
             return subprocess.Popen(
                 self._command(script, folder), env=environment, stdout=file, stderr=file, start_new_session=True
@@ -94,24 +100,24 @@ class OwnNetwork:
         )
 
     def _command(self, script: str, folder: Path) -> Sequence[str]:
-        # nsenter leaves the current folder.
+        # nsenter changes the current folder.
         return [*self._enter, "bash", "-euo", "pipefail", "-c", f"cd {folder}\n{script}"]
 
 
 def _inside(holder: int) -> list[int]:
-    """The processes of its network, itself included."""
-    found = []
+    """Return the ids of the processes in the network of process `holder`, `holder` included."""
+    pids = []
     with contextlib.suppress(OSError):
         network = Path(f"/proc/{holder}/ns/net").readlink()
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and (entry / "ns/net").readlink() == network:
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
 def interrupt(process: subprocess.Popen[bytes], timeout_s: float) -> int:
-    """As Ctrl-C does it; the exit code, also of one that ended by itself."""
+    """Interrupt a process group as Ctrl-C does, and return the exit code, even if the process had already ended."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGINT)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's two event streams without the engine: the stock publisher, and the patch's real Reporter beside it."""
+"""The two event streams of an engine without the engine: the stock publisher, and the patch's real `Reporter`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvrouter.events.patch.messages import (
 )
 from tests.support.fake_engine import BLOCK, SCHEME, FakeEngine, hashes
 
-# Fast enough for tests that wait for the next one.
+# A short interval, as tests wait for the next heartbeat.
 HEARTBEAT_S = 0.1
 
 EXAMPLE = list(range(BLOCK))
 
 
 def catalog(*groups: DeclaredGroup, **given: Any) -> DeclaredCatalog:
-    """What a patched engine of these groups declares; one full-attention group if none is given."""
+    """Return the catalog that a patched engine of these groups declares; without groups, one of full attention."""
     fields: dict[str, Any] = {
         "hash_block_size": BLOCK,
         "scheduler_block_size": BLOCK,
@@ -55,7 +55,7 @@ def removes(chain: list[int], group: int = 0, medium: str = "GPU") -> ReportRemo
 
 
 class PatchedEngine(FakeEngine):
-    """A FakeEngine whose patch reports what `report` is given; its own topic says nothing unless `publish` does."""
+    """A `FakeEngine` with the patch: `report` sends events over the patch's topic, `publish` over the engine's own."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, patched: bool = True, **options: Any) -> None:
         super().__init__(context, **options)
@@ -72,7 +72,14 @@ class PatchedEngine(FakeEngine):
         clients: ClientList | None = None,
         **settings: Any,
     ) -> None:
-        """Begin reporting: one life of the patch. curve_secret, clients: as Reporter has them."""
+        """Start a `Reporter`, which begins an epoch.
+
+        Args:
+            declared: The catalog; None for that of one full-attention group.
+            curve_secret: As `Reporter` has it.
+            clients: As `Reporter` has it.
+            **settings: Further fields of `ReporterSettings`.
+        """
         requests, reports = requests_endpoint(self.endpoint), reports_endpoint(self.endpoint)
         assert requests is not None and reports is not None
         self.reported = 0
@@ -91,10 +98,10 @@ class PatchedEngine(FakeEngine):
         self.reporter.declare(declared or catalog())
 
     def report(self, *events: ReportEvent) -> int:
-        """Send one message; returns its seq."""
+        """Send one message and return its seq."""
         assert self.reporter is not None
-        made: Iterable[ReportEvent] = list(events)
-        self.reporter.publish(lambda: made, self.reported)
+        report_events: Iterable[ReportEvent] = list(events)
+        self.reporter.publish(lambda: report_events, self.reported)
         self.reported += 1
         return self.reported - 1
 

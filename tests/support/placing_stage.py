@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `Placer` on a clock and a fleet of the test."""
+"""A `Placer` with a clock and a fleet that the test controls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hit(name: str, tokens: int = 0, state: str = "live", rank: int = 0) -> Hit:
 
 
 class Fleet:
-    """Hits as the test says."""
+    """A fleet whose workers have the hits that the test sets."""
 
     def __init__(self, hits: Sequence[Hit]) -> None:
         self.known = list(hits)
@@ -63,11 +63,11 @@ class Fleet:
         return self.rule
 
     def workers(self) -> list[WorkerKey]:
-        return [one.worker for one in self.known]
+        return [known_hit.worker for known_hit in self.known]
 
 
 class Stage:
-    """A placing, its fleet, and its clock. Workers whose names begin with p only compute prompts."""
+    """A placer with its fleet and its clock; workers whose names begin with p only compute prompts."""
 
     def __init__(
         self, *hits: Hit, unavailable: dict[str, str] | None = None, record: Any = None, **settings: Any
@@ -97,10 +97,12 @@ class Stage:
         return burden.queued_tokens, burden.decode_tokens, burden.requests
 
     def counted(self, name: str, **labels: str) -> float:
-        """Of all series with these labels."""
+        """Return the sum of a metric's samples that have these labels."""
         samples = (sample for family in self.metrics.collect() for sample in family.samples)
         wanted = labels.items()
-        return sum(one.value for one in samples if one.name == f"kvrouter_{name}" and wanted <= one.labels.items())
+        return sum(
+            sample.value for sample in samples if sample.name == f"kvrouter_{name}" and wanted <= sample.labels.items()
+        )
 
 
 def ask(seed: int = 0, tokens: int = TOKENS, **fields: Any) -> PlacementRequest:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free TCP ports of 127.0.0.1, below those that the kernel gives to connections, and apart from those of other test
-processes."""
+"""Free TCP ports of 127.0.0.1.
+
+They are below the ports that the kernel gives to outgoing connections, and each test process has its own range.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,23 @@ import random
 import socket
 import time
 
-# Linux gives connections 32,768 and up.
+# Linux gives outgoing connections the ports 32,768 and up.
 FIRST, LAST = 11_000, 32_000
-# As many test processes may run beside each other (pytest-xdist names them gw0, gw1 ...).
+# The number of test processes that may run at the same time (pytest-xdist names them gw0, gw1 ...).
 SHARES = 10
 WAIT_S, POLL_S = 30.0, 0.01
 
 
-# Not random ones: of several that are picked before any is bound, two would be the same now and then; and who was
-# connected to what listened there last may still try.
+# The ports are not picked at random: two of several that are picked before any is bound would sometimes be equal, and a
+# client of the port's previous listener may still try to connect to it.
 _steps = itertools.count(random.randrange(LAST))
 
 
 def free_port() -> int:
-    """A port that nobody listens on now, and that was not given out before by this process, until all were. The caller
-    should bind it soon."""
+    """Return a port that nobody listens on now; the caller should bind it soon.
+
+    A process returns each port of its range once before it returns one again.
+    """
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % SHARES
     size = (LAST - FIRST) // SHARES
     for step in itertools.islice(_steps, size):
@@ -37,7 +41,7 @@ def free_port() -> int:
 
 
 def until_free(port: int) -> None:
-    """Returns when a port of all addresses can be bound again."""
+    """Wait until a port can be bound again on all addresses."""
     deadline = time.monotonic() + WAIT_S
     while True:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill and decode workers of one model at a router, simulated or scripted, and requests to them."""
+"""The prefill and decode workers of one model behind a router, simulated or scripted, and requests to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAIT_S = 60.0
 COMPLETIONS = "/v1/completions"
 LONG = 2_048
 MODELS = itertools.count()
-# The hand-over itself takes a thousand tokens' time; transfers are for nothing here.
+# A hand-over has a fixed cost of about a thousand tokens; the transfer of the tokens costs nothing here.
 ROUTER_FLAGS = ("--health-interval-s", "0.2", "--handover-token-cost", "0", "--remote-prefill-min-tokens", "512")
 
 
@@ -45,7 +45,7 @@ class Pools:
         self.threads: dict[str, ServerThread] = {}
 
     def add(self, name: str, timing: Timing = INSTANT) -> ReplicaServer:
-        """A simulated replica, registered and heard."""
+        """Start a simulated replica, register it, and wait until the router follows its events."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._stack.callback(context.term)
         server = ReplicaServer(llama(), 4_000, context=context, model=self.model, timing=timing)
@@ -53,8 +53,14 @@ class Pools:
         self._stack.callback(self.threads[name].stop)
         self.threads[name].start()
         self.replicas[name] = server
-        at = server.endpoints
-        self.register(name, at["url"], endpoint=at["events"], replay_endpoint=at["replay"], patch_endpoint="off")
+        endpoints = server.endpoints
+        self.register(
+            name,
+            endpoints["url"],
+            endpoint=endpoints["events"],
+            replay_endpoint=endpoints["replay"],
+            patch_endpoint="off",
+        )
         self.router.wait_connected(name)
         return server
 
@@ -69,7 +75,7 @@ class Pools:
         self._stack.callback(self.router.request, "POST", "/unregister", {"worker_id": name})
 
     def occupy(self, *names: str) -> None:
-        """As if much was queued there, so that a hand-over pays, until the end of `free`."""
+        """Reserve many tokens on these workers until `free`, so that a hand-over pays."""
         for name in names:
             body = {
                 "model": self.model,
@@ -84,24 +90,24 @@ class Pools:
             self.router.request("DELETE", f"/reservations/{self.model}-{name}")
 
     def ask(self, prompt: list[int], **fields: Any) -> tuple[int, dict[str, str], Any]:
-        """Status, headers, and the decoded body."""
+        """Send a completion to the router; return the status, the headers, and the decoded body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.router.port, timeout=WAIT_S)
         headers = fields.pop("headers", {})
         try:
             body = {"model": self.model, "prompt": prompt, "max_tokens": 4, **fields}
             connection.request("POST", COMPLETIONS, json.dumps(body), headers)
             answer = connection.getresponse()
-            whole = answer.read()
-            found = {name.lower(): value for name, value in answer.getheaders()}
-            return answer.status, found, whole if fields.get("stream") else json.loads(whole)
+            raw = answer.read()
+            response_headers = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, response_headers, raw if fields.get("stream") else json.loads(raw)
         finally:
             connection.close()
 
     def loads(self) -> dict[str, tuple[int, int]]:
-        """By worker: prefill tokens that wait, and requests."""
+        """Return the waiting prefill tokens and the number of requests of each worker."""
         answer = self.router.request("GET", f"/loads?model_name={self.model}")
-        loads = [one for entry in answer for one in entry["loads"]]
-        return {one["worker_id"]: (one["potential_prefill_tokens"], one["active_requests"]) for one in loads}
+        loads = [load for entry in answer for load in entry["loads"]]
+        return {load["worker_id"]: (load["potential_prefill_tokens"], load["active_requests"]) for load in loads}
 
     def hit(self, name: str, prompt: list[int]) -> int:
         answer = self.router.request("POST", "/query", {"model": self.model, "token_ids": prompt})
@@ -121,12 +127,12 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def outcomes(router: RouterProcess) -> Counter[str]:
-    found = Counter[str]()
+    counts = Counter[str]()
     for line in router.text("/metrics").splitlines():
         for name in ("kvrouter_handovers_total", "kvrouter_prefill_decisions_total"):
             if line.startswith(name + "{"):
-                found[line.partition('outcome="')[2].partition('"')[0]] += int(float(line.rpartition(" ")[2]))
-    return found
+                counts[line.partition('outcome="')[2].partition('"')[0]] += int(float(line.rpartition(" ")[2]))
+    return counts
 
 
 def cached(answer: Any) -> int:
@@ -144,7 +150,7 @@ def fault(server: ReplicaServer, **faults: Any) -> None:
         connection.request("POST", "/sim/faults", json.dumps(faults))
         connection.getresponse().read()
     except TimeoutError:
-        # It answers once it is back.
+        # The engine answers only when its downtime is over.
         pass
     finally:
         connection.close()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router forked from a process that has imported it, which is most of the time of a start.
+"""A router forked from a process that has already imported its modules, as imports take most of a start's time.
 
-There is one such process for each test process, Python's own fork server. What is forked runs the same command line
-with the same environment, folder and log as a process of its own would."""
+Each test process has one such process, Python's own fork server. The forked router runs the same command line with the
+same environment, folder and log as a newly started process would.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ import pytest
 
 
 class PreloadedRouter:
-    """`kvrouter ARGUMENTS` as a process; of `subprocess.Popen` it has what tests use. log: takes what it prints."""
+    """`kvrouter ARGUMENTS` as a process, with the parts of `subprocess.Popen` that tests use.
+
+    Its output goes to the file `log`.
+    """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -31,11 +35,11 @@ class PreloadedRouter:
             ]
         )
         with pytest.MonkeyPatch.context() as patch:
-            # The fork server imports these before it learns of our search path.
+            # The fork server imports the modules before it receives our search path.
             patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
             multiprocessing.forkserver.ensure_running()
         self._arguments = arguments
-        # A test process that ends takes those with it that a test left running.
+        # A daemon ends with the test process, even if a test left it running.
         self._process = context.Process(target=_run, args=(arguments, dict(environment), folder, log), daemon=True)
         self._process.start()
         assert self._process.pid is not None
@@ -43,11 +47,11 @@ class PreloadedRouter:
         self.terminate, self.kill = self._process.terminate, self._process.kill
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal, or None while it runs."""
+        """Return the exit code, negative for a signal, or None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """The exit code once it ended. Raises subprocess.TimeoutExpired."""
+        """Wait for the end and return the exit code; raises subprocess.TimeoutExpired."""
         self._process.join(timeout_s)
         if self._process.exitcode is None:
             assert timeout_s is not None
@@ -67,7 +71,7 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: Path,
     os.dup2(descriptor, sys.stdout.fileno())
     os.dup2(descriptor, sys.stderr.fileno())
     os.close(descriptor)
-    # Imported when the fork server began.
+    # The fork server has imported this module at its start.
     from kvrouter.router.app.cli import commands
 
     commands.main([*arguments])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small request traces for replays: conversations that go on, over a prompt that all share."""
+"""Small request traces for replays: conversations of several turns that share the beginning of their prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIECE_TOKENS = 512
 
 
 def conversation_rows(requests: int, seed: int = 0) -> list[dict[str, Any]]:
-    """As Mooncake's traces have them: some conversations, whose turns come in any order, half a second between two."""
+    """Return rows in the form of Mooncake's traces: turns of several conversations, mixed, one every half second."""
     rng = random.Random(seed)
     next_id = 1
     talks: list[list[int]] = []
@@ -45,8 +45,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def small_trace(*prompts: tuple[float, list[int]], output_tokens: int = 4) -> Trace:
-    """prompts: (seconds, ids of whole pieces)."""
-    found = [
+    """Return a trace with a request for each prompt, given as (seconds, ids of whole pieces)."""
+    requests = [
         Request(time_s, len(ids) * PIECE_TOKENS, output_tokens, np.array(ids, np.uint64)) for time_s, ids in prompts
     ]
-    return Trace("small", "mooncake", PIECE_TOKENS, found)
+    return Trace("small", "mooncake", PIECE_TOKENS, requests)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `kvrouter sim` process: simulated engine replicas in front of which a router can stand."""
+"""A real `kvrouter sim` process with simulated engine replicas, for routers to use as workers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from tests.support.router_process import end_process
 
 HTTP_TIMEOUT_S = 30.0
 STOP_S = 30.0
-# Of `replicas`.
+# The model of the engines of `replicas`.
 MODEL = "sim"
 
 
 class ReplicaProcess:
-    """One simulated replica. Starts on entry, stops on exit; `endpoints` is what it printed of itself."""
+    """The process of one simulated replica, which runs from entry to exit; it prints its `endpoints` at its start."""
 
     def __init__(self, folder: Path, arguments: Sequence[str] = ()) -> None:
-        """arguments: further flags of `kvrouter sim`."""
+        """Prepare the process.
+
+        Args:
+            folder: Takes the log.
+            arguments: Further flags of `kvrouter sim`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "replica.log"
         self._arguments = arguments
@@ -52,42 +57,42 @@ class ReplicaProcess:
         process.stdout.close()
 
     def spec(self, worker_id: str) -> str:
-        """As `--worker` takes it."""
+        """Return the replica as the value of a router's flag `--worker`."""
         return worker_spec(worker_id, self.endpoints)
 
     def kill(self) -> None:
-        """kill -9: its connections are reset, nothing is said."""
+        """Kill the process with SIGKILL, so that its connections are reset without a last message."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def faults(self, **given: Any) -> None:
-        """POST /sim/faults."""
+        """Set faults of the replica with a `POST /sim/faults`."""
         host, _, port = self.endpoints["url"].removeprefix("http://").rpartition(":")
         connection = http.client.HTTPConnection(host, int(port), timeout=HTTP_TIMEOUT_S)
         try:
             connection.request("POST", "/sim/faults", json.dumps(given), {"content-type": "application/json"})
             answer = connection.getresponse()
-            said = answer.read()
-            assert answer.status == 200, said
+            raw_answer = answer.read()
+            assert answer.status == 200, raw_answer
         finally:
             connection.close()
 
 
 def worker_spec(worker_id: str, endpoints: Mapping[str, Any]) -> str:
-    """As `--worker` takes it."""
+    """Return a replica with these endpoints as the value of a router's flag `--worker`."""
     at = endpoints
     return f"{worker_id}={at['url']},events={at['events']},replay={at['replay']},model={at['model']}"
 
 
 def worker_flags(found: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The flags of a router in front of these replicas, which are w0, w1 and so on there."""
+    """Return a router's flags for these replicas, which it names w0, w1 and so on."""
     return [part for n, at in enumerate(found) for part in ("--worker", worker_spec(f"w{n}", at))]
 
 
 @contextmanager
 def replicas(count: int, *arguments: str) -> Iterator[list[dict[str, Any]]]:
-    """The endpoints of that many replicas of one process."""
+    """Run one process with this many replicas, and yield the endpoints of each."""
     command = [sys.executable, "-m", "kvrouter.router.cli", "sim", "--replicas", str(count), "--instant", *arguments]
     process = subprocess.Popen([*command, "--model", MODEL], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

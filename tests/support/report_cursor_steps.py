@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a report cursor: what its shell feeds it."""
+"""Helpers that feed reports and snapshots to a `ReportCursor`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reporter with its surroundings, and a bare reader of its sockets."""
+"""The patch's `Reporter` on free ports, and a plain reader of its sockets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CATALOG = DeclaredCatalog([DeclaredGroup(0, "full_attention", 16)], model_name="
 ANY = "tcp://127.0.0.1:0"
 TIMEOUT_MS = 10_000
 
-# One heartbeat at the start, and one with every new epoch, but none in between.
+# So long an interval that heartbeats come only at the start and with every new epoch.
 SELDOM_S = 60.0
 
 # `batch_seq` of the last message before a test begins.
@@ -70,13 +70,18 @@ def fails() -> list[ReportEvent]:
 
 
 def start(context: zmq.Context[zmq.Socket[bytes]], **changes: Any) -> Reporter:
-    """A reporter on free ports with epochs 0...0, 0...1, ...; settings by name, and the reporter's own arguments."""
+    """Start a reporter on free ports, with the epochs 0...0, 0...1 and so on.
+
+    Args:
+        context: The ZMQ context.
+        **changes: Fields of `ReporterSettings` and arguments of `Reporter`, by name.
+    """
     numbers = itertools.count()
     names = {name: changes.pop(name) for name in list(changes) if name in ReporterSettings.__struct_fields__}
     arguments: dict[str, Any] = {
         "requests": ANY,
         "reports": ANY,
-        # A test's burst must not outrun its reader.
+        # A high mark, so that no message of a burst is dropped before the test has read it.
         "settings": ReporterSettings(**({"heartbeat_s": SELDOM_S, "report_hwm": 100_000} | names)),
         "context": context,
         "wall_clock": time.time,
@@ -87,7 +92,7 @@ def start(context: zmq.Context[zmq.Socket[bytes]], **changes: Any) -> Reporter:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """Waits until it is so; fails when it never is."""
+    """Wait until the condition holds, or fail after `TIMEOUT_MS`."""
     give_up_s = time.monotonic() + TIMEOUT_MS / 1_000
     while not condition():
         assert time.monotonic() < give_up_s, "it never happened"
@@ -95,21 +100,21 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def reporting() -> bool:
-    """Whether a reporter's thread runs."""
+    """Return whether a reporter's thread runs."""
     return any(thread.name == "kvrouter-reporter" for thread in threading.enumerate())
 
 
 def takes(reporter: Reporter) -> bool:
-    """Whether the reporter keeps what is published, until it is sent."""
+    """Publish a message, and return whether the reporter keeps it until it is sent."""
     message = said()
-    kept = weakref.ref(message)
+    reference = weakref.ref(message)
     reporter.publish(message, 0)
     del message
-    return kept() is not None
+    return reference() is not None
 
 
 class Peer:
-    """SUB and DEALER, with timeouts."""
+    """A reader of a reporter: a SUB socket for reports and a DEALER socket for requests, with timeouts."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], reporter: Reporter, *, hwm: int = 0) -> None:
         self.live = context.socket(zmq.SUB)
@@ -151,15 +156,15 @@ class Peer:
                 return seq, message
 
     def joined(self, reporter: Reporter) -> int:
-        """Publishes until something comes through, then reads all of it. Returns the next seq."""
-        # The first one must not come in the middle of a test.
+        """Publish until a message arrives, read all messages, and return the next seq."""
+        # The first heartbeat must not arrive in the middle of a test.
         eventually(lambda: reporter.counters.heartbeats > 0)
         self.live.setsockopt(zmq.RCVTIMEO, 20)
         heard = False
         while not heard:
             sent = reporter.counters.sent
             reporter.publish(said(), 0)
-            # A full queue would drop it.
+            # Without this wait, the reporter's queue could become full and drop messages.
             eventually(lambda: reporter.counters.sent > sent)  # noqa: B023
             try:
                 self.next()
@@ -202,7 +207,7 @@ class Peer:
 
 
 def copies_of(parts: Iterable[SnapshotPart]) -> Copies:
-    """What the parts say, by (group, medium, owner, hash)."""
+    """Return the copies that the parts of a snapshot list, by (group, medium, owner, hash)."""
     copies: Copies = Counter()
     for part in parts:
         several = dict(part.copied)
@@ -212,7 +217,7 @@ def copies_of(parts: Iterable[SnapshotPart]) -> Copies:
 
 
 def apply(copies: Copies, events: Iterable[ReportEvent]) -> None:
-    """The events, the slow and obvious way."""
+    """Apply events to the copies in a slow and obvious way, as an oracle."""
     for event in events:
         if isinstance(event, ReportCleared):
             for key in [key for key in copies if key[1] == event.medium]:
@@ -230,7 +235,7 @@ def apply(copies: Copies, events: Iterable[ReportEvent]) -> None:
 
 
 def summed(copies: Copies) -> dict[tuple[int | None, str, str | None], tuple[int, int, int]]:
-    """(blocks, copies, digest) by place."""
+    """Return (blocks, copies, digest) of each place, as a heartbeat's summary has them."""
     sums: dict[tuple[int | None, str, str | None], tuple[int, int, int]] = {}
     for (group_idx, medium, owner, block_hash), count in copies.items():
         blocks, all_copies, digest = sums.get((group_idx, medium, owner), (0, 0, 0))
@@ -239,7 +244,7 @@ def summed(copies: Copies) -> dict[tuple[int | None, str, str | None], tuple[int
 
 
 class Plug:
-    """A message that keeps the reporter's thread until `pull`."""
+    """A message that blocks the reporter's thread until `pull`."""
 
     def __init__(self, reporter: Reporter) -> None:
         self._pulled = threading.Event()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report subscriber over real sockets, what it said so far, and the ledger that this makes."""
+"""A report subscriber over real sockets, with its items so far and the ledger that they add up to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvrouter.events.transport.permits import Permits
 from kvrouter.events.transport.progress import CaughtUp
 from tests.support.fake_reporter import Context, FakeReporter, Ledger, apply, stored
 
-# Nothing here waits this long unless it fails.
+# The longest wait; only a failing test reaches it.
 PATIENCE_S = 15.0
 QUICK: dict[str, Any] = {
     "settle_s": 0.02,
@@ -35,7 +35,7 @@ QUICK: dict[str, Any] = {
 
 
 class Stream:
-    """A started subscriber, what it said so far, and the ledger that this makes."""
+    """A subscriber that runs from entry to exit, with its items so far and the ledger that they add up to."""
 
     def __init__(self, subscriber: ReportSubscriber) -> None:
         self.subscriber = subscriber
@@ -57,7 +57,7 @@ class Stream:
                     self.ledger = {}
                     for place in snapshot.places:
                         hashes = place.hashes.tolist()
-                        extra = [one for one, copies in place.copied for _ in range(copies - 1)]
+                        extra = [block_hash for block_hash, copies in place.copied for _ in range(copies - 1)]
                         apply(self.ledger, [stored(*hashes, *extra, medium=place.medium)])
                 case ReportBatch(_, message):
                     assert self.ledger is not None, "a batch without a state to apply it to"
@@ -66,7 +66,7 @@ class Stream:
                     self.ledger = None
 
     async def until(self, enough: Callable[[list[ReportItem]], object]) -> list[ReportItem]:
-        """The items up to where `enough` holds of all that came; they are taken."""
+        """Wait until `enough` is true for the collected items; then return and forget them."""
         while not enough(self.items):
             await self.take()
         items, self.items = self.items, []
@@ -84,16 +84,16 @@ class Stream:
         return await self.until(enough)
 
     async def until_proven(self, reporter: FakeReporter) -> list[ReportItem]:
-        """Beats until one is handed out, and compares: the reader has all."""
-        came: list[ReportItem] = []
-        while not any(isinstance(item, HeartbeatSeen) and item.next_seq == reporter.next_seq for item in came):
+        """Send heartbeats until the subscriber returns one, compare the ledgers, and return the items until then."""
+        items: list[ReportItem] = []
+        while not any(isinstance(item, HeartbeatSeen) and item.next_seq == reporter.next_seq for item in items):
             reporter.beat()
             try:
-                came += await asyncio.wait_for(self.until_kind(HeartbeatSeen), 0.05)
+                items += await asyncio.wait_for(self.until_kind(HeartbeatSeen), 0.05)
             except TimeoutError:
                 continue
         assert self.ledger == reporter.ledger
-        return came
+        return items
 
 
 def kinds(items: list[ReportItem]) -> list[str]:

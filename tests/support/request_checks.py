@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that vLLM's HTTP server accepts or refuses before it computes anything, as one list for a real server and
-for the simulator. The real server's answers are in tests/golden/request_checks.json.
+"""Requests that vLLM's HTTP server accepts or refuses before it computes anything.
 
-The list has only faults that clients make in fields that the simulator uses; docs/reference/simulator.md lists the
-rest.
+The list is the same for a real server and for the simulator. The real server's answers are in
+tests/golden/request_checks.json. The list has only mistakes that clients make in fields that the simulator uses;
+docs/reference/simulator.md lists the rest.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/me
 TOKENIZE, DETOKENIZE, COUNT = "/tokenize", "/detokenize", "/v1/messages/count_tokens"
 JSON = "application/json"
 TIMEOUT_S = 120.0
-# The context of the engines that are compared: prompt and answer together.
+# The context length of the compared engines, in tokens of prompt and answer together.
 CONTEXT_TOKENS = 2_048
 HELLO = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
 
 
 def each(field: str, *values: Any) -> list[dict[str, Any]]:
-    """Return the field with each of the values."""
+    """Return one change of a body for each value of the field."""
     return [{field: value} for value in values]
 
 
@@ -37,7 +37,7 @@ GOOD: dict[str, dict[str, Any]] = {
     DETOKENIZE: {"tokens": [1, 2]},
     COUNT: {"messages": [HELLO]},
 }
-# Fields that completions and chats share, each beside a good body.
+# Changes of a good body in the fields that completions and chats share.
 SAMPLING: list[dict[str, Any]] = [
     *each("max_tokens", 0, -1, 1.5, 1.0, "1", "x", None, True, 10**9, 2**70),
     *each("n", 0, 1, "1"),
@@ -79,7 +79,7 @@ OF_COMPLETIONS: list[dict[str, Any]] = [
     *each("prompt", *([5] * length for length in (CONTEXT_TOKENS - 1, CONTEXT_TOKENS, CONTEXT_TOKENS + 1))),
     {"prompt": [5] * (CONTEXT_TOKENS - 9), "max_tokens": 9},
     {"prompt": [5] * (CONTEXT_TOKENS - 9), "max_tokens": 10},
-    # The default is 16.
+    # Without `max_tokens` the default is 16, which does not fit.
     {"prompt": [5] * (CONTEXT_TOKENS - 9), "max_tokens": None},
 ]
 OF_CHATS: list[dict[str, Any]] = [
@@ -151,16 +151,17 @@ RAW = (b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff", b"{}", b'{"model": "MOD
 
 
 class Checked(NamedTuple):
-    """One request. content_type: None: it has none."""
+    """One request of the list."""
 
     name: str
     path: str
+    # None: the request has no such header.
     content_type: str | None
     body: bytes
 
 
 def checked_requests(model: str) -> Iterator[Checked]:
-    """Return all requests, for an engine that serves `model`."""
+    """Yield all requests, for an engine that serves `model`."""
     for path, good in GOOD.items():
         whole = {"model": model} | good
         for content_type in TYPES:
@@ -192,5 +193,5 @@ def answer_to(url: str, checked: Checked) -> tuple[int, bytes]:
 
 
 def statuses_of(url: str, model: str) -> dict[str, int]:
-    """Return the statuses with which the engine at `url` answers all of them, by name."""
+    """Send all requests to the engine at `url`, and return the statuses of its answers by the requests' names."""
     return {checked.name: answer_to(url, checked)[0] for checked in checked_requests(model)}

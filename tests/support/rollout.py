@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rolling update as Kubernetes does it, with processes: two routers on one store are replaced one after the other,
-with the flags and times of the chart, while clients hold streams open.
+"""A rolling update as Kubernetes does it, with processes instead of pods.
 
-As with a Service: a client connects to whichever endpoint is listed, and keeps its connection until an answer closes
-it. A pod is listed once /ready says so. One that ends gets SIGTERM at once, leaves the list some time later, and is
-killed at its grace period's end. By hand, with the chart's own times: python -m tests.support.rollout --streams 200
+Two routers on one store are replaced one after the other, with the flags and times of the chart, while clients hold
+streams open. As with a Service, a client connects to any listed endpoint and keeps its connection until an answer
+closes it. A pod is listed once /ready says so. A pod that ends gets SIGTERM at once, leaves the list some time later,
+and is killed at the end of its grace period. By hand, with the chart's own times:
+
+    python -m tests.support.rollout --streams 200
 """
 
 from __future__ import annotations
@@ -35,23 +37,25 @@ from tests.support.store_server import StoreServer
 REPLICAS = 2
 WAIT_S = 60.0
 READY_PERIOD_S = 0.1
-# Until the last node has heard that a pod is no longer an endpoint.
+# Time until the last node knows that a pod is no longer an endpoint.
 PROPAGATION_S = 1.0
-# Between one pod's listing and the next one's end: streams on it are under way.
+# Time between the listing of a new pod and the end of an old one, in which streams start on the new pod.
 SETTLE_S = 2.0
 
 
 class Times(msgspec.Struct, frozen=True):
-    """What the chart gives a router's pod, in seconds."""
+    """The times that the chart gives a router's pod, in seconds."""
 
+    # The flags of the delay and of the drain.
     arguments: list[str]
+    # The pod's grace period.
     grace_s: float
 
 
 def chart_times(values: Mapping[str, Any]) -> Times:
     deployment = one(helm_template(CHART, dict(values)), "Deployment")
     words = container(deployment)["args"]
-    # All but where it runs: no cluster is here.
+    # The chart's other flags need a cluster.
     arguments = [word for word in words[1:] if word.startswith(("--shutdown-delay-s", "--drain-s"))]
     assert len(arguments) == 2
     return Times(arguments, deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"])
@@ -69,7 +73,7 @@ class Service:
 
 
 class Client:
-    """Streams one after the other, each whole or counted as what it was instead."""
+    """A client that requests one stream after the other and counts how each ended, "whole" or a fault."""
 
     def __init__(self, service: Service, number: int, found: Counter[str]) -> None:
         self._service = service
@@ -77,7 +81,7 @@ class Client:
         self._found = found
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.open = False
-        # Of the kept connection, as its next request is sent.
+        # How long the kept connection was idle before its last request.
         self._idle_s = 0.0
         self._answered_at = 0.0
 
@@ -133,7 +137,7 @@ class Client:
 
 
 async def chunks(reader: asyncio.StreamReader) -> bytes:
-    """The body of a chunked answer."""
+    """Read the body of a chunked answer."""
     pieces = []
     while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
         pieces.append((await reader.readexactly(size + 2))[:-2])
@@ -142,7 +146,7 @@ async def chunks(reader: asyncio.StreamReader) -> bytes:
 
 
 class Pod:
-    """A router's process, as a Deployment's pod."""
+    """A router's process in the role of a Deployment's pod."""
 
     def __init__(self, stack: contextlib.ExitStack, folder: Path, arguments: list[str]) -> None:
         self.router = RouterProcess(folder, arguments)
@@ -152,7 +156,10 @@ class Pod:
         return self.router.text("/ready").startswith('{"status":"ready"')
 
     async def end(self, service: Service, grace_s: float) -> float:
-        """Seconds that its end took. Raises where it had to be killed, or did not end with 0."""
+        """End the pod as Kubernetes does, and return the seconds that this took.
+
+        Fails if the process has not ended by the end of the grace period, or ends with another exit code than 0.
+        """
         began = time.monotonic()
         self.router.signal(signal.SIGTERM)
         await asyncio.sleep(PROPAGATION_S)
@@ -166,7 +173,7 @@ class Pod:
 
 @contextlib.contextmanager
 def engines(folder: Path) -> Iterator[list[str]]:
-    """Flags of a router for simulated replicas that answer with some ten tokens a second."""
+    """Run simulated replicas that answer with about ten tokens a second, and yield a router's flags for them."""
     with contextlib.ExitStack() as stack:
         flags = []
         for number in range(REPLICAS):
@@ -179,9 +186,14 @@ def engines(folder: Path) -> Iterator[list[str]]:
 async def replace_all(
     stack: contextlib.ExitStack, folder: Path, arguments: list[str], streams: int, times: Times
 ) -> tuple[Counter[str], int, list[float]]:
-    """How the streams ended, how many were open as the first pod ended, and how long each pod's end took."""
+    """Replace both pods under load.
+
+    Returns:
+        The number of streams by the way they ended, the number of streams that were open as the first pod ended, and
+        the seconds that each pod's end took.
+    """
     loop = asyncio.get_running_loop()
-    service, found, finished = Service(), Counter[str](), asyncio.Event()
+    service, outcomes, finished = Service(), Counter[str](), asyncio.Event()
     names = itertools.count()
 
     async def surge() -> Pod:
@@ -192,19 +204,19 @@ async def replace_all(
         return pod
 
     old = [await surge(), await surge()]
-    clients = [Client(service, number, found) for number in range(streams)]
+    clients = [Client(service, number, outcomes) for number in range(streams)]
     tasks = [asyncio.ensure_future(client.run(finished)) for client in clients]
     opened, ends = 0, []
     for pod in old:
         await surge()
         await asyncio.sleep(SETTLE_S)
         opened = opened or sum(client.open for client in clients)
-        # A Deployment does not wait for the end of a pod: the next one is made meanwhile.
+        # A Deployment does not wait for the end of a pod before it starts the next one.
         ends.append(asyncio.ensure_future(pod.end(service, times.grace_s)))
-    took = [await end for end in ends]
+    ends_s = [await end for end in ends]
     finished.set()
     await asyncio.gather(*tasks)
-    return found, opened, took
+    return outcomes, opened, ends_s
 
 
 def rollout(folder: Path, streams: int, values: Mapping[str, Any]) -> tuple[Counter[str], int, list[float]]:
@@ -220,13 +232,13 @@ def rollout(folder: Path, streams: int, values: Mapping[str, Any]) -> tuple[Coun
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--streams", type=int, default=200)
-    given = options.parse_args()
+    arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found, opened, took = rollout(Path(folder), given.streams, {})
+        tally, opened, took = rollout(Path(folder), arguments.streams, {})
     print(
-        f"{opened} streams open as the first router ended; {dict(found)}; ends took {[round(end, 1) for end in took]} s"
+        f"{opened} streams open as the first router ended; {dict(tally)}; ends took {[round(end, 1) for end in took]} s"
     )
-    return int(set(found) != {"whole"})
+    return int(set(tally) != {"whole"})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's end of a world: its cursor, its ingest, and the store image behind them."""
+"""The router's side of a `World` (`stream_world.py`): the cursor, the ingest, and the store image behind them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ TRACE_LINES = 80
 
 
 class RouterEnd:
-    """The router that follows one worker, and what has reached it. `life` is the current engine, None between two
-    lives."""
+    """The router that follows one worker, with the messages that are on their way to it.
 
-    # Whether to count the items after which a worker is live too early, instead of raising.
+    `life` is the engine's current life, None between two lives.
+    """
+
+    # Whether to count the items after which a worker is live too early, instead of raising `Misled`.
     counts_early = False
 
     def __init__(self, seed: int) -> None:
@@ -50,7 +52,7 @@ class RouterEnd:
         self.lives: list[Life] = []
         self.life: Life | None = None
         self.wired = self.joined = False
-        # News of connections that the cursor has not been given; messages under way to it.
+        # Changes of the connection ("up", "down") that the cursor does not know yet, and the messages under way to it.
         self.news: deque[str] = deque()
         self.live: deque[tuple[int, object]] = deque()
         self.swapped: tuple[int, object] | None = None
@@ -60,15 +62,15 @@ class RouterEnd:
         self.hellos: deque[Hello] = deque()
         self.parts: deque[SnapshotPart] = deque()
         self.asked: int | None = None
-        # Items of the cursor, and whether it was still reading behind each: see `_is_reading`.
+        # Items that the cursor returned, each with whether it was still reading after it (see `_is_reading`).
         self.inbox: deque[tuple[object, bool]] = deque()
         self.was_reading = False
-        # The number of items after which the worker was live, and of the ones among them with more to read.
+        # The number of items after which the worker was live, and how many of them came while there was more to read.
         self.live_items = self.early_items = 0
-        # For each lost connection that waits there, the lives that had ended by then.
+        # For each `Disconnected` in the inbox, the lives that had ended by then.
         self.ends: deque[list[Life]] = deque()
         self.faulty = True
-        # Whether the last step was an odd event that takes its time to be forgotten.
+        # Whether this life has sent an odd removal, which takes the router some batches to forget.
         self.odd = False
 
     @property
@@ -91,12 +93,12 @@ class RouterEnd:
         return Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=self._new_epoch)
 
     def _begin_router(self) -> None:
-        """A process takes the worker over, from what the store holds."""
+        """Let a router process take the worker over, from the state in the store."""
         store = self.store
         self.ingest = self._new_ingest()
         self.vitals = EngineLiveness(store.start_s)
         if store.epoch is not None:
-            # State that another process reads is loaded again.
+            # The mirror of a new process is loaded from the store.
             store.mirror.begin_epoch(WORKER, store.epoch)
             for place, held in store.arrays().items():
                 store.mirror.add(WORKER, place, held)
@@ -109,7 +111,7 @@ class RouterEnd:
         self._follow()
 
     def _follow(self) -> None:
-        """Sockets are opened to one of the two streams."""
+        """Open sockets to one of the two streams, with a new cursor."""
         self.inbox.clear()
         self.ends.clear()
         self.live.clear()
@@ -132,7 +134,7 @@ class RouterEnd:
         self.trace.append(f"follows with {type(self.cursor).__name__}, resume {ingest.resume_point}")
 
     def change_source(self) -> None:
-        """The other stream is followed: the patch answers, or has been silent for too long."""
+        """Follow the other stream, as the patch has begun to answer or has been silent for too long."""
         patched = self.life is not None and self.life.patched
         if self.kind != "patched" or self.life is None or patched == isinstance(self.cursor, ReportCursor):
             return
@@ -142,7 +144,7 @@ class RouterEnd:
         self._follow()
 
     def change_router(self) -> None:
-        """A lease changes hands, in order or after a crash; or the process starts again."""
+        """Let another process take over the worker, after an orderly end of the first one or after a crash."""
         if self.rng.random() < 0.5:
             self.process()
             self.commit()
@@ -153,8 +155,10 @@ class RouterEnd:
         self._begin_router()
 
     def _is_reading(self) -> bool:
-        """Return whether the engine is known to have sent more than the cursor has handed out. The cursor's request and
-        its held batches show it; nothing that the cursor announces is used."""
+        """Return whether the engine is known to have sent more than the cursor has handed out.
+
+        The cursor's request and its held batches show it; items that the cursor announces are not used.
+        """
         cursor = self.cursor
         if cursor.held:
             return True
@@ -164,8 +168,10 @@ class RouterEnd:
         return request is not None and (not request.silent or request.batches > 0)
 
     def _take_items(self) -> None:
-        """Put the items that the cursor hands out into the inbox. Only the last item of one step can end the
-        reading."""
+        """Put the items that the cursor hands out into the inbox.
+
+        Only the last item of one step can end the reading.
+        """
         items, reading = self.cursor.take(), self._is_reading()
         inside = [self.was_reading or reading] * len(items)
         if inside:
@@ -181,7 +187,7 @@ class RouterEnd:
             self.process()
 
     def process(self) -> None:
-        """The ingest takes what waits for it."""
+        """Apply the items of the inbox to the ingest."""
         ingest = self.ingest
         while self.inbox:
             item, is_early = self.inbox.popleft()
@@ -201,7 +207,7 @@ class RouterEnd:
                 self._take_items()
 
     def _judge_live(self, *, is_early: bool) -> None:
-        """Check that no worker is live between the items of an answer under way, or of batches held behind it."""
+        """Check that the worker is not live between the items of an answer under way, or of batches held behind it."""
         if self.state is StreamState.LIVE:
             self.live_items += 1
             self.early_items += is_early
@@ -213,23 +219,23 @@ class RouterEnd:
         if flush is not None:
             self.store.commit(flush, self.vitals.start_s)
             held = self.ingest.held
-            known = {place: set(held.blocks.hashes(place).tolist()) for place in held.blocks.places}
-            if {place: blocks for place, blocks in known.items() if blocks} != self.store.residency():
+            residency = {place: set(held.blocks.hashes(place).tolist()) for place in held.blocks.places}
+            if {place: blocks for place, blocks in residency.items() if blocks} != self.store.residency():
                 raise Misled("a checkpoint would differ from what was committed")
 
     def pulse(self) -> None:
-        """The engine's HTTP is queried."""
+        """Query the engine over HTTP, and apply the result to the ingest and the cursor."""
         if not self.http:
             return
-        # Messages received before the answer are taken before it.
+        # Messages that were received before the answer are applied before it.
         self.process()
         life = self.life
-        sign = NoPulse("refused", gone=True) if life is None else Pulse(life.start_s)
-        for found in self.vitals.observe(sign, self.now):
-            self.ingest.on_liveness(found)
-            if isinstance(found, EngineLost | EngineRestarted):
+        pulse = NoPulse("refused", gone=True) if life is None else Pulse(life.start_s)
+        for change in self.vitals.observe(pulse, self.now):
+            self.ingest.on_liveness(change)
+            if isinstance(change, EngineLost | EngineRestarted):
                 self._hear_ends()
-            if isinstance(found, EngineBack | EngineRestarted):
+            if isinstance(change, EngineBack | EngineRestarted):
                 if isinstance(self.cursor, ReportCursor):
                     self.cursor.expire()
                 else:
@@ -245,13 +251,13 @@ class RouterEnd:
         life = self.life
         if life is None:
             return
-        said = isinstance(item, Batch) and any(payload == item.payload for _, payload in life.ring)
-        if said or (isinstance(item, ReportBatch) and item.message.epoch == life.epoch):
+        is_current_batch = isinstance(item, Batch) and any(payload == item.payload for _, payload in life.ring)
+        if is_current_batch or (isinstance(item, ReportBatch) and item.message.epoch == life.epoch):
             self._hear_ends()
 
 
 def _short(item: object) -> str:
-    """An item in the trace."""
+    """Return an item as a line of the trace."""
     if isinstance(item, Batch):
         return f"Batch {item.seq}{' replayed' if item.replayed else ''}"
     if isinstance(item, ReportBatch):

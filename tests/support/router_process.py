@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `kvrouter serve` process with its embedded Valkey, forked or started, and the HTTP questions the tests put to
-it."""
+"""A real `kvrouter serve` process with its embedded Valkey, and the HTTP requests that tests send to it.
+
+The process is forked (`preloaded_router.py`) or started.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +25,26 @@ from kvrouter.router.base.common.compiled import UNCOMPILED
 from tests.support.ports import free_port
 from tests.support.preloaded_router import PreloadedRouter
 
-# On a machine with much other work.
+# Long enough for a machine under load.
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
-# From "published" to "the answers show it"; the router flushes every few milliseconds, a machine under load may not.
+# From publication to an answer that shows it. The router flushes every few milliseconds; a busy machine is slower.
 VISIBLE_TIMEOUT_S = 30.0
 _POLL_S = 0.002
 
 # Another command to start, for example a router under a debugger; `--port` and the rest are appended.
 COMMAND_VARIABLE = "KVROUTER_TEST_COMMAND"
-# 1: routers are forked from a process that has imported all they need. Benchmarks start the command itself.
+# With the value 1, routers are forked from a process that has already imported their modules. Benchmarks start the
+# command itself.
 PRELOAD_VARIABLE = "KVROUTER_TEST_PRELOAD"
 
 
 class RouterError(AssertionError):
-    """The router did not start, answered with an error, or did not show a batch in time."""
+    """A router that did not start, answered with an error, or did not show a batch in time."""
 
 
 def end_process(process: subprocess.Popen[bytes] | PreloadedRouter, timeout_s: float = STOP_TIMEOUT_S) -> None:
-    """Asks it to end, and kills it when it does not."""
+    """Terminate a process, and kill it if it has not ended in time."""
     process.terminate()
     try:
         process.wait(timeout_s)
@@ -51,7 +54,7 @@ def end_process(process: subprocess.Popen[bytes] | PreloadedRouter, timeout_s: f
 
 
 class RouterProcess:
-    """Starts on entry, stops on exit; one keep-alive connection."""
+    """A router that runs from entry to exit, with one keep-alive connection to it."""
 
     def __init__(
         self,
@@ -62,8 +65,15 @@ class RouterProcess:
         tls: ssl.SSLContext | None = None,
         api_key: str | None = None,
     ) -> None:
-        """arguments: further flags. environment: added to our own. Where either names a Redis there is no embedded
-        store. tls: of a client, where the arguments name a certificate. api_key: sent with each request."""
+        """Prepare the router, with an embedded store unless the flags or the environment name a Redis.
+
+        Args:
+            folder: The working folder, with the log and the data of the embedded store.
+            arguments: Further flags of `kvrouter serve`.
+            environment: Variables that are added to those of this process.
+            tls: The client's TLS context, if the flags name a certificate.
+            api_key: The key that is sent with each request.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         shared = "--data-dir" in arguments or "--redis" in arguments or "KVROUTER_REDIS" in (environment or {})
@@ -71,7 +81,7 @@ class RouterProcess:
         self._environment = {**os.environ, **(environment or {})}
         self.port = free_port()
         self._log = folder / "router.log"
-        # Only our own variables are read after the imports, but for one.
+        # A forked router has been imported already, and all of our own variables but one are read after the imports.
         ours = all(name.startswith("KVROUTER_") and name != UNCOMPILED for name in environment or {})
         self._preloaded = ours and COMMAND_VARIABLE not in os.environ and os.environ.get(PRELOAD_VARIABLE) == "1"
         self._process: subprocess.Popen[bytes] | PreloadedRouter | None = None
@@ -114,7 +124,7 @@ class RouterProcess:
         end_process(process)
 
     def kill(self) -> None:
-        """kill -9: no goodbye to the store, the engines or the lease. Its embedded store lives on."""
+        """Kill the process with SIGKILL, so that it cannot return its leases; its embedded store keeps running."""
         process, self._process = self._process, None
         self._connection.close()
         assert process is not None
@@ -127,32 +137,32 @@ class RouterProcess:
         return self._process.pid
 
     def wait(self) -> int:
-        """The exit code, once it ended."""
+        """Wait for the end of the process and return its exit code."""
         assert self._process is not None
         return self._process.wait(STOP_TIMEOUT_S)
 
     def poll(self) -> int | None:
-        """Its exit code once it has ended."""
+        """Return the exit code of the process, or None while it runs."""
         assert self._process is not None
         return self._process.poll()
 
     def reconnect(self) -> None:
-        """Ask over a new connection from now on."""
+        """Use a new connection for the next requests."""
         self._connection.close()
 
     @contextlib.contextmanager
     def store(self) -> Iterator[redis.Redis]:
-        """A client of the embedded store."""
+        """Yield a client of the embedded store."""
         with redis.Redis(unix_socket_path=str(next((self._folder / "data").glob("*.sock")))) as client:
             yield client
 
     def text(self, path: str, body: dict[str, Any] | None = None) -> str:
-        """An answer that is no JSON. With a body: of a POST."""
-        asked = self._ask("GET", path, None) if body is None else self._ask("POST", path, json.dumps(body))
-        return asked[1].decode()
+        """Return the text of the answer to a GET, or, with a body, to a POST."""
+        answer = self._ask("GET", path, None) if body is None else self._ask("POST", path, json.dumps(body))
+        return answer[1].decode()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, which goes on being ours."""
+        """Send a signal to the process; this object keeps managing it."""
         assert self._process is not None
         self._process.send_signal(number)
 
@@ -162,7 +172,12 @@ class RouterProcess:
     def request(
         self, method: str, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None
     ) -> Any:
-        """The decoded JSON answer. Raises RouterError for a status above 299, OSError when nobody answers."""
+        """Send a request and return the decoded JSON answer.
+
+        Raises:
+            RouterError: If the status is above 299.
+            OSError: If nobody answers.
+        """
         status, answer = self._ask(method, path, None if body is None else json.dumps(body), headers)
         if status > 299:
             raise RouterError(f"{method} {path} gave {status}: {answer[:500]!r}")
@@ -174,8 +189,8 @@ class RouterProcess:
         try:
             return self._exchange(method, path, payload, headers)
         except (OSError, http.client.HTTPException):
-            # A server closes a connection that was idle for some seconds, or was killed; all our requests may be sent
-            # twice.
+            # The server may have closed the idle connection after some seconds, or may have been killed. All requests
+            # of the tests may be sent twice.
             try:
                 return self._exchange(method, path, payload, headers)
             except (OSError, http.client.HTTPException) as error:
@@ -184,10 +199,13 @@ class RouterProcess:
     def _exchange(
         self, method: str, path: str, payload: str | None, headers: Mapping[str, str] | None
     ) -> tuple[int, bytes]:
-        """Status and body. A failure closes the connection, and the next exchange opens a new one."""
+        """Send a request; return the status and the body of its answer.
+
+        A failure closes the connection, and the next exchange opens a new one.
+        """
         try:
-            given = {"content-type": "application/json", **self._headers, **(headers or {})}
-            self._connection.request(method, path, payload, given)
+            all_headers = {"content-type": "application/json", **self._headers, **(headers or {})}
+            self._connection.request(method, path, payload, all_headers)
             response = self._connection.getresponse()
             return response.status, response.read()
         except BaseException:
@@ -195,7 +213,7 @@ class RouterProcess:
             raise
 
     def metric(self, name: str, **labels: str) -> float:
-        """One sample of `/metrics`, 0 when there is none."""
+        """Return the value of one sample of `/metrics`; 0 if there is none."""
         _, text = self._ask("GET", "/metrics", None)
         wanted = {f'{label}="{value}"' for label, value in labels.items()}
         for line in text.decode().splitlines():
@@ -221,22 +239,27 @@ class RouterProcess:
         self.request("POST", "/unregister", {"worker_id": worker_id})
 
     def worker(self, worker_id: str) -> dict[str, Any]:
-        """The row of `/workers`."""
+        """Return the worker's row of `/workers`; raises RouterError if it is not listed."""
         for row in self.request("GET", "/workers")["workers"]:
             if row["worker_id"] == worker_id:
                 return dict(row)
         raise RouterError(f"/workers does not list {worker_id}")
 
     def wait_connected(self, worker_id: str, subscribed: Callable[[], object] = lambda: time.sleep(0.2)) -> None:
-        """Until the event stream is subscribed. An engine that falls idle right after would hide a batch otherwise.
+        """Wait until the router has subscribed to the worker's event stream.
 
-        subscribed: waits for the subscription, which travels a moment longer than the state says. The publisher of a
-        real engine does not show it."""
+        Otherwise the router could miss the last batch of an engine that then falls idle.
+
+        Args:
+            worker_id: The worker.
+            subscribed: Waits for the subscription, which reaches the engine shortly after the state has changed. The
+                publisher of a real engine does not show it, so the default sleeps.
+        """
         self.wait_row(worker_id, lambda row: row["state"] not in ("connecting", "down"), "connected to")
         subscribed()
 
     def wait_proven(self, worker_id: str, more: Callable[[dict[str, Any]], bool] = lambda row: True) -> dict[str, Any]:
-        """The row of a worker with the patch once a heartbeat has proven its index since now, and `more` holds."""
+        """Wait until a new heartbeat has proven a patched worker's index and `more` holds, and return its row."""
 
         def beats(row: dict[str, Any]) -> int:
             return row["patch"]["heartbeats"] if row["patch"] else 0
@@ -247,13 +270,13 @@ class RouterProcess:
         )
 
     def wait_seen(self, worker_id: str, seq: int) -> dict[str, Any]:
-        """The worker's row once its answers show batch `seq`."""
+        """Wait until the worker's answers show batch `seq`, and return its row."""
         return self.wait_row(
             worker_id, lambda row: (-1 if row["seq"] is None else row["seq"]) >= seq, f"at seq {seq} of"
         )
 
     def wait_row(self, worker_id: str, reached: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
-        """The worker's row once `reached` holds of it."""
+        """Wait until `reached` is true for the worker's row, and return the row."""
         deadline = time.monotonic() + VISIBLE_TIMEOUT_S
         while True:
             row = self.worker(worker_id)
@@ -266,7 +289,7 @@ class RouterProcess:
     def query(
         self, model: str, worker_id: str, token_ids: tuple[int, ...], cache_salt: str | None, explain: bool = False
     ) -> dict[str, Any]:
-        """What `/query` says of this worker."""
+        """Return the worker's part of the answer to a `/query`."""
         body: dict[str, Any] = {"model": model, "token_ids": token_ids}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's HTTP that answers by script, byte by byte: for faults that no well-behaved server has."""
+"""An engine's HTTP server that answers by script, byte by byte, for faults that no ordinary server can produce."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ WAIT_S = 30.0
 
 
 class Asked(msgspec.Struct):
-    """One request as it came. connection: the how manyth it came on."""
+    """One received request."""
 
     method: str
     target: str
     headers: list[tuple[str, str]]
     body: bytes
+    # Number of the connection that it came on, counted from 1.
     connection: int
 
     def all(self, name: str) -> list[str]:
-        """The values of a header."""
-        return [value for given, value in self.headers if given == name]
+        """Return the values of a header, in order."""
+        return [value for header, value in self.headers if header == name]
 
 
 class Wire:
-    """Our side of the connection, while one request is answered."""
+    """The engine's side of a connection while one request is answered; `gone` is set once the other side has left."""
 
     def __init__(self, writer: asyncio.StreamWriter, gone: asyncio.Event) -> None:
         self._writer = writer
         self.gone = gone
 
     async def send(self, *pieces: bytes) -> None:
-        """Each piece for itself; waits while the other side does not read."""
+        """Send each piece separately, and wait while the other side does not read."""
         for piece in pieces:
             self._writer.write(piece)
             await self._writer.drain()
@@ -52,14 +53,14 @@ class Wire:
         self._writer.close()
 
     async def closed(self) -> None:
-        """Close, and return once the kernel knows."""
+        """Close the connection and wait until the socket is closed."""
         self._writer.close()
         await self._writer.wait_closed()
 
     def reset(self) -> None:
-        """RST, not FIN."""
-        given: socket.socket = self._writer.get_extra_info("socket")
-        given.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        """Reset the connection: the other side gets RST, not FIN."""
+        raw_socket: socket.socket = self._writer.get_extra_info("socket")
+        raw_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._writer.transport.abort()
 
 
@@ -67,7 +68,7 @@ Script = Callable[[Asked, Wire], Awaitable[None]]
 
 
 def plain(body: bytes, status: str = "200 OK", headers: Sequence[str] = ()) -> Script:
-    """An answer with its length."""
+    """Return a script that answers with this body and its length."""
 
     async def script(asked: Asked, wire: Wire) -> None:
         lines = [f"HTTP/1.1 {status}", "content-type: application/json", f"content-length: {len(body)}", *headers]
@@ -84,7 +85,7 @@ def chunk(data: bytes) -> bytes:
 
 
 def stream(pieces: Sequence[bytes]) -> Script:
-    """An answer in chunks, whole."""
+    """Return a script that sends a complete stream, with each piece in its own chunk."""
 
     async def script(asked: Asked, wire: Wire) -> None:
         await wire.send(STREAM_HEAD, *map(chunk, pieces), b"0\r\n\r\n")
@@ -93,25 +94,28 @@ def stream(pieces: Sequence[bytes]) -> Script:
 
 
 async def hang(asked: Asked, wire: Wire) -> None:
-    """Nothing, until the other side gives up."""
+    """Send nothing until the other side gives up."""
     await wire.gone.wait()
 
 
 async def reset(asked: Asked, wire: Wire) -> None:
-    """The connection ends before the first byte."""
+    """Reset the connection before the first byte of an answer."""
     wire.reset()
 
 
 class ScriptedEngine:
-    """An engine that listens in a thread of its own. `script` answers each POST; GET (/health, /metrics) is answered
-    with 200 while `healthy`, unless `pages` has a script for the path."""
+    """An engine that listens in its own thread.
+
+    `script` answers each POST. A GET (/health, /metrics) is answered with 200 while `healthy`, unless `pages` has a
+    script for the path.
+    """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.healthy = True
         self.pages: dict[str, Script] = {}
         self.asked: list[Asked] = []
-        # Paths of the GETs.
+        # Paths of the GET requests so far.
         self.looked: list[str] = []
         # Requests whose connection the other side ended while the script ran.
         self.given_up = 0
@@ -133,7 +137,7 @@ class ScriptedEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Every connection is cut, and nobody listens."""
+        """Cut every connection and stop listening."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(WAIT_S)
@@ -155,23 +159,23 @@ class ScriptedEngine:
         self.connections += 1
         number = self.connections
         try:
-            # The task ends here where it is cancelled: asyncio before 3.12 logs one that a cancellation ended.
+            # A cancellation ends here, because asyncio before 3.12 logs a task that it ended.
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
                 while not writer.is_closing():
                     await self._answer(await _read(reader, number), reader, writer)
         finally:
             writer.close()
 
-    async def _answer(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, request: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         gone = asyncio.Event()
         wire = Wire(writer, gone)
-        if asked.method == "GET":
-            self.looked.append(asked.target)
+        if request.method == "GET":
+            self.looked.append(request.target)
             status = "200 OK" if self.healthy else "503 Service Unavailable"
-            await self.pages.get(asked.target, plain(b"", status))(asked, wire)
+            await self.pages.get(request.target, plain(b"", status))(request, wire)
             return
-        self.asked.append(asked)
-        answering = asyncio.ensure_future(self.script(asked, wire))
+        self.asked.append(request)
+        answering = asyncio.ensure_future(self.script(request, wire))
 
         async def watch() -> None:
             with contextlib.suppress(ConnectionError):
@@ -186,7 +190,7 @@ class ScriptedEngine:
             try:
                 await answering
             except ConnectionError:
-                # It was still sending; `watch` may not know yet.
+                # The script was still sending; `watch` may not have noticed the end yet.
                 self.given_up += not gone.is_set()
         finally:
             watching.cancel()
@@ -206,7 +210,7 @@ async def _read(reader: asyncio.StreamReader, connection: int) -> Asked:
 
 
 async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
-    """A body in chunks, without trailers."""
+    """Read a chunked body without trailers."""
     body = b""
     while True:
         length = int(await reader.readuntil(b"\r\n"), 16)

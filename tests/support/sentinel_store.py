@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A primary, a replica and three Sentinels that watch them, each with a password."""
+"""A primary, a replica, and three Sentinels that watch them, all with passwords."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.support.store_server import StoreServer
 PASSWORD, SENTINEL_PASSWORD = "pa/ss@word", "sen&tinel"
 SERVICE = "kv-index"
 SENTINELS = 3
-# A primary that does not answer for so long is down; small, as the tests wait for it.
+# A primary that does not answer for this long is down; it is short, as the tests wait for it.
 DOWN_AFTER_MS = 1_000
-# A Sentinel that got no processor for two seconds trusts nothing that it sees for thirty (TILT).
+# A Sentinel that got no processor time for two seconds does not act for thirty seconds (TILT).
 AGREEMENT_S = 90.0
 
 
 class SentinelStore:
-    """Starts on entry, ends on exit. `primary` and `replica` are what they are at the start."""
+    """The servers, which run from entry to exit; `primary` and `replica` name their roles at the start."""
 
     def __init__(self, folder: Path) -> None:
         login = ("--requirepass", PASSWORD, "--masterauth", PASSWORD)
@@ -39,7 +39,7 @@ class SentinelStore:
 
     def _sentinel(self, folder: Path) -> StoreServer:
         folder.mkdir(parents=True)
-        # Sentinel rewrites its file, so each has its own.
+        # A Sentinel rewrites its file of settings, so each has a separate one.
         settings = folder / "sentinel.conf"
         settings.write_text(
             f"requirepass {SENTINEL_PASSWORD}\n"
@@ -70,12 +70,12 @@ class SentinelStore:
 
     @property
     def client(self) -> Any:
-        """Of the server that is the primary now."""
+        """A client of the current primary."""
         roles = {server: _role(server) for server in (self.replica, self.primary)}
         return next(server for server, role in roles.items() if role == b"master").client
 
     def cut_replication(self) -> None:
-        """What the primary takes from here on, the replica does not get."""
+        """Stop the replication, so that the replica gets no further writes."""
         self.primary.client.execute_command("ACL", "SETUSER", "default", "-psync", "-sync")
         self.primary.client.execute_command("CLIENT", "KILL", "TYPE", "replica")
 
@@ -85,8 +85,8 @@ class SentinelStore:
 
 def _role(server: StoreServer) -> bytes | None:
     try:
-        found: bytes = server.client.execute_command("ROLE")[0]
-        return found
+        role: bytes = server.client.execute_command("ROLE")[0]
+        return role
     except redis.RedisError:
         return None
 

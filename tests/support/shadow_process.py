@@ -17,7 +17,7 @@ STOP_S = 30.0
 
 
 class ShadowProcess:
-    """Starts on entry; `counters` are the last that it printed, `finish` ends it and gives its report."""
+    """A shadow that runs from entry to exit; `counters` are the last that it printed."""
 
     def __init__(self, url: str, arguments: Sequence[str]) -> None:
         self._command = [sys.executable, "-m", "kvrouter.router.cli", "shadow", "--url", url, "--json"]
@@ -58,28 +58,31 @@ class ShadowProcess:
 
     @property
     def mirror_port(self) -> int:
-        """Where it listens."""
+        """The port to which requests are mirrored."""
         line = next(line for line in self.started if "mirror requests to" in line)
         return int(line.partition("http://")[2].partition(";")[0].rpartition(":")[2])
 
     def wait_seen(self, requests: int, *, waiting: int = 0) -> None:
-        """Until this number of requests was judged or not, and that number waits for their outcome."""
+        """Wait until `requests` requests have been judged or skipped, and `waiting` requests wait for their outcome."""
 
         def seen() -> bool:
-            found = self.counters
-            counts = bool(found) and (found["judged_requests"] + found["skipped_requests"], found["waiting_requests"])
+            counters = self.counters
+            counts = bool(counters) and (
+                counters["judged_requests"] + counters["skipped_requests"],
+                counters["waiting_requests"],
+            )
             return counts == (requests, waiting)
 
         until(seen, f"{requests} requests are seen, {waiting} wait")
 
     def write(self, line: str) -> None:
-        """To its stdin."""
+        """Write a line to the process's stdin."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
     def finish(self, number: int | None = signal.SIGINT) -> dict[str, Any]:
-        """Its report, after this signal, or without one after the end of its stdin."""
+        """End the process by this signal, or by the end of its stdin if `number` is None, and return its report."""
         if number is not None:
             self._process.send_signal(number)
         else:

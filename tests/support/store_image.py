@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store holds of one worker, as a value that takes commits as Redis takes them."""
+"""A model of the state that Redis holds of one worker, which applies commits as Redis does."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MIRROR_BYTES = 1 << 24
 
 
 class Misled(AssertionError):
-    """A law was broken."""
+    """A violated invariant of the router; the message names it."""
 
 
 class StoreImage:
-    """What Redis holds of the worker, and the mirror that follows it."""
+    """The worker's state in Redis, and the mirror that follows it."""
 
     def __init__(self) -> None:
         self.epoch: str | None = None
@@ -29,7 +29,7 @@ class StoreImage:
         self.places: dict[Place, set[int]] = {}
         self.copies: dict[tuple[Place, int], int] = {}
         self.meta: dict[str, bytes] = {}
-        # When the engine's process started, as far as the follower knows.
+        # Start time of the engine's process, as far as the router that follows it knows.
         self.start_s: float | None = None
         self.mirror = Mirror(MIRROR_BYTES)
 
@@ -71,14 +71,14 @@ class StoreImage:
         return {place: np.array(sorted(held), np.uint64) for place, held in self.places.items()}
 
     def credited(self) -> Held:
-        known = self.mirror.worker(WORKER)
-        if known is None:
+        worker_index = self.mirror.worker(WORKER)
+        if worker_index is None:
             return {}
-        found = {place: frozenset(self.mirror.held(WORKER, place).tolist()) for place in known.places}
-        return {place: held for place, held in found.items() if held}
+        hashes = {place: frozenset(self.mirror.held(WORKER, place).tolist()) for place in worker_index.places}
+        return {place: held for place, held in hashes.items() if held}
 
     def spoil(self, rng: random.Random) -> str:
-        """Another program writes into the worker's keys."""
+        """Write garbage into the worker's keys, as another program might, and return the name of the changed field."""
         garbage = rng.choice([b"", b"{", b"\xff\xfe", b"-1", b"[]", b'{"algo":"md5"}', b"9" * 40])
         field = rng.choice(["learned", "scheme", "fingerprint", "gaps", "declared", "report_epoch", "copies"])
         if field == "copies":

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Valkey server on a port of its own, for several routers to share: to be killed, stopped, emptied and started
-again."""
+"""A real Valkey server that several routers share, and that a test can kill, stop, empty and start again."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ STORED_TIMEOUT_S = 30.0
 
 
 def wait_stored(client: Any, seqs: Mapping[WorkerKey, int]) -> None:
-    """Until Redis has what each worker's stream said up to `seq`: the answers of its router may be ahead of it."""
+    """Wait until each worker's batches up to `seq` are committed to Redis; a router's answers may be ahead of it."""
     deadline = time.monotonic() + STORED_TIMEOUT_S
     while late := {worker: seq for worker, seq in seqs.items() if _stored_seq(client, worker) < seq}:
         assert time.monotonic() < deadline, f"not all is committed: {late}"
@@ -34,7 +33,7 @@ def wait_stored(client: Any, seqs: Mapping[WorkerKey, int]) -> None:
 
 
 def _stored_seq(client: Any, worker: WorkerKey) -> int:
-    """-1 where there is none, or no number, which the router replaces."""
+    """Return the worker's committed seq; -1 if it is missing or no number, which the router replaces."""
     try:
         return keys.parse_number(client.hget(keys.meta(worker), keys.META_SEQ) or b"")
     except (ValueError, redis.ResponseError):
@@ -42,10 +41,16 @@ def _stored_seq(client: Any, worker: WorkerKey) -> int:
 
 
 class StoreServer:
-    """Starts on entry, ends on exit. `client` is for looks and for administration."""
+    """A server that runs from entry to exit; tests inspect and administer it through `client`."""
 
     def __init__(self, folder: Path, *options: str, settings: Path | None = None) -> None:
-        """options: of valkey-server, like "--appendonly", "yes". settings: a file of them."""
+        """Prepare the server.
+
+        Args:
+            folder: Takes the data and the log.
+            *options: Options of valkey-server, such as "--appendonly", "yes".
+            settings: A configuration file of valkey-server.
+        """
         self._folder = folder
         self._options = options
         self._settings = settings
@@ -69,7 +74,7 @@ class StoreServer:
         command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder), *self._options]
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        # `client` tries again by itself, with pauses of up to a second in all.
+        # `client` retries, with pauses of up to a second in all, so the probe does not use its settings.
         pool = self.client.connection_pool
         settings = {**pool.connection_kwargs, "retry": Retry(NoBackoff(), 0)}
         probes = redis.ConnectionPool(connection_class=pool.connection_class, **settings)
@@ -85,7 +90,7 @@ class StoreServer:
             with contextlib.suppress(redis.RedisError):
                 # Another server may have the port.
                 if probe.info("server")["process_id"] == self._process.pid:
-                    # Refused while it reads its data.
+                    # A server that still reads its data refuses this command.
                     probe.ping()
                     return
             if time.monotonic() > deadline or self._process.poll() is not None:
@@ -98,14 +103,14 @@ class StoreServer:
         return self._process.pid
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill the process with SIGKILL."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
 
     def stop(self) -> None:
-        """Stop it standing: it accepts connections and answers nothing."""
+        """Stop the process with SIGSTOP: the kernel accepts connections, and nothing is answered."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -115,7 +120,7 @@ class StoreServer:
 
 
 class StoreCluster:
-    """Three primaries with a third of the slots each; a lost one is noticed within two seconds."""
+    """Three primaries with a third of the slots each; the loss of one is noticed within two seconds."""
 
     NODES = 3
     OPTIONS = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--appendonly", "yes")
@@ -167,10 +172,10 @@ class StoreCluster:
             time.sleep(0.05)
 
     def move_slot(self, key: str) -> None:
-        """Move the slot of `key`, with its keys, to another node, as `redis-cli --cluster reshard` does."""
+        """Move the slot of `key`, with its keys, to another node, like `redis-cli --cluster reshard`."""
         slot = self.client.keyslot(key)
-        name = self.client.get_node_from_key(key).port
-        source = next(node for node in self.nodes if node.port == name)
+        port = self.client.get_node_from_key(key).port
+        source = next(node for node in self.nodes if node.port == port)
         target = next(node for node in self.nodes if node is not source)
         ids = {node.port: node.client.execute_command("CLUSTER", "MYID").decode() for node in (source, target)}
         target.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source.port])

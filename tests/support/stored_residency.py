@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker holds, read from Redis' own values: the checkpoint, and the log behind it. An oracle: it shares no code
-with the router."""
+"""A worker's residency, computed from its values in Redis: the checkpoint and the log after it.
+
+It is an oracle and shares no code with the router.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ Entry = tuple[bytes, Mapping[bytes, bytes]]
 
 
 def place_keys(tag: str, meta: Mapping[bytes, bytes]) -> dict[str, str]:
-    """Return the key of each place of the checkpoint, by the text of the place. tag: `kvr:3:{model/worker}`."""
+    """Return the key of each place of the checkpoint, by the text of the place.
+
+    Args:
+        tag: The beginning of the worker's keys, `kvr:3:{model/worker}`.
+        meta: The worker's `meta` hash.
+    """
     names = [part.partition("=")[0] for part in meta.get(b"places", b"").decode().split()]
     return {name: f"{tag}:{meta[b'epoch'].decode()}:{name}" for name in names}
 
@@ -21,8 +28,15 @@ def place_keys(tag: str, meta: Mapping[bytes, bytes]) -> dict[str, str]:
 def residency_of(
     meta: Mapping[bytes, bytes], stored: Mapping[str, bytes | None], log: Iterable[Entry]
 ) -> dict[str, set[int]]:
-    """Hashes by the text of their place. stored: the values of `place_keys`, by place. They may be newer than `meta`,
-    and the log newer than both; entries of other programs count for nothing."""
+    """Return the hashes of the resident blocks, by the text of their place.
+
+    Log entries of other programs are ignored.
+
+    Args:
+        meta: The worker's `meta` hash.
+        stored: The values of the keys of `place_keys`, by place; they may be newer than `meta`.
+        log: The entries of the worker's log; they may be newer than both.
+    """
     held = {place: _hashes(value or b"") for place, value in stored.items()}
     if b"epoch" not in meta:
         return held
@@ -37,7 +51,7 @@ def residency_of(
 
 
 def read_residency(client: Any, tag: str) -> dict[str, set[int]]:
-    """Of the worker whose keys begin with `tag`."""
+    """Read the residency of the worker whose keys begin with `tag`."""
     meta = client.hgetall(f"{tag}:meta")
     stored = {place: client.get(key) for place, key in place_keys(tag, meta).items()}
     return residency_of(meta, stored, client.xrange(f"{tag}:log"))

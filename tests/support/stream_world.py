@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker from end to end as a model: an engine that holds the truth, a wire with faults, and the router's real
-parts.
+"""A model of one worker from end to end: a model engine as the truth, a faulty wire, and the router's real parts.
 
-Real are the cursors of both streams, `Ingest`, `EngineLiveness` and the `Mirror`; the store is an image that takes
-`PendingCommit`es as Redis takes commits. Everything is drawn from one seed, so a seed is a world. `Misled` says which
-law was broken.
+The real parts are the cursors of both streams, `Ingest`, `EngineLiveness` and the `Mirror`; the store is an image that
+applies a `PendingCommit` as Redis does. All random choices come from one seed, so a seed determines a world. The
+exception `Misled` names the broken invariant.
 
 Safety: a worker is never `live` inside an answer, or while messages are held behind one. While it is `live` or
-`catching_up`, what is credited was held at the shown seq, by the engine's life of
-now or by one whose end the router has not heard of; while it is `suspect`, each block was held once by some life.
-Liveness: once faults end, within QUIET_ROUNDS rounds the worker is `live`, its catalog and hash scheme are the
-engine's, and its credit is full: all that is held (with the patch), all that was stored since the replay ring begins or
-since a batch was lost for good (with a replay endpoint), all that is stored from the second round on (else).
+`catching_up`, the credited blocks were held at the shown seq by the engine's current life, or by a life whose end the
+router does not know yet. While it is `suspect`, each credited block was held at some time by some life.
+
+Liveness: within `QUIET_ROUNDS` rounds after the last fault the worker is `live`, its catalog and hash scheme are the
+engine's, and its credit is full. Full credit means:
+
+- with the patch, all blocks that the engine holds;
+- with a replay endpoint, all blocks stored since the beginning of the replay ring or since the last batch that was lost
+  for good;
+- otherwise, all blocks stored from the second round on.
 """
 
 from __future__ import annotations
@@ -37,14 +41,15 @@ from tests.support.model_engine import (
 )
 from tests.support.store_image import Misled
 
-# Rounds of a batch each after the last fault, at most a check's interval (10 s) apart.
+# Rounds after the last fault, each with one batch, and at most a check's interval (10 s) apart.
 QUIET_ROUNDS = 8
-# Events of one batch that say nothing new: this many batches of these end what odd events left behind.
+# Events in a batch that changes nothing, and the number of such batches after which the router has forgotten odd ones.
 STEADY_EVENTS = 64
 QUIET_ODD_BATCHES = 20
-# Of requests and answers between two batches.
+# Turns of requests and answers between two batches.
 TURNS = 3
-# Restarts after which the next life is heard of only where the old one ended, and how many batches that may take.
+# Share of restarts of which the router learns only when the new life has reached the seq at which the old one ended,
+# and the largest seq for which a restart does so.
 UNHEARD_SHARE = 0.4
 MOST_UNHEARD = 40
 RING = 8
@@ -52,7 +57,7 @@ LONG_RING = 200
 
 
 class World(FaultyWire):
-    """One world. `run` takes its steps; a broken law raises Misled."""
+    """One world; `run` takes random steps in it and raises `Misled` if an invariant is broken."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -85,7 +90,7 @@ class World(FaultyWire):
         ]
 
     def run(self, steps: int) -> int:
-        """Returns the number of steps taken, those of the quiet end included."""
+        """Take this many steps and then end quietly; return the number of all steps."""
         actions = [action for action, _ in self.actions]
         weights = [weight for _, weight in self.actions]
         for action in self.rng.choices(actions, weights, k=steps):
@@ -96,7 +101,7 @@ class World(FaultyWire):
         return steps + self._end_quietly()
 
     def _end_quietly(self) -> int:
-        """No more faults: the worker must become live with full credit."""
+        """End all faults, and check that the worker becomes live with full credit."""
         self.faulty = False
         self.trace.append("-- quiet")
         self.replay_up = True
@@ -119,7 +124,7 @@ class World(FaultyWire):
                     self._say(life, *self._steady(life))
                     self._turn()
             steps += self._turn()
-            # A stream that was silent for long enough is queried for its tail.
+            # After a silence, the cursor requests the batches that it may have missed at the end.
             if number % 2:
                 self.check()
             steps += self._turn()
@@ -128,7 +133,7 @@ class World(FaultyWire):
         return steps
 
     def _turn(self) -> int:
-        """All that happens by itself between two batches."""
+        """Let everything happen that needs no further batch, and return the number of turns."""
         steps = 0
         for _ in range(TURNS):
             self.pulse()
@@ -163,7 +168,7 @@ class World(FaultyWire):
         return steps
 
     def _steady(self, life: Life) -> tuple[list[WireEvent], list[ReportEvent]]:
-        """Many events, and as much as before is held after them."""
+        """Return at least `STEADY_EVENTS` events after which the engine holds the same blocks as before."""
         wire, report = life.compute(QUIET_PROMPT, PROMPT_TOKENS)
         while len(wire) < STEADY_EVENTS:
             for more in (life.compute(QUIET_PROMPT, PROMPT_TOKENS), life.trim()):
@@ -203,10 +208,10 @@ class World(FaultyWire):
         catalog = ingest.profile.catalog
         if catalog.problem is not None:
             raise Misled(f"live without a catalog: {catalog.problem}")
-        known = {(g.group_idx, g.kind, g.block_size, g.sliding_window) for g in catalog.groups}
-        true = {(g.group_idx, g.kind, g.block_size, g.window) for g in life.layout.groups}
-        if known != true or catalog.hash_block_size != life.layout.hash_block_size:
-            raise Misled(f"live with the catalog {known}, the engine has {true}")
+        learned_groups = {(g.group_idx, g.kind, g.block_size, g.sliding_window) for g in catalog.groups}
+        engine_groups = {(g.group_idx, g.kind, g.block_size, g.window) for g in life.layout.groups}
+        if learned_groups != engine_groups or catalog.hash_block_size != life.layout.hash_block_size:
+            raise Misled(f"live with the catalog {learned_groups}, the engine has {engine_groups}")
         if (
             ingest.profile.identity.scheme != life.scheme
             or ingest.profile.identity.standing is not SchemeState.VERIFIED
@@ -251,23 +256,23 @@ class World(FaultyWire):
 
     def _publish(self, life: Life) -> None:
         rng = self.rng
-        what = rng.random()
-        if what < 0.5:
-            said = life.compute(rng.randrange(PROMPTS), rng.randrange(8, PROMPT_TOKENS + 1))
-        elif what < 0.75:
-            said = life.evict(rng, rng.randrange(1, 6))
-        elif what < 0.85:
-            said = life.offload(rng)
-        elif what < 0.87:
-            said = life.clear()
-        elif what < 0.875 and not life.patched:
-            said, self.odd = life.odd_removal(rng), True
+        draw = rng.random()
+        if draw < 0.5:
+            events = life.compute(rng.randrange(PROMPTS), rng.randrange(8, PROMPT_TOKENS + 1))
+        elif draw < 0.75:
+            events = life.evict(rng, rng.randrange(1, 6))
+        elif draw < 0.85:
+            events = life.offload(rng)
+        elif draw < 0.87:
+            events = life.clear()
+        elif draw < 0.875 and not life.patched:
+            events, self.odd = life.odd_removal(rng), True
         else:
-            said = life.trim()
-        if what > 0.995:
+            events = life.trim()
+        if draw > 0.995:
             life.skip()
             return
-        self._say(life, *said, readable=what < 0.985)
+        self._say(life, *events, readable=draw < 0.985)
 
     def _say(self, life: Life, wire: list[WireEvent], report: list[ReportEvent], *, readable: bool = True) -> None:
         payload, events = life.say(wire, report, readable=readable)
@@ -275,13 +280,13 @@ class World(FaultyWire):
         message: object = events if isinstance(self.cursor, ReportCursor) else payload
         if not self.joined or fate < 0.06:
             return
-        sent = (life.next_seq - 1, message)
+        delivery = (life.next_seq - 1, message)
         if fate < 0.09 and self.swapped is None:
-            self.swapped = sent
+            self.swapped = delivery
             return
-        self.live.append(sent)
+        self.live.append(delivery)
         if fate < 0.12:
-            self.live.append(sent)
+            self.live.append(delivery)
         if self.swapped is not None:
             self.live.append(self.swapped)
             self.swapped = None
@@ -293,8 +298,11 @@ class World(FaultyWire):
             self.life = None
 
     def restart(self) -> None:
-        """Often the next life has said as much as the old one before anybody hears of it: its next seq is the one
-        waited for."""
+        """Replace the engine's life by a new one.
+
+        In a share of the restarts (`UNHEARD_SHARE`) the router learns of it only when the new life has sent as many
+        batches as the old one, so that its next seq is the one that the router expects.
+        """
         before = self.life
         unheard = before is not None and before.next_seq <= MOST_UNHEARD and self.rng.random() < UNHEARD_SHARE
         unheard = unheard and self.faulty

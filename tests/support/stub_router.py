@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that answers what a test gives it in place of a router, and answers of a router for it."""
+"""A server that stands in for a router and sends the answers that a test sets, and typical answers for it."""
 
 from __future__ import annotations
 
@@ -66,24 +66,25 @@ SELECTED: dict[str, Any] = {
 
 
 def loads(*entries: dict[str, Any], model: str = "m") -> list[dict[str, Any]]:
-    """As `GET /loads` answers."""
+    """Return an answer to `GET /loads` with these entries."""
     return [{"model_name": model, "loads": [*entries]}]
 
 
 def unset_client_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client commands find a router by their flags alone."""
+    """Unset the variables from which client commands read the router's address, so that only their flags count."""
     for name in ("KVROUTER_URL", "KVROUTER_PORT", "KVROUTER_API_KEY", "KVROUTER_CONFIG", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
 
 
 class StubRouter:
-    """Answers what is in `answers` by path: status and content. Keeps the requests: method, path, body, key.
-
-    on_request: called with the number of each before it is answered."""
+    """A server that listens from entry to exit and answers from `answers`."""
 
     def __init__(self) -> None:
+        # The status and the content of each answer, by path.
         self.answers: dict[str, tuple[int, bytes]] = {}
+        # The requests so far: method, path, body, and authorization header.
         self.received: list[tuple[str, str, bytes, str | None]] = []
+        # Called with the number of each request before it is answered.
         self.on_request: Callable[[int], None] = lambda number: None
         stub = self
 

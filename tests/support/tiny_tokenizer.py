@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer and a chat template as models come with them, made here: byte-level BPE of a thousand tokens.
+"""A tokenizer and a chat template like those that come with models, made here: byte-level BPE of a thousand tokens.
 
-The template is of the awkward kind: it drops the reasoning of earlier turns, so that a conversation that goes on does
-not begin with the text of the shorter one; it writes tools and tool calls as JSON; and it trims what people write.
+The template is a difficult one. It drops the reasoning of earlier turns, so that the text of a longer conversation does
+not begin with that of the shorter one. It writes tools and tool calls as JSON, and it strips messages of white space.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-# Enough for merges of whole words; the same text, the same tokenizer.
+# Enough text for merges of whole words; the same text gives the same tokenizer.
 CORPUS = (
     "The quick brown fox jumps over the lazy dog while the engine keeps the blocks of a prompt in its cache.",
     "A router sends each request to the replica that already holds the longest prefix of the conversation.",
@@ -72,7 +72,7 @@ CORPUS = (
 
 
 def build_tokenizer() -> Tokenizer:
-    """Byte-level BPE with `<bos>` before whatever is encoded with special tokens."""
+    """Train a byte-level BPE that puts `<bos>` before each text encoded with special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -90,7 +90,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> Path:
-    """`tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` in `folder`."""
+    """Write `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` into `folder`, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     build_tokenizer().save(str(folder / "tokenizer.json"))
     config = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TLS in front of a port, as a gateway has it: what is decrypted goes on byte for byte."""
+"""A TLS proxy in front of a port, like a gateway's: it forwards the decrypted bytes unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIECE_BYTES = 65_536
 
 
 class TlsFront:
-    """Listens in a thread of its own, before `port` of this machine."""
+    """A proxy in its own thread, from entry to exit, which forwards to a port of this machine."""
 
     def __init__(self, port: int, context: ssl.SSLContext) -> None:
         self._behind = port
@@ -39,7 +39,7 @@ class TlsFront:
                 threading.Thread(target=self._connected, args=(connection,), daemon=True).start()
 
     def _connected(self, connection: socket.socket) -> None:
-        """Until one side closes, or does not trust us."""
+        """Forward in both directions until one side closes, or the client rejects the certificate."""
         with (
             contextlib.suppress(OSError),
             self._context.wrap_socket(connection, server_side=True) as client,
@@ -47,8 +47,8 @@ class TlsFront:
         ):
             while True:
                 ready = [client] if client.pending() else select.select([client, behind], [], [])[0]
-                for one in ready:
-                    data = one.recv(PIECE_BYTES)
+                for source in ready:
+                    data = source.recv(PIECE_BYTES)
                     if not data:
                         return
-                    (behind if one is client else client).sendall(data)
+                    (behind if source is client else client).sendall(data)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Redis that speaks TLS alone and knows two users: `router`, with the ACL rule of docs/how-to/hardening.md and
-nothing more, and an administrator for the test. Its certificate authority is thrown away with the folder."""
+"""A Redis that speaks only TLS and has two users.
+
+The user `router` has only the rights of the ACL rule in docs/how-to/hardening.md; the other one is an administrator for
+the test. The certificate authority is deleted with the test's folder.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +48,14 @@ class TlsRedis(NamedTuple):
 
 
 def acl_rule() -> list[str]:
-    """The rule as the page has it, for `ACL SETUSER`."""
-    found = re.search(r"ACL SETUSER router on '>PASSWORD' ([^`]+?)```", PAGE.read_text())
-    assert found, f"{PAGE} has no ACL rule"
-    return found[1].replace("\\\n", " ").replace("'", "").split()
+    """Return the page's ACL rule, as words for `ACL SETUSER`."""
+    match = re.search(r"ACL SETUSER router on '>PASSWORD' ([^`]+?)```", PAGE.read_text())
+    assert match, f"{PAGE} has no ACL rule"
+    return match[1].replace("\\\n", " ").replace("'", "").split()
 
 
 def certificates(folder: Path, host: str = "127.0.0.1") -> None:
-    """ca.pem, and server.pem with server.key for `host`, in `folder`."""
+    """Write ca.pem, and server.pem with server.key for `host`, into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def openssl(*arguments: str) -> None:
@@ -70,15 +73,16 @@ def certificates(folder: Path, host: str = "127.0.0.1") -> None:
 
 
 def tls_binary() -> str:
-    """A server here that speaks TLS; skips where there is none, and fails in CI."""
+    """Return the path of a server that speaks TLS; without one, skip the test, or fail it in CI."""
     for binary in (str(get_binary_path()), shutil.which("redis-server"), shutil.which("valkey-server")):
         if binary is None:
             continue
-        # It ends at once, as it has no such file; one without TLS (the embedded Valkey) ends before it looks.
+        # A server with TLS ends at once and names the missing file; one without it (the embedded Valkey) ends before
+        # it looks for the file.
         files = ("--tls-cert-file", "/none", "--tls-key-file", "/none", "--tls-ca-cert-file", "/none")
         options = ("--port", "0", "--tls-port", "1", "--save", "", *files)
-        said = subprocess.run([binary, *options], capture_output=True, timeout=START_TIMEOUT_S).stdout
-        if b"/none" in said:
+        output = subprocess.run([binary, *options], capture_output=True, timeout=START_TIMEOUT_S).stdout
+        if b"/none" in output:
             return binary
     reason = "no server here speaks TLS (embedded Valkey, redis-server): apt-get install redis-server"
     if os.environ.get("CI"):
@@ -88,7 +92,7 @@ def tls_binary() -> str:
 
 @contextlib.contextmanager
 def tls_redis(folder: Path, password: str) -> Iterator[TlsRedis]:
-    """A running server in `folder`."""
+    """Run a server with its files in `folder`."""
     binary = tls_binary()
     certificates(folder)
     with socket.socket() as probe:

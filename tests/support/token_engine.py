@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine answers to those who ask for tokens: a real HTTP server with vLLM's shapes that can be slow, wrong,
-without some endpoints, or another from one moment to the next. A token is a byte of the text, after a first one that
-stands for the endpoint."""
+"""The endpoints of an engine that return tokens, as a real HTTP server with vLLM's answers.
+
+It can be slow or wrong, lack endpoints, or change from one request to the next. Each byte of a text is a token; the
+first token shows whether the request was a chat or a text.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +18,45 @@ TOOLS_TOKEN, SYSTEM_TOKEN = 900, 901
 
 
 def tokens_of(body: dict[str, Any], *, drop_tools: bool = False) -> list[int]:
-    """What this engine makes of a request: one way for chats, another for texts."""
+    """Return the tokens that this engine makes of a request; chats and texts are encoded in different ways."""
     if "prompt" in body:
         return [1, *str(body["prompt"]).encode()]
-    found = [SYSTEM_TOKEN]
+    ids = [SYSTEM_TOKEN]
     if body.get("tools") and not (drop_tools and body.get("tool_choice") == "none"):
-        found += [TOOLS_TOKEN, *json.dumps(body["tools"]).encode()]
+        ids += [TOOLS_TOKEN, *json.dumps(body["tools"]).encode()]
     for message in body["messages"]:
         content = message["content"]
         if isinstance(content, list):
             content = "".join(part.get("text", "") if isinstance(part, dict) else part for part in content)
-        found += [*message["role"].encode(), 0, *(content or "").encode(), 2]
-    return found if body.get("continue_final_message") else [*found, 3]
+        ids += [*message["role"].encode(), 0, *(content or "").encode(), 2]
+    return ids if body.get("continue_final_message") else [*ids, 3]
 
 
 class TokenEngine:
-    """Listens while it is entered. Set what it does between requests."""
+    """A server that listens from entry to exit; tests set its attributes between requests."""
 
     def __init__(self) -> None:
-        # Statuses in place of answers, by path.
+        # Error statuses in place of answers, by path.
         self.statuses: dict[str, int] = {}
-        # Whole answers in place of those with tokens, by path.
+        # Bodies in place of the answers with tokens, by path.
         self.answers: dict[str, bytes] = {}
         self.delay_s = 0.0
-        # Requests with this in them wait for `go_on`.
+        # Requests that contain this text wait for `go_on`.
         self.slow: str | None = None
         self.go_on = asyncio.Event()
-        # Requests with this in them end their connection.
+        # The connection of a request that contains this text is cut.
         self.dies_of: str | None = None
-        # What render reports of images and the like, of requests that have them.
+        # The `features` in render's answers to requests with images.
         self.features: dict[str, Any] | None = None
         self.tokens: Callable[[dict[str, Any]], list[int]] = tokens_of
-        # What /tokenize makes, where it is not what the engine makes.
+        # The tokens of /tokenize, if they differ from those of the other endpoints.
         self.tokenize: Callable[[dict[str, Any]], list[int]] | None = None
+        # Whether completions return the prompt's token ids if they are requested.
         self.tells_ids = True
+        # The path and the body of each request so far.
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[str, str]] = []
+        # Requests that are being answered now, and the most that ever were at the same time.
         self.at_once = self.most_at_once = 0
         self.url = ""
         self._runner: web.AppRunner | None = None
@@ -105,7 +110,7 @@ class TokenEngine:
             rendered = {"request_id": "r", "token_ids": ids, "features": features, "sampling_params": {"max_tokens": 1}}
             return web.json_response([rendered] if "completions/render" in path and "chat" not in path else rendered)
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "total_tokens": len(ids) + 1}
-        found: dict[str, Any] = {"id": "c", "choices": [{"index": 0}], "usage": usage}
+        completion: dict[str, Any] = {"id": "c", "choices": [{"index": 0}], "usage": usage}
         if self.tells_ids and body.get("return_token_ids"):
-            (found if "messages" in body else found["choices"][0])["prompt_token_ids"] = ids
-        return web.json_response(found)
+            (completion if "messages" in body else completion["choices"][0])["prompt_token_ids"] = ids
+        return web.json_response(completion)

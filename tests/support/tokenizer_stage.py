@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `TextTokenizer` over scripted engines, and what it counted."""
+"""A `TextTokenizer` with scripted engines, and its metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvrouter.router.route.tokens.tokenizer import TextTokenizer
 from tests.support.token_engine import TokenEngine, tokens_of
 
 MODEL = "m"
-# Nothing here waits this long unless it fails.
+# The longest wait; only a failing test reaches it.
 PATIENCE_S = 20.0
 CHAT = {"messages": [{"role": "user", "content": "Hi 🙂"}]}
 RENDER_CHAT = "/v1/chat/completions/render"
@@ -39,7 +39,7 @@ NO_RENDER = {RENDER_CHAT: 403, RENDER_TEXT: 403}
 
 
 class Here:
-    """A tokenizer that makes what the scripted engine makes; `wrong` of these features not."""
+    """A local tokenizer with the same tokens as the scripted engine, but for requests with the feature `wrong`."""
 
     held_bytes = 0
 
@@ -52,15 +52,15 @@ class Here:
         if asked.kind == "responses" or asked.has("chat_template"):
             raise TokensUnknown("unsupported", "chat_template is not read here")
         body = {name: asked.value(name) for name in asked.fields}
-        found = tokens_of(body, drop_tools=not habits.keeps_unused_tools)
-        return np.array([7, *found] if self.wrong in asked.features else found, np.int64)
+        tokens = tokens_of(body, drop_tools=not habits.keeps_unused_tools)
+        return np.array([7, *tokens] if self.wrong in asked.features else tokens, np.int64)
 
     def likely_habits(self) -> tuple[RenderQuirks, ...]:
         return (RenderQuirks(), RenderQuirks(keeps_unused_tools=False))
 
 
 class Case:
-    """Engines, a Tokenizing over them, and what it counted."""
+    """The tokenizer under test with its engines and its metrics."""
 
     def __init__(self, tokenizing: TextTokenizer, engines: list[TokenEngine], metrics: TokenMetrics) -> None:
         self.tokenizing = tokenizing
@@ -89,7 +89,14 @@ class Case:
 async def case(
     engines: int = 1, local: LocalMaker | None = None, timeout_s: float = PATIENCE_S, **settings: Any
 ) -> AsyncIterator[Case]:
-    """settings: attributes of each engine."""
+    """Run a tokenizer over scripted engines.
+
+    Args:
+        engines: The number of engines.
+        local: Makes the tokenizer in the router; None for the engines alone.
+        timeout_s: The tokenizer's timeout.
+        **settings: Attributes of each engine.
+    """
     metrics = TokenMetrics(MetricRegistry())
     running = [TokenEngine() for _ in range(engines)]
     async with aiohttp.ClientSession() as session:
@@ -98,11 +105,11 @@ async def case(
             for name, value in settings.items():
                 setattr(engine, name, value)
         local_makers: Mapping[str, LocalMaker] = {} if local is None else {MODEL: local}
-        found: Case
-        tokenizing = TextTokenizer(
+        stage: Case
+        tokenizer = TextTokenizer(
             models=lambda: [MODEL],
             engines=lambda _: [
-                Engine(e.url, life, VLLM.tokens) for e, life in zip(found.engines, found.lives, strict=True)
+                Engine(e.url, life, VLLM.tokens) for e, life in zip(stage.engines, stage.lives, strict=True)
             ],
             session=session,
             engine_key=EngineKey(None, AllowList()),
@@ -112,12 +119,12 @@ async def case(
             clock=time.monotonic,
             rng=random.Random(1),
         )
-        found = Case(tokenizing, running, metrics)
-        tokenizing.start()
+        stage = Case(tokenizer, running, metrics)
+        tokenizer.start()
         try:
-            yield found
+            yield stage
         finally:
-            await tokenizing.stop()
+            await tokenizer.stop()
             for engine in running:
                 await engine.__aexit__()
 

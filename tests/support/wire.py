@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A TCP proxy on a port of its own whose other side may be slow, silent, gone, or another one by now."""
+"""A TCP proxy with faults, whose target may be slow, silent or gone, or may change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class _Pair:
     def __init__(self, near: asyncio.StreamWriter) -> None:
         self.near = near
         self.far: asyncio.StreamWriter | None = None
-        # Bytes were swallowed: what follows would be out of step.
+        # Whether bytes were swallowed; the bytes after them would be out of step.
         self.poisoned = False
 
     def abort(self) -> None:
@@ -25,19 +25,18 @@ class _Pair:
 
 
 class Wire:
-    """Forwards to `target` what comes to `port`. Faults are attributes; `heal` ends them all.
-
-    stalled: nothing moves, nothing is lost. swallowing: bytes are taken and vanish, new connections get no peer.
-    refusing: no connection is accepted. delay_s, rate_bytes_s: of each chunk, both ways. cut_after_bytes: of the
-    answers, once.
-    """
+    """A proxy from `port` to the port `target`; its faults are attributes, and `heal` ends them all."""
 
     def __init__(self) -> None:
         self.port = 0
+        # None: no connection is accepted.
         self.target: int | None = None
+        # Refusing: no connection is accepted. Swallowing: bytes are read and dropped, and new connections get no peer.
         self.refusing = self.swallowing = False
+        # Delay of each chunk, and rate of each direction; 0 for none.
         self.delay_s = 0.0
         self.rate_bytes_s = 0.0
+        # Bytes of the target's answers after which the connection is cut, once.
         self.cut_after_bytes: int | None = None
         self._moving = asyncio.Event()
         self._moving.set()
@@ -55,7 +54,7 @@ class Wire:
 
     @property
     def impaired(self) -> bool:
-        """News may be under way for long, or not at all."""
+        """Whether messages may arrive late or never."""
         return self.stalled or self.refusing or self.swallowing or self.delay_s > 0 or self.rate_bytes_s > 0
 
     async def open(self) -> None:
@@ -74,7 +73,7 @@ class Wire:
         self._moving.clear()
 
     def cut(self) -> None:
-        """Ends every connection at once."""
+        """Cut every connection at once."""
         for pair in list(self._pairs):
             pair.abort()
 

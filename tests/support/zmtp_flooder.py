@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that is an event source with its own ZMTP, to send messages that libzmq never would. It prints its port,
-floods every connection, and ends by a signal.
+"""A program that implements ZMTP itself, in order to send messages that libzmq would never send.
 
     python zmtp_flooder.py MODE SOCKET_TYPE [BYTES]
+
+It prints its port, floods every connection, and ends by a signal.
 
 MODE is one of MODES, SOCKET_TYPE is PUB or ROUTER, and BYTES is the size of a large frame.
 """
@@ -84,9 +85,9 @@ def flood(connection: socket.socket, socket_type: bytes, pieces: Iterator[bytes]
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(GREETING + ready(socket_type))
         # Read the client's greeting, its READY and its subscription or request.
-        heard = connection.recv(65_536)
-        while len(heard) < len(GREETING) + 30 and (more := connection.recv(65_536)):
-            heard += more
+        received = connection.recv(65_536)
+        while len(received) < len(GREETING) + 30 and (more := connection.recv(65_536)):
+            received += more
         time.sleep(0.2)
         for piece in pieces:
             connection.sendall(piece)

@@ -1,3 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated engines under load, faults on every side of them, and a judge who knows what each engine held at each
-seq."""
+"""Simulated engines under load, faults on all sides of them, and an oracle that knows their blocks at each seq."""

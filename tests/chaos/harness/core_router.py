@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router under test without its HTTP: the real Core over real sockets and a real store, looked into between two
-turns."""
+"""The router under test without its HTTP: the real `Core` over real sockets and a real store.
+
+The harness inspects its state between two turns of the event loop.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,16 @@ from tests.chaos.harness.history import Place
 from tests.chaos.harness.shape import Kind
 
 LEASE_S = 2.0
-# Shorter than the default, so that a replay that does not come costs a schedule little; longer than our own loop ever
-# stalls.
+# Shorter than the default, so that a schedule does not wait long for a missing replay, and longer than any stall of the
+# harness's own event loop.
 REPLAY_TIMEOUT_S = 2.0
 MIRROR_BYTES = 16 << 20
-# More often than by default: a schedule lasts seconds.
+# Shorter than the default, because a schedule lasts only seconds.
 HEALTH_INTERVAL_S = 0.3
 
 
 class JumpingClock:
-    """Monotonic seconds, but for the jumps that a fault makes."""
+    """A monotonic clock in seconds, apart from the jumps that a fault makes."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0
@@ -48,15 +50,16 @@ class JumpingClock:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a router says of one worker at one moment. credited: what earns credit, by place; proofs: heartbeats
-    heard."""
+    """The state of one worker in a router at one moment."""
 
     worker: str
     state: str
     reason: str
     epoch: str | None
     seq: int | None
+    # Hashes of the blocks that the router credits to the worker, by place.
     credited: dict[Place, frozenset[int]]
+    # Number of heartbeats received.
     proofs: int
 
 
@@ -92,7 +95,7 @@ class CoreRouter:
         await self.core.stop()
         await self._store.close()
         self._client.close()
-        # Waits for its sockets, so not in the loop's thread.
+        # It waits for its sockets, so it must not run in the loop's thread.
         await asyncio.to_thread(self._context.destroy, linger=0)
 
     async def register(self, engine: Engine) -> None:
@@ -108,16 +111,16 @@ class CoreRouter:
         )
 
     def sample(self) -> list[Sample]:
-        """All workers, at one moment of the loop."""
+        """Return a sample of each worker, all at one moment of the event loop."""
         core = self.core
         plan = core.finder.plans(MODEL).by_hash
         judged = set() if plan is None else {view.worker for view in plan.views}
         samples = []
         for worker, stream in core.registry.streams.items():
-            known = core.mirror_sync.mirror.worker(worker)
+            worker_index = core.mirror_sync.mirror.worker(worker)
             credited: dict[Place, frozenset[int]] = {}
-            if worker in judged and known is not None:
-                for place in known.places:
+            if worker in judged and worker_index is not None:
+                for place in worker_index.places:
                     held = core.mirror_sync.mirror.held(worker, place)
                     if len(held):
                         credited[place.group_idx, place.medium, place.ownership] = frozenset(held.tolist())
@@ -136,7 +139,7 @@ class CoreRouter:
         return samples
 
     def gpu_hit(self, engine: Engine, tokens: list[int]) -> int:
-        """The tokens of a prompt that the router says this engine will reuse from its GPU."""
+        """Return how many tokens of a prompt this engine will reuse from its GPU, as the router predicts."""
         question = Question(MODEL, len(tokens), token_ids=np.array(tokens, np.int64))
         (hit,) = [hit for hit in self.core.ask(question) if hit.worker.worker_id == engine.name]
         return hit.gpu

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated engine under load, behind proxies: the simulator's block pool, tiers below it, and one or both event
-streams.
+"""A simulated engine under load, behind proxies.
 
-Three kinds: STOCK has vLLM's topic and a replay endpoint, PLAIN the topic alone, PATCHED the engine patch's real
-reporter too.
+It has the simulator's block pool, tiers below it, and one or both event streams. There are three kinds: STOCK has
+vLLM's topic and a replay endpoint, PLAIN only the topic, and PATCHED the topic and the engine patch's real reporter.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from tests.chaos.harness.shape import Kind, Shape
 from tests.chaos.harness.tiers import Moved, Tiers, short
 from tests.support.wire import Wire
 
-# Between two looks at requests for a replay: vLLM needs up to 100 ms.
+# Time between two looks for replay requests; vLLM needs up to 100 ms.
 TURN_S = 0.005
-# Steps of one engine: enough that every fault hits a stream that moves.
+# Mean time between two steps of an engine; short enough that every fault hits a moving stream.
 STEP_S = 0.03
 HEARTBEAT_S = 0.1
 CHUNK_TOKENS = 64
-# An engine without load that must prove itself.
+# Interval of the batches of an engine without load, which has no other way to prove its stream.
 SPEAK_EVERY_S = 1.0
 RESET_SHARE = 0.01
 OFFLOAD_SHARE = 0.5
@@ -58,7 +57,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class ProxiedReporter(Reporter):
-    """A reporter that names its proxy, not itself, to those who ask where it publishes."""
+    """A reporter that names its proxy's endpoint, not its own, to readers that request its endpoint."""
 
     def __init__(self, public: str, **arguments: Any) -> None:
         self._public = public
@@ -75,7 +74,7 @@ class ProxiedReporter(Reporter):
 
 
 class Engine:
-    """One replica. `open`, then its load runs until `close`; faults are methods and the wires' attributes."""
+    """One replica, under load from `open` to `close`; faults are its methods and its wires' attributes."""
 
     def __init__(
         self, name: str, kind: Kind, shape: Shape, *, context: Context, rng: random.Random, clock: Callable[[], float]
@@ -110,7 +109,7 @@ class Engine:
 
     @property
     def news_blocked(self) -> bool:
-        """What the engine says may not reach the router now."""
+        """Whether the engine's messages may be unable to reach the router now."""
         return self.paused or self.replica is None or any(wire.impaired for wire in self.wires)
 
     @property
@@ -118,7 +117,7 @@ class Engine:
         return f"http://127.0.0.1:{self.http.port}" if self.shape.http else None
 
     def registration(self) -> dict[str, Any]:
-        """The body of POST /register."""
+        """Return the body of a `POST /register`."""
         body: dict[str, Any] = {
             "worker_id": self.name,
             "model": MODEL,
@@ -147,9 +146,9 @@ class Engine:
             raise self._failed
 
     async def start(self, *, patched: bool = True) -> None:
-        """Begin a life with an empty cache, behind the same addresses."""
+        """Start the engine with an empty cache, behind the same addresses."""
         shape = self.shape
-        # As vLLM, it answers nothing before it can serve; hundredths are all that the kernel says of a start.
+        # Like vLLM, it answers no HTTP before it can serve. The kernel reports start times in hundredths of a second.
         self._pulse = PulseServer(round(time.time(), 2))
         await self._pulse.open()
         self.http.target = self._pulse.port
@@ -170,7 +169,7 @@ class Engine:
             self._start_reporter()
 
     async def stop(self) -> None:
-        """kill -9: every connection breaks, and nothing more is sent."""
+        """Kill the engine as by SIGKILL: every connection breaks, and no further message is sent."""
         for wire in self.wires:
             wire.target = None
             wire.cut()
@@ -185,7 +184,7 @@ class Engine:
         self._report_life = None
         reporter, self.reporter = self.reporter, None
         if reporter is not None:
-            # It waits for its thread, which may be stalled.
+            # Its `close` waits for its thread, which may be stalled.
             await asyncio.to_thread(reporter.close)
 
     def _start_reporter(self) -> None:
@@ -207,7 +206,7 @@ class Engine:
         self.reports.target = _port(self.reporter.bound)
 
     def change_layout(self, geometry: Geometry, hash_seed: str) -> None:
-        """The next life has these groups, and hashes so."""
+        """Let the next life have the groups of this geometry and this hash seed."""
         blocks_a_group = self.shape.gpu_blocks // len(self.shape.geometry.groups)
         self.shape = replace(self.shape, geometry=geometry, gpu_blocks=blocks_a_group * len(geometry.groups))
         self._hash_seed = hash_seed
@@ -215,13 +214,13 @@ class Engine:
         self._hashes.clear()
 
     def stall(self, stalled: bool) -> None:
-        """The engine's own threads do nothing: no step, no replay, no HTTP."""
+        """Stall the engine's own threads, or end the stall; a stalled engine makes no step, replay or HTTP answer."""
         self.paused = stalled
         if self._pulse is not None:
             self._pulse.stalled = stalled
 
     def stall_reporter(self, stall_s: float) -> None:
-        """The reporter's thread does nothing for so long: heartbeats and answers fail, its queue fills."""
+        """Stall the reporter's thread for this long, so that heartbeats and answers fail and its queue fills."""
 
         def slow() -> list[ReportEvent]:
             time.sleep(stall_s)
@@ -231,10 +230,10 @@ class Engine:
             self._report(slow)
 
     def hashes(self, tokens: list[int]) -> list[bytes]:
-        """The block hashes of a prompt, remembered: a judge asks for them again and again."""
-        found = self._hashes.setdefault(tuple(tokens), [])
-        extend_hashes(found, tokens, self.shape.geometry.hash_block_size, root_hash(self._hash_seed))
-        return found
+        """Return the block hashes of a prompt, cached because the oracle needs them again and again."""
+        cached = self._hashes.setdefault(tuple(tokens), [])
+        extend_hashes(cached, tokens, self.shape.geometry.hash_block_size, root_hash(self._hash_seed))
+        return cached
 
     def step(self) -> None:
         """Serve one request, or reset the cache."""
@@ -245,29 +244,29 @@ class Engine:
         self.replica.run(self._rng.choice(self.prompts), max_tokens=self._rng.randint(1, 3))
 
     def small_step(self) -> None:
-        """Serve a new prompt of one block: one batch, where the groups allow it."""
+        """Serve a new prompt of one block, which sends one batch if the groups allow it."""
         assert self.replica is not None
         size = self.shape.geometry.scheduler_block_size
         self.replica.run([self._rng.randrange(30_000) for _ in range(size + 1)])
 
     def say_something(self) -> None:
-        """One more batch now and then: a stream without replay can prove itself with nothing else."""
+        """Send one more batch from time to time, as only a batch proves a stream without replay."""
         now = self._clock()
         if self.kind is Kind.PLAIN and self.replica is not None and now - self._spoke_s > SPEAK_EVERY_S:
             self._spoke_s = now
             self.small_step()
 
     def held(self) -> Held:
-        """What the engine could reuse now, by place."""
+        """Return the blocks that the engine could reuse now, by place."""
         if self.replica is None:
             return {}
-        found: dict[Place, set[int]] = {}
+        blocks_by_place: dict[Place, set[int]] = {}
         for key in self.replica.pool.resident():
-            found.setdefault((key.group_idx, "GPU", None), set()).add(short(key.block_hash))
-        found.update(self._tiers.held())
-        # Places that did not change share their sets: a history is long.
+            blocks_by_place.setdefault((key.group_idx, "GPU", None), set()).add(short(key.block_hash))
+        blocks_by_place.update(self._tiers.held())
+        # Unchanged places share their sets with the last result, because a history is long.
         held: dict[Place, frozenset[int]] = {}
-        for place, blocks in found.items():
+        for place, blocks in blocks_by_place.items():
             before = self._last.get(place)
             held[place] = before if before is not None and before == blocks else frozenset(blocks)
         self._last = held
@@ -286,7 +285,7 @@ class Engine:
                         next_step_s = now + STEP_S * self._rng.uniform(0.5, 1.5)
                 await asyncio.sleep(TURN_S)
         except Exception as error:
-            # Reported at the end: a schedule without load would prove nothing.
+            # `close` raises it, because a schedule without load would prove nothing.
             self._failed = error
 
     def _on_step(self, events: list[CacheEvent]) -> None:
@@ -316,7 +315,7 @@ class Engine:
 
     def _translate(self, event: CacheEvent, report: list[ReportEvent]) -> None:
         if isinstance(event, Cleared):
-            # Stock vLLM does not say which medium it empties, so all of them are; the patch says each.
+            # Stock vLLM does not say which medium it clears, so all of them are cleared; the patch reports each one.
             for medium in ("CPU", "STORAGE"):
                 self._tiers.clear(medium)
             report += [ReportCleared(medium, "reset") for medium in ("GPU", "CPU", "STORAGE")]

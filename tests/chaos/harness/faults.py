@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kind of fault: what it does, for how long, and how it ends. Each is drawn from the schedule's own chance."""
+"""All kinds of faults, each as a function that causes the fault, waits, and ends it.
+
+Their random choices come from the schedule's seed.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from tests.chaos.harness.publisher import Replay
 from tests.chaos.harness.scene import LONG_S, SHORT_S, Fault, Scene
 from tests.chaos.harness.shape import Kind
 
-# Far longer than leases, than any timeout, and than doubt is credited.
+# Far longer than a lease, than any timeout, and than a suspect worker keeps its credit.
 SILENT_S = 30.0
-# Longer than ZMQ's longest pause between two connections.
+# Longer than ZMQ's longest pause before it connects again.
 RECONNECTED_S = 2.5
 HOUR_S = 3_600.0
-# What an engine may be restarted with; the seeds are those that a router tries by itself.
+# Layouts that an engine may be restarted with, and the hash seeds that a router tries by itself.
 LAYOUTS = (
     llama(),
     llama(block_size=32),
@@ -55,7 +58,7 @@ def _shared(act: OnScene) -> OnScene:
 
 @_on(TOPIC)
 async def batches_unsent(scene: Scene, engine: Engine) -> None:
-    """PUB drops some; the replay ring has them."""
+    """Let PUB drop some batches; the replay ring has them."""
     if engine.publisher is not None:
         engine.publisher.unsent = scene.rng.randint(1, 8)
     await scene.pause(0.1, 0.5)
@@ -64,7 +67,7 @@ async def batches_unsent(scene: Scene, engine: Engine) -> None:
 
 @_on(TOPIC)
 async def batches_lost(scene: Scene, engine: Engine) -> None:
-    """Seqs used up with nothing behind them, as after a failed encode."""
+    """Use up some seqs without a batch, as after a failed encode."""
     scene.excused.add(engine.name)
     if engine.publisher is not None:
         engine.publisher.lost = scene.rng.randint(1, 4)
@@ -90,7 +93,7 @@ async def batches_swapped(scene: Scene, engine: Engine) -> None:
 
 @_on(TOPIC, hwm=5)
 async def high_water_mark(scene: Scene, engine: Engine) -> None:
-    """The reader's side stands still until PUB drops."""
+    """Stall the reader's side until PUB drops batches."""
     engine.events.stall()
     for _ in range(60):
         if engine.replica is not None:
@@ -102,7 +105,7 @@ async def high_water_mark(scene: Scene, engine: Engine) -> None:
 
 @_on(frozenset({Kind.PATCHED}), report_queue=4)
 async def reports_dropped(scene: Scene, engine: Engine) -> None:
-    """The reporter's queue is full."""
+    """Stall the reporter until its queue is full and it drops reports."""
     engine.stall_reporter(0.4)
     await scene.pause(0.4, 0.8)
 
@@ -118,7 +121,7 @@ async def wire_delay(scene: Scene, engine: Engine) -> None:
 
 @_on(ALL)
 async def wire_cut(scene: Scene, engine: Engine) -> None:
-    """All connections break; new ones are refused for a while."""
+    """Cut all connections, and refuse new ones for a while."""
     for wire in engine.wires:
         wire.refusing = True
         wire.cut()
@@ -128,7 +131,7 @@ async def wire_cut(scene: Scene, engine: Engine) -> None:
 
 @_on(ALL)
 async def wire_half_open(scene: Scene, engine: Engine) -> None:
-    """Connections stand, and what is sent vanishes."""
+    """Keep the connections open, and drop all bytes on them."""
     for wire in engine.wires:
         wire.swallowing = True
     await scene.pause(0.5, 2 * LONG_S)
@@ -137,7 +140,7 @@ async def wire_half_open(scene: Scene, engine: Engine) -> None:
 
 @_on(ALL)
 async def wire_stall(scene: Scene, engine: Engine) -> None:
-    """As when the engine's host is stopped and goes on: all comes late, nothing is lost."""
+    """Delay all messages without losing one, as if the engine's host were stopped and resumed."""
     for wire in engine.wires:
         wire.stall()
     await scene.pause(0.3, 2 * LONG_S)
@@ -155,7 +158,7 @@ async def wire_narrow(scene: Scene, engine: Engine) -> None:
 
 @_on(ALL)
 async def engine_restart(scene: Scene, engine: Engine) -> None:
-    """kill -9, and a new life behind the same addresses."""
+    """Kill the engine and start it again behind the same addresses."""
     await engine.stop()
     await scene.pause(0.0, 0.8)
     await engine.start()
@@ -163,7 +166,7 @@ async def engine_restart(scene: Scene, engine: Engine) -> None:
 
 @_on(ALL)
 async def restart_with_another_layout(scene: Scene, engine: Engine) -> None:
-    """The next life has other groups, block sizes or windows, or another hash seed."""
+    """Restart the engine with other groups, block sizes or windows, and perhaps another hash seed."""
     await engine.stop()
     others = [geometry for geometry in LAYOUTS if geometry != engine.shape.geometry]
     engine.change_layout(scene.rng.choice(others), scene.rng.choice(HASH_SEEDS))
@@ -173,15 +176,15 @@ async def restart_with_another_layout(scene: Scene, engine: Engine) -> None:
 
 @_on(ALL)
 async def restart_past_the_old_seq(scene: Scene, engine: Engine) -> None:
-    """The new life has said more than the old one before the router hears of it."""
+    """Restart the engine, which has sent more batches than in its old life before the router learns of the restart."""
     await _restart_unheard(scene, engine, scene.rng.randint(1, 6))
 
 
 @_on(ALL, http=1)
 async def restart_at_the_old_seq(scene: Scene, engine: Engine) -> None:
-    """The new life's next batch has just the seq that the old one's would have had.
+    """Restart the engine, whose next batch then has exactly the seq that the router expects from the old life.
 
-    With HTTP: of a PLAIN engine without it, the next seq is all the proof that there is
+    The engine has HTTP, because without it the next seq would be the only proof of a PLAIN engine
     (docs/reference/states.md).
     """
     await _restart_unheard(scene, engine, 0)
@@ -189,7 +192,7 @@ async def restart_at_the_old_seq(scene: Scene, engine: Engine) -> None:
 
 @_on(ALL)
 async def engine_stopped(scene: Scene, engine: Engine) -> None:
-    """The engine's threads stand still; its sockets do not."""
+    """Stall the engine's threads, but not its sockets."""
     engine.stall(True)
     stop_s = scene.rng.uniform(0.3, LONG_S)
     engine.stall_reporter(stop_s)
@@ -243,7 +246,7 @@ async def replay_lies(scene: Scene, engine: Engine) -> None:
 
 @_on(frozenset({Kind.PATCHED}))
 async def snapshot_cut(scene: Scene, engine: Engine) -> None:
-    """The answer to a snapshot request breaks off; the reports before it were lost, so that one is wanted."""
+    """Break off the answer to a snapshot request; lose the reports before it, so that the router wants a snapshot."""
     engine.requests.cut_after_bytes = scene.rng.randint(1, 3_000)
     engine.requests.cut()
     engine.reports.swallowing = True
@@ -255,7 +258,7 @@ async def snapshot_cut(scene: Scene, engine: Engine) -> None:
 
 @_on(frozenset({Kind.PATCHED}))
 async def heartbeats_lost(scene: Scene, engine: Engine) -> None:
-    """No report comes, while requests are answered."""
+    """Drop all reports and heartbeats, while requests are still answered."""
     engine.reports.swallowing = True
     await scene.pause(0.5, 2 * LONG_S)
     _heal(engine)
@@ -263,7 +266,10 @@ async def heartbeats_lost(scene: Scene, engine: Engine) -> None:
 
 @_on(frozenset({Kind.PATCHED}))
 async def patch_restart(scene: Scene, engine: Engine) -> None:
-    """The patch alone starts again, as after a failed plugin: the engine's cache is full and the ledger empty."""
+    """Restart without the patch, as after a failed plugin, and then with it.
+
+    While the patch is missing, the engine's cache fills.
+    """
     await engine.stop()
     await engine.start(patched=False)
     await scene.pause(0.1, 0.6)
@@ -273,7 +279,7 @@ async def patch_restart(scene: Scene, engine: Engine) -> None:
 
 @_shared
 async def clock_jump(scene: Scene) -> None:
-    """The router's clock goes an hour forward or back."""
+    """Move the router's clock an hour forward or back."""
     assert scene.router is not None
     scene.router.clock.offset_s += scene.rng.choice((-HOUR_S, HOUR_S))
     await scene.pause()
@@ -281,7 +287,7 @@ async def clock_jump(scene: Scene) -> None:
 
 @_shared
 async def store_restart(scene: Scene) -> None:
-    """kill -9, and back with what was on disk: up to a second is lost."""
+    """Kill the store and start it with its data on disk; up to a second of writes is lost."""
     scene.valkey.kill()
     await scene.pause(0.0, 1.0)
     await scene.valkey.start()
@@ -302,7 +308,7 @@ async def store_flushed(scene: Scene) -> None:
 
 @_shared
 async def store_stopped(scene: Scene) -> None:
-    """SIGSTOP for seconds, past the lease half of the time."""
+    """Stop the store with SIGSTOP for some seconds, in half of the cases past the lease."""
     scene.valkey.stop()
     await scene.pause(0.3, 4.0)
     scene.valkey.go_on()
@@ -310,7 +316,7 @@ async def store_stopped(scene: Scene) -> None:
 
 @_shared
 async def store_silent(scene: Scene) -> None:
-    """SIGSTOP for half a minute."""
+    """Stop the store with SIGSTOP for half a minute."""
     scene.valkey.stop()
     await scene.pause(SILENT_S, SILENT_S)
     scene.valkey.go_on()
@@ -318,7 +324,7 @@ async def store_silent(scene: Scene) -> None:
 
 @_shared
 async def store_full(scene: Scene) -> None:
-    """maxmemory with noeviction: writes are refused, reads are not."""
+    """Let the store reach maxmemory with noeviction: it refuses writes, but not reads."""
     await scene.valkey.ask("CONFIG", "SET", "maxmemory", "1")
     await scene.pause(0.3, 2.0)
     await scene.valkey.ask("CONFIG", "SET", "maxmemory", "0")
@@ -326,7 +332,7 @@ async def store_full(scene: Scene) -> None:
 
 @_shared
 async def store_slow(scene: Scene) -> None:
-    """Every command waits, again and again."""
+    """Pause the store several times, so that every command waits."""
     for _ in range(scene.rng.randint(2, 6)):
         pause_ms = scene.rng.randint(50, 500)
         if scene.rng.random() < 0.5:
@@ -352,9 +358,15 @@ def _heal(engine: Engine) -> None:
 
 
 async def _restart_unheard(scene: Scene, engine: Engine, further: int) -> None:
-    """further: batches more than the old life had; of both streams, where there are two, the event topic counts."""
+    """Restart the engine, and let the router learn of it only when the new life has sent enough batches.
+
+    Args:
+        scene: The scene of the fault.
+        engine: The engine.
+        further: How many batches more than the old life the new one sends first, counted on the engine's own topic.
+    """
     engine.loaded = False
-    # What was said has arrived: the router waits for this seq.
+    # Wait until the sent batches have arrived, so that the router expects the next seq.
     await asyncio.sleep(SHORT_S)
     old = engine.publisher.next_seq if engine.publisher is not None else 0
     for wire in engine.wires:
@@ -371,7 +383,7 @@ async def _restart_unheard(scene: Scene, engine: Engine, further: int) -> None:
         await asyncio.sleep(0)
     await scene.pause(0.0, 0.5)
     _heal(engine)
-    # The subscription stands before the next batch is said, or that one would be missed too.
+    # The router must have subscribed again before the next batch, or it would miss that one too.
     await asyncio.sleep(RECONNECTED_S)
     engine.loaded = True
 

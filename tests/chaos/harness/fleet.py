@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many schedules at once in one loop: they wait most of the time."""
+"""Many schedules that run concurrently in one event loop, as they wait most of the time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.chaos.harness.process_schedule import PROCESS_FAULTS, ProcessSchedule
 from tests.chaos.harness.schedule import MIXED, Schedule
 from tests.chaos.harness.stage import Outcome, Stage
 
-# What a schedule can be about; seeds take them in turn.
+# The kinds of schedules; seeds take them in turn.
 KINDS = (*FAULTS, MIXED, *PROCESS_FAULTS)
 
 
 def schedule(seed: int, kind: str | None = None) -> Stage:
-    """The schedule of a seed; kind None: by the seed."""
+    """Return the schedule of a seed; without a kind, the seed determines it."""
     kind = kind or KINDS[seed % len(KINDS)]
     return ProcessSchedule(seed, kind) if kind in PROCESS_FAULTS else Schedule(seed, kind)
 
@@ -26,8 +26,15 @@ def schedule(seed: int, kind: str | None = None) -> Stage:
 async def run_all(
     schedules: Iterable[Stage], *, at_once: int, done: Callable[[Outcome], None] = lambda outcome: None
 ) -> list[Outcome]:
-    """Runs them all, `at_once` of them side by side; what one raises is its failure. Cancelled, it ends all of them in
-    order."""
+    """Run all schedules, at most `at_once` of them concurrently, and return their outcomes.
+
+    An exception of a schedule is recorded as its failure. A cancellation ends all schedules in an orderly way.
+
+    Args:
+        schedules: The schedules.
+        at_once: The number of schedules that run concurrently.
+        done: Called with the outcome of each schedule.
+    """
     waiting = list(reversed(list(schedules)))
     outcomes: list[Outcome] = []
 

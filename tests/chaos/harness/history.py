@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine held after each of its messages: the truth that a router's credit is judged by. Pure.
+"""The blocks that an engine held after each of its messages: the truth against which a router's credit is judged.
 
-It is read off the engine's own pool, never derived from events, so it shares nothing with the router's counting.
+It is read from the engine's own pool, never derived from events, so it shares no code with the router's counting. It
+does no I/O.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ NOTHING: Held = {}
 
 @dataclass(slots=True)
 class Life:
-    """One life of one stream. `seqs` grow, with holes where nothing was said; ended_s: None while it lasts."""
+    """One stream of an engine, from one start of the engine to its end."""
 
     stream: str
     number: int
+    # None while the life lasts.
     ended_s: float | None = None
+    # The seqs of the messages, in ascending order, with holes at seqs without a message.
     seqs: list[int] = field(default_factory=list)
+    # The time of each message, and the blocks held after it.
     said_s: list[float] = field(default_factory=list)
     states: list[Held] = field(default_factory=list)
 
@@ -39,7 +43,7 @@ class Life:
         self.states.append(held)
 
     def at(self, seq: int | None) -> Held | None:
-        """What was held after message `seq`; None when this life never said it."""
+        """Return the blocks held after message `seq`, or None if this life has not sent it."""
         if seq is None:
             return NOTHING
         index = bisect_right(self.seqs, seq) - 1
@@ -48,17 +52,17 @@ class Life:
         return self.states[index]
 
     def held_later(self, seq: int | None, place: Place, block: int) -> bool:
-        """Whether a block was there after any message from `seq` on."""
+        """Return whether a block was held after any message from `seq` on."""
         first = 0 if seq is None else bisect_right(self.seqs, seq) - 1
         return any(block in held.get(place, ()) for held in self.states[max(first, 0) :])
 
     def behind_s(self, seq: int | None, now_s: float) -> float:
-        """How long ago the message after `seq` was said, 0 when there is none."""
+        """Return how long ago the message after `seq` was sent; 0 if there is none."""
         index = 0 if seq is None else bisect_right(self.seqs, seq)
         return now_s - self.said_s[index] if index < len(self.seqs) else 0.0
 
     def last_change(self, place: Place, block: int) -> str:
-        """When a block last came and last went, for a trace."""
+        """Return a line for a trace that says when a block was last stored and last removed."""
         stored = removed = None
         before = False
         for seq, held in zip(self.seqs, self.states, strict=True):

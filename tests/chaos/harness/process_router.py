@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router under test as users run it: a `kvrouter serve` process on a shared store, killed and stopped by
-signals."""
+"""The router under test as users run it: a `kvrouter serve` process on a shared store.
+
+Schedules kill and stop it by signals.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,24 @@ from tests.chaos.harness.engines import MODEL, Engine
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
-# The least that a router takes: a stopped one loses its workers within a schedule.
+# The shortest lease that a router accepts, so that a stopped router loses its workers within a schedule.
 LEASE_S = 1.0
-# A router that is stopped answers nothing.
+# Timeout of an answer; a stopped router does not answer.
 ANSWER_S = 1.0
 
 
 class ProcessRouter:
-    """One router; `open` again after `kill` is its next life, on the same port."""
+    """One router; after `kill`, `open` starts it again on the same port."""
 
     def __init__(self, name: str, folder: Path, url: str, settings: Mapping[str, str] | None = None) -> None:
-        """settings: further variables of its environment."""
+        """Choose a port for the router.
+
+        Args:
+            name: The router's name, also that of its log.
+            folder: The working folder.
+            url: The store.
+            settings: Further variables of the router's environment.
+        """
         self.name = name
         self._settings = dict(settings or {})
         self.stopped = False
@@ -64,14 +73,14 @@ class ProcessRouter:
                     return
 
     async def kill(self) -> None:
-        """kill -9."""
+        """Kill the process with SIGKILL."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()
             await process.wait()
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Stop the process with SIGSTOP."""
         assert self._process is not None
         self.stopped = True
         os.kill(self._process.pid, signal.SIGSTOP)
@@ -86,7 +95,7 @@ class ProcessRouter:
         process = self._process
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
-                # One that did not come up has ended already.
+                # A router that failed at its start has ended already.
                 process.terminate()
             try:
                 async with asyncio.timeout(STOP_TIMEOUT_S):
@@ -102,13 +111,16 @@ class ProcessRouter:
         answer.raise_for_status()
 
     async def rows(self) -> dict[str, dict[str, Any]]:
-        """`GET /workers`, by worker. Raises httpx.TransportError when nobody answers."""
+        """Return the rows of `GET /workers` by worker; raises httpx.TransportError if nobody answers."""
         answer = await self._client.get("/workers")
         answer.raise_for_status()
         return {row["worker_id"]: row for row in answer.json()["workers"]}
 
     async def gpu_hits(self, tokens: list[int]) -> dict[str, int]:
-        """What each worker will reuse of a prompt from its GPU. Raises httpx.TransportError when nobody answers."""
+        """Return how many tokens of a prompt each worker will reuse from its GPU, as the router predicts.
+
+        Raises httpx.TransportError if nobody answers.
+        """
         answer = await self._client.post("/query", json={"model": MODEL, "token_ids": tokens})
         answer.raise_for_status()
         return {worker: hit["gpu"] for worker, hit in answer.json()["instances"].items()}

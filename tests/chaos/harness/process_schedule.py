@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One schedule with routers as processes: killed and started again; or one of two stopped, or cut off from the store.
+"""A schedule with routers as processes, which are killed and restarted, stopped, or cut off from the store.
 
-A process is seen through its API only: the answers are judged in tokens, and after the last fault the sets in the store
-block by block.
+The harness sees a process only through its API: it judges the answers in tokens, and after the last fault it compares
+the sets in the store block by block.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from tests.support.wire import Wire
 ROUTER_KILLED, ROUTER_STOPPED, ROUTER_CUT_OFF = "router_killed", "router_stopped", "router_cut_off"
 STORE_HANGS, ROUTER_REFUSES = "store_hangs", "router_refuses"
 PROCESS_FAULTS = (ROUTER_KILLED, ROUTER_STOPPED, ROUTER_CUT_OFF, STORE_HANGS, ROUTER_REFUSES)
-# Two where nothing else is said.
+# Number of routers by fault; two for all other faults.
 ROUTERS = {ROUTER_KILLED: 1, STORE_HANGS: 3}
-# Far longer than leases and than doubt is credited.
+# From a short pause to one far longer than a lease and than a suspect worker keeps its credit.
 HANG_FIRST_S, HANG_LAST_S = 2.0, 30.0
-# How long a router that refuses all workers stays: for handing workers over, and for noticing that nobody has them.
+# How long a router that refuses all workers stays: long enough for routers to hand it workers, and to notice workers
+# that nobody follows.
 REFUSES_FIRST_S, REFUSES_LAST_S = 2.0, 5.0
 REFUSED_HOSTS = "10.0.0.0/8"
-# Of the machine that all of this shares.
+# Further delay that is allowed because all processes share one machine.
 LATE_S = 1.0
 
-# What may happen to the engines while a router does not look.
+# Faults that may happen to the engines while a router is down, stopped or cut off.
 MEANWHILE = (
     "engine_restart",
     "restart_past_the_old_seq",
@@ -55,12 +56,12 @@ MEANWHILE = (
 )
 
 
-# How long a router may take to notice that the store is silent: one read that waits, and what is allowed beyond.
+# How long a router may take to notice that the store is silent: one blocking read, and the silence allowed after it.
 UNHEARD_S = BLOCK_S + SILENT_S
 
 
 class _HeldPool:
-    """What an engine held at some moment, to be queried as its pool is."""
+    """The blocks that an engine held at some moment, with the interface of its block pool."""
 
     def __init__(self, held: Held) -> None:
         self.null = Block(0)
@@ -74,7 +75,7 @@ class _HeldPool:
 
 
 class ProcessSchedule(Stage):
-    """Faults of the router's process."""
+    """A schedule with faults of the routers' processes and of their connections to the store."""
 
     async def _play(self) -> None:
         count = ROUTERS.get(self.outcome.fault, 2)
@@ -87,7 +88,7 @@ class ProcessSchedule(Stage):
             for i, wire in enumerate(self._wires)
         ]
         self._excused: set[str] = set()
-        # When each engine was last seen wrong, or not seen, by any router.
+        # When any router last showed each engine's state wrongly, or not settled.
         self._wrong_s: dict[str, float] = {}
         self._shown: dict[tuple[str, str], tuple[object, ...]] = {}
         try:
@@ -135,7 +136,7 @@ class ProcessSchedule(Stage):
         await acts[self.outcome.fault](scene, routers)
 
     async def _hang(self, scene: Scene, routers: list[ProcessRouter]) -> None:
-        """SIGSTOP of the store, under traffic: nothing that one router learns reaches another."""
+        """Stop the store with SIGSTOP under traffic, so that no router learns of another one's commits."""
         self.outcome.faults += 1
         hang_s = self._rng.uniform(HANG_FIRST_S, HANG_LAST_S)
         self._say(f"fault {STORE_HANGS} for {hang_s:.1f} s")
@@ -145,7 +146,7 @@ class ProcessSchedule(Stage):
         self._say("the store goes on")
 
     async def _refuse(self, scene: Scene, routers: list[ProcessRouter]) -> None:
-        """A further router may connect to no engine: the others go on as if it were not there."""
+        """Start a further router that may connect to no engine, and check that it does not disturb the others."""
         self.outcome.faults += 1
         url = f"redis://127.0.0.1:{self._wires[0].port}/0"
         refuser = ProcessRouter("refuser", self._folder, url, {"KVROUTER_ALLOW_HOSTS": REFUSED_HOSTS})
@@ -191,8 +192,10 @@ class ProcessSchedule(Stage):
         self._say(f"{router.name} goes on")
 
     async def _cut_off(self, scene: Scene, routers: list[ProcessRouter]) -> None:
-        """Between one router and the store all bytes vanish; both go on reading the engines, and the other takes
-        over."""
+        """Drop all bytes between one router and the store.
+
+        Both routers still read the engines, and the other one takes over the workers.
+        """
         self.outcome.faults += 1
         number = self._rng.randrange(len(routers))
         self._say(f"fault {ROUTER_CUT_OFF}: {routers[number].name}")
@@ -222,14 +225,15 @@ class ProcessSchedule(Stage):
                 hits = await router.gpu_hits(tokens)
                 after = await router.rows()
             except (httpx.TransportError, httpx.HTTPStatusError):
-                # Just killed or stopped, or just up and without workers.
+                # The router has just been killed or stopped, or has just started and has no workers yet.
                 continue
             for name in before.keys() & hits.keys() & after.keys():
                 self._look(router, self._engine(name), tokens, before[name], hits[name], after[name])
                 self._look_how_old(router, self._engine(name), before[name], after[name], asked_s)
 
     def _rng_free_choice(self) -> Engine:
-        # In turn, not at random: how often we look depends on time, and must not change what the seed draws.
+        # The engines are chosen in turn, not at random: the number of samples depends on time, and must not change the
+        # random choices of the seed.
         return self._engines[self.outcome.samples // 7 % len(self._engines)]
 
     def _look(
@@ -279,7 +283,7 @@ class ProcessSchedule(Stage):
     def _look_how_old(
         self, router: ProcessRouter, engine: Engine, before: dict[str, Any], after: dict[str, Any], asked_s: float
     ) -> None:
-        """What is live shows news that is two seconds old, whatever the store does."""
+        """Check that a live worker shows messages that are two seconds old, whatever the store does."""
         undisturbed = self.outcome.fault in (STORE_HANGS, ROUTER_REFUSES) and not engine.news_blocked
         if not undisturbed or not (_settled(before) and _settled(after)) or before["epoch"] != after["epoch"]:
             return
@@ -301,8 +305,8 @@ class ProcessSchedule(Stage):
                 rows = [await router.rows() for router in routers]
             except httpx.TransportError:
                 rows = []
-            complete = rows and all(len(those) == len(self._engines) for those in rows)
-            if complete and all(_settled(row) for those in rows for row in those.values()):
+            complete = rows and all(len(by_worker) == len(self._engines) for by_worker in rows)
+            if complete and all(_settled(row) for by_worker in rows for row in by_worker.values()):
                 return
             await asyncio.sleep(SAMPLE_S)
 
@@ -349,30 +353,30 @@ class ProcessSchedule(Stage):
         return problems
 
     async def _compare(self, engine: Engine) -> tuple[int, int]:
-        """(ghosts, lost) of what the store has against what the engine holds."""
+        """Compare the store with the engine's blocks, and return the numbers of ghosts and of lost blocks."""
         worker = WorkerKey(MODEL, engine.name)
         held = {keys.place_text(RouterPlace(*place)): blocks for place, blocks in engine.held().items()}
         ask, tag = self._valkey.ask, f"{keys.PREFIX}{keys.worker_tag(worker)}"
         meta = await ask("HGETALL", f"{tag}:meta")
         stored = {place: await ask("GET", key) for place, key in place_keys(tag, meta).items()}
         log = await ask("XRANGE", f"{tag}:log", "-", "+")
-        there = residency_of(meta, stored, log)
+        residency = residency_of(meta, stored, log)
         ghosts = lost = 0
-        for place in held.keys() | there.keys():
-            known, truth = there.get(place, set()), held.get(place, frozenset())
-            ghosts += len(known - truth)
-            lost += len(truth - known)
+        for place in held.keys() | residency.keys():
+            stored_blocks, engine_blocks = residency.get(place, set()), held.get(place, frozenset())
+            ghosts += len(stored_blocks - engine_blocks)
+            lost += len(engine_blocks - stored_blocks)
         return ghosts, lost
 
     async def _ask(self, router: ProcessRouter) -> None:
         for engine in self._engines:
             _, lost = await self._compare(engine)
             for tokens in engine.prompts:
-                said = (await router.gpu_hits(tokens))[engine.name]
-                true = _true_hit(engine, engine.held(), tokens)
-                if said > true or (said < true and not lost):
+                hit = (await router.gpu_hits(tokens))[engine.name]
+                true_hit = _true_hit(engine, engine.held(), tokens)
+                if hit > true_hit or (hit < true_hit and not lost):
                     self._fail(
-                        f"{router.name}: {said} tokens of a prompt promised of {engine.name}, {true} would be reused"
+                        f"{router.name}: {hit} tokens of a prompt promised of {engine.name}, {true_hit} would be reused"
                     )
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's publisher with every fault on order: batches lost, doubled, swapped; a replay that is short, silent or lies.
+"""vLLM's publisher with faults on demand: lost, doubled or swapped batches, and incomplete, missing or false replays.
 
-Sends in the caller's thread, so that what was said at which seq is certain. `serve` answers replay requests and must be
+It sends in the caller's thread, so that the batch of each seq is certain. `serve` answers replay requests and must be
 called often, as vLLM's publisher does between two batches.
 """
 
@@ -18,7 +18,7 @@ ANY_PORT = "tcp://127.0.0.1:0"
 
 
 class Replay(StrEnum):
-    """How replay requests are answered."""
+    """The way in which replay requests are answered."""
 
     HONEST = "honest"
     MUTE = "mute"  # never
@@ -29,15 +29,15 @@ class Replay(StrEnum):
 
 
 class ChaosPublisher:
-    """One life of a publisher."""
+    """The publisher of one life of an engine."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], *, replay: bool, ring: int, hwm: int, first_seq: int = 0
     ) -> None:
         self.next_seq = first_seq
         self.replay = Replay.HONEST
-        # Of the next batches, how many: are kept but not sent; are neither; are sent twice; change places with their
-        # successor.
+        # How many of the next batches are kept for replay but not sent, are neither kept nor sent, are sent twice, and
+        # are swapped with their successor.
         self.unsent = self.lost = self.doubled = self.swapped = 0
         self._held_back: tuple[int, bytes] | None = None
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=ring)
@@ -45,7 +45,7 @@ class ChaosPublisher:
         self._pub.setsockopt(zmq.LINGER, 0)
         self._pub.set_hwm(hwm)
         if hwm < 1_000:
-            # Else the kernel holds far more than the mark.
+            # Otherwise the kernel's buffer holds far more than the mark.
             self._pub.setsockopt(zmq.SNDBUF, 4_096)
         self.port = self._pub.bind_to_random_port("tcp://127.0.0.1")
         self._router: zmq.Socket[bytes] | None = None
@@ -57,7 +57,7 @@ class ChaosPublisher:
             self.replay_port = self._router.bind_to_random_port("tcp://127.0.0.1")
 
     def publish(self, payload: bytes) -> int:
-        """Says one batch, or what the faults leave of it; returns its seq."""
+        """Send one batch, unless a fault loses or changes it, and return its seq."""
         seq = self.next_seq
         self.next_seq += 1
         if self.lost:
@@ -80,12 +80,12 @@ class ChaosPublisher:
         return seq
 
     def behave(self) -> None:
-        """From now on without a fault."""
+        """End all faults."""
         self.unsent = self.lost = self.doubled = self.swapped = 0
         self.replay = Replay.HONEST
 
     def serve(self) -> None:
-        """Answers who asks for a replay."""
+        """Answer the replay requests that have arrived."""
         while self._router is not None:
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server of a simulated engine: /health, and in /metrics the time at which its process began."""
+"""The HTTP server of a simulated engine, with /health and, in /metrics, the start time of its process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import contextlib
 
 
 class PulseServer:
-    """The server of one life of an engine. While it is stalled, it takes requests and answers none."""
+    """The server of one life of an engine; while it is stalled, it accepts requests and answers none."""
 
     def __init__(self, start_s: float) -> None:
         self.stalled = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What many schedules found: a table by fault kind, and the same as JSON."""
+"""The outcomes of many schedules as rows by kind of fault, and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ HEAD = (
 
 
 def rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """One row a fault kind, and one of all. Times in seconds; blocks during a fault are counted once a sample."""
+    """Return one row for each kind of fault, and one for all.
+
+    Times are in seconds. Blocks during a fault are counted once for each sample.
+    """
     by_fault: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_fault.setdefault(outcome.fault, []).append(outcome)
-    found = [_row(name, those) for name, those in sorted(by_fault.items())]
-    return [*found, _row("all", [one for those in by_fault.values() for one in those])]
+    fault_rows = [_row(name, fault_outcomes) for name, fault_outcomes in sorted(by_fault.items())]
+    return [*fault_rows, _row("all", [outcome for fault_outcomes in by_fault.values() for outcome in fault_outcomes])]
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Markdown."""
+    """Return the rows as a Markdown table."""
     lines = [HEAD]
     for row in rows(outcomes):
         marked = ", ".join(f"{count} {state}" for state, count in sorted(row["ghosts_marked"].items())) or 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fault is, and what it may touch."""
+"""The type of a fault, and the objects that faults act on."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from tests.chaos.harness.engines import Engine
 from tests.chaos.harness.shape import Kind
 from tests.chaos.harness.valkey import Valkey
 
-# Longer than a dead connection takes to be noticed where the kernel says so, and than the router's replay timeout.
+# Bounds of a fault's duration. The longer one exceeds the time in which a dead connection is noticed if the kernel
+# reports it, and the router's replay timeout.
 SHORT_S, LONG_S = 0.2, 1.5
 
 
 @dataclass(slots=True)
 class Scene:
-    """What faults may touch."""
+    """The objects that faults may act on."""
 
     rng: random.Random
     engines: list[Engine]
     valkey: Valkey
-    # None: processes, whose clock cannot be had.
+    # None: the routers are processes, whose clock cannot be moved.
     router: CoreRouter | None
+    # Writes a line into the trace.
     said: Callable[[str], None]
-    # Engines whose missed blocks could not be had again, by fault of the fault.
+    # Engines whose missed blocks a router cannot recover because of the fault.
     excused: set[str] = field(default_factory=set)
 
     def pause(self, first_s: float = SHORT_S, last_s: float = LONG_S) -> Awaitable[None]:
@@ -37,10 +39,12 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """kinds: the engines that it can hit; empty: it hits what all share. shape: sizes that the engines must have for
-    it."""
+    """One kind of fault."""
 
     name: str
+    # Coroutine function that causes and ends the fault.
     act: Any
+    # Kinds of engines that it can hit; empty: it hits the store or the router's clock, which all engines share.
     kinds: frozenset[Kind] = frozenset()
+    # Sizes that the engines must have for it, as fields of `Shape`.
     shape: dict[str, int] = field(default_factory=dict)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One schedule with the router in this process: every credited block is judged, many times a second, during and after
-faults."""
+"""A schedule with the router in this process.
+
+Every credited block is judged many times a second, during and after faults.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,27 @@ from tests.chaos.harness.stage import AFTER_S, BEFORE_S, HOPELESS_S, LIVE, SAMPL
 
 MIXED = "mixed"
 
-# Our own loop stood still for so long: what follows may be its fault, and the trace says so.
+# A stall of the harness's own event loop that the trace mentions, as later failures may be due to it.
 STALL_S = 0.3
 
-# An index that shows what was said this long ago has caught up; one that does not is not right yet, whatever it says.
+# An index has caught up if it shows all messages that are at least this old; otherwise it counts as not right yet,
+# whatever its state is.
 CAUGHT_UP_S = 0.5
 
 CREDITED_STATES = frozenset(state.value for state in CREDITED) | LIVE
 
 
-# All but the one that takes half a minute.
+# All faults but the one that takes half a minute.
 OFTEN = [name for name in FAULTS if name != "store_silent"]
 
 
 class Schedule(Stage):
-    """Faults on engines, wires, store and clock."""
+    """A schedule with faults of engines, wires, store and clock."""
 
     def __init__(self, seed: int, fault: str, *, settle_s: float = SETTLE_S) -> None:
         super().__init__(seed, fault, settle_s=settle_s)
         self._shown: dict[str, tuple[object, ...]] = {}
-        # Since when each engine has been shown without a fault; None: it is not.
+        # Time since which the router has shown each engine correctly; None: it does not now.
         self._right_since: dict[str, float | None] = {}
         self._ended_s: float | None = None
 
@@ -66,7 +69,7 @@ class Schedule(Stage):
                 self._right_since[name] = None
             self._say("the last fault has ended")
             await asyncio.sleep(AFTER_S)
-            # A stream without replay proves itself with the next batch only, so the load goes on until all are right.
+            # A stream without replay is proven only by its next batch, so the load continues until all are right.
             await self._until(self._all_right, self._settle_s / 2)
             for engine in self._engines:
                 engine.loaded = False
@@ -133,12 +136,12 @@ class Schedule(Stage):
         self._fail(
             f"{sample.worker} is {sample.state} at seq {sample.seq} with {len(verdict.ghosts)} ghosts, first {block:016x} in "
             f"{place}; {life.last_change(place, block)}; the engine is at "
-            f"{[(one.stream, one.number, one.last_seq) for one in engine.history.current]}",
+            f"{[(current.stream, current.number, current.last_seq) for current in engine.history.current]}",
             once=f"{sample.worker} ghosts",
         )
 
     async def _settle(self, scene: Scene, router: CoreRouter) -> None:
-        """Until every worker is live at its engine's last seq and shows just what is held; then the last judgement."""
+        """Wait until each worker is live at its engine's last seq with exactly its blocks, and judge a last time."""
         beats = {sample.worker: sample.proofs for sample in router.sample()}
         unsettled: list[str] = []
 
@@ -173,20 +176,20 @@ class Schedule(Stage):
                 self._ask(router, engine, verdict)
 
     def _ask(self, router: CoreRouter, engine: Engine, verdict: Verdict) -> None:
-        """The answers too: never a longer hit than the engine would give, and the same where nothing is lost."""
+        """Check that no predicted hit is longer than the engine's own, and that it is equal if no block is lost."""
         assert engine.replica is not None
         for tokens in engine.prompts:
-            said, true = router.gpu_hit(engine, tokens), engine.replica.find(tokens).tokens
-            if said > true or (said < true and not verdict.lost):
-                self._fail(f"{engine.name}: {said} tokens of a prompt promised, {true} would be reused")
+            predicted, reusable = router.gpu_hit(engine, tokens), engine.replica.find(tokens).tokens
+            if predicted > reusable or (predicted < reusable and not verdict.lost):
+                self._fail(f"{engine.name}: {predicted} tokens of a prompt promised, {reusable} would be reused")
 
     def _problem(self, sample: Sample, engine: Engine, excused: set[str]) -> str | None:
-        """Why this is not the end yet."""
+        """Return why the worker has not settled, or None if it has."""
         verdict = judge(sample, engine.history, time.monotonic(), 0.0)
         if sample.state not in LIVE:
             return "not live"
         if not verdict.is_current or verdict.life is None or sample.seq != verdict.life.last_seq:
-            return f"the engine is at {[(one.stream, one.last_seq) for one in engine.history.current]}"
+            return f"the engine is at {[(life.stream, life.last_seq) for life in engine.history.current]}"
         if verdict.ghosts:
             return f"{len(verdict.ghosts)} ghosts"
         if verdict.lost and self._lossless(engine, excused):

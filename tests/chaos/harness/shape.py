@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine of a schedule is: its kind, its sizes, and what follows from them."""
+"""The kind and the sizes of a schedule's engine, with the catalog and the prompts that follow from them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from kvrouter.simulator.cache.hashing import extend_hashes, root_hash
 from kvrouter.simulator.cache.shapes import Geometry
 from tests.chaos.harness.tiers import short
 
-# Other prompts share a prefix with their like, so that blocks are reused, doubled and evicted.
+# Prompts of a family share a prefix, so that blocks are reused, doubled and evicted.
 FAMILIES, PROMPTS = 4, 24
 
 
 class Kind(StrEnum):
-    """What an engine offers a router that missed something."""
+    """The way in which an engine lets a router recover missed messages.
+
+    STOCK has a replay endpoint, PLAIN has none, and PATCHED answers snapshot requests.
+    """
 
     STOCK = "stock"
     PLAIN = "plain"
@@ -35,11 +38,11 @@ class Shape:
     ring: int = 10_000
     hwm: int = 100_000
     report_queue: int = 100_000
-    # Whether its HTTP address is known to the router.
+    # 1 if the router knows the engine's HTTP address, else 0.
     http: int = 0
 
     def catalog(self, hash_seed: str) -> DeclaredCatalog:
-        """What the engine patch declares of it."""
+        """Return the catalog that the engine patch declares."""
         geometry = self.geometry
         size = geometry.hash_block_size
         tokens = list(range(size))
@@ -62,7 +65,7 @@ class Shape:
         )
 
     def prompts(self, rng: random.Random) -> list[list[int]]:
-        """What its load is made of: each shares a prefix with its like."""
+        """Return the prompts of the engine's load; those of a family share a prefix."""
         size = self.geometry.scheduler_block_size
         families = [[rng.randrange(30_000) for _ in range(size * rng.randint(1, 4))] for _ in range(FAMILIES)]
         return [

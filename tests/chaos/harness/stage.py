@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every schedule has: a seed, a store, engines behind proxies, a trace, and what came of it.
+"""The parts of every schedule: a seed, a store, engines behind proxies, a trace, and an outcome.
 
-Everything is drawn from the seed; what is not is the timing of real sockets. So a seed repeats a schedule, not each
-interleaving.
+All random choices come from the seed, but the timing of real sockets does not. So a seed repeats a schedule, but not
+every interleaving.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from tests.chaos.harness.shape import Kind, Shape
 from tests.chaos.harness.valkey import Valkey
 
 SAMPLE_S = 0.02
-# Load before the first fault, and after the last: ghosts of a missed batch may show with the next one only.
+# Load before the first fault and after the last, as ghosts of a missed batch may only show with the next batch.
 BEFORE_S, AFTER_S = 0.6, 0.8
-# Until all is settled: a snapshot is requested again after 30 s at worst, a silent patch is given up after 15 s.
+# Time until all workers have settled, at the start and at the end. A snapshot is requested again after 30 s at worst,
+# and a silent patch is given up after 15 s.
 START_S, SETTLE_S = 30.0, 75.0
-# The same where ghosts were seen already: only to show whether they stay.
+# Time to settle if there were ghosts already, only to show whether they stay.
 HOPELESS_S = 5.0
 # Lines of a failure's trace, at its beginning and at its end.
 TRACE_LINES = 40
@@ -42,31 +43,38 @@ LIVE = frozenset({StreamState.LIVE.value, StreamState.UNHASHABLE.value})
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one schedule.
-
-    Blocks are counted once for each sample that showed them. behind: samples that were live and showed an index that
-    stood still, although the engine's next word had long come. lost_after: by kind of engine.
-    """
+    """The outcome of one schedule; blocks are counted once for each sample that showed them."""
 
     seed: int
     fault: str
+    # Number of faults, counted for each engine that they hit.
     faults: int = 0
     seconds: float = 0.0
     samples: int = 0
+    # Samples of live workers whose index was not up to date, although the engine had long sent its next message.
     behind: int = 0
+    # Ghosts before the last judgement, by the worker's state.
     ghosts_during: Counter[str] = field(default_factory=Counter)
     ghosts_after: int = 0
+    # Lost blocks at the end, by the kind of engine.
     lost_after: Counter[str] = field(default_factory=Counter)
+    # Seconds from the end of the last fault until a worker was right, one for each worker.
     recovered_s: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
 
 
 class Stage:
-    """Set up, `_play`, torn down; runs once."""
+    """The base of a schedule: it sets up the store, calls `_play`, and tears everything down; it runs once."""
 
     def __init__(self, seed: int, fault: str, *, settle_s: float = SETTLE_S) -> None:
-        """settle_s: how long it may take until all is right again."""
+        """Prepare a schedule.
+
+        Args:
+            seed: The source of all random choices.
+            fault: The name of the fault, or of a mix of them.
+            settle_s: How long it may take until all workers are right again.
+        """
         self._rng = random.Random(seed)
         self.outcome = Outcome(seed, fault)
         self._engines: list[Engine] = []
@@ -77,7 +85,7 @@ class Stage:
         self._begun_s = 0.0
         self._lines: list[tuple[float, str]] = []
         self._told: set[str] = set()
-        # Until when news of an engine may not have reached the router.
+        # Time until which messages of each engine could not reach the router.
         self._blocked_until: dict[str, float] = {}
 
     async def run(self) -> Outcome:
@@ -93,7 +101,7 @@ class Stage:
                 with contextlib.suppress(zmq.ZMQError):
                     await engine.close()
             await self._valkey.close()
-            # Waits for its sockets, so not in the loop's thread.
+            # It waits for its sockets, so it must not run in the loop's thread.
             await asyncio.to_thread(self._context.destroy, linger=0)
             shutil.rmtree(self._folder, ignore_errors=True)
         self.outcome.seconds = time.monotonic() - self._begun_s
@@ -121,7 +129,7 @@ class Stage:
         self._say(f"engines {', '.join(engine.name for engine in self._engines)}; groups as in {geometry.name}")
 
     async def _hit(self, scene: Scene, fault: Fault) -> None:
-        """One fault, on some of the engines that it can hit, or on what all share."""
+        """Cause one fault, on some of the engines that it can hit, or on the parts that all engines share."""
         self.outcome.faults += 1
         if not fault.kinds:
             self._say(f"fault {fault.name}")
@@ -139,7 +147,7 @@ class Stage:
                 self._block(engine, now)
 
     def _block(self, engine: Engine, until_s: float) -> None:
-        """News of the engine may not reach the routers until then."""
+        """Note that messages of the engine cannot reach the routers until this time."""
         self._blocked_until[engine.name] = max(until_s, self._blocked_until.get(engine.name, 0.0))
 
     def _engine(self, name: str) -> Engine:
@@ -159,7 +167,12 @@ class Stage:
         return True
 
     def _fail(self, text: str, once: str = "") -> None:
-        """once: of the failures with the same name, only the first is reported; what follows is the same again."""
+        """Record a failure.
+
+        Args:
+            text: The failure.
+            once: A name; only the first failure with this name is recorded, as later ones repeat it.
+        """
         if not once or once not in self._told:
             self._told.add(once)
             self.outcome.failures.append(text)
@@ -181,7 +194,7 @@ def _geometry(rng: random.Random) -> Geometry:
 
 
 def _engine_kinds(rng: random.Random, plan: list[Fault]) -> list[Kind]:
-    """Two or three engines, among them one that each fault of the plan can hit."""
+    """Choose two or three kinds of engines, so that each fault of the plan can hit at least one."""
     kinds = [Kind.STOCK, Kind.PLAIN, Kind.PATCHED]
     rng.shuffle(kinds)
     if rng.random() < 0.3:
@@ -192,7 +205,7 @@ def _engine_kinds(rng: random.Random, plan: list[Fault]) -> list[Kind]:
 
 
 def _shape(rng: random.Random, geometry: Geometry, plan: list[Fault], kind: Kind) -> Shape:
-    """Pools far too small for the prompts, so that evictions never end."""
+    """Choose the sizes of an engine, with pools far too small for the prompts, so that evictions never end."""
     special: dict[str, int] = {"http": rng.randrange(2)}
     for fault in plan:
         if kind in fault.kinds:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU memory and a disk below it, as an offloading engine has them: each evicts by itself, what was stored first.
-Pure."""
+"""A model of an offloading engine's tiers, CPU memory and a disk below it; it does no I/O.
+
+Each tier evicts by itself the block that was stored first.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from dataclasses import dataclass
 
 from tests.chaos.harness.history import Place
 
-# Who owns the disk, as a secondary tier's events name it.
+# The owner of the disk in the events of a secondary tier.
 OWNER = "chaos-disk"
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A block came to a tier or left it."""
+    """A block's arrival in a tier (`stored`) or its removal from it."""
 
     stored: bool
     group_idx: int
@@ -26,7 +28,7 @@ class Moved:
 
 
 class Tiers:
-    """Both tiers. A block evicted from the CPU may go to disk."""
+    """The CPU tier and the disk tier; a block evicted from the CPU tier may move to the disk."""
 
     def __init__(self, cpu_blocks: int, disk_blocks: int, rng: random.Random) -> None:
         self._room = {"CPU": cpu_blocks, "STORAGE": disk_blocks}
@@ -35,11 +37,11 @@ class Tiers:
         self._moves: list[Moved] = []
 
     def offload(self, group_idx: int, block_hash: bytes) -> None:
-        """Store a block of the GPU below."""
+        """Store a block of the GPU in the CPU tier."""
         self._put("CPU", group_idx, block_hash)
 
     def clear(self, medium: str) -> None:
-        """Forget a tier, without a move: the engine says it in one word."""
+        """Empty a tier without a move for each block, as the engine sends a single event for all of them."""
         self._held[medium].clear()
 
     def take_moves(self) -> list[Moved]:
@@ -47,11 +49,11 @@ class Tiers:
         return moves
 
     def held(self) -> dict[Place, set[int]]:
-        found: dict[Place, set[int]] = {}
+        hashes_by_place: dict[Place, set[int]] = {}
         for medium, blocks in self._held.items():
             for group_idx, block_hash in blocks:
-                found.setdefault((group_idx, medium, _owner(medium)), set()).add(short(block_hash))
-        return found
+                hashes_by_place.setdefault((group_idx, medium, _owner(medium)), set()).add(short(block_hash))
+        return hashes_by_place
 
     def _put(self, medium: str, group_idx: int, block_hash: bytes) -> None:
         blocks, room = self._held[medium], self._room[medium]
@@ -67,7 +69,7 @@ class Tiers:
 
 
 def short(block_hash: bytes) -> int:
-    """A hash as the wire has it: the last 8 bytes."""
+    """Return a hash in the form that events have, its last 8 bytes."""
     return int.from_bytes(block_hash[-8:], "big")
 
 

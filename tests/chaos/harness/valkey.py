@@ -19,7 +19,7 @@ START_TIMEOUT_S = 20.0
 
 
 class Valkey:
-    """One server on a unix socket, and on one TCP port through all its lives."""
+    """One server on a unix socket and on a TCP port, which stays the same after a restart."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,7 +42,7 @@ class Valkey:
         await self.start()
 
     async def start(self) -> None:
-        """Starts on what the disk has."""
+        """Start the server with the data on its disk."""
         self._spawn()
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:
@@ -68,7 +68,7 @@ class Valkey:
             )
 
     def kill(self, *, keep_data: bool = True) -> None:
-        """kill -9; what was not written out is lost, or everything."""
+        """Kill the server with SIGKILL; unwritten data is lost, or all data if not `keep_data`."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -77,7 +77,7 @@ class Valkey:
             shutil.rmtree(self._folder / "appendonlydir", ignore_errors=True)
 
     def stop(self) -> None:
-        """SIGSTOP: connections stand, nothing answers."""
+        """Stop the server with SIGSTOP: connections stay open, and nothing is answered."""
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGSTOP)
 
