@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make audit`: known vulnerabilities of the installed packages, by pip-audit. Exit code 0: none, 1: some, 2: unknown.
+"""Check of the installed packages for known vulnerabilities, with pip-audit (`make audit`).
 
-pip-audit itself ends with 0 when its database answers nothing for any package, which reads like a clean bill.
+The exit code is 0 if no vulnerability is known, 1 if some are, and 2 if pip-audit gave no answer. pip-audit itself ends
+with 0 if its database answers nothing for any package, which looks like a clean result.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ import sys
 from typing import Any
 
 UNTOLD = 2
-# Our own package, which no database knows.
+# The database does not know our own package.
 OWN = "hybrid-kv-router"
 TIMEOUT_S = 600
 
 
 def verdict(report: dict[str, Any]) -> tuple[int, str]:
-    """Exit code and text for pip-audit's JSON report."""
+    """Return the exit code and the text for pip-audit's JSON report."""
     packages = [package for package in report.get("dependencies", []) if package["name"] != OWN]
     audited = [package for package in packages if "skip_reason" not in package]
     lines = [
-        f"{package['name']} {package['version']}: {found['id']}, fixed in {', '.join(found['fix_versions']) or 'no version'}"
+        f"{package['name']} {package['version']}: {entry['id']}, fixed in {', '.join(entry['fix_versions']) or 'no version'}"
         for package in audited
-        for found in package["vulns"]
+        for entry in package["vulns"]
     ]
     if not audited:
         return UNTOLD, (
@@ -42,11 +43,14 @@ def verdict(report: dict[str, Any]) -> tuple[int, str]:
 def main() -> int:
     command = [sys.executable, "-m", "pip_audit", "--local", "--progress-spinner", "off", "--format", "json"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-        report = json.loads(done.stdout)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        report = json.loads(completed.stdout)
     except (ValueError, subprocess.TimeoutExpired) as error:
-        said = done.stderr.strip().splitlines()[-1:] if isinstance(error, ValueError) else [str(error)]
-        print(f"not audited: pip-audit gave no report ({' '.join(said)}); is its database reachable?", file=sys.stderr)
+        last_lines = completed.stderr.strip().splitlines()[-1:] if isinstance(error, ValueError) else [str(error)]
+        print(
+            f"not audited: pip-audit gave no report ({' '.join(last_lines)}); is its database reachable?",
+            file=sys.stderr,
+        )
         return UNTOLD
     code, text = verdict(report)
     print(text, file=sys.stderr if code else sys.stdout)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make chart-readme`: the table of values in the chart's README.md, made of values.yaml and its `# --` lines.
+"""Table of values in the chart's README.md, made from values.yaml and its `# --` lines (`make chart-readme`).
 
-With --check nothing is written; exit code 1: the table is not that of values.yaml.
+With --check nothing is written, and the exit code is 1 if the README's table does not match values.yaml.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ KEY = re.compile(r"( *)([A-Za-z]+):")
 
 
 def described(text: str) -> dict[str, str]:
-    """What the `# --` line above a value says of it, by the value's path."""
-    found: dict[str, str] = {}
+    """Return the text of each `# --` line by the path of the value below it."""
+    texts: dict[str, str] = {}
     path: list[str] = []
     waiting: str | None = None
     for line in text.splitlines():
@@ -30,41 +30,41 @@ def described(text: str) -> dict[str, str]:
         elif match := KEY.match(line):
             path = [*path[: len(match[1]) // 2], match[2]]
             if waiting is not None:
-                found[".".join(path)] = waiting
+                texts[".".join(path)] = waiting
             waiting = None
-    return found
+    return texts
 
 
 def leaves(values: dict[str, Any], known: dict[str, str], above: str = "") -> dict[str, Any]:
-    """The values that have a description, and those without whose parents have none either."""
-    found: dict[str, Any] = {}
+    """Return the values by path: each one with a description, and each scalar or empty map outside them."""
+    leaf_values: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{above}{name}"
         if isinstance(value, dict) and value and path not in known:
-            found |= leaves(value, known, f"{path}.")
+            leaf_values |= leaves(value, known, f"{path}.")
         else:
-            found[path] = value
-    return found
+            leaf_values[path] = value
+    return leaf_values
 
 
 def table(text: str) -> str:
-    known = described(text)
-    defaults = leaves(yaml.safe_load(text), known)
-    if missing := sorted(defaults.keys() ^ known.keys()):
+    descriptions = described(text)
+    defaults = leaves(yaml.safe_load(text), descriptions)
+    if missing := sorted(defaults.keys() ^ descriptions.keys()):
         raise SystemExit(f"values.yaml: no value, or no `# --` line above it: {', '.join(missing)}")
-    rows = [f"| `{path}` | `{json.dumps(value)}` | {known[path]} |" for path, value in defaults.items()]
+    rows = [f"| `{path}` | `{json.dumps(value)}` | {descriptions[path]} |" for path, value in defaults.items()]
     return "\n".join(["| value | default | |", "|---|---|---|", *rows, ""])
 
 
 def main() -> int:
     readme = CHART / "README.md"
-    now = readme.read_text()
-    wanted = now.partition(HEAD)[0] + f"{HEAD}\n" + table((CHART / "values.yaml").read_text())
+    current = readme.read_text()
+    expected = current.partition(HEAD)[0] + f"{HEAD}\n" + table((CHART / "values.yaml").read_text())
     if "--check" in sys.argv:
-        if now != wanted:
+        if current != expected:
             print("deploy/helm/kvrouter/README.md is not what values.yaml says: make chart-readme", file=sys.stderr)
-        return int(now != wanted)
-    readme.write_text(wanted)
+        return int(current != expected)
+    readme.write_text(expected)
     return 0
 
 

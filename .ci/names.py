@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fail on names in prose that nothing has: classes, functions and files in docstrings, comments and pages.
+"""Check for names in prose that do not exist: classes, functions and files in docstrings, comments and pages.
 
     python .ci/names.py [PATH...]
 
-Prints `file:line: name: why`. A class is a word with a capital inside (`HitFinder`) or what "Raises" names, a function is a
-name in backticks that ends with `()` or contains an underscore, and a file is a name with the suffix of source code.
-Classes and functions are looked up among all names that the repository's code uses; files by the end of their paths, so
-`index/store/keys.py` may be written as `keys.py`. Names that other projects have stand in `foreign_names.txt`, below
-their project. The changelog and the decision records may name what has gone since.
+Prints `file:line: name: why`. A class is a word with a capital inside (`HitFinder`) or the word after "Raises", a
+function is a name in backticks that ends with `()` or contains an underscore, and a file is a name with the suffix of
+source code. Classes and functions are looked up among all names that the repository's code uses, and files by the end
+of their paths, so `index/store/keys.py` may be written as `keys.py`. Names of other projects stand in
+`foreign_names.txt`, below their project. The changelog and the decision records may name things that no longer exist.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOREIGN_NAMES = Path(__file__).with_name("foreign_names.txt")
 PROSE = {".py", ".pyx", ".pxd", ".md"}
 CODE = {".py", ".pyx", ".pxd", ".h", ".js", ".go", ".toml", ".yaml", ".yml", ".html", ".json", ""}
 RECORDS = ("CHANGELOG.md", "docs/adr/")
-# Results of benchmarks are data, not code: a name there proves nothing.
+# Results of benchmarks are data and not code, so a name there proves nothing.
 DATA = "/results/"
 
 CLASS = re.compile(r"(?<![\w./$-])_?[A-Z][a-z0-9]+(?:[A-Z][a-z0-9]*)+(?![\w/-])")

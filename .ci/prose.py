@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fails on words of prose that read as riddles: in pages, docstrings, comments, help texts and messages.
+"""Check for words of prose that read as riddles, in pages, docstrings, comments, help texts and messages.
 
     python .ci/prose.py [PATH...]
 
-Prints `file:line: word: use X`. It skips code itself, quotations in backticks and blocks of code. A line of a page that
-only looks like an item of a list fails too: GitHub and the documentation's site show it differently.
+Prints `file:line: word: use X`. It skips code itself, quotations in backticks and blocks of code. It also reports a
+line of a page that only looks like an item of a list, because GitHub and the documentation's site show such a line
+differently.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Word -> what to write. Case does not matter.
+# Each word, with its replacement. Case does not matter.
 WORDS = {
     r"told": "reported, sent, known, or the active voice",
     r"tells": "says, shows, reports",
@@ -56,14 +57,14 @@ WORDS = {
 PATTERN = re.compile(r"\b(?:" + "|".join(f"(?:{word})" for word in WORDS) + r")\b", re.IGNORECASE)
 RULES = [(re.compile(rf"\A(?:{word})\Z", re.IGNORECASE), better) for word, better in WORDS.items()]
 
-# A wrapped line that happens to begin like an item: GitHub starts a list there, mkdocs does not. Only the number 1
-# may interrupt a paragraph (CommonMark, "List items").
+# A wrapped line may happen to begin like an item of a list: GitHub starts a list there, and mkdocs does not. Only the
+# number 1 may interrupt a paragraph (CommonMark, "List items").
 ITEM = re.compile(r"\s*(?:[-*+]|1[.)])\s")
 IN_LIST = re.compile(r"\s*(?:[-*+]|\d+[.)])\s|\s|\Z")
 
-# Quotations and the targets of links have their own words.
+# Words in quotations and in the targets of links are not checked.
 QUOTED = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)")
-# Where the help text of a metric, which users may have copied, has such a word.
+# These files are skipped: help texts of their metrics have such words, and users may have copied those texts.
 METRICS = (
     "router/follow/discovery/discovery_metrics.py",
     "router/follow/streams/stream_metrics.py",
@@ -75,7 +76,7 @@ Line = tuple[int, str]
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """The prose of a file, line by line."""
+    """Yield the lines of prose in a file, with their numbers."""
     text = path.read_text()
     if path.suffix == ".md":
         yield from page_lines(text)
@@ -95,7 +96,7 @@ def page_lines(text: str) -> Iterator[Line]:
 
 
 def python_lines(text: str) -> Iterator[Line]:
-    """Comments, docstrings, and every other text that has a space: names of things have none."""
+    """Yield the lines of comments, docstrings and all other strings with a space, because names of things have none."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
@@ -106,20 +107,20 @@ def python_lines(text: str) -> Iterator[Line]:
 
 
 def problems(path: Path, shown: str) -> Iterator[str]:
-    """`file:line: word: use X` for each word that is not to be used."""
+    """Yield `file:line: word: use X` for each forbidden word of a file."""
     for number, line in sorted(set(lines_of(path))):
-        for found in PATTERN.finditer(QUOTED.sub("", line)):
-            better = next(better for rule, better in RULES if rule.match(found[0]))
-            yield f"{shown}:{number}: {found[0]}: use {better}"
+        for match in PATTERN.finditer(QUOTED.sub("", line)):
+            better = next(better for rule, better in RULES if rule.match(match[0]))
+            yield f"{shown}:{number}: {match[0]}: use {better}"
 
 
 def false_items(path: Path, shown: str) -> Iterator[str]:
-    """`file:line: ...` for each line that begins like an item of a list right below a line of a paragraph."""
-    before = ""
+    """Yield `file:line: ...` for each line of a paragraph that begins like an item of a list."""
+    previous = ""
     for number, line in page_lines(path.read_text()):
-        if ITEM.match(line) and not IN_LIST.match(before):
+        if ITEM.match(line) and not IN_LIST.match(previous):
             yield f"{shown}:{number}: begins like an item of a list: wrap the paragraph differently, or leave a line empty"
-        before = line
+        previous = line
 
 
 def tracked() -> list[str]:
@@ -131,10 +132,10 @@ def tracked() -> list[str]:
 def main() -> int:
     names = sys.argv[1:] or tracked()
     files = [(ROOT / name, name) for name in names if (ROOT / name).is_file()]
-    found = [problem for path, name in files for problem in problems(path, name)]
-    found += [problem for path, name in files if path.suffix == ".md" for problem in false_items(path, name)]
-    print("\n".join(found))
-    return 1 if found else 0
+    reports = [problem for path, name in files for problem in problems(path, name)]
+    reports += [problem for path, name in files if path.suffix == ".md" for problem in false_items(path, name)]
+    print("\n".join(reports))
+    return 1 if reports else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`release_check.py vX.Y.Z`: the tag is pyproject.toml's version, and CHANGELOG.md has a section of it with text.
+"""Check that the tag is the version in pyproject.toml, and that CHANGELOG.md has a section with text for it.
 
-With --notes that section is printed. Standard library only: it runs before anything is installed.
+    python .ci/release_check.py vX.Y.Z [--notes]
+
+With --notes it prints that section. It uses the standard library only, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def notes(tag: str, pyproject: str, changelog: str) -> str:
-    """The changelog's section of that version. ValueError: what is wrong, and what mends it."""
+    """Return the changelog's section for the tag's version.
+
+    Raises:
+        ValueError: If the tag or the changelog is wrong; the message says how to fix it.
+    """
     version = tomllib.loads(pyproject)["project"]["version"]
     if tag != f"v{version}":
         raise ValueError(f"the tag is {tag} and pyproject.toml says {version}: change one of them")
@@ -31,12 +37,12 @@ def notes(tag: str, pyproject: str, changelog: str) -> str:
 
 def main() -> int:
     try:
-        found = notes(sys.argv[1], (ROOT / "pyproject.toml").read_text(), (ROOT / "CHANGELOG.md").read_text())
+        section = notes(sys.argv[1], (ROOT / "pyproject.toml").read_text(), (ROOT / "CHANGELOG.md").read_text())
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
     if "--notes" in sys.argv:
-        print(found, end="")
+        print(section, end="")
     return 0
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of the documentation's build (mkdocs.yml).
 
-Pages link to files of the repository outside docs/: they are copied into the site, under `source/`. The site also has
-llms.txt, a map of its pages for language models, and each page as Markdown beside its HTML."""
+Pages link to files of the repository outside docs/, so the hooks copy these files into the site, under `source/`. The
+site also has llms.txt, a map of its pages for language models, and each page as Markdown beside its HTML.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +19,25 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SOURCE = "source"
 _LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?=[)#])")
-# ```json example=events: tests read what stands behind the language.
+# Tests read the text after the language of a block, as in "```json example=events".
 _INFO = re.compile(r"^(?P<fence> *```\w+) [^\n`]*$", re.MULTILINE)
-# A row of the map in docs/README.md: pages, and what they are for.
+# A row of the map in docs/README.md: the pages, and the purpose of each.
 _ROW = re.compile(r"^\| (?P<pages>\[.+?) \| (?P<text>.+) \|$", re.MULTILINE)
 _PAGE = re.compile(r"\]\((?P<path>[\w/.-]+\.md)\)")
 
 
 def outside(page: str, link: str) -> Path | None:
-    """The file of the repository outside docs/ that a page links to."""
+    """Return the repository file outside docs/ that a page links to, or None for any other link."""
     target = (DOCS / page).parent.joinpath(link).resolve()
     inside = target.is_relative_to(DOCS) or not target.is_relative_to(ROOT)
     return None if inside or not target.is_file() else target
 
 
 def site_path(target: Path) -> str:
-    """Where it is in the site. Not as Markdown: that would be a page with links of its own."""
+    """Return the path of a repository file within the site.
+
+    A Markdown file gets the suffix `.txt`, because it would otherwise become a page with links of its own.
+    """
     name = str(target.relative_to(ROOT))
     return f"{SOURCE}/{name}.txt" if target.suffix == ".md" else f"{SOURCE}/{name}"
 
@@ -41,8 +45,8 @@ def site_path(target: Path) -> str:
 def on_files(files: Any, config: Any) -> Any:
     for path in sorted(DOCS.rglob("*.md")):
         page = path.relative_to(DOCS).as_posix()
-        for found in _LINK.finditer(path.read_text()):
-            target = outside(page, found["path"])
+        for link in _LINK.finditer(path.read_text()):
+            target = outside(page, link["path"])
             if target is not None and files.get_file_from_path(site_path(target)) is None:
                 files.append(File.generated(config, site_path(target), content=target.read_bytes()))
     return files
@@ -70,10 +74,10 @@ def on_post_build(config: Any) -> None:
 
 
 def llms_text(name: str, summary: str, nav: list[dict[str, Any]]) -> str:
-    """A section for each of the nav's, and in it a link to each page with what the map says of it."""
+    """Return llms.txt: a section for each section of the nav, with links to its pages and the map's texts on them."""
     about = {}
     for row in _ROW.finditer((DOCS / "README.md").read_text()):
-        about.update({found["path"]: row["text"] for found in _PAGE.finditer(row["pages"])})
+        about.update({link["path"]: row["text"] for link in _PAGE.finditer(row["pages"])})
     lines = [f"# {name}", "", f"> {summary}", ""]
     for section in nav:
         for title, pages in section.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of sockets and event loops share."""
+"""Fixtures for tests of sockets and event loops, and a guard against subprocesses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.report_peer import start
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
-# Nothing here waits this long unless it fails.
+# Only a failing test waits this long.
 PATIENCE_S = 15.0
 
 
@@ -27,7 +27,7 @@ def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     start = subprocess.Popen.__init__
 
     def refuse(process: Any, args: Any, *rest: Any, **options: Any) -> None:
-        # matplotlib asks fontconfig for the fonts, once a machine.
+        # matplotlib runs fontconfig's fc-list once on a machine, to find the fonts.
         if isinstance(args, list) and args[0] == "fc-list":
             return start(process, args, *rest, **options)
         raise AssertionError("a unit test starts no process; tests/contract and tests/system do")
@@ -37,7 +37,7 @@ def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def context() -> Iterator[Context]:
-    """Every socket of it must be closed when the test ends."""
+    """Provide a context, all of whose sockets must be closed when the test ends."""
     context: Context = zmq.Context()
     yield context
     open_sockets = [socket for socket in context._sockets if not socket.closed]
@@ -47,7 +47,7 @@ def context() -> Iterator[Context]:
 
 @pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
-    """Runs a test on each kind of event loop."""
+    """Return a function that runs a test, once on each kind of event loop."""
     factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
 
     def run(test: Coroutine[Any, Any, None]) -> None:
@@ -59,7 +59,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]],
 
 @pytest.fixture
 def made(context: Context) -> Iterator[Callable[..., Reporter]]:
-    """`start` of a reporter, closed at the end of the test."""
+    """Provide `start` for reporters, and close every reporter at the end of the test."""
     reporters: list[Reporter] = []
 
     def make(**changes: Any) -> Reporter:
@@ -73,5 +73,5 @@ def made(context: Context) -> Iterator[Callable[..., Reporter]]:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four hashes a part, so that a snapshot has many."""
+    """Limit a part to four hashes, so that a snapshot has many parts."""
     monkeypatch.setattr(snapshots, "SNAPSHOT_PART_BLOCKS", 4)

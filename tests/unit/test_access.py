@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys as their file holds them, when a certificate ends, and the rate of registrations."""
+"""API keys from a file, expiry of certificates, rates of registrations, and watched files."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_a_file_lists_keys_by_themselves_or_by_their_digest() -> None:
     assert first == ApiKey("gateway", frozenset({Scope.ASK}), digest_of(KEY), KeyBounds("gateway"))
     assert second == ApiKey("engines", frozenset({Scope.REGISTER, Scope.WATCH}), digest_of(OTHER), KeyBounds("engines"))
     keys = ApiKeys([first, second])
-    for given, found in ((KEY, first), (OTHER, second), (KEY + "x", None), ("", None)):
-        assert keys.holder(f"Bearer {given}") == found
-        assert keys.holder(f"bearer  {given} ") == found
-        assert keys.holder(f"Basic {given}") is keys.holder(given) is None
-    # JSON is YAML.
+    for key, expected in ((KEY, first), (OTHER, second), (KEY + "x", None), ("", None)):
+        assert keys.holder(f"Bearer {key}") == expected
+        assert keys.holder(f"bearer  {key} ") == expected
+        assert keys.holder(f"Basic {key}") is keys.holder(key) is None
+    # JSON is valid YAML.
     assert parse_keys(json.dumps({"keys": [{"name": "gateway", "scopes": ["ask"], "key": KEY}]}), "f") == [first]
 
 
@@ -107,10 +107,10 @@ def test_the_setting_is_one_key_among_those_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"keys: [{{name: gateway, scopes: [ask], key: {KEY}}}]")
     assert access().keys is None
-    both = access(api_key="x", api_keys_file=str(file)).keys
-    assert both is not None and both.names == ["api_key", "gateway"]
-    found = both.holder("Bearer x")
-    assert found is not None and found.scopes == {Scope.ADMIN}
+    keys = access(api_key="x", api_keys_file=str(file)).keys
+    assert keys is not None and keys.names == ["api_key", "gateway"]
+    admin = keys.holder("Bearer x")
+    assert admin is not None and admin.scopes == {Scope.ADMIN}
 
 
 def test_files_that_are_not_there_end_the_start(tmp_path: Path) -> None:
@@ -132,14 +132,14 @@ def test_files_that_are_not_there_end_the_start(tmp_path: Path) -> None:
 
 def test_a_certificate_says_when_it_is_near_its_end() -> None:
     def at(days_left: float, life_days: float) -> tuple[str | None, str | None]:
-        one = Certificate(None, Validity(0.0, life_days * DAY_S))  # type: ignore[arg-type]
+        certificate = Certificate(None, Validity(0.0, life_days * DAY_S))  # type: ignore[arg-type]
         now_s = (life_days - days_left) * DAY_S
-        return one.expiry_caution(now_s), one.expiry_problem(now_s)
+        return certificate.expiry_caution(now_s), certificate.expiry_problem(now_s)
 
     assert at(15, 90) == (None, None)
     caution, problem = at(13.9, 90)
     assert caution is not None and "in 14 days" in caution and problem is None
-    # One that lives for a day is renewed within it.
+    # A certificate that lives for a day is renewed within that day.
     assert at(0.3, 1) == (None, None)
     caution, problem = at(0.15, 1)
     assert caution is not None and "3.6 hours" in caution and problem is None
@@ -156,22 +156,22 @@ def test_registrations_come_in_a_burst_and_then_at_a_rate() -> None:
     bucket = TokenBucket(10.0, 3, 0.0)
     assert [bucket.take(0.0) for _ in range(3)] == [0.0, 0.0, 0.0]
     assert bucket.take(0.0) == pytest.approx(0.1)
-    # One that is refused costs nothing.
+    # A refused registration costs nothing.
     assert bucket.take(0.05) == pytest.approx(0.05)
     assert bucket.take(0.11) == 0.0
-    # And no more gather than a burst.
+    # No more than a burst gathers, however long the pause.
     assert [bucket.take(1_000.0) for _ in range(4)][:3] == [0.0, 0.0, 0.0]
     assert bucket.take(1_000.0) > 0
 
 
 def test_each_key_has_its_own_rate_and_a_fleet_may_come_at_once() -> None:
     now = [0.0]
-    found = access(now, max_workers=10, registrations_per_s=1.0)
-    assert not any(found.registration_pause_s("a") for _ in range(40))
-    assert found.registration_pause_s("a") == 1.0
-    assert found.registration_pause_s("b") == 0.0
+    limited = access(now, max_workers=10, registrations_per_s=1.0)
+    assert not any(limited.registration_pause_s("a") for _ in range(40))
+    assert limited.registration_pause_s("a") == 1.0
+    assert limited.registration_pause_s("b") == 0.0
     now[0] = 1.0
-    assert found.registration_pause_s("a") == 0.0
+    assert limited.registration_pause_s("a") == 0.0
     unlimited = access(now, max_workers=1, registrations_per_s=0.0)
     assert not any(unlimited.registration_pause_s("a") for _ in range(1_000))
 

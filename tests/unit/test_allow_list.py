@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which addresses the setting allow_hosts admits."""
+"""Addresses that the setting allow_hosts admits."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_what_is_listed_is_allowed(entry: str, endpoint: str) -> None:
         ("10.0.0.5", "tcp://10.0.0.50:5557"),
         ("10.0.0.0/8", "http://11.0.0.0"),
         ("10.0.0.0/8", "tcp://[fd00::1]:5557"),
-        # Numbers that the C library reads as 127.0.0.1 are no addresses to us, so they are names that nobody listed.
+        # The C library reads these numbers as 127.0.0.1. The router treats them as names, which nobody listed.
         ("127.0.0.0/8", "http://2130706433"),
         ("127.0.0.0/8", "http://0x7f000001"),
         ("127.0.0.0/8", "tcp://127.1:80"),
-        # A name is never admitted by a network: what it resolves to may change.
+        # A network never admits a name, because the address of a name may change.
         ("0.0.0.0/0", "tcp://engine:1"),
         ("engine", "tcp://engine.evil.example:1"),
         ("engine", "tcp://notengine:1"),
@@ -106,8 +106,8 @@ def test_every_address_of_a_registration_is_judged(field: str, registration: Reg
 
 
 def test_a_registration_whose_addresses_are_all_listed() -> None:
-    known = Registration(W0, "tcp://good:1", "tcp://good:2", "http://good", patch=NO_PATCH)
-    assert AllowList(["good"]).registration_problem(known) is None
+    registration = Registration(W0, "tcp://good:1", "tcp://good:2", "http://good", patch=NO_PATCH)
+    assert AllowList(["good"]).registration_problem(registration) is None
 
 
 def test_a_worker_of_the_settings_is_judged_before_anything_starts() -> None:
@@ -117,7 +117,7 @@ def test_a_worker_of_the_settings_is_judged_before_anything_starts() -> None:
         load_config(None, {}, flags | {"allow_hosts": ["10.0.1.0/24"]})
 
 
-# What one reader takes for the host and another for something else gets past any list.
+# Two readers may take different parts of such an endpoint for the host, which would get past any list.
 @pytest.mark.parametrize(
     "endpoint", ["tcp://10.0.0.1:1;10.9.9.9:1", "tcp://fd00::1:1", "tcp://a@b:1", "tcp://good\\bad:1", "tcp://[good]:1"]
 )

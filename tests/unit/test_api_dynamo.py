@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamo's words for a worker, in ours."""
+"""Dynamo's fields of a worker, translated into the router's fields."""
 
 from __future__ import annotations
 
@@ -20,34 +20,41 @@ URL = "http://h:8000"
 
 
 def registered(**body: Any) -> list[Any]:
-    return [registration_of(one) for one in registrations_in(msgspec.convert({"worker_id": 7} | body, RegisterBody))]
+    return [
+        registration_of(entry) for entry in registrations_in(msgspec.convert({"worker_id": 7} | body, RegisterBody))
+    ]
 
 
 def test_an_http_endpoint_is_the_url_and_the_events_stand_beside_it() -> None:
-    (one,) = registered(
+    (registration,) = registered(
         model_name="m", endpoint=URL, kv_events_endpoint="tcp://h:5557", replay_endpoint="tcp://h:5558", block_size=16
     )
-    assert (one.worker.model, one.worker.worker_id, one.worker.dp_rank) == ("m", "7", 0)
-    assert (one.url, one.events, one.replay, one.block_size) == (URL, "tcp://h:5557", "tcp://h:5558", 16)
-    assert one.given_id == 7
+    assert (registration.worker.model, registration.worker.worker_id, registration.worker.dp_rank) == ("m", "7", 0)
+    assert (registration.url, registration.events, registration.replay, registration.block_size) == (
+        URL,
+        "tcp://h:5557",
+        "tcp://h:5558",
+        16,
+    )
+    assert registration.given_id == 7
 
 
 def test_what_is_no_64_bit_number_goes_back_as_text() -> None:
-    for given, back in ((2**64 - 1, 2**64 - 1), (0, 0), (2**64, str(2**64)), (-1, "-1"), ("7", "7")):
-        (one,) = registered(worker_id=given, model="m", endpoint="tcp://h:1")
-        assert one.given_id == back
+    for worker_id, back in ((2**64 - 1, 2**64 - 1), (0, 0), (2**64, str(2**64)), (-1, "-1"), ("7", "7")):
+        (registration,) = registered(worker_id=worker_id, model="m", endpoint="tcp://h:1")
+        assert registration.given_id == back
 
 
 def test_a_registration_in_our_form_is_unchanged() -> None:
-    (one,) = registered(model="m", endpoint="tcp://h:5557", url=URL)
-    assert (one.url, one.events) == (URL, "tcp://h:5557")
+    (registration,) = registered(model="m", endpoint="tcp://h:5557", url=URL)
+    assert (registration.url, registration.events) == (URL, "tcp://h:5557")
     with pytest.raises(BadQuestion, match="model"):
         registered(endpoint="tcp://h:5557")
 
 
 def test_a_model_that_is_not_named_is_the_default_one() -> None:
-    (one,) = registered(endpoint=URL)
-    assert (one.worker.model, one.events) == ("default", None)
+    (registration,) = registered(endpoint=URL)
+    assert (registration.worker.model, registration.events) == ("default", None)
 
 
 def test_each_rank_has_its_own_stream_and_no_rank_the_replay_of_another() -> None:
@@ -59,7 +66,10 @@ def test_each_rank_has_its_own_stream_and_no_rank_the_replay_of_another() -> Non
         data_parallel_size=2,
         replay_endpoint="tcp://h:9",
     )
-    assert [(one.worker.dp_rank, one.events, one.replay, one.url) for one in ranks] == [
+    assert [
+        (registration.worker.dp_rank, registration.events, registration.replay, registration.url)
+        for registration in ranks
+    ] == [
         (4, "tcp://h:1", None, URL),
         (5, "tcp://h:2", None, URL),
     ]
@@ -83,8 +93,8 @@ def test_what_cannot_be_is_refused(body: dict[str, Any], said: str) -> None:
 
 
 def test_null_keeps_in_a_patch_of_theirs_and_unsets_in_one_of_ours() -> None:
-    given = {"endpoint": URL, "kv_events_endpoint": None, "replay_endpoint": None, "block_size": None}
-    theirs = patch_in(msgspec.convert(given, WorkerPatch))
+    fields = {"endpoint": URL, "kv_events_endpoint": None, "replay_endpoint": None, "block_size": None}
+    theirs = patch_in(msgspec.convert(fields, WorkerPatch))
     assert (theirs.url, theirs.endpoint, theirs.replay_endpoint, theirs.block_size) == (URL, *[msgspec.UNSET] * 3)
     moved = patch_in(msgspec.convert({"kv_events_endpoint": "tcp://h:2", "endpoint": None}, WorkerPatch))
     assert (moved.endpoint, moved.url) == ("tcp://h:2", msgspec.UNSET)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is guessed of engines that tell nothing."""
+"""Guessed residency of engines that publish no events."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_what_was_sent_is_believed_for_a_while() -> None:
 def test_a_shared_start_counts_and_anything_else_is_another_prompt() -> None:
     history = RoutingHistory(TTL_S)
     history.sent(W0, pieces_of(question(), None), 0.0)
-    other = TOKENS.copy()
-    other[2 * PIECE_TOKENS + 3] += 1
-    assert history.hit_tokens(W0, pieces_of(question(other), None), len(other), 1.0, None) == 2 * PIECE_TOKENS
-    for one in (question(cache_salt="s"), question(lora_name="l")):
-        assert history.hit_tokens(W0, pieces_of(one, None), len(TOKENS), 1.0, None) == 0
+    changed = TOKENS.copy()
+    changed[2 * PIECE_TOKENS + 3] += 1
+    assert history.hit_tokens(W0, pieces_of(question(changed), None), len(changed), 1.0, None) == 2 * PIECE_TOKENS
+    for salted in (question(cache_salt="s"), question(lora_name="l")):
+        assert history.hit_tokens(W0, pieces_of(salted, None), len(TOKENS), 1.0, None) == 0
     assert pieces_of(Question("m", 100, block_hashes=np.zeros(2, np.uint64)), None) == []
     assert pieces_of(question(TOKENS[: PIECE_TOKENS - 1]), None) == []
 
@@ -51,19 +51,19 @@ def test_an_engine_that_says_its_block_size_is_guessed_in_its_own_blocks(block_s
     rng = random.Random(block_size)
     for _ in range(200):
         history = RoutingHistory(TTL_S)
-        sent = np.arange(rng.randrange(1, 3_000), dtype=np.int64)
-        common = rng.randrange(len(sent) + 1)
-        asked = np.concatenate([sent[:common], 10_000 + np.arange(rng.randrange(1, 1_000), dtype=np.int64)])
-        asked = rng.choice([asked, sent, sent[: common + 1]])
-        shared = int(np.argmin(np.append(sent[: len(asked)] == asked[: len(sent)], False)))
-        history.sent(W0, pieces_of(question(sent), block_size), 0.0)
-        hit = history.hit_tokens(W0, pieces_of(question(asked), block_size), len(asked), 1.0, block_size)
-        # As vLLM does it: whole blocks, and at least one token is computed.
-        held = min(shared // block_size, (len(asked) - 1) // block_size) * block_size
-        assert hit <= held
-        assert hit > held - piece_tokens(block_size)
+        sent_tokens = np.arange(rng.randrange(1, 3_000), dtype=np.int64)
+        common = rng.randrange(len(sent_tokens) + 1)
+        tokens = np.concatenate([sent_tokens[:common], 10_000 + np.arange(rng.randrange(1, 1_000), dtype=np.int64)])
+        tokens = rng.choice([tokens, sent_tokens, sent_tokens[: common + 1]])
+        shared = int(np.argmin(np.append(sent_tokens[: len(tokens)] == tokens[: len(sent_tokens)], False)))
+        history.sent(W0, pieces_of(question(sent_tokens), block_size), 0.0)
+        hit = history.hit_tokens(W0, pieces_of(question(tokens), block_size), len(tokens), 1.0, block_size)
+        # vLLM reuses whole blocks, and computes at least one token.
+        expected = min(shared // block_size, (len(tokens) - 1) // block_size) * block_size
+        assert hit <= expected
+        assert hit > expected - piece_tokens(block_size)
         if block_size >= PIECE_TOKENS:
-            assert hit == held
+            assert hit == expected
 
 
 def test_where_room_is_lacking_the_least_lately_sent_goes_its_end_first() -> None:

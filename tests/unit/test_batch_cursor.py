@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule of the batch cursor by itself: where a stream starts, resumes, restarts and reconnects."""
+"""Rules of the batch cursor, one by one: where a stream starts, resumes, restarts and reconnects."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_a_late_batch_of_the_old_life_does_not_continue_the_new_one() -> None:
     cursor.replayed(6, b"old 6")
     cursor.replay_ended()
     cursor.disconnected()
-    # The monitor's news came first: this was sent before the restart.
+    # The monitor reported the disconnection first, but the engine sent this batch before its restart.
     cursor.live(7, b"old 7")
     for seq in range(6, 7):
         cursor.replayed(seq, b"new %d" % seq)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the batch cursor does about missing batches: gaps, checks of a silent stream, replays that do not answer."""
+"""Rules of the batch cursor for missing batches: gaps, checks of a silent stream, replays that do not answer."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TestGap:
         live(cursor, 2)
         cursor.disconnected()
         cursor.connected()
-        # The engine is the same, and may have sent more than batch 2 while nothing was connected.
+        # It is the same engine, but it may have sent more than batch 2 while the cursor was disconnected.
         assert replay(cursor, 1, end=False)[-1] == Proven(1, "replay")
         cursor.replay_overdue()
         failed, lost, *rest = cursor.take()

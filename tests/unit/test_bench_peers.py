@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure parts of `make bench-peers`: ratios, goals, the table, what a router can do, llm-d's keys."""
+"""Pure parts of `make bench-peers`: ratios, goals, the table, a router's capacity, and llm-d's keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.report import END, write_part
 
 
 def cells(row: PeerRow) -> list[str]:
-    """The row's cells in the table."""
+    """Return the cells of the row in the table."""
     return [cell.strip() for cell in table([row]).splitlines()[2].strip("|").split("|")]
 
 
@@ -56,9 +56,11 @@ def test_latencies_are_taken_by_round_and_only_the_median_has_the_goal() -> None
 
 
 def test_the_page_names_each_machine_once() -> None:
-    here, there = {"cpu": "x", "date": "1"}, {"cpu": "x", "date": "2"}
+    machine, other_machine = {"cpu": "x", "date": "1"}, {"cpu": "x", "date": "2"}
     row = PeerRow("a", "us", "peer", [1.0], [2.0])
-    part = page_part({"query": Group(here, [row], ["n"]), "select": Group(here, [row]), "proxy": Group(there, [row])})
+    part = page_part(
+        {"query": Group(machine, [row], ["n"]), "select": Group(machine, [row]), "proxy": Group(other_machine, [row])}
+    )
     assert "- query: n" in part
     assert part.count("Machine of") == 2 and "Machine of query, select: cpu: x; date: 1." in part
 
@@ -80,9 +82,9 @@ def test_a_page_keeps_what_is_around_its_table(tmp_path: Path) -> None:
     [
         # One process is the limit; Valkey beside it is not.
         ({1: 0.5, 2: 0.1}, 2_000.0),
-        # Two that share the work.
+        # Two processes share the work.
         ({1: 0.5, 2: 0.5}, 2_000.0),
-        # All together are more than two cores can do.
+        # All processes together need more than two cores can do.
         ({1: 0.5, 2: 0.5, 3: 0.5}, 1_000 / 0.75),
     ],
 )
@@ -93,8 +95,8 @@ def test_what_a_router_can_do_is_bound_by_its_busiest_process_and_by_the_cores(
 
 
 def test_pips_reason_fits_a_cell() -> None:
-    said = "WARNING: Location '/x' is ignored\nERROR: Could not find a version | of x\n\nERROR: No match | for x==1\n"
-    assert reason(said) == "No match / for x==1"
+    output = "WARNING: Location '/x' is ignored\nERROR: Could not find a version | of x\n\nERROR: No match | for x==1\n"
+    assert reason(output) == "No match / for x==1"
     assert reason("") == "no reason given"
 
 

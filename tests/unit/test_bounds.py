@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one stream may make the router hold, driven over each bound: docs/reference/bounds.md lists them."""
+"""Bounds on the router's memory for one stream, each of them exceeded; docs/reference/bounds.md lists them."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def feed(ingest: Ingest, seq: int, *events: Any) -> Ingest:
 
 
 def stored(hashes: list[int], group: int = 0, **fields: Any) -> WireStored:
-    given: dict[str, Any] = {"block_size": 16, "medium": GPU, "kv_cache_spec_kind": "full_attention"} | fields
-    size, medium = given.pop("block_size"), given.pop("medium")
-    return WireStored(hashes, 77, [], size, None, medium, None, group_idx=group, **given)
+    arguments: dict[str, Any] = {"block_size": 16, "medium": GPU, "kv_cache_spec_kind": "full_attention"} | fields
+    size, medium = arguments.pop("block_size"), arguments.pop("medium")
+    return WireStored(hashes, 77, [], size, None, medium, None, group_idx=group, **arguments)
 
 
 def hashes_of(*numbers: int) -> Any:
@@ -83,7 +83,7 @@ def test_a_stream_cannot_invent_places_without_end() -> None:
     assert len(list(ingest.held.blocks.places)) == MAX_PLACES
     assert ingest.profile.tally.refused == 5
     assert "5 blocks found no room" in ingest.reason
-    # Their removal later takes nothing, and what is known goes on being counted.
+    # A later removal of refused blocks takes nothing away, and blocks of known places are still counted.
     feed(ingest, 1, WireRemoved([1], "FS", 0, ownership=f"o{MAX_PLACES + 1}"), stored([2], medium="FS", ownership="o0"))
     assert ingest.held.blocks.counts()["g0:FS:o0"] == 2
     assert ingest.profile.tally.refused == 5
@@ -121,8 +121,8 @@ def test_a_snapshot_finds_room_although_empty_places_had_it_all() -> None:
     places = [SnapshotPlace(g, GPU, None, hashes_of(1, 2), []) for g in range(3)]
     ingest.apply(Loaded(Snapshot("a" * 16, 1.0, 5, places, [])), 1.0)
     assert ingest.held.blocks.counts() == {"g0:GPU": 2, "g1:GPU": 2, "g2:GPU": 2}
-    more = [SnapshotPlace(g, "CPU", None, hashes_of(1), []) for g in range(MAX_PLACES - 2)]
-    ingest.apply(Loaded(Snapshot("a" * 16, 1.0, 9, more, [])), 1.0)
+    cpu_places = [SnapshotPlace(g, "CPU", None, hashes_of(1), []) for g in range(MAX_PLACES - 2)]
+    ingest.apply(Loaded(Snapshot("a" * 16, 1.0, 9, cpu_places, [])), 1.0)
     ingest.apply(CaughtUp(), 1.0)
     assert len(ingest.held.blocks.counts()) == MAX_PLACES - 2
     assert ingest.state is StreamState.LIVE
@@ -150,9 +150,9 @@ def test_reports_with_names_that_are_too_long_are_unreadable() -> None:
         ReportStored(b"", 0, GPU, kind=long),
         ReportRemoved(b"", 0, GPU, ownership=long),
     ):
-        said = read_report(msgspec.msgpack.encode(Events("e" * 16, 1.0, 2.0, [event])))
-        assert isinstance(said, Unreadable)
-        assert said.uses_seq
+        message = read_report(msgspec.msgpack.encode(Events("e" * 16, 1.0, 2.0, [event])))
+        assert isinstance(message, Unreadable)
+        assert message.uses_seq
     beat = Heartbeat("e" * 16, 1.0, 2.0, 1.0, [PlaceSummary(0, long, 1, 1, 1)])
     assert isinstance(read_report(msgspec.msgpack.encode(beat)), Unreadable)
 
@@ -160,8 +160,8 @@ def test_reports_with_names_that_are_too_long_are_unreadable() -> None:
 def test_a_declared_catalog_has_a_bound_in_bytes() -> None:
     for size, kept in ((1_000, True), (MAX_CATALOG_BYTES, False)):
         catalog = DeclaredCatalog(groups=[], lora_paths={"a": "x" * size})
-        said = read_report(msgspec.msgpack.encode(CatalogMessage("e" * 16, 1.0, 1, catalog)))
-        assert isinstance(said, CatalogMessage if kept else Unreadable)
+        message = read_report(msgspec.msgpack.encode(CatalogMessage("e" * 16, 1.0, 1, catalog)))
+        assert isinstance(message, CatalogMessage if kept else Unreadable)
         hello = Hello(1, "e" * 16, 1.0, 0, "tcp://h:1", 1.0, catalog=catalog)
         assert isinstance(read_answer([b"", msgspec.msgpack.encode(hello)]), Hello if kept else Unreadable)
 
@@ -184,10 +184,10 @@ def test_the_shapes_by_which_batches_are_read_are_bounded() -> None:
         reader.read(encode_batch(1.0, [stored([1], block_size=size) for size in range(first, first + 1_000)]))
         assert len(reader._shapes) <= 2 * event_runs.MAX_SHAPES
     assert bool(reader._shapes) is wanted()
-    known = len(reader._shapes)
+    shape_count = len(reader._shapes)
     assert reader.read(encode_batch(1.0, [stored([1], block_size=size) for size in range(5_000)])) is None
     assert reader.read(encode_batch(1.0, [stored([1], locality="x" * 10_000)])) is None
-    assert len(reader._shapes) <= known + event_runs.MAX_SHAPES
+    assert len(reader._shapes) <= shape_count + event_runs.MAX_SHAPES
 
 
 def test_the_rule_has_room_for_every_catalog_that_is_let_through() -> None:
@@ -205,7 +205,7 @@ def test_the_rule_has_room_for_every_catalog_that_is_let_through() -> None:
     ],
 )
 def test_sizes_that_no_kernel_can_hold_cost_that_worker_its_credit_and_no_other(events: list[Any]) -> None:
-    """A table of int64 once refused them with an exception, for all workers of the model."""
+    """Regression: a table of int64 refused these sizes with an exception, for all workers of the model."""
     ingest = feed(make(), 0, *events)
     good = feed(make(), 0, stored([1, 2]))
     mirror = Mirror(1 << 24)
@@ -225,7 +225,7 @@ def test_sizes_that_no_kernel_can_hold_cost_that_worker_its_credit_and_no_other(
 
 
 def test_a_table_without_a_free_slot_refuses_blocks_and_still_knows_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It once kept a place without a slot, and the next blocks of that place ended the task that follows the logs."""
+    """Regression: the mirror kept a place without a slot, and more blocks of it ended the task following the logs."""
     monkeypatch.setattr(mirrors, "MAX_SLOTS", 1)
     mirror = Mirror(1 << 24)
     first, second = WorkerKey("m", "first"), WorkerKey("m", "second")
@@ -239,10 +239,10 @@ def test_a_table_without_a_free_slot_refuses_blocks_and_still_knows_the_worker(m
     mirror.begin_epoch(second, "e")
     with pytest.raises(MirrorFull):
         mirror.add(second, Place(0, GPU), hashes_of(1))
-    known = mirror.worker(second)
-    assert known is not None
-    assert known.refused_blocks == 1
-    # A worker without a slot can be judged: it holds nothing.
+    residency = mirror.worker(second)
+    assert residency is not None
+    assert residency.refused_blocks == 1
+    # A worker without a slot can still be judged: it holds nothing.
     ingest = feed(make(), 0, stored([1, 2]))
     scheme = ingest.profile.identity.scheme
     view = WorkerView(second, None, ingest.state, True, "", "e", ingest.profile.catalog, scheme, {})
@@ -255,17 +255,17 @@ def test_a_message_over_the_limit_costs_its_connection_and_not_the_stream() -> N
     async def follow() -> None:
         with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
             publisher.setsockopt(zmq.LINGER, 0)
-            # Each subscription is shown, also of a reader that was there before.
+            # With XPUB_VERBOSE, each subscription is shown, also that of a reader that reconnects.
             publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
             port = publisher.bind_to_random_port("tcp://127.0.0.1")
             settings = SubscriberSettings(max_message_bytes=1_000, reopen_s=0.1)
             subscriber = Subscriber(f"tcp://127.0.0.1:{port}", context=context, settings=settings)
             await subscriber.start()
-            seen: list[StreamItem] = []
+            items: list[StreamItem] = []
 
             async def until(kind: type[StreamItem], times: int = 1) -> None:
-                while sum(isinstance(item, kind) for item in seen) < times:
-                    seen.extend(await subscriber.next())
+                while sum(isinstance(item, kind) for item in items) < times:
+                    items.extend(await subscriber.next())
 
             async def subscribed() -> None:
                 while not (publisher.poll(0) and publisher.recv().startswith(b"\1")):
@@ -276,7 +276,7 @@ def test_a_message_over_the_limit_costs_its_connection_and_not_the_stream() -> N
                 await subscribed()
                 publisher.send_multipart([b"", bytes(8), b"x" * 1_001])
                 await until(Disconnected)
-                assert not any(isinstance(item, Batch) for item in seen)
+                assert not any(isinstance(item, Batch) for item in items)
                 await until(Connected, 2)
                 await subscribed()
                 publisher.send_multipart([b"", bytes(8), b"x" * 1_000])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much was written lately into each worker's cache, against a model that remembers every store."""
+"""Recent writes into each worker's cache, compared with a model that remembers every store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ A, B, C = (WorkerKey("m", name) for name in "abc")
 
 
 def store(writes: ModelWrites, worker: WorkerKey, blocks: int) -> None:
-    """Store blocks in a pool of stated size, which evicts the rest."""
+    """Store blocks in a worker's pool of stated size, which evicts the blocks that do not fit."""
     over = writes.workers[worker].held_blocks + blocks - writes.workers[worker].stated_blocks
     if over > 0:
         writes.removed(worker, over)
@@ -45,10 +45,10 @@ def test_each_store_ages_all_earlier_ones_by_its_share_of_the_memory() -> None:
             assert writes.recent_blocks(worker) == pytest.approx(expected[worker])
             assert writes.pool_blocks(worker) == pools[worker]
         pressures, mean = writes.pressures()
-        for worker, one in writes.workers.items():
-            full = min(1.0, one.held_blocks / pools[worker]) ** FILL_POWER
+        for worker, worker_writes in writes.workers.items():
+            full = min(1.0, worker_writes.held_blocks / pools[worker]) ** FILL_POWER
             recent = expected[worker]
-            # They may be some stores old.
+            # The pressures may be some stores old.
             assert pressures[worker] == pytest.approx(full * recent / (recent + pools[worker]), abs=0.005)
         assert mean == pytest.approx(sum(pressures.values()) / 3)
 
@@ -71,14 +71,14 @@ def test_an_unstated_pool_is_the_most_that_any_worker_held_until_it_evicts_itsel
     assert writes.pool_blocks(A) == writes.pool_blocks(B) == 800
     writes.removed(B, 5)
     writes.stored(B, 5)
-    # It evicted with 10 blocks, so it has room for no more.
+    # B evicted while it held 10 blocks, so its pool cannot be larger.
     assert writes.pool_blocks(B) == 10
     writes.stored(B, 2)
     assert writes.pool_blocks(B) == 12
     writes.state(B, 10_000)
     writes.stored(B, 100)
     assert writes.pool_blocks(B) == 10_000 and writes.pool_blocks(C) == 0
-    # An engine with several pools states one of them.
+    # An engine with several pools states the size of only one of them.
     writes.stored(B, 20_000)
     writes.state(B, 10_000)
     assert writes.pool_blocks(B) == 20_112
@@ -116,7 +116,7 @@ def test_blocks_that_were_held_before_this_router_looked_age_nobody() -> None:
 
 def test_blocks_that_found_no_room_in_the_mirror_count_when_they_come_and_when_they_go() -> None:
     mirror, place, hashes = Mirror(0), Place(0, GPU), np.arange(5_000, dtype=np.uint64)
-    # The others take all slots, so that A gets none.
+    # The other workers take all slots, so that A gets none.
     for worker in (*(WorkerKey("other", str(number)) for number in range(FIRST_SLOTS)), A):
         mirror.begin_epoch(worker, "e")
         with pytest.raises(MirrorFull):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least cost wins: prefill by tier, what is queued and decoded there, the session's bonus; and why it was so."""
+"""Choice of the least cost (prefill by tier, queued and decoded tokens, the session's bonus), and its reason."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def key(name: str) -> WorkerKey:
 
 
 def weights(saturation: int = 10_000, **queued: int) -> LoadModel:
-    found = LoadModel(LoadTable(), saturation)
+    model = LoadModel(LoadTable(), saturation)
     for name, tokens in queued.items():
-        found.table.reserve(name, key(name), tokens, 0, 0.0)
-    return found
+        model.table.reserve(name, key(name), tokens, 0, 0.0)
+    return model
 
 
-def chosen(*hits: Hit, seed: int = 0, **scene: Any) -> Choice:
-    given = {"num_tokens": TOKENS, "weights": weights(), **scene}
-    return choose(hits, ChoiceContext(**given), Random(seed))
+def chosen(*hits: Hit, seed: int = 0, **context: Any) -> Choice:
+    arguments = {"num_tokens": TOKENS, "weights": weights(), **context}
+    return choose(hits, ChoiceContext(**arguments), Random(seed))
 
 
 def name_of(choice: Choice) -> str:
@@ -104,7 +104,7 @@ def test_full_ties_are_broken_by_chance() -> None:
 
 def test_what_is_queued_is_weighed_against_what_is_reused() -> None:
     hits = (hit("warm", 96), hit("cold", 0))
-    # 96 tokens that need not be computed; prompts to come are kept back a little less as well.
+    # The hit saves 96 tokens of computing, and also keeps later prompts back a little less.
     assert name_of(chosen(*hits, weights=weights(warm=105))) == "warm"
     choice = chosen(*hits, weights=weights(warm=120))
     assert name_of(choice) == "cold" and choice.lost == "load"
@@ -129,8 +129,12 @@ def test_a_saturated_worker_has_no_affinity_unless_all_are() -> None:
     choice = chosen(*hits, weights=weights(50, warm=60))
     assert (name_of(choice), choice.lost, choice.all_saturated) == ("cold", "load", False)
     assert "warm would reuse 192, but it is saturated" in choice.reason
-    both = chosen(*hits, weights=weights(50, warm=60, cold=70))
-    assert name_of(both) == "warm" and both.all_saturated and both.reason.endswith("; all workers are saturated")
+    all_full = chosen(*hits, weights=weights(50, warm=60, cold=70))
+    assert (
+        name_of(all_full) == "warm"
+        and all_full.all_saturated
+        and all_full.reason.endswith("; all workers are saturated")
+    )
 
 
 def test_an_engine_with_nothing_waiting_is_not_saturated_by_what_is_reserved() -> None:
@@ -148,15 +152,18 @@ def test_an_engine_whose_cache_is_full_and_where_prompts_wait_is_saturated() -> 
 
 
 def test_a_saturated_worker_is_not_skipped_for_one_with_a_longer_queue() -> None:
-    """An engine that has just restarted has an empty cache, so it is the one that is never full: without this it got
-    every prompt, behind a queue that was twelve times as long as the others'."""
+    """Prefer the saturated worker with the shorter queue.
+
+    An engine that has just restarted has an empty cache, so it is never full. Without this rule it got every prompt,
+    behind a queue that was twelve times as long as the other engines' queues.
+    """
     load = weights(full=500, restarted=6_000)
     load.engine_said(key("full"), EngineLoad(1, 5, 0.99), 0.0)
     assert load.burden(key("full")).saturated and not load.burden(key("restarted")).saturated
     choice = chosen(hit("full", 0), hit("restarted", 0), weights=load)
     assert (name_of(choice), choice.all_saturated) == ("full", False) and "saturated" not in choice.reason
-    kept = chosen(hit("full", 192), hit("restarted", 0), hit("empty", 0), weights=load)
-    assert (name_of(kept), kept.lost) == ("empty", "load") and "it is saturated" in kept.reason
+    chosen_empty = chosen(hit("full", 192), hit("restarted", 0), hit("empty", 0), weights=load)
+    assert (name_of(chosen_empty), chosen_empty.lost) == ("empty", "load") and "it is saturated" in chosen_empty.reason
 
 
 def test_a_prompt_that_is_just_being_computed_is_worth_what_it_will_be() -> None:
@@ -171,8 +178,7 @@ def test_a_session_is_a_bonus_and_no_rule() -> None:
     for seed in range(10):
         assert name_of(chosen(hit("a", 96), hit("b", 96), session=session, seed=seed)) == "a"
     assert name_of(chosen(hit("a", 0), hit("b", 96), session=session)) == "b"
-    # Where the tokens are not known, hits say nothing, and the session is the best guess; a queue outweighs it all the
-    # same.
+    # If the tokens are not known, hits say nothing, so the session is the best guess. A queue still outweighs it.
     assert name_of(chosen(hit("a", 0), hit("b", 0), session=session, blind=True, weights=weights(a=30))) == "a"
     limit = int(TOKENS * SESSION_SHARE_BLIND)
     assert name_of(chosen(hit("a", 0), hit("b", 0), session=session, blind=True, weights=weights(a=2 * limit))) == "b"
@@ -223,7 +229,7 @@ def test_every_worker_is_explained_with_the_parts_of_its_cost() -> None:
     load = weights(a=50)
     choice = chosen(hit("a", 64, 128, 160), hit("b", 0), weights=load)
     first, second = choice.candidates
-    # 40 are computed, and 64 and 32 loaded back for 13 and 22; the usual prompt has 1,000.
+    # The worker computes 40 tokens, and loads 64 and 32 back at the cost of 13 and 22; the usual prompt has 1,000.
     delay = DELAY_WEIGHT * 75.2 * (2 * 50 + 75.2) / 2_000
     assert (first.hit.worker.worker_id, first.cost, first.load) == ("a", round(75.2 + 50 + delay), 50)
     assert first.parts == CostTerms(
@@ -236,14 +242,14 @@ def test_every_worker_is_explained_with_the_parts_of_its_cost() -> None:
 def test_what_a_worker_has_computed_of_the_prompt_under_way_is_queued_no_longer() -> None:
     load = weights(warm=100)
     hits = (hit("warm", 80), hit("cold", 0))
-    # Its speed is not known yet.
+    # The worker's speed is not known yet.
     assert name_of(chosen(*hits, weights=load, now=9.0)) == "cold"
     for _ in range(SAMPLES_MIN):
         load.rates_of(key("warm")).first_token(1_000, 0, 0, 10.0)
     assert name_of(chosen(*hits, weights=load, now=0.0)) == "cold"
     choice = chosen(*hits, weights=load, now=0.5)
     assert name_of(choice) == "warm" and choice.queued_tokens == 50
-    # One that is late is not done, and those behind it have not begun.
+    # A prompt that is late is not done, and the prompts behind it have not begun.
     load.table.reserve("second", key("warm"), 60, 0, 0.5)
     assert chosen(hits[0], weights=load, now=60.0).queued_tokens == 100 - round(100 * PROGRESS_MAX) + 60
     load.table.prefill_done("warm", 60.0)
@@ -251,9 +257,9 @@ def test_what_a_worker_has_computed_of_the_prompt_under_way_is_queued_no_longer(
 
 
 def test_computing_a_long_prompt_behind_others_keeps_back_those_to_come() -> None:
-    # By tokens alone both are equal: 100 to compute behind 100, or 200 behind none.
+    # By tokens alone, both workers are equal: 100 to compute behind 100, or 200 behind none.
     choice = chosen(hit("a", 100), hit("b", 0), weights=weights(a=100))
-    assert [one.parts.delay for one in choice.candidates] == [15 * DELAY_WEIGHT, 20 * DELAY_WEIGHT]
+    assert [candidate.parts.delay for candidate in choice.candidates] == [15 * DELAY_WEIGHT, 20 * DELAY_WEIGHT]
     assert name_of(choice) == "a"
 
 
@@ -282,15 +288,15 @@ def test_a_worker_that_is_no_worse_in_any_respect_costs_no_more(data: st.DataObj
         writes.state(key(name), 1_000)
         writes.stored(key(name), stored)
     busy = data.draw(st.floats(0, 0.9))
-    scene = ChoiceContext(
+    context = ChoiceContext(
         tokens, load, session=session, blind=data.draw(st.booleans()), writes=writes, copies=copies, busy=busy
     )
-    less, more = weigh((better, worse), scene, near).totals
+    less, more = weigh((better, worse), context, near).totals
     assert less <= more
 
 
 def some_writes(rng: Random) -> ModelWrites:
-    """Caches of four workers that were written at random; one states no size and never evicts."""
+    """Return the caches of four workers, written at random; one worker states no size and never evicts."""
     writes = ModelWrites()
     for name in "abc":
         writes.state(key(name), rng.randint(100, 1_000))
@@ -302,24 +308,24 @@ def some_writes(rng: Random) -> ModelWrites:
     return writes
 
 
-def waiting(worker: WorkerKey, scene: ChoiceContext) -> float:
-    """Return what is queued at a worker, less what is computed of the current prompt."""
-    model, load = scene.weights, scene.weights.table.loads.get(worker)
-    computed = model.progress_tokens(worker, load, scene.now) if load is not None and load.prefill_tokens else 0.0
+def waiting(worker: WorkerKey, context: ChoiceContext) -> float:
+    """Return the tokens queued at a worker, less the tokens already computed of the current prompt."""
+    model, load = context.weights, context.weights.table.loads.get(worker)
+    computed = model.progress_tokens(worker, load, context.now) if load is not None and load.prefill_tokens else 0.0
     return model.burden(worker).queued_tokens - computed
 
 
-def written_out(one: Hit, hits: Sequence[Hit], scene: ChoiceContext, longest: int) -> dict[str, float]:
-    """The terms of a cost as the docs have them."""
-    model, worker = scene.weights, one.worker
+def written_out(one: Hit, hits: Sequence[Hit], context: ChoiceContext, longest: int) -> dict[str, float]:
+    """Return the terms of a cost, computed as the docs describe them."""
+    model, worker = context.weights, one.worker
     backlog, factor = model.burden(worker), model.slowness.get(worker, 1.0)
     prefill = (
-        scene.num_tokens - one.disk + (one.cpu - one.gpu) * model.tiers.cpu + (one.disk - one.cpu) * model.tiers.disk
+        context.num_tokens - one.disk + (one.cpu - one.gpu) * model.tiers.cpu + (one.disk - one.cpu) * model.tiers.disk
     )
-    prefill = min(prefill, scene.num_tokens - scene.pending.get(worker, 0))
-    work, queued = factor * prefill, factor * waiting(worker, scene)
-    reached = {hit.worker: max(hit.disk, scene.pending.get(hit.worker, 0)) for hit in hits}
-    steps, piece_tokens = scene.copies.saved_tokens, scene.copies.piece_tokens
+    prefill = min(prefill, context.num_tokens - context.pending.get(worker, 0))
+    work, queued = factor * prefill, factor * waiting(worker, context)
+    reached = {hit.worker: max(hit.disk, context.pending.get(hit.worker, 0)) for hit in hits}
+    steps, piece_tokens = context.copies.saved_tokens, context.copies.piece_tokens
     shared = min(max(longest, *reached.values()), (len(steps) - 1) * piece_tokens)
     saved = factor * sum(
         (steps[token // piece_tokens + 1] - steps[token // piece_tokens]) / piece_tokens
@@ -328,18 +334,18 @@ def written_out(one: Hit, hits: Sequence[Hit], scene: ChoiceContext, longest: in
     relieved = min(
         (
             model.slowness.get(holder, 1.0)
-            * (waiting(holder, scene) + model.burden(holder).decode_tokens * DECODE_TOKEN_COST)
+            * (waiting(holder, context) + model.burden(holder).decode_tokens * DECODE_TOKEN_COST)
             for holder in reached
             if reached[holder] > shared - piece_tokens
         ),
         default=0.0,
     )
-    lasting, odds = max(0.0, work - saved), scene.busy / (1 - scene.busy)
-    new = scene.num_tokens - max(one.gpu, scene.pending.get(worker, 0))
-    room = ROOM_WEIGHT * new * scene.writes.pressures()[0].get(worker, 0.0)
-    room *= 1.0 if scene.key_share is None else scene.key_share.price(worker)
-    share = SESSION_SHARE_BLIND if scene.blind or one.reason or one.approximate else SESSION_SHARE_KNOWN
-    session = scene.session
+    lasting, odds = max(0.0, work - saved), context.busy / (1 - context.busy)
+    new = context.num_tokens - max(one.gpu, context.pending.get(worker, 0))
+    room = ROOM_WEIGHT * new * context.writes.pressures()[0].get(worker, 0.0)
+    room *= 1.0 if context.key_share is None else context.key_share.price(worker)
+    share = SESSION_SHARE_BLIND if context.blind or one.reason or one.approximate else SESSION_SHARE_KNOWN
+    session = context.session
     return {
         "prefill": work,
         "queued": queued,
@@ -368,7 +374,7 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
     for name in "abcd":
         deeper: dict[str, Any] = {"cpu": cpu, "disk": disk} if rng.random() < 0.5 else {}
         hits.append(hit(name, gpu, **deeper, full=rng.randrange(TOKENS), reason=rng.choice(["", "no"])))
-    scene = ChoiceContext(
+    context = ChoiceContext(
         TOKENS,
         load,
         {key(name): rng.randrange(TOKENS) for name in rng.sample("cde", 2)},
@@ -380,25 +386,25 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
         busy=rng.uniform(0.0, 0.9),
         key_share=rng.choice([None, KeyShare(rng.uniform(1, 4), {key("a"): 1.0}, {key("a"): 2.0, key("b"): 1.0})]),
     )
-    longest = max(one.disk for one in hits)
-    found = weigh(hits, scene, longest)
-    explained = [found.candidate(i, one, 0) for i, one in enumerate(hits)]
-    for one, cost, candidate in zip(hits, found.totals, explained, strict=True):
-        terms = written_out(one, hits, scene, longest)
+    longest = max(worker_hit.disk for worker_hit in hits)
+    weighed = weigh(hits, context, longest)
+    explained = [weighed.candidate(i, worker_hit, 0) for i, worker_hit in enumerate(hits)]
+    for worker_hit, cost, candidate in zip(hits, weighed.totals, explained, strict=True):
+        terms = written_out(worker_hit, hits, context, longest)
         total = sum(-value if name in ("copy", "junction", "session") else value for name, value in terms.items())
         assert cost == candidate.cost == pytest.approx(total, abs=0.51)
         for name, value in terms.items():
             assert getattr(candidate.parts, name) == pytest.approx(value, abs=0.51), name
-        assert candidate.saturated == load.burden(one.worker).saturated
-    assert weigh(hits, scene, longest) == found
-    loaded = list(zip(explained, found.loads, strict=True))
-    least = min((load for one, load in loaded if not one.saturated), default=0)
-    free = [one for one, load in loaded if not one.saturated or load < least] or explained
-    assert min(one.cost for one in free) == found.totals[hits.index(choose(hits, scene, rng).hit)]
+        assert candidate.saturated == load.burden(worker_hit.worker).saturated
+    assert weigh(hits, context, longest) == weighed
+    loaded = list(zip(explained, weighed.loads, strict=True))
+    least = min((load for candidate, load in loaded if not candidate.saturated), default=0)
+    free = [candidate for candidate, load in loaded if not candidate.saturated or load < least] or explained
+    assert min(candidate.cost for candidate in free) == weighed.totals[hits.index(choose(hits, context, rng).hit)]
 
 
 def full_caches(**written: int) -> ModelWrites:
-    """Pools of 1,000 blocks, all in use, into which these numbers of blocks were written lately."""
+    """Return pools of 1,000 blocks, all in use, into which the given numbers of blocks were written lately."""
     writes = ModelWrites()
     for name in written:
         writes.state(key(name), 1_000)
@@ -416,7 +422,7 @@ def test_a_short_hit_is_given_up_where_the_prompt_would_push_out_more() -> None:
     choice = chosen(*hits, busy=0.0, writes=full_caches(a=100, b=20))
     assert name_of(choice) == "b" and choice.lost == "memory"
     assert "a would reuse 16, but what the prompt pushes out of its cache is worth more" in choice.reason
-    # A history of its own is worth more than the memory that the rest takes.
+    # A hit on the prompt's own history is worth more than the memory that its other tokens take.
     assert name_of(chosen(hit("a", 150), hit("b", 0), busy=0.0, writes=full_caches(a=100, b=20))) == "a"
 
 
@@ -440,7 +446,7 @@ def test_a_cache_with_room_to_spare_costs_nothing() -> None:
 def test_a_worker_without_events_counts_as_full_as_the_others() -> None:
     silent = Hit(key("c"), 0, 0, 0, "connecting", approximate=True)
     choice = chosen(hit("a", 0), hit("b", 0), silent, busy=0.0, writes=full_caches(a=60, b=30))
-    rooms = {one.hit.worker.worker_id: one.parts.room for one in choice.candidates}
+    rooms = {candidate.hit.worker.worker_id: candidate.parts.room for candidate in choice.candidates}
     assert rooms["b"] < rooms["c"] < rooms["a"]
     assert rooms["c"] == pytest.approx((rooms["a"] + rooms["b"]) / 2, abs=1)
     assert name_of(choice) == "b"
@@ -464,7 +470,7 @@ def test_a_copy_of_a_beginning_that_many_share_is_made_where_there_is_no_queue()
 
 def test_a_copy_saves_nothing_where_a_worker_that_has_it_is_idle() -> None:
     choice = chosen(hit("a", 192), hit("b", 192), hit("c", 0), weights=weights(a=150), copies=POPULAR)
-    copies = {one.hit.worker.worker_id: one.parts.copy for one in choice.candidates}
+    copies = {candidate.hit.worker.worker_id: candidate.parts.copy for candidate in choice.candidates}
     assert name_of(choice) == "b" and copies == {"a": 0, "b": 0, "c": 0}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `kvrouter`: what it prints, its one-line errors and exit codes."""
+"""The command `kvrouter`: its output, its one-line errors and its exit codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The exit code and the one line on stderr; nothing on stdout."""
+    """Run the command; return its exit code and its one line on stderr, and require an empty stdout."""
     code = run(list(arguments))
     out, err = capsys.readouterr()
     assert out == ""
@@ -57,7 +57,7 @@ def test_url_and_key_come_from_the_environment_too(
     [
         (None, None, "http://127.0.0.1:30000"),
         (None, "18000", "http://127.0.0.1:18000"),
-        # What Kubernetes sets for a Service that is named `kvrouter`.
+        # Kubernetes sets this value for a Service that is named `kvrouter`.
         (None, "tcp://10.0.0.7:80", "http://127.0.0.1:30000"),
         ("localhost:18000", "1", "http://localhost:18000"),
         ("10.0.0.7", None, "http://10.0.0.7"),
@@ -132,8 +132,8 @@ def test_explain_takes_a_chat_and_names_the_source_of_its_tokens(
     chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": []}
     (tmp_path / "c").write_text(json.dumps(chat | {"model": "theirs"} if whole else chat["messages"]))
     assert run(["explain", "--url", stub.url, "-m", "m", "--messages", str(tmp_path / "c")]) == 0
-    sent = json.loads(stub.received[0][2])
-    assert sent == (chat if whole else {"messages": chat["messages"]}) | {
+    body = json.loads(stub.received[0][2])
+    assert body == (chat if whole else {"messages": chat["messages"]}) | {
         "model": "m",
         "explain": True,
         "dry_run": True,
@@ -233,9 +233,9 @@ def test_a_port_that_is_taken_is_one_line(stub: StubRouter, capsys: pytest.Captu
 
 def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--help"]) == 0
-    shown = capsys.readouterr().out
+    help_text = capsys.readouterr().out
     for name in FIELDS:
-        assert f"{flag_of(name)} {metavar_of(name)}" in shown
+        assert f"{flag_of(name)} {metavar_of(name)}" in help_text
     assert run([]) == 0
     assert "explain" in capsys.readouterr().out
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter doctor`: what only a client sees, how findings read, and the exit code."""
+"""`kvrouter doctor`: the faults that only a client sees, the text of findings, and the exit code."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.observe.findings.finding import ROUTER, DiagnosisReport, Finding, Severity, found
 from tests.support.ports import free_port
 
-# By itself, away from what a test's own clock says.
+# This time is far from the actual time, which the doctor's own clock shows.
 LONG_AGO_S = 1_000_000_000.0
 WELL = DiagnosisReport(VERSION, 2, 1, 40, [])
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Answers what the test put into `answers`, dated as it says."""
+    """Router that answers each path as the test has set in `answers`, and dates its answers with `dated_s`."""
 
     answers: dict[str, tuple[int, bytes]]
     dated_s: float | None
@@ -46,7 +46,7 @@ class Stub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Stub]]]:
-    """A router that is well."""
+    """Provide a router without faults, as its URL and its handler."""
     for name in ("KVROUTER_URL", "KVROUTER_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     handler = type("OneStub", (Stub,), {"answers": {}, "dated_s": None})
@@ -67,7 +67,7 @@ def answer(handler: type[Stub], version: str, report: DiagnosisReport | None) ->
 
 
 def doctor(capsys: pytest.CaptureFixture[str], url: str, *more: str) -> tuple[int, list[str]]:
-    """The exit code and the codes of the findings."""
+    """Run `kvrouter doctor`; return its exit code and the codes of its findings."""
     code = run(["doctor", "--url", url, "--json", *more])
     report = msgspec.json.decode(capsys.readouterr().out, type=DoctorReport)
     assert report.ok is (code == 0)
@@ -106,7 +106,7 @@ def test_another_version_is_a_finding_beside_its_own(stub: Any, capsys: pytest.C
     fault = found("KV101", "worker w0", "refused", "start it")
     answer(handler, "9.9", DiagnosisReport("9.9", 1, 1, 50, [fault]))
     assert doctor(capsys, url) == (1, ["KV003", "KV101"])
-    # One that has no diagnosis, or another form of it.
+    # This router has no diagnosis, or another form of it.
     answer(handler, "9.9", None)
     assert doctor(capsys, url) == (1, ["KV003"])
     handler.answers["/diagnosis"] = (200, b'{"findings": 3}')
@@ -154,6 +154,6 @@ def test_a_block_reads_at_80_columns_and_keeps_commands_whole(stub: Any, capsys:
 @pytest.mark.parametrize(("severity", "colour"), [(Severity.ERROR, "red"), (Severity.WARNING, "yellow")])
 def test_severities_have_colours(severity: Severity, colour: str) -> None:
     finding = Finding("KV101", severity, "w", "p", "e", "f", "page")
-    shown = findings_text(DoctorReport(False, "u", "1", 1, 1, 1, [finding]), 80)
-    assert isinstance(shown, Text)
-    assert any(colour in str(span.style) for span in shown.spans)
+    text = findings_text(DoctorReport(False, "u", "1", 1, 1, 1, [finding]), 80)
+    assert isinstance(text, Text)
+    assert any(colour in str(span.style) for span in text.spans)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter tail` and `kvrouter explain --request`: what they print of what the router says."""
+"""Output of `kvrouter tail` and `kvrouter explain --request`."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: float) -> None:
         raise KeyboardInterrupt
 
-    # Where it would wait for the router to come back.
+    # The command sleeps while it waits for the router to come back.
     monkeypatch.setattr(time, "sleep", interrupted)
 
 
 def stream(*events: dict[str, Any]) -> bytes:
-    blocks = (f"id: life-{n}\nevent: {one['type']}\ndata: {json.dumps(one)}\n\n" for n, one in enumerate(events))
+    blocks = (f"id: life-{n}\nevent: {event['type']}\ndata: {json.dumps(event)}\n\n" for n, event in enumerate(events))
     return (": ping\n\n" + "".join(blocks)).encode()
 
 

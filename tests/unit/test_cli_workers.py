@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter workers`, `drain` and `undrain`: what they show, ask of the router, and say where it refuses."""
+"""`kvrouter workers`, `drain` and `undrain`: their tables, requests, and messages when the router refuses."""
 
 from __future__ import annotations
 
@@ -83,16 +83,16 @@ def test_no_line_is_wider_than_the_terminal() -> None:
     ]
     busy = [LOAD | {"worker_id": row["worker_id"], "active_requests": 4096} for row in rows]
     for width in (TERMINAL_WIDTH, 60, 200):
-        shown = narrow(*rows, load=loads(*busy), width=width)
-        assert max(map(len, shown.splitlines())) <= width, shown
-        assert shown.count("4096") == len(rows)
-    # The three dots of a cut cell are nowhere: all of a name can be read.
+        table = narrow(*rows, load=loads(*busy), width=width)
+        assert max(map(len, table.splitlines())) <= width, table
+        assert table.count("4096") == len(rows)
+    # No cell is cut with three dots: all of a name can be read.
     assert "".join(re.findall("q", narrow(*rows))) == "q" * 300
 
 
 def test_each_model_has_a_heading_and_its_own_rows() -> None:
-    shown = narrow(LIVE | {"model": "b"}, LIVE | {"model": "a", "worker_id": "w1"}, LIVE | {"model": "b", "dp_rank": 2})
-    lines = [line.split()[0] for line in shown.splitlines() if line]
+    table = narrow(LIVE | {"model": "b"}, LIVE | {"model": "a", "worker_id": "w1"}, LIVE | {"model": "b", "dp_rank": 2})
+    lines = [line.split()[0] for line in table.splitlines() if line]
     assert lines == ["model", "WORKER", "w1", "model", "WORKER", "w0", "w0@2"]
 
 
@@ -110,9 +110,9 @@ def test_each_model_has_a_heading_and_its_own_rows() -> None:
 def test_the_tables_say_why_a_worker_gets_no_requests(
     changes: dict[str, Any], load: dict[str, Any], state: str, reason: str
 ) -> None:
-    row, *after = narrow(WORKER | changes, load=loads(LOAD | load)).splitlines()[2:]
+    row, *details = narrow(WORKER | changes, load=loads(LOAD | load)).splitlines()[2:]
     assert re.split(r" {2,}", row)[1] == state
-    assert (after[0].strip() if after else "").startswith(reason) and bool(after) == bool(reason)
+    assert (details[0].strip() if details else "").startswith(reason) and bool(details) == bool(reason)
     wide = printed(wide_table([WORKER | changes]), 400).splitlines()[1]
     assert state.removesuffix(", saturated") in wide and reason in wide
 
@@ -173,7 +173,7 @@ def test_one_line_for_each_rank_and_model_of_the_id(
     stub.answer("/workers/a%2Fb", {"workers": [LIVE | {"worker_id": "a/b", "dp_rank": rank} for rank in (0, 1)]})
     entries = [LOAD | {"worker_id": "a/b", "dp_rank": rank, "active_requests": in_flight} for rank in (0, 1)]
     stub.answer("/loads", loads(*entries))
-    # The PATCH has the same path.
+    # The command sends its PATCH to the path of the answer above.
     assert run(["drain", "a/b", "--url", stub.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["a/b", "a/b@1"] and all(line.endswith(said) for line in lines)

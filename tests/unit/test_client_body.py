@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A body whose ids are read in passing means what it means to the general decoder, or is refused with the same words.
+r"""Bodies whose ids are read in passing: they mean the same as to the general decoder, or fail with the same words.
 
-An escape in the name of the field keeps the ids out of the short way: `promp\u0074` is `prompt`."""
+An escape in the name of the field bypasses the fast reader: `promp\u0074` is `prompt`.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ ESCAPED = {TEXT_PATH: (b'"prompt"', b'"promp\\u0074"'), EMBEDDINGS_PATH: (b'"inp
 
 
 def outcome(path: str, raw: bytes) -> Any:
-    """What the proxy learns of a body."""
+    """Return the proxy's reading of a body, or the type and text of its error."""
     try:
         body = read_client_body(path, raw)
         limits = openai_body(body)
-        found = read(path, body)
+        prompt = read(path, body)
     except (BadQuestion, TokensUnknown) as error:
         return type(error), str(error)
-    if isinstance(found, TokenRequest):
-        return limits, found.kind, {name: bytes(value) for name, value in found.fields.items()}
-    return limits, found.dtype, found.tolist()
+    if isinstance(prompt, TokenRequest):
+        return limits, prompt.kind, {name: bytes(value) for name, value in prompt.fields.items()}
+    return limits, prompt.dtype, prompt.tolist()
 
 
 @pytest.mark.parametrize("path", ESCAPED)
@@ -58,11 +59,11 @@ def outcome(path: str, raw: bytes) -> Any:
 def test_ids_read_in_passing_change_nothing(path: str, body: bytes) -> None:
     plain, escaped = ESCAPED[path]
     raw = body.replace(b'"%s"', plain)
-    told, expected = outcome(path, raw), outcome(path, raw.replace(plain, escaped))
-    if isinstance(told[0], type) and "byte" in told[1]:
-        # The same words; the escape moves the place.
-        told, expected = told[1].partition("(byte")[0], expected[1].partition("(byte")[0]
-    assert told == expected
+    actual, expected = outcome(path, raw), outcome(path, raw.replace(plain, escaped))
+    if isinstance(actual[0], type) and "byte" in actual[1]:
+        # The words are the same, but the escape moves the position.
+        actual, expected = actual[1].partition("(byte")[0], expected[1].partition("(byte")[0]
+    assert actual == expected
 
 
 @pytest.mark.skipif(caution() is not None, reason="without the compiled reader all ways are the general one")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call is sent again only where that cannot do anything twice, a bounded number of times, with bounded pauses."""
+"""Retries of the client: only where a second call is harmless, a bounded number of times, with bounded pauses."""
 
 from __future__ import annotations
 

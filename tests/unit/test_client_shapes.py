@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's structs are those of the router's OpenAPI document: every field, its type, and what must be there. What a
-field is called by other clients alone is left out, and listed here."""
+"""Comparison of the client's structs with the router's OpenAPI document: fields, types, and required fields.
+
+Fields that only other clients use are left out, and listed here.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from kvrouter.client import answers, bodies, calls
 from tests.contract.api_support import TinyCore, build, call
 
 REF = "#/components/schemas/{name}"
-# Of bodies: other names of the same fields, and Dynamo's form of a worker.
+# Fields of bodies that are left out: other names of the same fields, and Dynamo's form of a worker.
 ALIASES = {
     "model_name",
     "modelname",
@@ -29,21 +31,21 @@ ALIASES = {
     "data_parallel_start_rank",
     "data_parallel_size",
 }
-# Of answers: what is there for other clients.
+# Fields of answers that are left out, because they are there for other clients.
 FOR_OTHERS = {
     "QueryReply": {"frequencies"},
     "SelectReply": {"model_name", "routing_group", "isl_tokens", "block_size", "potential_decode_blocks"},
     "RegisteredReply": {"routing_group"},
 }
-# The client's own: it becomes fields of the body.
+# Fields that only the client has: their content becomes fields of the body.
 OWN = {"SelectBody": {"extra"}}
-# The router takes either name of the id, so its schema requires neither.
+# The router accepts either name of the id, so its schema requires neither.
 STRICTER = {("RegisterBody", "worker_id"), ("UnregisterBody", "worker_id")}
 
 
 def structs(module: Any) -> list[type]:
-    found = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, msgspec.Struct)]
-    return [one for one in found if one is not msgspec.Struct and one.__module__ == module.__name__]
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    return [kind for kind in kinds if kind is not msgspec.Struct and kind.__module__ == module.__name__]
 
 
 BODIES, ANSWERS = structs(bodies), structs(answers)
@@ -52,21 +54,24 @@ _, CLIENT = msgspec.json.schema_components([*BODIES, *ANSWERS], ref_template=REF
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    found: dict[str, Any] = call(build(TinyCore())[0], "GET", "/openapi.json").json()
-    return found
+    parsed: dict[str, Any] = call(build(TinyCore())[0], "GET", "/openapi.json").json()
+    return parsed
 
 
 def types(schema: dict[str, Any], schemas: dict[str, Any]) -> frozenset[str]:
-    """The types that a value may have. An enumeration of texts is a text: a newer router may have more of them."""
+    """Return the types that a value may have.
+
+    An enumeration of texts counts as a text, because a newer router may have more of them.
+    """
     if "anyOf" in schema:
-        return frozenset().union(*(types(one, schemas) for one in schema["anyOf"]))
+        return frozenset().union(*(types(part, schemas) for part in schema["anyOf"]))
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return frozenset({"string" if "enum" in schemas[name] else name})
     kind = schema.get("type", "string" if "enum" in schema else "any")
     if kind == "array":
         places = schema.get("prefixItems") or [schema.get("items") or {}]
-        return frozenset({f"array of {[sorted(types(one, schemas)) for one in places]}"})
+        return frozenset({f"array of {[sorted(types(part, schemas)) for part in places]}"})
     if kind == "object":
         values = schema.get("additionalProperties")
         return frozenset({f"object of {sorted(types(values, schemas)) if isinstance(values, dict) else 'any'}"})
@@ -74,12 +79,15 @@ def types(schema: dict[str, Any], schemas: dict[str, Any]) -> frozenset[str]:
 
 
 def same(name: str, field: str, router: dict[str, Any]) -> bool:
-    """Whether a field has one type on both sides. Where it may be absent, null is the client's word for that."""
+    """Return whether a field has the same type on both sides.
+
+    Where the field may be absent, the client uses null for that.
+    """
     ours = types(CLIENT[name]["properties"][field], CLIENT)
     theirs = types(router[name]["properties"][field], router)
     if field not in router[name].get("required", ()):
         ours, theirs = ours - {"null"}, theirs - {"null"}
-    # The router reads what may be anything itself.
+    # A field of any type in the router's schema is one that the router decodes by itself.
     return ours == theirs or theirs == {"any"}
 
 
@@ -101,7 +109,7 @@ def test_what_a_struct_requires_the_document_requires(kind: type, document: dict
     ours, theirs = (set(schemas[name].get("required", ())) for schemas in (CLIENT, document["components"]["schemas"]))
     stricter = {field for struct, field in STRICTER if struct == name}
     assert ours - stricter <= theirs
-    # And a body must have all that the router wants.
+    # A body must also have every field that the router requires.
     assert kind not in BODIES or theirs <= ours
 
 
@@ -134,8 +142,10 @@ def test_a_call_is_an_operation_of_the_document(sent: calls.Call[Any], document:
 
 
 def test_every_call_is_listed_here() -> None:
-    made = {name for name, one in vars(calls).items() if inspect.isfunction(one) and one.__module__ == calls.__name__}
-    assert len(made - {"own_reservation", "is_gone"}) == len(CALLS)
+    names = {
+        name for name, value in vars(calls).items() if inspect.isfunction(value) and value.__module__ == calls.__name__
+    }
+    assert len(names - {"own_reservation", "is_gone"}) == len(CALLS)
 
 
 def test_a_field_that_drifts_is_seen(document: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings: where they come from, which source wins, and what a wrong one says; worker SPECs; no secret is shown."""
+"""Settings: sources and their order, messages for wrong ones, worker SPECs, and secrets that are never shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvrouter.router.model.workers.worker_spec import WorkerSpec, parse_worker
 
 
 def wrong(file: Path | None = None, environ: dict[str, str] | None = None, flags: dict[str, Any] | None = None) -> str:
-    """The one line that these settings end the start with."""
+    """Return the one-line error with which these settings end the start."""
     with pytest.raises(SettingError) as caught:
         load_config(file, environ or {}, flags or {})
     assert "\n" not in caught.value.message
@@ -30,7 +30,7 @@ def wrong(file: Path | None = None, environ: dict[str, str] | None = None, flags
 
 
 def test_the_settings_are_few_and_each_says_what_it_takes() -> None:
-    # Each is one more thing that an operator must understand: a constant does where nobody would turn it.
+    # An operator must understand each setting; a constant is enough where nobody would change the value.
     assert len(FIELDS) <= 58
     assert all(describe(name) for name in FIELDS)
 
@@ -115,8 +115,10 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
     assert set(values) == set(FIELDS)
     file = tmp_path / "k.yaml"
     file.write_bytes(msgspec.yaml.encode(values))
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    expected = Config(**given)
+    arguments: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    expected = Config(**arguments)
     assert load_config(file, {}, {}) == expected
     texts = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in values.items()}
     assert load_config(None, {f"KVROUTER_{name.upper()}": text for name, text in texts.items()}, {}) == expected
@@ -305,9 +307,9 @@ def test_one_worker_twice_is_refused_but_its_ranks_are_not() -> None:
 
 
 def record(message: str, **fields: Any) -> logging.LogRecord:
-    made = logging.LogRecord("kvrouter.x", logging.WARNING, "f", 1, message, None, None)
-    made.__dict__.update(fields)
-    return made
+    log_record = logging.LogRecord("kvrouter.x", logging.WARNING, "f", 1, message, None, None)
+    log_record.__dict__.update(fields)
+    return log_record
 
 
 def test_logs_as_text_keep_to_one_line_whatever_the_names() -> None:
@@ -319,8 +321,8 @@ def test_logs_as_text_keep_to_one_line_whatever_the_names() -> None:
 def test_logs_as_json_are_one_object_a_line() -> None:
     line = Formatter(as_json=True).format(record("resync", worker=WorkerKey("m", "w0", 0), path=Path("/d")))
     assert "\n" not in line
-    found = msgspec.json.decode(line)
-    assert (found["level"], found["message"], found["worker"], found["path"]) == ("warning", "resync", "m/w0", "/d")
+    entry = msgspec.json.decode(line)
+    assert (entry["level"], entry["message"], entry["worker"], entry["path"]) == ("warning", "resync", "m/w0", "/d")
 
 
 @pytest.mark.parametrize(

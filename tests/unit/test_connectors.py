@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV connector a worker's tier events show, and what it earns: each in the bytes that its connector of vLLM
-sends."""
+"""Recognition of a worker's KV connector by its tier events, and the credit that it earns.
+
+The events are the bytes that each connector of vLLM sends.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ BLOCK = 16
 
 
 def stored(block_hash: int, medium: str = GPU, **fields: Any) -> WireStored:
-    """One dense block of group 0, as the GPU's pool announces it; `fields` are what a connector says otherwise."""
-    given: dict[str, Any] = {
+    """Return the event of one dense block of group 0, as the GPU's pool announces it, changed by `fields`."""
+    arguments: dict[str, Any] = {
         "block_hashes": [block_hash], "parent_block_hash": block_hash - 1 or None, "token_ids": list(range(BLOCK)),
         "block_size": BLOCK, "lora_id": None, "lora_name": None, "group_idx": 0, "kv_cache_spec_kind": "full_attention",
     }  # fmt: skip
-    return WireStored(medium=medium, **(given | fields))
+    return WireStored(medium=medium, **(arguments | fields))
 
 
 PLACEHOLDER: dict[str, Any] = {
@@ -46,7 +48,7 @@ PLACEHOLDER: dict[str, Any] = {
     "block_size": 0,
     "kv_cache_spec_kind": None,
 }
-# By connector: medium and what differs from the GPU's event of the same block.
+# By connector: the medium, and the fields that differ from the GPU's event of the same block.
 # Sources: vLLM 0.32 and 0.33, offloading/events.py, simple_kv_offload/manager.py, mooncake/store/worker.py,
 # umbp/scheduler.py, lmcache_connector.py; single_type_kv_cache_manager.py (HiSparse).
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,7 +84,7 @@ def event(shape: str, block_hash: int) -> WireStored:
 
 
 def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> Ingest:
-    """A worker whose stream brought these batches."""
+    """Return the ingest of a worker whose stream brought these batches."""
     registration = Registration(
         WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2", catalog=catalog
     )
@@ -96,12 +98,12 @@ def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> Ingest:
 
 
 def hit_of(ingest: Ingest, num_tokens: int) -> tuple[int, int, int]:
-    """What a prompt of blocks 1, 2, ... of this worker is promised."""
+    """Return the hit that is predicted at this worker for a prompt of blocks 1, 2, ..., as tokens by tier."""
     resident = {
         place: (ingest.held.blocks.hashes(place) - np.uint64(1)).tolist() for place in ingest.held.blocks.places
     }
-    found = judge((), resident, num_tokens, catalog=ingest.profile.catalog)
-    return found.gpu, found.cpu, found.disk
+    hit = judge((), resident, num_tokens, catalog=ingest.profile.catalog)
+    return hit.gpu, hit.cpu, hit.disk
 
 
 ON_GPU = [stored(i, token_ids=[]) for i in range(1, 5)]
@@ -122,7 +124,7 @@ def test_only_what_its_events_prove_earns_credit(shape: str) -> None:
 
 
 def test_a_host_pool_of_hisparse_earns_nothing() -> None:
-    """Its group is announced on CPU alone, by the block pool itself."""
+    """Announce a group on CPU alone, as HiSparse's own block pool does."""
     host = {"group_idx": 1, "kv_cache_spec_kind": "mla_attention"}
     ingest = follow(ON_GPU, [stored(i, CPU, **host) for i in range(1, 9)])
     assert ingest.profile.catalog.offload.rule is None and "no credit" in ingest.reason
@@ -132,7 +134,7 @@ def test_a_host_pool_of_hisparse_earns_nothing() -> None:
 @pytest.mark.parametrize("other", ["simple", "MooncakeStore", "UMBP", "LMCache"])
 @pytest.mark.parametrize("first", [True, False])
 def test_events_of_two_connectors_end_the_credit(other: str, first: bool) -> None:
-    """As from a MultiConnector, which takes what the first of them offers, however little."""
+    """Announce two connectors as a MultiConnector does, which takes the offer of the first one, however small."""
     shapes = (other, "offloading") if first else ("offloading", other)
     ingest = follow(ON_GPU, *[[event(shape, i) for i in range(1, 9)] for shape in shapes])
     assert ingest.profile.catalog.offload.rule is None and "no credit" in ingest.reason
@@ -176,7 +178,7 @@ def test_what_was_learned_survives_a_restart_of_the_router() -> None:
 
 
 def test_a_clear_without_a_medium_leaves_no_credit_on_any() -> None:
-    """A reset of the connector's pool sends it, as the GPU's does; removals of what is gone change nothing."""
+    """Clear as a reset of the connector's pool does, like the GPU's; later removals of its blocks change nothing."""
     ingest = follow(ON_GPU, [event("simple", i) for i in range(1, 9)], [WireCleared()])
     assert hit_of(ingest, 200) == (0, 0, 0)
     payload = encode_batch(3.0, [event("simple", 1), *[WireRemoved([i], CPU, 0, locality="LOCAL") for i in (1, 2)]])
@@ -226,7 +228,7 @@ def test_a_declared_connector_earns_by_its_own_rule_or_not_at_all(names: list[st
             DeclaredCatalog([], connector=SIMPLE_CPU, connectors=[SIMPLE_CPU], offload_partial_hits=True),
             TierRule.SUFFIX,
         ),
-        # Of a patch that does not name what is inside.
+        # The patch does not name the connectors inside this one.
         (DeclaredCatalog([], connector="MultiConnector", offload_blocks_per_chunk=1), None),
         (DeclaredCatalog([], connector=f"{OFFLOADING} with my.Manager", offload_blocks_per_chunk=1), None),
     ],
@@ -245,7 +247,7 @@ def test_an_engine_without_a_connector_declares_none() -> None:
 
 
 def test_unknown_until_the_group_was_seen_on_the_gpu() -> None:
-    """A self-describing event alone could be of HiSparse's host pool; with the GPU's events of its group it is not."""
+    """A self-describing event alone could come from HiSparse's host pool; GPU events of its group rule that out."""
     tier = [event("offloading, self-describing", i) for i in range(1, 9)]
     ingest = follow(tier)
     assert "do not show yet" in ingest.reason and hit_of(ingest, 200) == (0, 0, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the container files promise and a reader can check."""
+"""Promises of the container files that can be checked by reading them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.container_files import COMPOSE, ROOT, SERVICES, dockerfile, l
 ROUTERS = ("router-0", "router-1")
 REPLICAS = ("replica-0", "replica-1", "replica-2")
 ENGINES = ("engine-cpu", "engine-gpu")
-# They post one registration, and end.
+# These services post one registration, and end.
 REGISTRATIONS = ("registration-cpu", "registration-gpu")
 ENGINE_DOCKERFILE = (ROOT / "deploy/engine/Dockerfile").read_text()
 OUR_IMAGE = SERVICES["router-0"]["image"]
@@ -33,7 +33,7 @@ def test_every_image_is_pinned() -> None:
     assert OUR_IMAGE.endswith(f":{version}")
     assert f"ARG ROUTER={OUR_IMAGE}\n" in ENGINE_DOCKERFILE
     assert ENGINE_DOCKERFILE.count(f"hybrid_kv_router-{version}.dist-info") == 2
-    # The chart's engines are the ones that the patch is built into here.
+    # The chart's engines run the same vLLM image into which the patch is built here.
     chart = yaml.safe_load((ROOT / "deploy/helm/kvrouter/values.yaml").read_text())
     assert f"ARG VLLM={chart['engine']['image']}\n" in ENGINE_DOCKERFILE
 
@@ -57,16 +57,16 @@ def test_every_service_is_confined_and_watched(name: str) -> None:
     assert {volume for volume in volumes if not volume.startswith("./")} <= set(COMPOSE["volumes"])
     assert all((ROOT / volume).exists() for volume in volumes if volume.startswith("./"))
     assert not {"privileged", "network_mode", "pid", "cap_add", "env_file"} & set(service)
-    # The image's check is the router's; another command needs another.
+    # The image's health check is the router's, so a service with another command needs another check.
     assert ("healthcheck" in service) != (name in ROUTERS)
     assert service["restart"] == ("on-failure" if name in REGISTRATIONS else "unless-stopped")
     if name in ENGINES:
-        # vLLM's images run as root and compile what they run.
+        # vLLM's images run as root, and compile the code that they run.
         assert service["profiles"] == [name.partition("-")[2]]
         return
     user, _, group = service["user"].partition(":")
     assert int(user) > 0
-    # Grafana's image has its files in root's group.
+    # The files of Grafana's image belong to root's group.
     assert int(group) > 0 or name == "grafana"
     if service["image"] == OUR_IMAGE:
         assert service["user"] == last("USER").text
@@ -84,7 +84,10 @@ def test_the_routers_wait_for_healthy_services_and_only_they_reach_the_store() -
 
 
 def test_prometheus_scrapes_both_routers_and_grafana_finds_dashboard_and_source() -> None:
-    """What Grafana reads of its provisioning files: https://grafana.com/docs/grafana/latest/administration/provisioning"""
+    """Check the provisioning files by the fields that Grafana reads.
+
+    Source: https://grafana.com/docs/grafana/latest/administration/provisioning
+    """
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yaml").read_text())
     (job,) = config["scrape_configs"]
     assert job["static_configs"] == [{"targets": [f"{name}:30000" for name in ROUTERS]}]
@@ -99,7 +102,7 @@ def test_prometheus_scrapes_both_routers_and_grafana_finds_dashboard_and_source(
     assert provider["type"] == "file"
     (shown,) = (path for at, path in mounts.items() if at.startswith(provider["options"]["path"]))
     dashboard = json.loads((ROOT / shown).read_text())
-    # A provisioned dashboard has no number of its own and asks for no inputs: its data source is a variable.
+    # A provisioned dashboard has no `id` and no inputs: its data source is a variable.
     assert dashboard["uid"] and dashboard["title"] and dashboard.get("id") is None and "__inputs" not in dashboard
     variable = next(each for each in dashboard["templating"]["list"] if each["type"] == "datasource")
     assert variable["query"] == source["type"]
@@ -123,8 +126,10 @@ def test_no_secret_is_written_down() -> None:
 
 
 def sent(path: str) -> bool:
-    """Whether .dockerignore lets a file be sent to the builder: the last pattern decides that fits it or a folder
-    above."""
+    """Return whether .dockerignore lets a file be sent to the builder.
+
+    The last pattern that fits the file, or a folder above it, decides.
+    """
     parts = path.split("/")
     above = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
     result = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decisions are kept as they were made, found by selection and by request, and bounded."""
+"""Decisions are kept as they were made, found by selection and by request, and bounded in number and bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OUTCOME = Outcome("ok", 64, 48, TOKENS, 5, 0.1, 0.2)
 
 
 class Kept:
-    """A stage whose decisions are kept."""
+    """Stage whose decisions are kept in a decision log."""
 
     def __init__(self, *hits: Any, max_kept: int = 100, max_bytes: int = 1 << 20, **settings: Any) -> None:
         self.now = 50.0
@@ -36,30 +36,30 @@ class Kept:
 
     @property
     def shown(self) -> list[Any]:
-        return [one.event for one in self.feed._ring.since(0)[0]]
+        return [entry.event for entry in self.feed._ring.since(0)[0]]
 
 
 def test_a_decision_is_kept_with_all_that_it_rested_on() -> None:
     kept = Kept(hit("a", 64), hit("b", 640), hit("c", state="suspect"))
     request = ask(session_id="s", max_tokens=9, exclude_worker_ids=frozenset({"b"}))
     placement = kept.placing.reserve(request)
-    found = kept.log.find(placement.selection_id)
-    assert found is not None
-    reply = decision_reply(*found)
+    result = kept.log.find(placement.selection_id)
+    assert result is not None
+    reply = decision_reply(*result)
     choice = placement.choice
     assert (reply.worker_id, reply.endpoint, reply.reason) == ("a", "http://a", choice.reason)
     assert reply.overlap.disk == 64 and reply.effective_prefill_tokens == TOKENS - 64 and reply.time_s == 1_000.0
     assert (reply.session_id, reply.max_tokens, reply.num_tokens, reply.proof) == ("s", 9, TOKENS, Proof.EXACT)
     assert not isinstance(reply.candidates, UnsetType)
-    assert [one.worker_id for one in reply.candidates] == ["a", "c"] and reply.compared == 2
-    assert [one.state for one in reply.candidates] == ["live", "suspect"]
+    assert [candidate.worker_id for candidate in reply.candidates] == ["a", "c"] and reply.compared == 2
+    assert [candidate.state for candidate in reply.candidates] == ["live", "suspect"]
     assert reply.outcome is None and reply.request_id == ""
-    # The workers that were compared are not held as long as the request runs.
+    # The log does not hold the compared workers as long as the request runs.
     assert choice.comparison is None
 
 
 def test_what_is_kept_of_the_candidates_is_what_explain_says() -> None:
-    """Law: a later answer is the answer of that moment, for any hits and loads."""
+    """Law: an explanation that is read later equals the one at the time of the choice, for any hits and loads."""
     for seed in range(60):
         rng = random.Random(seed)
         hits = [hit(f"w{i}", rng.randrange(TOKENS), rng.choice(["live", "suspect"])) for i in range(rng.randint(1, 9))]
@@ -71,18 +71,18 @@ def test_what_is_kept_of_the_candidates_is_what_explain_says() -> None:
         explained = kept.placing.choose(
             type(request)(type(question)(question.model, TOKENS, token_ids=question.token_ids, explain=True)), "now"
         )
-        found = kept.log.find("now")
-        assert found is not None
-        assert found[0].decision().choice.candidates() == explained.candidates
-        assert found[0].decision().choice.reason == explained.reason
+        result = kept.log.find("now")
+        assert result is not None
+        assert result[0].decision().choice.candidates() == explained.candidates
+        assert result[0].decision().choice.reason == explained.reason
 
 
 def test_of_many_workers_the_chosen_and_the_cheapest_are_kept() -> None:
     kept = Kept(*[hit(f"w{i}", i) for i in range(200)])
     placement = kept.placing.reserve(ask())
-    found = kept.log.find(placement.selection_id)
-    assert found is not None
-    choice = found[0].decision().choice
+    result = kept.log.find(placement.selection_id)
+    assert result is not None
+    choice = result[0].decision().choice
     assert choice.compared == 200 and len(choice.hits) == KEPT_CANDIDATES and choice.hit == placement.choice.hit
     assert choice.costs[1:] == sorted(choice.costs[1:])
 
@@ -94,9 +94,9 @@ def test_a_request_is_found_by_its_id_with_the_attempts_before() -> None:
         kept.log.name(placement.selection_id, "req")
     kept.log.end(first.selection_id, Outcome("refused", None, None, None, None, None, 0.1))
     kept.log.end(second.selection_id, OUTCOME)
-    found = kept.log.find("req")
-    assert found is not None
-    reply = decision_reply(*found)
+    result = kept.log.find("req")
+    assert result is not None
+    reply = decision_reply(*result)
     assert (reply.selection_id, reply.earlier, reply.outcome) == (second.selection_id, [first.selection_id], OUTCOME)
     assert kept.log.find(first.selection_id)[0].outcome.outcome == "refused"  # type: ignore[index, union-attr]
     for name in ("", "nobody", "REQ"):
@@ -106,29 +106,29 @@ def test_a_request_is_found_by_its_id_with_the_attempts_before() -> None:
 @pytest.mark.parametrize(("tokens", "state", "proof"), [(TOKENS, "live", "exact"), (TOKENS, "suspect", "assumed")])
 def test_the_proof_is_as_good_as_the_state(tokens: int, state: str, proof: str) -> None:
     kept = Kept(hit("a", 64, state))
-    found = kept.log.find(kept.placing.reserve(ask()).selection_id)
-    assert found is not None and decision_reply(*found).proof == proof
+    result = kept.log.find(kept.placing.reserve(ask()).selection_id)
+    assert result is not None and decision_reply(*result).proof == proof
 
 
 def test_the_oldest_go_first_whatever_the_bound_is() -> None:
-    """Law: what is kept is the newest, within both bounds, and no id leads to what is gone."""
+    """Law: the log keeps the newest decisions, within both bounds, and no id leads to a decision that is gone."""
     for seed in range(30):
         rng = random.Random(seed)
         kept = Kept(max_kept=rng.choice([1, 7, 1_000]), max_bytes=rng.choice([2_000, 20_000, 1 << 20]))
-        made = []
+        selection_ids = []
         for number in range(60):
             placement = kept.placing.reserve(ask(number))
             kept.log.name(placement.selection_id, f"r{rng.randrange(20)}")
-            made.append(placement.selection_id)
+            selection_ids.append(placement.selection_id)
             if rng.random() < 0.3:
-                kept.log.end(rng.choice(made), OUTCOME)
-        left = [one for one in made if kept.log.find(one)]
-        assert left == made[len(made) - len(left) :] and len(left) <= kept.log._max_kept
-        assert [one.decision().selection_id for one in kept.log.last(1_000)] == left[::-1]
-        sizes = sum(len(one.data) + ENTRY_BYTES for one in kept.log.last(1_000))
+                kept.log.end(rng.choice(selection_ids), OUTCOME)
+        kept_ids = [selection_id for selection_id in selection_ids if kept.log.find(selection_id)]
+        assert kept_ids == selection_ids[len(selection_ids) - len(kept_ids) :] and len(kept_ids) <= kept.log._max_kept
+        assert [entry.decision().selection_id for entry in kept.log.last(1_000)] == kept_ids[::-1]
+        sizes = sum(len(entry.data) + ENTRY_BYTES for entry in kept.log.last(1_000))
         assert kept.log._bytes == sizes <= kept.log._max_bytes
         for attempts in kept.log._of_request.values():
-            assert attempts and set(attempts) <= set(left) and len(attempts) <= MAX_ATTEMPTS
+            assert attempts and set(attempts) <= set(kept_ids) and len(attempts) <= MAX_ATTEMPTS
 
 
 def test_an_id_that_is_used_again_means_the_later_decision() -> None:
@@ -136,8 +136,8 @@ def test_an_id_that_is_used_again_means_the_later_decision() -> None:
     kept.placing.choose(ask(0), "mine")
     kept.log.name("mine", "req")
     kept.placing.choose(ask(1, tokens=TOKENS // 2), "mine")
-    found = kept.log.find("mine")
-    assert found is not None and found[0].decision().num_tokens == TOKENS // 2
+    result = kept.log.find("mine")
+    assert result is not None and result[0].decision().num_tokens == TOKENS // 2
     assert kept.log.find("req") is None
 
 
@@ -166,12 +166,12 @@ def test_a_sample_of_decisions_is_published_and_says_how_many_are_not() -> None:
     for number in range(100):
         kept.placing.reserve(ask(number))
         kept.now += 0.1 / SHOWN_PER_S
-    shown = kept.shown
-    assert all(event.type is EventType.DECISION for event in shown) and 9 <= len(shown) <= 12
-    skipped = [event.skipped for event in shown[1:]]
+    events = kept.shown
+    assert all(event.type is EventType.DECISION for event in events) and 9 <= len(events) <= 12
+    skipped = [event.skipped for event in events[1:]]
     assert skipped == [9] * len(skipped)
     kept.now += 60
     kept.placing.reserve(ask(7_000))
     kept.placing.reserve(ask(7_001))
-    # A pause earns no burst.
-    assert len(kept.shown) == len(shown) + 1
+    # A pause earns no burst of published decisions.
+    assert len(kept.shown) == len(events) + 1

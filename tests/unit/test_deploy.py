@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages about workers show is what the router takes."""
+"""Examples of workers on the pages, each of which the router accepts."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def test_the_pages_examples_are_what_the_router_takes(page: str) -> None:
     assert commands or page.endswith("kubernetes.md")
     for command in commands:
         words = shlex.split(command.replace("\\\n", " "), comments=True)
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for flag, value in zip(words[1::2], words[2::2], strict=True):
             name = {"--worker": "workers", "--allow-host": "allow_hosts"}.get(flag, flag[2:].replace("-", "_"))
             if name in ("workers", "allow_hosts"):
-                given.setdefault(name, []).append(value)
+                arguments.setdefault(name, []).append(value)
             elif name != "config":
-                given[name] = value
-        config = load_config(None, {}, given)
+                arguments[name] = value
+        config = load_config(None, {}, arguments)
         if config.kubernetes_api is not None:
             access_from(
                 {}, api=config.kubernetes_api, namespace=config.kubernetes_namespace, token_file=None, ca_file=None
             )
     lists = re.findall(r"^```yaml\n(- .*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert all(parse_workers(one, "example", FILE) for one in lists)
+    assert all(parse_workers(entries, "example", FILE) for entries in lists)

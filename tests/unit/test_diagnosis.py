@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each check finds its fault in what a router knows, and nothing in a fleet that is well or only young."""
+"""Checks of the diagnosis: each finds its fault in a router's snapshot, and nothing in a healthy or young fleet."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
 ROOT = Path(__file__).resolve().parents[2]
 EVENTS, REPLAY, URL = "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558", "http://10.0.0.1:8000"
 NOW_S = 1_700_000_000.0
-# Found by the command itself (test_cli_doctor.py).
+# The command itself finds these (test_cli_doctor.py).
 CLIENT_CODES = {"KV001", "KV002", "KV003", "KV004"}
 
 CHECKS: tuple[Callable[[Snapshot], Any], ...] = (
@@ -70,13 +70,13 @@ def catalog(*groups: Group) -> Catalog:
 
 def registration(worker_id: str = "w0", **more: Any) -> Registration:
     url = URL if worker_id == "w0" else f"http://{worker_id}:8000"
-    given: dict[str, Any] = {"events": EVENTS, "replay": REPLAY, "url": url} | more
-    known = given.pop("worker", WorkerKey(given.pop("model", "m"), worker_id))
-    return Registration(known, **given)
+    fields: dict[str, Any] = {"events": EVENTS, "replay": REPLAY, "url": url} | more
+    key = fields.pop("worker", WorkerKey(fields.pop("model", "m"), worker_id))
+    return Registration(key, **fields)
 
 
 def worker(worker_id: str = "w0", given: dict[str, Any] | None = None, **more: Any) -> WorkerFacts:
-    """One that is well, but for what is given."""
+    """Return the facts of a healthy worker; `given` changes its registration, and `more` its facts."""
     well: dict[str, Any] = {
         "registration": registration(worker_id, **(given or {})),
         "state": StreamState.LIVE,
@@ -96,7 +96,7 @@ PUBLISHES, REPLIES = EndpointAnswer(is_zmq=True, socket="XPUB"), EndpointAnswer(
 
 
 def snapshot(*workers: WorkerFacts, server: dict[str, Any] | None = None, **more: Any) -> Snapshot:
-    """A fleet that is well, but for what is given."""
+    """Return a snapshot of a healthy fleet; `server` changes the facts of its Redis server, and `more` the snapshot."""
     well: dict[str, Any] = {
         "token": "me",
         "time_s": NOW_S,
@@ -207,12 +207,12 @@ def test_a_fleet_that_is_well_has_no_finding() -> None:
         worker(is_heard=False, blocks=0, catalog=NOTHING_KNOWN, prompts=PromptCount(9, 0, UNHEARD_PROMPTS - 1)),
         worker(prompts=PromptCount(9, 0, 9)),
         worker(state=StreamState.CATCHING_UP),
-        # One group is all that a model with full attention has, and what a hybrid one showed first.
+        # A model with full attention has only this group, and a hybrid model may have shown only this one so far.
         worker(catalog=catalog(*FULL)),
         worker(given={"model": "gemma-3-27b"}, catalog=catalog(*FULL), blocks=SHOWN_BLOCKS - 1),
         worker(prompts=PromptCount(COUNTED_PROMPTS - 1, COUNTED_PROMPTS - 1)),
         worker(prompts=PromptCount(COUNTED_PROMPTS, COUNTED_PROMPTS // 2)),
-        # Its patch has snapshots.
+        # Its patch has snapshots, so that it needs no replay endpoint.
         worker(given={"replay": None}, is_patched=True),
     ],
 )
@@ -257,7 +257,7 @@ def test_closed_ports_that_the_engine_names_otherwise_are_one_finding_with_the_r
     (finding,) = findings(snapshot(facts, endpoints=closed))
     assert finding.code == "KV205" and "/kv_event_sources" in finding.evidence
     assert finding.fix == "register events=tcp://10.0.0.1:5600,replay=tcp://10.0.0.1:5601"
-    # Where the engine names these very ports, they are closed on the way.
+    # The engine names these very ports, so something on the way to them must have closed them.
     same = worker(state=StreamState.CONNECTING, published=[Stream(EVENTS, REPLAY)])
     assert codes(snapshot(same, endpoints=closed)) == ["KV205", "KV205"]
 
@@ -277,8 +277,8 @@ def test_a_worker_without_events_is_told_what_it_lacks_and_no_more() -> None:
 
 
 def test_what_the_engine_said_is_the_evidence_of_a_worker_without_events() -> None:
-    given = {"events": None, "replay": None, "note": "its engine publishes no KV events"}
-    (finding,) = findings(snapshot(worker(given=given, is_silent=True, is_heard=False, reason="registered without")))
+    fields = {"events": None, "replay": None, "note": "its engine publishes no KV events"}
+    (finding,) = findings(snapshot(worker(given=fields, is_silent=True, is_heard=False, reason="registered without")))
     assert finding.evidence == "its engine publishes no KV events"
 
 
@@ -319,10 +319,10 @@ def test_a_hybrid_model_is_known_by_its_siblings_and_by_its_name() -> None:
 
 
 def test_only_models_of_one_name_are_compared() -> None:
-    other = catalog(Group(0, "full_attention", 32))
-    assert codes(snapshot(worker(), worker("w1", given={"model": "n"}, catalog=other))) == []
-    assert codes(snapshot(worker(), worker("w1", catalog=other, blocks=0))) == ["KV305"]
-    # One is enough to be mended.
+    other_catalog = catalog(Group(0, "full_attention", 32))
+    assert codes(snapshot(worker(), worker("w1", given={"model": "n"}, catalog=other_catalog))) == []
+    assert codes(snapshot(worker(), worker("w1", catalog=other_catalog, blocks=0))) == ["KV305"]
+    # The operator needs one finding, not one for each worker.
     coarse = catalog(Group(0, "full_attention", 32), Group(1, "sliding_window", 32, 64))
     assert codes(snapshot(worker(), worker("w1", catalog=coarse), worker("w2", catalog=coarse))) == ["KV305"]
 
@@ -376,22 +376,22 @@ def test_settings_that_must_agree_exist_and_no_secret_is_said() -> None:
     names = {*AGREED, *AGREED_LISTS, *AGREED_SECRETS, "none_hash_seed"}
     assert names <= set(FIELDS)
     config = Config(api_key="hidden-key", worker_api_key="hidden-too", none_hash_seed="hidden-seed")
-    said = agreed_settings(config)
-    assert set(said) == names
-    assert not any("hidden" in value for value in said.values())
-    assert said["none_hash_seed"] != agreed_settings(Config(none_hash_seed="another"))["none_hash_seed"]
-    assert said["api_key"] == "set" and agreed_settings(Config())["api_key"] == "none"
+    settings = agreed_settings(config)
+    assert set(settings) == names
+    assert not any("hidden" in value for value in settings.values())
+    assert settings["none_hash_seed"] != agreed_settings(Config(none_hash_seed="another"))["none_hash_seed"]
+    assert settings["api_key"] == "set" and agreed_settings(Config())["api_key"] == "none"
 
 
 def test_prompt_lengths_are_known_for_certain_or_not_counted() -> None:
-    lengths, one = PromptLengths(), WorkerKey("m", "w0")
+    lengths, key = PromptLengths(), WorkerKey("m", "w0")
     for tokens in (1, 15, 16, 31, 32, 33, 64, 10**12):
-        lengths.add(one, tokens)
-    assert lengths.total(one) == 8
-    assert [lengths.below(one, unit) for unit in (1, 16, 24, 32, 64)] == [0, 2, 2, 4, 6]
-    assert [lengths.above(one, unit) for unit in (15, 16, 31, 32)] == [6, 4, 4, 2]
+        lengths.add(key, tokens)
+    assert lengths.total(key) == 8
+    assert [lengths.below(key, unit) for unit in (1, 16, 24, 32, 64)] == [0, 2, 2, 4, 6]
+    assert [lengths.above(key, unit) for unit in (15, 16, 31, 32)] == [6, 4, 4, 2]
     lengths.keep([])
-    assert lengths.total(one) == lengths.above(one, 1) == 0
+    assert lengths.total(key) == lengths.above(key, 1) == 0
 
 
 PAGE_OF_METRICS = b"""\

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A direct task goes on within the callback that it waits for, and is a task like others to what it awaits."""
+"""Direct tasks: each resumes within the callback that it waits for, and looks like any task to the code it awaits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvrouter.router.base.common.direct_task import DirectTask, Signal
 
 
 class Run:
-    """A direct task of `work`, and what became of it."""
+    """Direct task of `work`, with its result."""
 
     def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
         self.result = ""
@@ -34,7 +34,7 @@ class Run:
 
 
 def in_callback(test: Callable[[asyncio.AbstractEventLoop], Awaitable[None] | None]) -> None:
-    """Runs a test as the loop runs a protocol's callback: outside any task. What it returns is awaited after it."""
+    """Run a test outside any task, as the loop runs a protocol's callback, and then await its result."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -47,9 +47,9 @@ def in_callback(test: Callable[[asyncio.AbstractEventLoop], Awaitable[None] | No
                 over.set_exception(error)
 
         loop.call_soon(call)
-        rest = await over
-        if rest is not None:
-            await rest
+        awaitable = await over
+        if awaitable is not None:
+            await awaitable
 
     asyncio.run(main())
 
@@ -57,18 +57,18 @@ def in_callback(test: Callable[[asyncio.AbstractEventLoop], Awaitable[None] | No
 def test_it_begins_at_once_and_goes_on_within_the_signal() -> None:
     def test(loop: asyncio.AbstractEventLoop) -> None:
         signal: Signal[int] = Signal()
-        got: list[int] = []
+        received: list[int] = []
 
         async def work() -> None:
-            got.append(0)
-            got.append(await signal)
+            received.append(0)
+            received.append(await signal)
 
         run = Run(work)
         run.task.resume()
-        assert got == [0]
+        assert received == [0]
         signal.set(7)
         signal.set(8)
-        assert (got, run.result, run.ends) == ([0, 7], "done", 1)
+        assert (received, run.result, run.ends) == ([0, 7], "done", 1)
         assert not run.task.cancel()
 
     in_callback(test)
@@ -167,8 +167,8 @@ def test_within_another_task_it_waits_for_its_turn() -> None:
 
 def test_an_error_that_leaves_it_is_the_loop_s() -> None:
     def test(loop: asyncio.AbstractEventLoop) -> None:
-        seen: list[Any] = []
-        loop.set_exception_handler(lambda _, context: seen.append(context["exception"]))
+        errors: list[Any] = []
+        loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
         error = ValueError("a defect")
 
         async def work() -> None:
@@ -176,6 +176,6 @@ def test_an_error_that_leaves_it_is_the_loop_s() -> None:
 
         run = Run(work)
         run.task.resume()
-        assert (seen, run.ends) == ([error], 1)
+        assert (errors, run.ends) == ([error], 1)
 
     in_callback(test)

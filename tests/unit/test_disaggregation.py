@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a prompt is computed at a prefill worker, what is counted where meanwhile, and what is said when it is not."""
+"""Prefill workers: when one computes a prompt, the load counted meanwhile, and the reason given otherwise."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ RULES = SplitRules(1_024, 0.2)
 
 
 def stage_of(*hits: Any, busy: str | None = "d", **settings: Any) -> Stage:
-    """Workers whose names begin with p only compute prompts. busy: who runs requests, so that a long prompt would
-    disturb them."""
+    """Return a stage in which the workers whose names begin with p only compute prompts.
+
+    The worker `busy` runs requests, so that a long prompt would disturb them; with None, no worker does.
+    """
     stage = Stage(*(hits or (hit("d"), hit("p"))), **settings)
     if busy is not None:
         occupy(stage, busy)
@@ -68,7 +70,7 @@ def test_a_long_prompt_goes_to_the_prefill_worker_of_a_busy_decode_worker() -> N
     assert (placement.prefill.worker, placement.prefill.url) == (WorkerKey("m", "p"), "http://p")
     assert "computed at p and handed over" in placement.choice.reason
     assert stage.load("p") == (LONG, 0, 1)
-    # What it costs to receive it; the context will be decoded there.
+    # The decode worker pays for receiving the prompt, and the context will be decoded there.
     assert stage.load("d") == (before[0] + round(0.2 * LONG), before[1] + LONG + 50, before[2] + 1)
     placement.handed_over()
     placement.handed_over()
@@ -143,11 +145,11 @@ def test_siblings_are_handed_over_too_while_the_first_is_computed_elsewhere() ->
     assert first.prefill is not None
     for _ in range(4):
         sibling = stage.placing.choose(ask(tokens=LONG))
-        # Not yet at the decode worker: it would have to compute all of it.
+        # The prompt is not yet at the decode worker, which would have to compute all of it.
         assert sibling.hit.worker == first.worker
         assert sibling.prefill is not None
     first.handed_over()
-    # From now on it counts as being there.
+    # From now on the prompt counts as being at the decode worker.
     assert stage.placing.choose(ask(tokens=LONG)).prefill is None
     assert decided(stage) == {"remote": 5, "short": 1}
 
@@ -155,8 +157,8 @@ def test_siblings_are_handed_over_too_while_the_first_is_computed_elsewhere() ->
 def test_a_failed_prefill_is_looked_for_elsewhere_and_then_done_by_the_decode_worker() -> None:
     stage = stage_of(hit("d"), hit("p1", 1_024), hit("p2"))
     before = stage.load("d")
-    asked = ask(tokens=LONG, max_tokens=0)
-    placement = stage.placing.reserve(asked)
+    request = ask(tokens=LONG, max_tokens=0)
+    placement = stage.placing.reserve(request)
     assert placement.prefill is not None and placement.prefill.worker.worker_id == "p1"
     again = ask(tokens=LONG, max_tokens=0, exclude_workers=frozenset({WorkerKey("m", "p1")}))
     placement.prefill_failed(again)
@@ -166,7 +168,7 @@ def test_a_failed_prefill_is_looked_for_elsewhere_and_then_done_by_the_decode_wo
     placement.prefill_failed(None)
     assert placement.prefill is None and placement.prefilled_at is None
     assert stage.load("p2") == (0, 0, 0)
-    # Now all of it is to be computed there.
+    # Now the decode worker has to compute all of it.
     assert stage.load("d") == (before[0] + LONG, before[1] + LONG, before[2] + 1)
     placement.done()
     assert stage.load("d") == before
@@ -200,7 +202,7 @@ def test_an_idle_decode_worker_does_not_void_what_is_about_to_come() -> None:
     occupy(stage, "d", 4 * LONG)
     placement = stage.placing.reserve(ask(tokens=LONG, max_tokens=0))
     assert placement.prefill is not None
-    # The prefill takes its time, and the decode worker has nothing to do by now.
+    # The prefill takes long, and the decode worker has become idle meanwhile.
     stage.now = IDLE_GRACE_S + 1.0
     stage.placing.engine_said(WorkerKey("m", "d"), EngineLoad(0, 0))
     assert stage.load("d") == (0, 0, 0)
@@ -233,7 +235,7 @@ def test_a_rank_is_named_exactly() -> None:
         assert stage.placing.choose(ask(seed=1, pinned=whichever)).hit.worker.dp_rank == 1
     with pytest.raises(UnknownWorker, match="w@2"):
         stage.placing.reserve(ask(pinned=Pin("w", 2)))
-    # One whose own name looks like a rank's.
+    # This worker's own name looks like the name of a rank.
     stage = Stage(hit("w", 0), hit("w@0", 0), hit("w@0", 0, rank=3))
     assert stage.placing.reserve(ask(pinned=Pin("w", 0))).worker == WorkerKey("m", "w", 0)
     assert stage.placing.reserve(ask(pinned=Pin("w@0", 3))).worker == WorkerKey("m", "w@0", 3)
@@ -261,43 +263,44 @@ def test_a_prefill_worker_never_decodes_and_a_hand_over_always_pays(
 ) -> None:
     table, hits, prefillers = LoadTable(), [], set()
     for number, (only_prefill, reused, (queued, decoded, requests)) in enumerate(workers):
-        found = hit(f"w{number}", min(reused, num_tokens - 1))
-        hits.append(found)
+        worker_hit = hit(f"w{number}", min(reused, num_tokens - 1))
+        hits.append(worker_hit)
         if only_prefill:
-            prefillers.add(found.worker)
+            prefillers.add(worker_hit.worker)
         for n in range(requests):
-            table.reserve(f"{number}-{n}", found.worker, queued // requests, decoded // requests, 0.0)
+            table.reserve(f"{number}-{n}", worker_hit.worker, queued // requests, decoded // requests, 0.0)
     decoders, others = split_by_role(hits, prefillers)
     if not decoders or not others:
         return
-    scene, rng = ChoiceContext(num_tokens, LoadModel(table, 131_072)), Random(seed)
+    context, rng = ChoiceContext(num_tokens, LoadModel(table, 131_072)), Random(seed)
     rules = SplitRules(min_tokens, token_cost)
-    alone = choose(decoders, scene, rng)
-    choice, outcome = with_prefill(alone, others, scene, rules, rng, arriving={})
+    alone = choose(decoders, context, rng)
+    choice, outcome = with_prefill(alone, others, context, rules, rng, arriving={})
     assert choice.hit == alone.hit and choice.hit.worker not in prefillers
     assert (choice.prefill is None) == (outcome is not PrefillOutcome.REMOTE)
     uncached = num_tokens - choice.hit.disk
     if choice.prefill is None:
         assert choice.prefill_tokens == uncached
         return
-    there = choice.prefill.hit
-    assert there.worker in prefillers and uncached >= min_tokens
+    prefill_hit = choice.prefill.hit
+    assert prefill_hit.worker in prefillers and uncached >= min_tokens
     assert choice.alone_tokens == uncached and choice.prefill_tokens == round(token_cost * uncached)
-    burdens = {hit.worker: scene.weights.burden(hit.worker) for hit in hits}
-    assert not burdens[there.worker].saturated
-    # It never waits longer than it would here, but for what it spares the requests that run here.
-    here = burdens[choice.hit.worker]
-    here_at_most = (1 + DISTURBED_MAX) * uncached + here.queued_tokens + here.decode_tokens
-    assert num_tokens - there.disk + burdens[there.worker].queued_tokens + HANDOVER_TOKENS < here_at_most
+    burdens = {hit.worker: context.weights.burden(hit.worker) for hit in hits}
+    assert not burdens[prefill_hit.worker].saturated
+    # A prefill worker never keeps the prompt longer than the decode worker would, except for the delay that this spares
+    # the requests running there.
+    burden = burdens[choice.hit.worker]
+    here_at_most = (1 + DISTURBED_MAX) * uncached + burden.queued_tokens + burden.decode_tokens
+    assert num_tokens - prefill_hit.disk + burdens[prefill_hit.worker].queued_tokens + HANDOVER_TOKENS < here_at_most
 
 
 def test_what_is_on_its_way_is_not_sent_twice() -> None:
     worker = WorkerKey("m", "d")
-    scene = ChoiceContext(LONG, LoadModel(LoadTable(), 131_072))
+    context = ChoiceContext(LONG, LoadModel(LoadTable(), 131_072))
     for number in range(16):
-        scene.weights.table.reserve(str(number), worker, 1_000, 1_000, 0.0)
-    alone = choose([hit("d")], scene, Random(0))
-    choice, _ = with_prefill(alone, [hit("p")], scene, RULES, Random(0), arriving={worker: LONG - 192})
+        context.weights.table.reserve(str(number), worker, 1_000, 1_000, 0.0)
+    alone = choose([hit("d")], context, Random(0))
+    choice, _ = with_prefill(alone, [hit("p")], context, RULES, Random(0), arriving={worker: LONG - 192})
     assert choice.prefill is not None and choice.prefill_tokens == round(0.2 * 192)
 
 
@@ -307,5 +310,5 @@ def test_the_question_with_hashes_alone_is_decided_alike() -> None:
     hashes = np.arange(1, LONG // 16 + 1, dtype=np.uint64)
     from msgspec.structs import replace
 
-    asked = replace(ask(), question=replace(question, token_ids=None, block_hashes=hashes))
-    assert stage.placing.choose(asked).prefill is not None
+    request = replace(ask(), question=replace(question, token_ids=None, block_hashes=hashes))
+    assert stage.placing.choose(request).prefill is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of workers: what they may hold, and that real changes of real files are seen, whole, and never half."""
+"""Files of workers: their valid contents, and changes of real files, which are seen whole and never half."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def watched(path: Path) -> FileSource:
 
 
 def look(source: FileSource, times: int = 2) -> list[str]:
-    """The workers after that many looks; a change counts at the second."""
+    """Look at the file `times` times and return the workers' ids; a change counts at the second look."""
     for _ in range(times):
         asyncio.run(source.look())
-    return [one.registration.worker.worker_id for one in source.shown or ()]
+    return [candidate.registration.worker.worker_id for candidate in source.shown or ()]
 
 
 def test_an_entry_is_a_spec_or_the_fields_of_register() -> None:
@@ -59,7 +59,7 @@ def test_an_entry_is_a_spec_or_the_fields_of_register() -> None:
     )
     assert not third.asks_events
     as_json = json.dumps([{"worker_id": "w0", "url": "http://h:1"}])
-    assert [one.registration.worker.worker_id for one in parse_workers(as_json, "w.json", FILE)] == ["w0"]
+    assert [candidate.registration.worker.worker_id for candidate in parse_workers(as_json, "w.json", FILE)] == ["w0"]
     assert parse_workers("[]", "w.yaml", FILE) == []
 
 
@@ -114,7 +114,7 @@ def test_a_config_maps_exchanged_link_is_seen(tmp_path: Path) -> None:
     (tmp_path / "w.yaml").symlink_to("..data/w.yaml")
     source = watched(tmp_path / "w.yaml")
     assert look(source) == ["a"]
-    # As the kubelet does.
+    # The kubelet replaces a mounted file in this way.
     (tmp_path / "..data_tmp").symlink_to("..1")
     (tmp_path / "..data_tmp").rename(tmp_path / "..data")
     assert look(source) == ["b"]
@@ -124,7 +124,7 @@ def test_what_is_written_in_place_is_read_when_it_rests(tmp_path: Path) -> None:
     file = tmp_path / "w.yaml"
     file.write_text("- a=http://h:1\n- b=http://h:1\n")
     source = watched(file)
-    # Each half is a whole file of workers by itself.
+    # Each half is itself a valid file of workers.
     with file.open("w") as writer:
         for name in "abc":
             writer.write(f"- {name}=http://h:2\n")

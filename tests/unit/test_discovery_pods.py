@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pod is as a worker: its address, its ports, its role, and whether it takes requests."""
+"""Pods as workers: a pod's address, ports and role, and whether it takes requests."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def candidates(*args: Any, **given: Any) -> list[Candidate]:
 
 
 def only(*args: Any, **given: Any) -> Candidate:
-    (found,) = candidates(*args, **given)
-    return found
+    (candidate,) = candidates(*args, **given)
+    return candidate
 
 
 def test_a_bare_pod_is_its_address_and_the_engine_tells_the_rest() -> None:
@@ -37,13 +37,13 @@ def test_a_bare_pod_is_its_address_and_the_engine_tells_the_rest() -> None:
 
 
 def test_what_is_said_of_it_is_taken() -> None:
-    found = only(
+    candidate = only(
         "e-0",
         labels={"kvrouter/role": "decode", "kvrouter/model": "label"},
         annotations={"kvrouter/model": "google/gemma-3-27b-it", "kvrouter/handover": "header", "kvrouter/port": "9000"},
         ports={"http": 8080, "kv-events": 6000, "kv-replay": 6001, "metrics": 1},
     ).registration
-    assert found == Registration(
+    assert candidate == Registration(
         WorkerKey("google/gemma-3-27b-it", "e-0"),
         url="http://10.0.0.5:9000",
         events="tcp://10.0.0.5:6000",
@@ -56,8 +56,8 @@ def test_what_is_said_of_it_is_taken() -> None:
 
 
 def test_an_ipv6_pod_stands_in_brackets() -> None:
-    found = only("e-0", "fd00::5", ports={"kv-events": 5557, "kv-replay": 5558}).registration
-    assert (found.url, found.events, found.replay) == (
+    registration = only("e-0", "fd00::5", ports={"kv-events": 5557, "kv-replay": 5558}).registration
+    assert (registration.url, registration.events, registration.replay) == (
         "http://[fd00::5]:8000",
         "tcp://[fd00::5]:5557",
         "tcp://[fd00::5]:5558",
@@ -65,8 +65,8 @@ def test_an_ipv6_pod_stands_in_brackets() -> None:
 
 
 def test_ranks_have_ports_of_their_own() -> None:
-    found = candidates("e-0", annotations={"kvrouter/dp-ranks": "2", "kvrouter/events-port": "6000"})
-    assert [(one.registration.worker.dp_rank, one.registration.events) for one in found] == [
+    ranks = candidates("e-0", annotations={"kvrouter/dp-ranks": "2", "kvrouter/events-port": "6000"})
+    assert [(candidate.registration.worker.dp_rank, candidate.registration.events) for candidate in ranks] == [
         (0, "tcp://10.0.0.5:6000"),
         (1, "tcp://10.0.0.5:6001"),
     ]
@@ -78,8 +78,8 @@ def test_ranks_have_ports_of_their_own() -> None:
     ("given", "note"), [({"terminating": True}, "its pod is terminating"), ({"ready": False}, "its pod is not ready")]
 )
 def test_one_that_takes_no_request_only_counts_if_it_is_known(given: dict[str, Any], note: str) -> None:
-    found = only("e-0", **given)
-    assert found.only_known and found.registration.retiring and found.registration.note == note
+    candidate = only("e-0", **given)
+    assert candidate.only_known and candidate.registration.retiring and candidate.registration.note == note
 
 
 def test_one_without_an_address_or_an_end_is_none() -> None:
@@ -103,9 +103,9 @@ def test_on_the_hosts_network_no_port_is_guessed() -> None:
     ],
 )
 def test_what_is_wrong_is_named_with_its_pod(annotations: dict[str, str]) -> None:
-    found = only("e-0", annotations=annotations)
+    candidate = only("e-0", annotations=annotations)
     (name,) = annotations
-    assert found.problem.startswith(f"pod e-0: {name} ")
+    assert candidate.problem.startswith(f"pod e-0: {name} ")
 
 
 def test_an_address_that_is_none_is_not_used() -> None:

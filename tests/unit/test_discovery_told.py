@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines say of themselves, and what becomes of a worker with it."""
+"""Engines' answers about themselves, and the registrations of workers that they complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvrouter.router.serve.api.dynamo_shapes import registrations_in
 
 
 def config(**given: Any) -> dict[str, Any]:
-    """vLLM 0.32's KVEventsConfig as its HTTP shows it."""
+    """Return vLLM 0.32's KVEventsConfig as its HTTP endpoint shows it."""
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -38,7 +38,9 @@ def config(**given: Any) -> dict[str, Any]:
 
 
 def told(url: str = "http://10.0.0.5:8000", **by_rank: dict[str, Any]) -> EngineAnswers:
-    return streams_in(json.dumps({rank.removeprefix("r"): one for rank, one in by_rank.items()}).encode(), url)
+    return streams_in(
+        json.dumps({rank.removeprefix("r"): settings for rank, settings in by_rank.items()}).encode(), url
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,11 +49,12 @@ def told(url: str = "http://10.0.0.5:8000", **by_rank: dict[str, Any]) -> Engine
         ("http://10.0.0.5:8000", "tcp://*:5557", "tcp://10.0.0.5:5557"),
         ("http://engine.example:8000", "tcp://0.0.0.0:5557", "tcp://engine.example:5557"),
         ("http://[fd00::5]:8000", "tcp://[::]:5557", "tcp://[fd00::5]:5557"),
-        # A port that the engine was left to choose: it names its own address.
+        # The engine chose this port itself, so it names its own address.
         ("http://engine:8000", "tcp://10.0.0.9:41234", "tcp://10.0.0.9:41234"),
         ("http://127.0.0.1:8000", "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5557"),
         ("http://localhost:8000", "ipc:///run/kv.sock", "ipc:///run/kv.sock"),
-        # It connects there, and listens nowhere: whoever listens on this port of its host is another engine.
+        # The engine connects to this address and listens nowhere, so a listener on this port of its host is another
+        # engine.
         ("http://10.0.0.5:8000", "tcp://collector:5557", None),
         ("http://10.0.0.5:8000", "tcp://127.0.0.1:5557", None),
         ("http://10.0.0.5:8000", "ipc:///run/kv.sock", None),
@@ -61,14 +64,14 @@ def told(url: str = "http://10.0.0.5:8000", **by_rank: dict[str, Any]) -> Engine
     ],
 )
 def test_where_an_engine_publishes_as_seen_from_here(url: str, endpoint: str, events: str | None) -> None:
-    found = told(url, r0=config(endpoint=endpoint))
-    assert found.streams == ({} if events is None else {0: Stream(events)})
-    assert bool(found.problem) == (events is None)
+    answers = told(url, r0=config(endpoint=endpoint))
+    assert answers.streams == ({} if events is None else {0: Stream(events)})
+    assert bool(answers.problem) == (events is None)
 
 
 def test_a_replay_endpoint_is_bound_so_a_name_in_it_is_the_engines() -> None:
-    found = told("http://10.0.0.5:8000", r0=config(replay_endpoint="tcp://engine-host:5558"))
-    assert found.streams == {0: Stream("tcp://10.0.0.5:5557", "tcp://10.0.0.5:5558")}
+    answers = told("http://10.0.0.5:8000", r0=config(replay_endpoint="tcp://engine-host:5558"))
+    assert answers.streams == {0: Stream("tcp://10.0.0.5:5557", "tcp://10.0.0.5:5558")}
     lost = told("http://10.0.0.5:8000", r0=config(replay_endpoint="tcp://127.0.0.1:5558")).streams
     assert lost is not None and lost[0].replay is None and "cannot be reached" in lost[0].note
 
@@ -102,23 +105,26 @@ RANKS = told(
 
 
 def test_an_address_alone_stands_for_all_ranks_of_its_engine() -> None:
-    found = completed(spec("w0=http://10.0.0.5:8000"), msgspec.structs.replace(RANKS, model="m"), [])
-    assert [(one.worker, one.events, one.replay, one.source) for one in found] == [
+    registrations = completed(spec("w0=http://10.0.0.5:8000"), msgspec.structs.replace(RANKS, model="m"), [])
+    assert [
+        (registration.worker, registration.events, registration.replay, registration.source)
+        for registration in registrations
+    ] == [
         (WorkerKey("m", "w0", 0), "tcp://10.0.0.5:5557", "tcp://10.0.0.5:6000", STATIC),
         (WorkerKey("m", "w0", 1), "tcp://10.0.0.5:5558", "tcp://10.0.0.5:6001", STATIC),
     ]
 
 
 def test_a_rank_that_is_named_is_that_rank() -> None:
-    (one,) = completed(spec("w0=http://10.0.0.5:8000,model=m,dp_rank=1"), RANKS, [])
-    assert (one.worker, one.events) == (WorkerKey("m", "w0", 1), "tcp://10.0.0.5:5558")
-    (none,) = completed(spec("w0=http://10.0.0.5:8000,model=m,dp_rank=7"), RANKS, [])
-    assert none.events is None and "no rank 7: there are 0, 1" in none.note
+    (registration,) = completed(spec("w0=http://10.0.0.5:8000,model=m,dp_rank=1"), RANKS, [])
+    assert (registration.worker, registration.events) == (WorkerKey("m", "w0", 1), "tcp://10.0.0.5:5558")
+    (unknown,) = completed(spec("w0=http://10.0.0.5:8000,model=m,dp_rank=7"), RANKS, [])
+    assert unknown.events is None and "no rank 7: there are 0, 1" in unknown.note
 
 
 def test_the_only_core_behind_an_address_needs_no_rank() -> None:
-    (one,) = completed(spec("w3=http://10.0.0.5:8000,model=m"), told(r3=config(endpoint="tcp://*:5560")), [])
-    assert (one.worker, one.events) == (WorkerKey("m", "w3", 0), "tcp://10.0.0.5:5560")
+    (registration,) = completed(spec("w3=http://10.0.0.5:8000,model=m"), told(r3=config(endpoint="tcp://*:5560")), [])
+    assert (registration.worker, registration.events) == (WorkerKey("m", "w3", 0), "tcp://10.0.0.5:5560")
 
 
 def registered(url: str) -> Registration:
@@ -146,12 +152,15 @@ def test_the_v1_of_a_base_url_is_taken_off_at_every_door(given: str, url: str) -
     worker = registered(given).worker
     for registration in (
         spec(f"w0={given}").registration,
-        *(one.registration for one in parse_workers(f"- {{worker_id: w0, url: '{given}'}}", "w.yaml", STATIC)),
-        *(one.registration for one in parse_workers(f"- w0={given}", "w.yaml", STATIC)),
+        *(
+            candidate.registration
+            for candidate in parse_workers(f"- {{worker_id: w0, url: '{given}'}}", "w.yaml", STATIC)
+        ),
+        *(candidate.registration for candidate in parse_workers(f"- w0={given}", "w.yaml", STATIC)),
         registered(given),
-        *(registration_of(one) for one in registrations_in(as_dynamo)),
+        *(registration_of(body) for body in registrations_in(as_dynamo)),
         patched(registered("http://other"), WorkerPatch(url=given)),
-        # As a router before this rule stored it.
+        # A router of a version before this rule stored the address in this form.
         decode(worker, stored),
     ):
         assert registration.url == url
@@ -168,9 +177,9 @@ def test_what_was_written_is_not_asked() -> None:
 def test_nothing_is_forgotten_while_an_engine_is_away() -> None:
     away = EngineAnswers(problem="it is not known (refused)")
     assert completed(spec("w0=http://h:1"), away, []) == []
-    known = completed(spec("w0=http://h:1"), msgspec.structs.replace(RANKS, model="m"), [])
-    assert completed(spec("w0=http://h:1"), away, known) == known
-    assert completed(spec("w0=http://h:2"), away, known) == [], "at another address it is another engine"
+    registrations = completed(spec("w0=http://h:1"), msgspec.structs.replace(RANKS, model="m"), [])
+    assert completed(spec("w0=http://h:1"), away, registrations) == registrations
+    assert completed(spec("w0=http://h:2"), away, registrations) == [], "at another address it is another engine"
     (bare,) = completed(spec("w0=http://h:1,model=m"), away, [])
     assert (bare.events, bare.note) == (None, away.problem)
 
@@ -186,11 +195,11 @@ def test_the_usual_ports_are_tried_only_where_they_cannot_be_anothers() -> None:
 
 
 def test_ranks_count_the_ports_up_as_vllm_does() -> None:
-    one = Candidate(
+    template = Candidate(
         Registration(WorkerKey("m", "w0"), events="tcp://h:5557", replay="tcp://[fd00::1]:6000"), any_rank=True
     )
-    found = [candidate.registration for candidate in ranked(one, 3)]
-    assert [(r.worker.dp_rank, r.events, r.replay) for r in found] == [
+    registrations = [candidate.registration for candidate in ranked(template, 3)]
+    assert [(r.worker.dp_rank, r.events, r.replay) for r in registrations] == [
         (0, "tcp://h:5557", "tcp://[fd00::1]:6000"),
         (1, "tcp://h:5558", "tcp://[fd00::1]:6001"),
         (2, "tcp://h:5559", "tcp://[fd00::1]:6002"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages: every link leads somewhere, the map has every page, and the files and pages that are named exist."""
+"""Checks of the pages: links lead somewhere, the map has every page, and named files and pages exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.doc_blocks import all_blocks, counts, stray_marks
 from tests.support.doc_worlds import WORLDS
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each package and each wing of the router has a page that says which file to open.
+# Every package and every wing of the router, except these, has a page that says which file to open.
 NO_README = {ROOT / "router", ROOT / "router" / "cli"}
 CODE_FOLDERS = {path.parent for path in [*ROOT.glob("*/__init__.py"), *ROOT.glob("router/*/__init__.py")]}
 READMES = sorted(folder / "README.md" for folder in CODE_FOLDERS - NO_README)
@@ -24,14 +24,14 @@ FILE = re.compile(
     r"`((?:client|events|router|engine_patch|simulator|replay|shadow|tests|benchmarks|deploy)/[\w./-]+\.\w+)`"
 )
 MENTION = re.compile(r"\bdocs/[\w/-]+\.md\b")
-# One job a page, and the folder says which.
+# Each page has one job, and its folder says which.
 KINDS = {"tutorials", "how-to", "reference", "explanation", "adr"}
 README_LINES_MAX = 120
 REASON_WORDS_MAX = 16
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(page.read_text())}
 
 
@@ -62,7 +62,7 @@ def test_the_map_has_every_page() -> None:
     assert pages - {docs / "README.md"} <= linked
 
 
-# Those without a suffix that may mention pages.
+# Files without a suffix that may mention pages.
 UNSUFFIXED = {"Makefile", "Dockerfile"}
 
 
@@ -73,7 +73,7 @@ def test_every_folder_of_pages_is_a_kind() -> None:
 def test_pages_that_the_repository_mentions_exist() -> None:
     folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "build"))]
     paths = [path for path in ROOT.iterdir() if path.is_file()] + [
-        found for path in folders for found in path.rglob("*")
+        nested for path in folders for nested in path.rglob("*")
     ]
     missing = set()
     for path in paths:
@@ -89,7 +89,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_shell_block_is_run_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints how many there are of each. What is run is in tests/system/test_docs_run.py."""
+    """Print how many blocks are run and how many are not; tests/system/test_docs_run.py runs them."""
     shells = [block for block in all_blocks() if block.is_shell]
     unmarked = [str(block) for block in shells if block.not_run is None and block.page not in WORLDS]
     with capsys.disabled():
@@ -117,14 +117,14 @@ def test_the_sites_nav_has_every_page() -> None:
     nav = re.findall(r"^ +- (?:\w+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     docs = ROOT / "docs"
     pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
-    # The index of decisions has them.
+    # The index of decisions lists them, and not the nav.
     decisions = {page for page in pages if re.match(r"adr/\d", page)}
     assert sorted(nav) == sorted(pages - decisions), "add the page to `nav` in mkdocs.yml"
     index = (docs / "adr" / "README.md").read_text()
     assert not [page for page in decisions if f"]({Path(page).name})" not in index], "docs/adr/README.md lacks it"
 
 
-# Flags of vLLM that a page names beside the router's.
+# Flags of vLLM that a page names beside the router's flags.
 OF_ENGINES = {"--block-size"}
 
 
@@ -133,26 +133,27 @@ BENCHMARKS = (ROOT / "docs/reference/benchmarks.md").read_text()
 
 
 def rows_below(page: str, column: str) -> list[list[str]]:
-    """The cells of each row of the tables whose head has that column, the head left out."""
-    found: list[list[str]] = []
+    """Return the rows of each table with the column `column`, as cells and without the table's head."""
+    rows: list[list[str]] = []
     is_wanted = False
     for line in (ROOT / "docs" / page).read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
         if not cells or column in cells:
             is_wanted = column in cells
         elif is_wanted and not cells[0].startswith("---"):
-            found.append(cells)
-    return found
+            rows.append(cells)
+    return rows
 
 
 def section(anchor: str) -> str:
-    """A section of the benchmarks, with those below it."""
+    """Return the text of a section of the benchmarks page, with its subsections."""
     heads = [
-        (found, re.sub(r"[^\w\- ]", "", found[2].lower()).replace(" ", "-")) for found in HEADS.finditer(BENCHMARKS)
+        (heading, re.sub(r"[^\w\- ]", "", heading[2].lower()).replace(" ", "-"))
+        for heading in HEADS.finditer(BENCHMARKS)
     ]
     (number,) = (number for number, (_, name) in enumerate(heads) if name == anchor)
     first = heads[number][0]
-    ends = [found.start() for found, _ in heads[number + 1 :] if len(found[1]) <= len(first[1])]
+    ends = [heading.start() for heading, _ in heads[number + 1 :] if len(heading[1]) <= len(first[1])]
     return BENCHMARKS[first.start() : ends[0] if ends else None]
 
 
@@ -168,8 +169,8 @@ def test_figures_for_sizing_stand_in_the_section_that_they_name(column: str) -> 
         if link := re.search(r"benchmarks\.md#([\w-]+)", where):
             text = section(link[1])
         figures = FIGURE.findall(measured)
-        known = set(FIGURE.findall(text))
-        assert all(figure in known for figure in figures), (measured, where)
+        published = set(FIGURE.findall(text))
+        assert all(figure in published for figure in figures), (measured, where)
 
 
 def test_figures_of_the_comparison_stand_in_one_row_of_the_benchmarks() -> None:
@@ -189,11 +190,13 @@ def test_troubleshooting_leads_to_every_code_of_the_doctor() -> None:
 
 
 def test_flags_that_others_users_are_told_of_exist() -> None:
-    known = (ROOT / "docs/reference/settings.md").read_text() + (ROOT / "docs/reference/cli.md").read_text()
+    reference = (ROOT / "docs/reference/settings.md").read_text() + (ROOT / "docs/reference/cli.md").read_text()
     rows = re.findall(r"^\| `[^|]+ \| ([^|]+) \|$", (ROOT / "docs/how-to/migration.md").read_text(), re.MULTILINE)
     flags = {flag for row in rows for flag in re.findall(r"--[a-z][a-z-]+", row)}
     assert len(flags) > 15
-    # What a cell says of the other side: what it is called there.
+    # A cell may also name a flag of the engine.
     assert not [
-        flag for flag in flags if f"`{flag} " not in known and f"`{flag}`" not in known and flag not in OF_ENGINES
+        flag
+        for flag in flags
+        if f"`{flag} " not in reference and f"`{flag}`" not in reference and flag not in OF_ENGINES
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The descriptions of KV caches on engines' metrics pages."""
+"""Descriptions of KV caches on engines' metrics pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrouter.router.model.engines.vllm.description import VLLM
 from kvrouter.router.model.workers.engine_cache import CACHING_OFF, MAX_COUNT, EngineCache
 from kvrouter.router.model.workers.stream_state import StreamState
 
-# Fields of CacheConfig as vLLM 0.32.0 prints them, including ones with quotes, braces and commas.
+# Fields of CacheConfig as vLLM 0.32.0 prints them, including values with quotes, braces and commas.
 FIELDS = {
     "block_size": "128",
     "cache_dtype": "auto",
@@ -39,11 +39,11 @@ def vllm_page(*cores: dict[str, str]) -> bytes:
 
 def test_vllm_describes_its_cache() -> None:
     page = vllm_page({"engine": "0"})
-    known = EngineCache(prefix_caching=True, block_size=128, blocks=240, tokens=30_720)
-    assert VLLM.cache_in(page, 0) == known
-    # A single core is the worker's, whatever its number is; the load is read in the same way.
-    assert VLLM.cache_in(page, 3) == known
-    assert not known.problem
+    cache = EngineCache(prefix_caching=True, block_size=128, blocks=240, tokens=30_720)
+    assert VLLM.cache_in(page, 0) == cache
+    # The only core on a page belongs to the worker, whatever its number is; the load is read in the same way.
+    assert VLLM.cache_in(page, 3) == cache
+    assert not cache.problem
 
 
 def test_of_several_cores_each_has_its_share_of_their_blocks() -> None:
@@ -84,6 +84,6 @@ def test_other_routers_read_it_from_the_store() -> None:
     cache = EngineCache(prefix_caching=False, block_size=16, blocks=3, tokens=48)
     fields = state_fields(StreamState.LIVE, "", True, None, cache=cache)
     assert engine_cache(fields) == cache
-    # Values of a router of another version, or of no router.
-    for told in ({}, {"engine_cache": b"no JSON"}, {"engine_cache": b'{"block_size": 0}'}):
-        assert engine_cache(told) == EngineCache()
+    # A router of another version, or another program, wrote these values.
+    for stored_fields in ({}, {"engine_cache": b"no JSON"}, {"engine_cache": b'{"block_size": 0}'}):
+        assert engine_cache(stored_fields) == EngineCache()

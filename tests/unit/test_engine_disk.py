@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that returns bad data is named for a while, by what the engine's /metrics says of it."""
+"""Reports of a disk that returns bad data, from the engine's /metrics; each report is shown for a while."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ vllm:kvrouter_offload_disk_corrupt_created{engine="0",model_name="m"} 1.7e+09
 
 
 def test_what_a_page_says_of_the_disk() -> None:
-    # The names are those that the engine's side has.
+    # The engine's side uses the same names.
     assert f"{PREFIX}disk_corrupt" in COUNTERS and f"{PREFIX}disk_off" in GAUGES
     assert parse_disk(PAGE, 0) == DiskSigns(3, False)
     assert parse_disk(PAGE, 1) == DiskSigns(0, True)
@@ -36,7 +36,7 @@ def test_bad_data_is_named_for_a_while_and_again_when_there_is_more() -> None:
     assert "returned bad data: 2 records" in watch.problem(1.0)
     watch.observe(DiskSigns(2), 1.0 + NAMED_S)
     assert watch.problem(1.0 + NAMED_S) == ""
-    # Another life of the engine, whose disk is no better.
+    # Another life of the engine has begun, and its disk is no better.
     watch.observe(DiskSigns(1), 1000.0)
     assert "1 records" in watch.problem(1000.0)
     watch.observe(DiskSigns(0, off=True), 1000.0 + NAMED_S)

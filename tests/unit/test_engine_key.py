@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines that get the key of the setting worker_api_key, and the addresses of workers that are refused without a
-list.
-"""
+"""Engines that get the key of the setting worker_api_key, and addresses that are refused without a list."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def test_the_operators_own_workers_get_the_key_and_a_clients_do_not(source: str)
     key = EngineKey("secret", AllowList(), lambda: registrations)
     is_operators = source in PRECEDENCE and source != REGISTER
     assert key.header_for_url(URL) == ("Bearer secret" if is_operators else None)
-    # Another port of the host may be anybody's.
+    # Another port of the host may belong to anybody.
     assert key.header_for_url("http://10.0.0.5:8001") is None
     assert key.withheld() == ([] if is_operators else ["w0"])
     assert ("worker_api_key is not sent to 1 workers ('w0')" in "".join(key.health())) != is_operators
@@ -47,7 +45,7 @@ def test_a_list_decides_for_all_others() -> None:
         for _ in range(2):
             assert (key.header_for_url(url) is not None) == listed
     assert key.health() == []
-    # An engine of a file is queried before it is registered.
+    # The router queries the engine of a workers file before the engine is registered.
     assert key.header_for_url("http://11.0.0.1", named=True) == "Bearer secret"
     assert EngineKey(None, AllowList(["10.0.0.0/8"])).header_for_url(URL, named=True) is None
 
@@ -65,7 +63,7 @@ def test_registrations_are_followed() -> None:
 @pytest.mark.parametrize("part", ["?x=", "?", "#a", "#", "/latest/meta-data/?x=", "/a#?"])
 def test_no_address_has_a_query_or_a_fragment(part: str) -> None:
     assert "query" in (url_problem(URL + part) or "")
-    # Addresses that another version wrote into the store.
+    # Another version may have written such addresses into the store.
     for allowed in (AllowList(), AllowList(["10.0.0.5"])):
         assert "query" in (allowed.registration_problem(registered(REGISTER, URL + part)) or "")
     assert url_problem(URL + "/engines/0/") is None
@@ -73,7 +71,7 @@ def test_no_address_has_a_query_or_a_fragment(part: str) -> None:
 
 LINK_LOCAL = (
     *("169.254.169.254", "169.254.0.1", "[fe80::1]", "[fe80::1%25eth0]", "[::ffff:169.254.169.254]"),
-    # The C library reads these as the same address.
+    # The C library reads these as 169.254.169.254.
     *("2852039166", "0xa9fea9fe", "169.254.43518", "0251.0376.0251.0376", "0xA9.254.169.254."),
 )
 
@@ -90,7 +88,7 @@ def test_a_link_local_address_is_one_that_is_listed(host: str) -> None:
 
 
 class OneAddress(AllowList):
-    """A list that takes the loopback address for a link-local one, as no name here has another address."""
+    """Allow list that takes the loopback address for a link-local one, because no name here resolves to a real one."""
 
     def admits_address(self, host: str, address: str) -> bool:
         return super().admits_address(host, "169.254.0.1" if address in ("127.0.0.1", "::1") else address)
@@ -106,7 +104,7 @@ def test_a_name_with_a_link_local_address_gets_no_request() -> None:
                 await Pool(loop, OneAddress()).connect(target)
             connection, _ = server.accept()
             with connection:
-                # Only the end of the connection arrives.
+                # The server receives nothing but the end of the connection.
                 assert await asyncio.to_thread(connection.recv, 1) == b""
             with pytest.raises(OSError, match="localhost has a link-local address"):
                 await CheckedResolver(OneAddress()).resolve("localhost", port, socket.AF_INET)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signs that begin another life of an engine, at the router that follows its worker and at others."""
+"""Signs of another life of an engine, at the router that follows its worker and at other routers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvrouter.router.follow.streams.engine_lives import EngineLives
 
 
 class Signs:
-    """An engine that is followed here from its first start on; each step names the signs that changed."""
+    """Engine that this router follows from its first start on; each step names the signs that changed."""
 
     def __init__(self) -> None:
         self._known: dict[str, Any] = {"start_s": None, "epoch": None, "voids": 0, "is_down": False}
         self.lives = EngineLives()
 
     def begins(self, **changes: Any) -> bool:
-        """Return whether these signs begin another life."""
+        """Return whether these changes begin another life."""
         before = self.lives.number
         self._known |= changes
         self.lives.observe(**self._known)
@@ -29,7 +29,7 @@ def test_a_process_with_another_start_is_another_life() -> None:
     assert not signs.begins(start_s=1.0)
     assert not signs.begins(start_s=1.0)
     assert signs.begins(start_s=2.0)
-    # An answer without the start time shows nothing.
+    # An answer without the start time proves nothing.
     assert not signs.begins(start_s=None)
     assert not signs.begins(start_s=2.0)
     assert signs.begins(start_s=3.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Health checks of many engines: bounded, and a router that is slow itself judges none of them."""
+"""Health checks of many engines: they are bounded, and a router that is slow itself judges no engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.bare_services import bare_services
 
 
 class Stage:
-    """Pollers on a clock that the test moves. poll: what happens to a request."""
+    """Pollers on a clock that the test moves; each request awaits `poll`, which may raise its failure."""
 
     def __init__(self, poll: Callable[[], Any]) -> None:
         self.now_s = 100.0
@@ -50,7 +50,7 @@ def test_a_slow_router_never_marks_an_engine_down(late_s: float) -> None:
                 task.cancel()
             await asyncio.sleep(0)
             poller.ask_now()
-            # Its first /health and /metrics are answered.
+            # The engine answers its first /health and /metrics.
             if polls > 2:
                 stage.now_s += TIMEOUT_S + late_s
                 raise TimeoutError
@@ -109,7 +109,7 @@ def test_an_engine_that_was_away_when_a_hold_ended_is_seen_to_be_back_under_the_
         stage = Stage(poll)
         poller, record = stage.poller("w")
         states = []
-        # The second time under another lease, or with the other stream.
+        # The second run has another lease, or follows the other stream.
         for left in (answered, 20):
             task = asyncio.ensure_future(poller.run())
             while not task.done() and left != 5:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs from engine to engine, chosen per worker: SGLang's stock stream beside vLLM's."""
+"""Differences between engines, chosen per worker: SGLang's stock stream beside vLLM's."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def profile(engine: str | None, catalog: CatalogSpec | None = None) -> WorkerPro
 
 
 def stored(algo: str, salt: str | None) -> BlockStored:
-    """As SGLang's stock stream has the first page of a prompt, decoded."""
+    """Return the decoded event of a prompt's first page, as SGLang's stock stream has it."""
     ids = np.arange(PAGE_TOKENS + 1)
     lookahead = algo == "sglang_bigram"
     hashes, _ = page_chain(algo, None, ids if lookahead else ids[:-1], PAGE_TOKENS, salt, None)
@@ -55,9 +55,9 @@ def stored(algo: str, salt: str | None) -> BlockStored:
     }
     event |= {"block_size": PAGE_TOKENS, "lora_id": None, "medium": "GPU", "cache_salt": salt}
     payload = msgspec.msgpack.encode([1.0, [event], 0])
-    (found,) = BatchDecoder().decode(payload, with_tokens=True).events
-    assert isinstance(found, BlockStored)
-    return found
+    (decoded,) = BatchDecoder().decode(payload, with_tokens=True).events
+    assert isinstance(decoded, BlockStored)
+    return decoded
 
 
 def test_every_engine_has_a_folder_and_a_name() -> None:
@@ -120,8 +120,8 @@ def test_server_info_names_a_stream_a_rank() -> None:
         "kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "dp_size": 2}
     }
     info["kv_events"]["replay_endpoint_port_base"] = 5600
-    told = streams_in(msgspec.json.encode(info), "http://10.0.0.2:30000")
-    assert told.streams == {
+    answers = streams_in(msgspec.json.encode(info), "http://10.0.0.2:30000")
+    assert answers.streams == {
         0: Stream("tcp://10.0.0.2:5557", "tcp://10.0.0.2:5600"),
         1: Stream("tcp://10.0.0.2:5558", "tcp://10.0.0.2:5601"),
     }
@@ -132,19 +132,19 @@ def test_server_info_names_a_stream_a_rank() -> None:
 
 
 def test_vllms_own_server_info_is_not_sglangs() -> None:
-    """vLLM has a path of that name, too, in its development mode."""
+    """Reject vLLM's own answer: vLLM has a path of that name, too, in its development mode."""
     with pytest.raises(NotThisEngine):
         streams_in(b'{"vllm_config": "model=..."}', "http://10.0.0.2:30000")
 
 
 ROUTER = Path(__file__).parents[2] / "router"
-# The one place that lists their names.
+# Only this file lists the engines' names.
 NAMES = ROUTER / "workers" / "engine_name.py"
 
 
 def names_compared(tree: ast.AST) -> list[int]:
-    """Lines that decide by the name of an engine: comparisons, cases and look-ups with one."""
-    found = []
+    """Return the lines that decide by an engine's name: comparisons, cases and look-ups with a name."""
+    lines = []
     for node in ast.walk(tree):
         parts: list[ast.AST] = []
         if isinstance(node, ast.Compare):
@@ -155,19 +155,19 @@ def names_compared(tree: ast.AST) -> list[int]:
             parts = [node.slice]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             parts = list(node.args) if node.func.attr in ("get", "startswith", "endswith") else []
-        held = [one for part in parts for one in ast.walk(part) if isinstance(one, ast.Constant)]
-        if any(one.value in ENGINE_NAMES for one in held):
-            found.append(node.lineno)  # type: ignore[attr-defined]
-    return found
+        constants = [child for part in parts for child in ast.walk(part) if isinstance(child, ast.Constant)]
+        if any(constant.value in ENGINE_NAMES for constant in constants):
+            lines.append(node.lineno)  # type: ignore[attr-defined]
+    return lines
 
 
 def test_no_room_outside_decides_by_an_engines_name() -> None:
-    found = []
+    uses = []
     for path in sorted(ROUTER.rglob("*.py")):
         if path.is_relative_to(ROUTER / "model" / "engines") or path == NAMES:
             continue
-        found += [f"{path.relative_to(ROUTER)}:{line}" for line in names_compared(ast.parse(path.read_text()))]
-    assert not found, "ask the engine's description (router/model/engines/engine.py) instead"
+        uses += [f"{path.relative_to(ROUTER)}:{line}" for line in names_compared(ast.parse(path.read_text()))]
+    assert not uses, "ask the engine's description (router/model/engines/engine.py) instead"
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,16 @@ def test_no_room_outside_imports_one_engine() -> None:
 
 
 def test_tokenize_is_given_what_the_real_endpoint_reads() -> None:
-    asked = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False, "documents": [{"a": "b"}]}
-    request = TokenRequest("chat", {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in asked.items()})
-    sent = {name: msgspec.json.decode(tokenize_body(request, RenderQuirks(), ENGINES[name].tokens)) for name in ENGINES}
-    assert sent["vllm"]["add_generation_prompt"] is False
-    assert sent["vllm"]["chat_template_kwargs"] == {"documents": [{"a": "b"}]}
-    # SGLang's chats do not know the field, and its /tokenize does.
-    assert sent["sglang"] == {name: asked[name] for name in ("messages", "documents")}
-    message = TokenRequest("messages", {"messages": msgspec.Raw(msgspec.json.encode(asked["messages"]))})
+    body = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False, "documents": [{"a": "b"}]}
+    request = TokenRequest("chat", {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()})
+    bodies = {
+        name: msgspec.json.decode(tokenize_body(request, RenderQuirks(), ENGINES[name].tokens)) for name in ENGINES
+    }
+    assert bodies["vllm"]["add_generation_prompt"] is False
+    assert bodies["vllm"]["chat_template_kwargs"] == {"documents": [{"a": "b"}]}
+    # SGLang's chats do not know `add_generation_prompt`, but its /tokenize does, so the router leaves it out.
+    assert bodies["sglang"] == {name: body[name] for name in ("messages", "documents")}
+    message = TokenRequest("messages", {"messages": msgspec.Raw(msgspec.json.encode(body["messages"]))})
     with pytest.raises(TokensUnknown, match="not known"):
         tokenize_body(message, RenderQuirks(), ENGINES["sglang"].tokens)
 
@@ -208,7 +210,7 @@ def test_tokenize_is_given_what_the_real_endpoint_reads() -> None:
         ({"echo": True}, False, False),
         ({"logprobs": 1}, False, False),
         ({"echo": True, "logprobs": 1}, True, True),
-        # vLLM reads 0 as a wish, SGLang as none.
+        # vLLM takes 0 as a request for logprobs, and SGLang does not.
         ({"echo": True, "logprobs": 0}, True, False),
         ({"prompt_logprobs": 0}, True, False),
     ],

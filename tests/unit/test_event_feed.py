@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fleet's events: each subscriber gets each event that it wants once, in order, or hears what it has missed."""
+"""The fleet's events: each subscriber gets each wanted event once and in order, or hears how many it has missed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL = EventFilter()
 
 
 class Reader:
-    """A client; `unread_bytes` is what the test says."""
+    """Client whose `unread_bytes` the test sets."""
 
     def __init__(self) -> None:
         self.received = b""
@@ -44,19 +44,19 @@ class Reader:
 
     @property
     def blocks(self) -> list[dict[str, str]]:
-        """Each block's fields; comments have the empty name."""
+        """Parsed fields of each block; a comment has the empty name."""
         parsed = (
             dict(line.split(": ", 1) for line in part.splitlines()) for part in self.received.decode().split("\n\n")
         )
-        return [one for one in parsed if one]
+        return [block for block in parsed if block]
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return [json.loads(one["data"]) for one in self.blocks if "data" in one]
+        return [json.loads(block["data"]) for block in self.blocks if "data" in block]
 
     @property
     def last_id(self) -> str:
-        return [one["id"] for one in self.blocks if "id" in one][-1]
+        return [block["id"] for block in self.blocks if "id" in block][-1]
 
 
 def feed(now: float = 7.0) -> EventFeed:
@@ -87,7 +87,7 @@ def test_a_subscriber_gets_what_it_wants_from_now_on_and_hashes_only_where_wante
             "blocks": 2,
         }  # fmt: skip
         assert second["worker_id"] == "w1" and "block_hashes" not in second
-        assert [one["block_hashes"] for one in some.events] == [["0000000000000003", "f" * 16]]
+        assert [event["block_hashes"] for event in some.events] == [["0000000000000003", "f" * 16]]
         assert every.ended and some.ended and "shutting down" in every.received.decode()
 
     asyncio.run(main())
@@ -121,7 +121,7 @@ def test_a_quiet_subscriber_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_comes_back_gets_what_it_missed_once_and_hears_what_is_lost() -> None:
-    """Law: over any interruptions, what a client received and what was said to be lost is everything, in order."""
+    """Law: after any interruptions, the received events and those reported as lost are all events, in order."""
 
     async def main(seed: int) -> None:
         rng, source = random.Random(seed), feed()
@@ -136,20 +136,20 @@ def test_who_comes_back_gets_what_it_missed_once_and_hears_what_is_lost() -> Non
                 source.publish(event(published))
             source._flush()
             source.unsubscribe(ALL, reader)
-            for one in reader.events:
-                if one["type"] == "lost":
-                    assert one["count"] > 0
-                    lost += one["count"]
-                    numbers += [0] * one["count"]
+            for item in reader.events:
+                if item["type"] == "lost":
+                    assert item["count"] > 0
+                    lost += item["count"]
+                    numbers += [0] * item["count"]
                 else:
-                    numbers.append(one["count"])
+                    numbers.append(item["count"])
             last_id = reader.last_id
             for _ in range(rng.randrange(9)):
                 published += 1
                 source.publish(event(published))
         source.subscribe(ALL, reader := Reader(), last_id)
-        tail = [one["count"] for one in reader.events if one["type"] == "gap"]
-        lost += sum(one["count"] for one in reader.events if one["type"] == "lost")
+        tail = [item["count"] for item in reader.events if item["type"] == "gap"]
+        lost += sum(item["count"] for item in reader.events if item["type"] == "lost")
         received = [number for number in numbers if number] + tail
         assert received == sorted(set(received)) and len(received) + lost == published and received[-1] == published
         assert lost
@@ -169,7 +169,7 @@ def test_an_id_of_nobody_is_answered_with_what_it_means(last_id: str) -> None:
         source.subscribe(ALL, reader, last_id)
         store(source)
         source._flush()
-        assert [one["type"] for one in reader.events] == ["lost", "stored"]
+        assert [item["type"] for item in reader.events] == ["lost", "stored"]
         source.close()
 
     asyncio.run(main())
@@ -201,7 +201,7 @@ def test_text_that_is_no_utf_8_is_shown_with_marks_and_takes_no_other_event_with
         source.of_worker(EventType.EPOCH, W0, epoch="a\ud800b")
         store(source)
         source._flush()
-        assert [one.get("epoch") for one in reader.events] == ["a?b", None]
+        assert [item.get("epoch") for item in reader.events] == ["a?b", None]
         source.subscribe(ALL, again := Reader(), "life-0")
         assert again.events == reader.events
         source.close()
@@ -228,7 +228,7 @@ def test_the_ring_keeps_the_newest_within_its_bytes() -> None:
     for number in range(1, 11):
         assert ring.add(event(number)).number == number
     events, missed = ring.since(4)
-    assert [one.number for one in events] == [8, 9, 10] and missed == 3
+    assert [entry.number for entry in events] == [8, 9, 10] and missed == 3
     assert ring.since(9) == ([events[-1]], 0) and ring.since(10) == ([], 0)
     ring.add(event(11), np.zeros(EVENT_BYTES, np.uint64))
     assert ring.since(0) == ([], 11)
@@ -239,9 +239,9 @@ def test_the_ring_keeps_the_newest_within_its_bytes() -> None:
 
 def test_filters_are_read_from_the_query() -> None:
     assert filter_of(b"/events") == ALL
-    found = filter_of(b"/events?worker=w0&worker=a%2Cb&model=m&type=stored,removed&type=gap&hashes=true")
-    assert found.workers == {"w0", "a,b"} and found.models == {"m"} and found.with_hashes
-    assert found.types == {EventType.STORED, EventType.REMOVED, EventType.GAP, EventType.LOST}
+    event_filter = filter_of(b"/events?worker=w0&worker=a%2Cb&model=m&type=stored,removed&type=gap&hashes=true")
+    assert event_filter.workers == {"w0", "a,b"} and event_filter.models == {"m"} and event_filter.with_hashes
+    assert event_filter.types == {EventType.STORED, EventType.REMOVED, EventType.GAP, EventType.LOST}
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_query_that_cannot_be_meant_is_refused(query: bytes, problem: str) -> 
 
 
 class Connection:
-    """A client's connection that takes `room` bytes and then is full, as ProxiedAnswer shows it."""
+    """Connection of a client that takes `room` bytes and then is full, with the interface of ProxiedAnswer."""
 
     def __init__(self, room: int = 0) -> None:
         self.room = room
@@ -306,7 +306,7 @@ def test_clients_that_read_nothing_share_what_they_do_not_read() -> None:
             source._flush()
         unread = [client.unread_bytes for client, _ in clients]
         assert min(unread) == max(unread) > 10 * 1024**2
-        # Each connection has a piece or two of its own; all other bytes exist once.
+        # Each connection has a piece or two of its own, and all other bytes exist only once.
         assert all(connection.unread_bytes <= 3 * PIECE_BYTES for _, connection in clients)
         assert source.held.size_bytes <= max(unread)
         source.close()
@@ -318,29 +318,31 @@ def test_clients_that_read_nothing_share_what_they_do_not_read() -> None:
 def test_the_slowest_are_cut_first_where_all_hold_too_much_and_their_memory_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Law: whatever clients want and read, they hold no more than the budget, and no client is cut before one that has
-    more unread."""
+    """Law: clients hold no more than the budget, and no client is cut before one that has more unread bytes.
+
+    This holds for all filters and speeds of clients.
+    """
     budget = 4 * 1024**2
     monkeypatch.setattr(event_feed, "MAX_HELD_BYTES", budget)
 
     async def main(seed: int) -> None:
         rng, source = random.Random(seed), feed()
-        # Give each a filter of its own, so that none shares bytes with another.
+        # Give each client its own filter, so that no client shares bytes with another.
         wanted = [EventFilter(workers=frozenset({f"w{number}"}), with_hashes=True) for number in range(8)]
-        clients = [connected(source, wanted=one) for one in wanted]
+        clients = [connected(source, wanted=event_filter) for event_filter in wanted]
         cut: list[int] = []
         for _ in range(60):
             number = rng.randrange(8)
             store(source, WorkerKey("m", f"w{number}"), *range(1, rng.randrange(2, 40_000)))
-            before = [client.unread_bytes for client, _ in clients]
+            unread_before = [client.unread_bytes for client, _ in clients]
             source._flush()
             assert source.held.size_bytes <= budget
-            fresh = [n for n, (client, _) in enumerate(clients) if client.ended.is_set() and n not in cut]
-            for n in fresh:
-                others = [before[k] for k in range(8) if k not in cut and k not in fresh]
-                # `number` has just got more, by one event at most.
-                assert n == number or before[n] >= max(others, default=0)
-            cut += fresh
+            newly_cut = [n for n, (client, _) in enumerate(clients) if client.ended.is_set() and n not in cut]
+            for n in newly_cut:
+                other_unread = [unread_before[k] for k in range(8) if k not in cut and k not in newly_cut]
+                # Client `number` has just got more bytes, by one event at most.
+                assert n == number or unread_before[n] >= max(other_unread, default=0)
+            cut += newly_cut
         assert cut and len(cut) < 8
         source.close()
 
@@ -349,8 +351,10 @@ def test_the_slowest_are_cut_first_where_all_hold_too_much_and_their_memory_is_f
 
 
 def test_who_reads_again_gets_every_event_once_and_who_is_cut_never_half_of_one() -> None:
-    """Law: a client that takes any number of bytes at a time gets the events in order; for one that is cut in the
-    middle of an event, the answer breaks off."""
+    """Law: a client that takes any number of bytes at a time gets the events in order.
+
+    If a client is cut in the middle of an event, its answer breaks off there.
+    """
 
     async def main(seed: int) -> None:
         rng, source = random.Random(seed), feed()
@@ -372,7 +376,7 @@ def test_who_reads_again_gets_every_event_once_and_who_is_cut_never_half_of_one(
         reader.received = (
             connection.taken if connection.is_whole else connection.taken[: connection.taken.rfind(b"\n\n")]
         )
-        assert [one["blocks"] for one in reader.events] == sizes[: len(reader.events)]
+        assert [item["blocks"] for item in reader.events] == sizes[: len(reader.events)]
         if not is_behind:
             assert connection.is_whole and len(reader.events) == len(sizes)
         assert source.held.size_bytes == 0

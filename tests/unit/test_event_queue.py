@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue between the two threads, one step at a time."""
+"""The queue between the engine's thread and the reporter's thread, one step at a time."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_a_message_that_does_not_fit_stays_in_compact_form(queue: EventQueue) ->
     assert isinstance(queue.take(), Message)
     dropped = queue.take()
     assert isinstance(dropped, EventsDropped)
-    kept = dropped.events[0]
-    assert isinstance(kept, ReportStored)
-    assert (kept.runs, kept.kind, kept.lora_name, kept.ownership, kept.locality) == ([], None, None, "o", "x")
+    event = dropped.events[0]
+    assert isinstance(event, ReportStored)
+    assert (event.runs, event.kind, event.lora_name, event.ownership, event.locality) == ([], None, None, "o", "x")
     assert dropped.events[2] is clear
-    # Still full when it came.
+    # The queue was still full when this message came.
     assert isinstance(queue.take(), EventsDropped)
 
 
@@ -93,7 +93,7 @@ def test_beyond_the_bound_the_queue_is_given_up_until_the_reader_sees_it(queue: 
     assert isinstance(lost, EventsLost)
     assert lost.given_up is not None
     assert (len(lost.given_up), lost.unread) == (5, 2)
-    # From here on it is as at the start.
+    # From here on, the queue behaves as at the start.
     queue.put(said(), 9)
     assert isinstance(queue.take(), Message)
     for _ in range(5):
@@ -106,10 +106,10 @@ def test_taken_messages_no_longer_count(queue: EventQueue) -> None:
     queue.put(said(), 0)
     queue.put(said(), 1)
     for _ in range(30):
-        # Two messages stay queued; one of 912 bytes at a time waits behind them.
+        # Two messages stay queued; one message of 912 bytes at a time waits behind them.
         queue.put(sized, None)
-        taken = queue.take()
-        assert isinstance(taken, Message | EventsDropped)
+        item = queue.take()
+        assert isinstance(item, Message | EventsDropped)
 
 
 def test_nothing_is_raised_after_close() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decoding and encoding give, byte by byte, in both layouts."""
+"""Decoded and encoded batches, byte by byte, in both layouts."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class OldBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class OldStored(msgspec.Struct, array_like=True, omit_defaults=True, tag="BlockStored"):
-    """As vLLM 0.23 declares it."""
+    """BlockStored event as vLLM 0.23 declares it."""
 
     block_hashes: list[Any]
     parent_block_hash: Any
@@ -168,8 +168,8 @@ class TestArrayLayout:
 
     @pytest.mark.parametrize("fields", range(2, 8))
     def test_older_versions_send_fewer_fields(self, fields: int) -> None:
-        whole = ["BlockStored", [BIG], 7, [1, 2], 2, None, "CPU"]
-        event = only(pack([1.0, [whole[:fields]]]), with_tokens=True)
+        event_fields = ["BlockStored", [BIG], 7, [1, 2], 2, None, "CPU"]
+        event = only(pack([1.0, [event_fields[:fields]]]), with_tokens=True)
         assert event.block_hashes.tolist() == [BIG]
         assert event.medium == ("CPU" if fields == 7 else "GPU")
 
@@ -211,13 +211,13 @@ class TestHashes:
         ],
     )
     def test_the_low_64_bits_count(self, sent: Any, read: int) -> None:
-        for others in ([], [BIG], [b"\x01" * 32], [-(1 << 40)]):
+        for more_hashes in ([], [BIG], [b"\x01" * 32], [-(1 << 40)]):
             event = only(
-                pack([1.0, [{"type": "BlockStored", "block_hashes": [sent, *others], "parent_block_hash": sent}]])
+                pack([1.0, [{"type": "BlockStored", "block_hashes": [sent, *more_hashes], "parent_block_hash": sent}]])
             )
             assert event.block_hashes.tolist()[0] == read
             assert event.parent_block_hash == read
-            assert len(event.block_hashes) == 1 + len(others)
+            assert len(event.block_hashes) == 1 + len(more_hashes)
 
     def test_events_of_one_batch_keep_their_own_hashes(self) -> None:
         events = [WireRemoved([BIG + number] * (number % 3), "GPU") for number in range(40)]
@@ -290,8 +290,8 @@ class TestTolerance:
         ],
     )
     def test_a_broken_event_costs_only_itself(self, event: Any, tag: str | None) -> None:
-        whole = msgspec.to_builtins(stored())
-        batch = decode(pack([1.0, [whole, event, whole], 4]))
+        intact = msgspec.to_builtins(stored())
+        batch = decode(pack([1.0, [intact, event, intact], 4]))
         assert (len(batch.events), batch.dp_rank, batch.unknown) == (2, 4, 0)
         assert [broken.tag for broken in batch.broken] == [tag]
         assert 0 < len(batch.broken[0].error) <= 200

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The publisher's frames, its ring and its faults, read with bare sockets."""
+"""Frames, ring and faults of the publisher, read with bare sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def seq8(seq: int) -> bytes:
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    # A socket left open makes term() hang, so a leak cannot pass.
+    # The call term() hangs if a socket is left open, so a leak cannot pass.
     context = zmq.Context()
     yield context
     context.term()
@@ -32,7 +32,7 @@ def subscriber(context: zmq.Context[zmq.Socket[bytes]], publisher: EventPublishe
     socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
     socket.subscribe(b"")
     socket.connect(publisher.endpoint)
-    # PUB drops until it knows the subscription: publish until something arrives.
+    # PUB drops messages until it knows the subscription, so publish until something arrives.
     socket.setsockopt(zmq.RCVTIMEO, 20)
     while True:
         publisher.publish(b"warm")

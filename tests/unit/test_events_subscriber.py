@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subscriber over real sockets, on both event loops: joining, gaps, restarts, replays. Each decision by itself is
-the subject of test_batch_cursor.py."""
+"""The subscriber over real sockets, on both event loops: joining, gaps, restarts, replays.
+
+Each decision by itself is the subject of test_batch_cursor.py.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,7 @@ def test_a_restart_on_the_same_address_is_detected(context: Context, run: Any, b
             publisher.close()
             await stream.until_kind(Disconnected)
             with EventPublisher(publisher.endpoint, publisher.replay_endpoint, context=context) as successor:
-                # With none it stays idle: only the replay endpoint can tell.
+                # With no batches, the stream stays idle, so only the replay endpoint can show the restart.
                 for number in range(batches):
                     successor.publish(b"new%d" % number)
                 successor.flush(PATIENCE_S)
@@ -206,19 +208,19 @@ def test_no_more_replays_at_once_than_are_permitted(context: Context, run: Any) 
     async def test() -> None:
         permits = Permits(rng=Random(1), at_once=1, longest_s=PATIENCE_S)
         async with AsyncExitStack() as stack:
-            left: dict[zmq.Socket[bytes], Stream] = {}
+            unanswered: dict[zmq.Socket[bytes], Stream] = {}
             for _ in range(3):
                 publisher = stack.enter_context(EventPublisher(ANY, context=context))
                 router = stack.enter_context(context.socket(zmq.ROUTER))
                 replay = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
                 subscriber = Subscriber(publisher.endpoint, replay, context=context, settings=QUIET, permits=permits)
-                left[router] = await stack.enter_async_context(Stream(subscriber))
-            while left:
-                while permits.waiting < len(left) - 1 or not any(router.poll(0) for router in left):
+                unanswered[router] = await stack.enter_async_context(Stream(subscriber))
+            while unanswered:
+                while permits.waiting < len(unanswered) - 1 or not any(router.poll(0) for router in unanswered):
                     await asyncio.sleep(0.005)
-                (asked,) = (router for router in left if router.poll(0))
-                await answer(asked, [(0, b"only")])
-                assert seqs(await left.pop(asked).until_kind(CaughtUp)) == [0]
+                (target,) = (router for router in unanswered if router.poll(0))
+                await answer(target, [(0, b"only")])
+                assert seqs(await unanswered.pop(target).until_kind(CaughtUp)) == [0]
             assert permits.waiting == 0
 
     run(test())

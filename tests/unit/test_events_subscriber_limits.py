@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the subscriber bears, over real sockets: floods, malformed messages, its own start and end."""
+"""Floods, malformed messages, and the start and end of the subscriber, over real sockets."""
 
 from __future__ import annotations
 
@@ -66,23 +66,23 @@ def test_a_flood_is_bounded_and_leaves_the_loop_its_turns(context: Context, run:
                 for _ in range(batches):
                     publisher.publish(bytes(100))
                 subscriber = stream.subscriber
-                before = 0
+                waiting_before = 0
                 while subscriber.waiting < settings.max_waiting:
                     await asyncio.sleep(0)
-                    # Two sockets a turn, a few other items, and what was held.
-                    assert subscriber.waiting - before <= 2 * settings.turn_messages + settings.max_held + 10
-                    before = subscriber.waiting
+                    # A turn adds the messages of two sockets, a few other items, and the held batches.
+                    assert subscriber.waiting - waiting_before <= 2 * settings.turn_messages + settings.max_held + 10
+                    waiting_before = subscriber.waiting
                 for _ in range(100):
                     await asyncio.sleep(0)
                 assert subscriber.waiting <= settings.max_waiting + 2 * settings.turn_messages + settings.max_held + 10
-                got: list[int] = []
-                while not got or got[-1] < last + batches:
+                received: list[int] = []
+                while not received or received[-1] < last + batches:
                     items = await subscriber.next()
                     assert len(items) <= settings.max_items
-                    got += seqs(items)
+                    received += seqs(items)
                     assert not any(isinstance(item, GapLost | Restarted) for item in items)
                     assert subscriber.held <= settings.max_held
-                assert got == list(range(last + 1, last + batches + 1))
+                assert received == list(range(last + 1, last + batches + 1))
 
     run(test())
 
@@ -172,7 +172,7 @@ def test_sockets_that_cannot_be_opened_reach_the_consumer(run: Any) -> None:
         with EventPublisher(ANY, ANY, context=context) as publisher:
             async with subscribe(publisher, context) as stream:
                 await stream.until_live(publisher)
-                # SUB, its monitor and what the publisher has; ZMQ counts a little more than that.
+                # The open sockets are SUB, its monitor and the publisher's; ZMQ counts a few more than these.
                 context.set(zmq.MAX_SOCKETS, 1)
                 spare = []
                 with pytest.raises(zmq.ZMQError):

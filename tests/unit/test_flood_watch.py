@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that a connection may bring before they are read, against a model of ZMQ's buffers."""
+"""Bound on the bytes that a connection brings before they are read, against a model of ZMQ's buffers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ from kvrouter.events.transport.link import MAX_FRAMES, Link
 from kvrouter.events.transport.settings import LinkSettings
 
 LIMITS = InflowLimits(max_message_bytes=64 * MIB, max_unread_bytes=256 * MIB)
-# Framing and encryption of a frame.
+# Bytes of framing and encryption of a frame.
 OVERHEAD = 42
 
 
 def test_what_an_honest_connection_brings_is_never_a_flood() -> None:
-    """Law: messages within the limit, unread ones within theirs, and any pings or growth of the process are no problem,
-    whenever the connection is looked at."""
+    """Law: an honest connection is never a flood, whenever the watch looks at it.
+
+    Its messages are within the limit, and its unread messages within theirs. Pings and any growth of the process are no
+    problem.
+    """
     rng = random.Random(1)
     for _ in range(200):
         inflow = Inflow(LIMITS, delivered_bytes := rng.randrange(10**10))
@@ -44,7 +47,7 @@ def test_what_an_honest_connection_brings_is_never_a_flood() -> None:
         for _ in range(50):
             size = rng.choice((20, 100_000, 60 * MIB))
             part = rng.randrange(size)
-            # Look in the middle of a message while no other message waits.
+            # Look in the middle of a message, while no other message waits.
             is_read = not waiting
             if inflow.count(received + part, delivered_bytes, resident, is_read=is_read):
                 assert inflow.problem(resident, has_message=bool(waiting)) == ""
@@ -78,12 +81,12 @@ def test_a_message_that_does_not_end_is_a_flood_whatever_came_before() -> None:
 def test_small_frames_show_by_what_the_process_takes() -> None:
     inflow = Inflow(LIMITS)
     for resident in (0, 10**9):
-        # Memory that the process takes while next to nothing comes is not this connection's.
+        # The process took this memory while almost no bytes came, so it is not this connection's.
         assert not inflow.count(SMALL_BYTES, 0, resident, is_read=True)
     assert inflow.count(SMALL_BYTES + 1, 0, 10**9 + MAX_GROWTH_BYTES, is_read=True)
     assert inflow.problem(10**9 + MAX_GROWTH_BYTES, has_message=False) == ""
     assert "of many frames does not end" in inflow.problem(10**9 + MAX_GROWTH_BYTES + 1, has_message=False)
-    # A whole message waits: its reader is slow.
+    # A whole message waits, so the reader is slow and the connection is no flood.
     assert inflow.problem(10**9 + MAX_GROWTH_BYTES + 1, has_message=True) == ""
 
 
@@ -149,7 +152,7 @@ def test_the_kernel_counts_what_tcp_received_and_nothing_else() -> None:
 
 
 class Followed:
-    """A link to a publisher, and what it said."""
+    """Link to a publisher, with the floods that it reported."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, curve: CurveClient | None) -> None:
         self.floods: list[str] = []
@@ -187,7 +190,7 @@ class Followed:
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "curve"])
 @pytest.mark.parametrize(
     ("frames", "reason"),
-    # The watch may look before or after the end of the large message arrives; each has a sentence of its own.
+    # The watch may look before or after the end of the large message arrives, and each case has its own reason.
     [([1] * (MAX_FRAMES + 1), f"more than {MAX_FRAMES} frames"), ([2 * MIB] * MAX_FRAMES, "a message|of messages")],
     ids=["frames", "bytes"],
 )
@@ -229,7 +232,10 @@ def test_a_message_over_the_bounds_costs_its_connection_and_the_next_is_read(
 
 
 def look_until(link: Link, calls: list[bool]) -> None:
-    """Look until somebody is called. The loop does not run meanwhile, so nothing but the look calls."""
+    """Look until a callback runs.
+
+    The event loop does not run meanwhile, so only the look can call back.
+    """
     for _ in range(10_000):
         link.look(0)
         if calls:
@@ -238,8 +244,10 @@ def look_until(link: Link, calls: list[bool]) -> None:
 
 
 def test_news_that_a_look_has_read_wakes_the_reader() -> None:
-    """Liveness: the look reads the monitor before the loop does; a quiet publisher sends nothing that would wake the
-    reader otherwise."""
+    """Liveness: a look that reads the monitor before the loop does must wake the reader.
+
+    A quiet publisher sends nothing else that would wake it.
+    """
 
     async def main() -> None:
         with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:

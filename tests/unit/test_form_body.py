@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a form names: found wherever it stands, and nothing else taken for it."""
+"""The model that a multipart form names: found wherever its part stands, and never taken from another part."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def test_the_model_is_found_among_other_parts_and_can_be_replaced(name: str, rng
     parts = [FILE, part("model", name.encode()), part("language", b"en"), part("models", b"no")]
     rng.shuffle(parts)  # type: ignore[attr-defined]
     body = b"".join(parts) + END
-    found = read_form_model(TYPE, body)
-    assert found.name == name
-    changed = found.renamed(body, "other")
+    form = read_form_model(TYPE, body)
+    assert form.name == name
+    changed = form.renamed(body, "other")
     assert read_form_model(TYPE, changed).name == "other"
     assert changed == body.replace(part("model", name.encode()), part("model", b"other"), 1)
 
@@ -49,7 +49,7 @@ def test_the_model_is_found_among_other_parts_and_can_be_replaced(name: str, rng
         (b"application/json", b'{"model": "m"}'),
         (None, part("model", b"m") + END),
         (TYPE, b""),
-        # A part that has no end: the engine reports it.
+        # This part has no end; the engine reports that.
         (TYPE, b'--b0\r\nContent-Disposition: form-data; name="model"\r\n\r\nm'),
     ],
 )

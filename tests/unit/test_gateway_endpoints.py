@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as a gateway knows them, subsets, and the endpoints behind the picked one."""
+"""Workers as a gateway knows them, subsets of endpoints, and the fallbacks behind the picked endpoint."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ def test_a_hint_is_a_list_or_a_text(given: object, expected: tuple[str, ...]) ->
 
 def test_fallbacks_follow_in_their_order_each_endpoint_once() -> None:
     endpoints, addresses = known(*(registered(f"w{n}", f"http://10.0.0.{n}:80") for n in range(4)))
-    others = [hit("w1"), hit("gone"), hit("w2"), hit("w1"), hit("w0"), hit("w3")]
-    found = destination(hit("w2"), others, endpoints, addresses, 2)
-    assert found.text == "10.0.0.2:80,10.0.0.1:80,10.0.0.0:80"
-    assert [one.worker for one in found.hits] == [key("w2"), key("w1"), key("w0")]
+    fallback_hits = [hit("w1"), hit("gone"), hit("w2"), hit("w1"), hit("w0"), hit("w3")]
+    target = destination(hit("w2"), fallback_hits, endpoints, addresses, 2)
+    assert target.text == "10.0.0.2:80,10.0.0.1:80,10.0.0.0:80"
+    assert [target_hit.worker for target_hit in target.hits] == [key("w2"), key("w1"), key("w0")]
     assert destination(hit("w2"), [hit("w1")], endpoints, addresses, 0).text == "10.0.0.2:80"
 
 
@@ -111,7 +111,7 @@ def test_a_fallback_takes_the_same_headers() -> None:
         registered("w2", "http://10.0.0.3:80", way=HandoverWay.HEADER),
         registered("w3", "http://10.0.0.4:80", way=HandoverWay.HEADER),
     )
-    others = [hit("w1"), hit("w2"), hit("w3"), hit("w0", 1)]
-    assert destination(hit("w0", 1), others, endpoints, addresses, 8).text == "10.0.0.1:80"
-    assert destination(hit("w2"), others, endpoints, addresses, 8).text == "10.0.0.3:80,10.0.0.4:80"
-    assert destination(hit("w1"), others, endpoints, addresses, 8).text == "10.0.0.2:80"
+    fallback_hits = [hit("w1"), hit("w2"), hit("w3"), hit("w0", 1)]
+    assert destination(hit("w0", 1), fallback_hits, endpoints, addresses, 8).text == "10.0.0.1:80"
+    assert destination(hit("w2"), fallback_hits, endpoints, addresses, 8).text == "10.0.0.3:80,10.0.0.4:80"
+    assert destination(hit("w1"), fallback_hits, endpoints, addresses, 8).text == "10.0.0.2:80"

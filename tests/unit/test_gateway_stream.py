@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one Process stream: what goes on when, and what never does. Without gRPC and without an engine."""
+"""State of one Process stream: its messages and their order, without gRPC and without an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDPOINT = "10.0.0.1:8000"
 
 
 class Follower:
-    """An observer that writes down what it sees."""
+    """Observer that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[object] = []
@@ -59,7 +59,7 @@ def answer(data: bytes, *, ends: bool = False) -> Incoming:
 
 
 def sent(route: Route | None = None, modes: Modes | None = None) -> ProcessStream:
-    """A stream whose request has gone on."""
+    """Return a stream whose request has been sent on."""
     stream = ProcessStream(1_000)
     stream.receive(headers(modes=modes))
     stream.receive(body(b"ab", ends=True))
@@ -98,9 +98,9 @@ def test_pieces_go_on_as_they_came_behind_the_headers() -> None:
     stream = ProcessStream(1_000)
     for message in (headers(), body(b"ab"), body(b"c", ends=True)):
         stream.receive(message)
-    given = [(b"x", b"y")]
-    assert stream.send_on(Route(ENDPOINT, given, (b"z",))) == [
-        HeadersReply(Part.REQUEST_HEADERS, [*given, (b"content-length", b"3")], (b"z",), ENDPOINT),
+    added = [(b"x", b"y")]
+    assert stream.send_on(Route(ENDPOINT, added, (b"z",))) == [
+        HeadersReply(Part.REQUEST_HEADERS, [*added, (b"content-length", b"3")], (b"z",), ENDPOINT),
         BodyReply(Part.REQUEST_BODY, b"ab", ends=False),
         BodyReply(Part.REQUEST_BODY, b"c", ends=True),
     ]
@@ -127,7 +127,7 @@ def test_the_one_message_of_a_buffered_body_is_the_whole_body(ends: bool) -> Non
     assert stream.request is not None and stream.request.body == b"abc"
     assert stream.send_on(Route(ENDPOINT)) == [KeptBody(Part.REQUEST_BODY, endpoint=ENDPOINT)]
     if not ends:
-        # Where the gateway shows them.
+        # The request may end with trailers, if the gateway shows them.
         assert stream.receive(Incoming(Part.REQUEST_TRAILERS, ends=True)) == [TrailersReply(Part.REQUEST_TRAILERS)]
     with pytest.raises(ProtocolError, match="RESPONSE_HEADERS was to come"):
         stream.receive(body(b"d", ends=True))
@@ -163,10 +163,10 @@ def test_a_changed_body_is_cut_into_pieces(size: int) -> None:
     stream = ProcessStream(1_000)
     stream.receive(headers())
     stream.receive(body(b"ab", ends=True))
-    replies = [one for one in stream.send_on(Route(ENDPOINT, body=b"x" * size)) if isinstance(one, BodyReply)]
-    assert b"".join(one.data for one in replies) == b"x" * size
-    assert max(len(one.data) for one in replies) <= PIECE_BYTES
-    assert [one.ends for one in replies] == [False] * (len(replies) - 1) + [True]
+    replies = [reply for reply in stream.send_on(Route(ENDPOINT, body=b"x" * size)) if isinstance(reply, BodyReply)]
+    assert b"".join(reply.data for reply in replies) == b"x" * size
+    assert max(len(reply.data) for reply in replies) <= PIECE_BYTES
+    assert [reply.ends for reply in replies] == [False] * (len(replies) - 1) + [True]
 
 
 def test_a_request_without_a_body_is_whole_with_its_headers() -> None:
@@ -183,9 +183,9 @@ def test_a_buffered_body_gets_its_endpoint_with_its_one_answer() -> None:
         HeadersReply(Part.REQUEST_HEADERS)
     ]
     stream.receive(body(b"abc", ends=True))
-    given = [(b"x", b"y")]
-    assert stream.send_on(Route(ENDPOINT, given, (b"z",))) == [
-        KeptBody(Part.REQUEST_BODY, None, given, (b"z",), ENDPOINT)
+    added = [(b"x", b"y")]
+    assert stream.send_on(Route(ENDPOINT, added, (b"z",))) == [
+        KeptBody(Part.REQUEST_BODY, None, added, (b"z",), ENDPOINT)
     ]
     stream.receive(Incoming(Part.RESPONSE_HEADERS, STATUS))
     assert stream.receive(answer(b"one")) == [KeptBody(Part.RESPONSE_BODY)]
@@ -236,8 +236,8 @@ def test_a_body_that_will_be_over_the_limit_is_refused_before_it_comes(mode: Bod
 def test_every_piece_of_an_answer_goes_on_at_once_and_is_followed() -> None:
     follower = Follower()
     stream = sent(Route(ENDPOINT, observer=follower))
-    told = Incoming(Part.RESPONSE_HEADERS, [*STATUS, (b"x-kvrouter-trick", b"1")], served="10.0.0.2:8000")
-    assert stream.receive(told) == [
+    head = Incoming(Part.RESPONSE_HEADERS, [*STATUS, (b"x-kvrouter-trick", b"1")], served="10.0.0.2:8000")
+    assert stream.receive(head) == [
         HeadersReply(Part.RESPONSE_HEADERS, [(b"x-kvrouter-worker", b"w0")], (b"x-kvrouter-trick",))
     ]
     assert stream.receive(answer(b"one")) == [BodyReply(Part.RESPONSE_BODY, b"one", ends=False)]

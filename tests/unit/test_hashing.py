@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""block_hash.py against vectors that vLLM itself made (tests/golden/make_hash_vectors.py), and its own rules."""
+"""block_hash.py compared with vectors that vLLM itself made (tests/golden/make_hash_vectors.py), and its own rules."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_digests_equal_vllms(algo: str) -> None:
         parent = None
         for index, digest in enumerate(vector["hashes"]):
             block = ids[index * space.block_size : (index + 1) * space.block_size]
-            one = hash_chain(space.scheme, parent, block, space.block_size, keys[min(index, 1) :])
+            chain = hash_chain(space.scheme, parent, block, space.block_size, keys[min(index, 1) :])
             parent = bytes.fromhex(digest)
-            assert (one[0].tolist(), one[1]) == ([reduce_hash(parent)], parent)
+            assert (chain[0].tolist(), chain[1]) == ([reduce_hash(parent)], parent)
 
 
 def test_none_hash_equals_vllms_for_each_seed() -> None:
@@ -160,7 +160,8 @@ def test_extra_keys_are_tagged_lora_first_and_salt_in_block_0_only() -> None:
 
 
 def test_a_path_that_is_the_name_hashes_as_two_strings() -> None:
-    # As one object, pickle would write the second as a reference to the first; the engine decoded two objects.
+    # If both were one object, pickle would write the second string as a reference to the first; the engine decoded two
+    # objects.
     name = "adapter"
     path = "".join(["adap", "ter"])
     assert name is not path
@@ -213,8 +214,8 @@ def test_an_image_within_the_first_hash_block_is_judged() -> None:
 
 
 def verdict(scheme: HashScheme, candidates: list[HashScheme] | tuple[HashScheme, ...], **changes: Any) -> Verdict:
-    """The verdict on the plain block 0..15 hashed by `scheme`, but for `changes`."""
-    told: dict[str, Any] = {
+    """Return the verdict on the plain block 0..15, hashed by `scheme`, with `changes` of its fields."""
+    fields: dict[str, Any] = {
         "block_hash": reduce_hash(hash_block(scheme, None, range(16), changes.pop("hashed", None))),
         "token_ids": list(range(16)),
         "block_size": 16,
@@ -223,7 +224,7 @@ def verdict(scheme: HashScheme, candidates: list[HashScheme] | tuple[HashScheme,
         "lora_name": None,
         "lora_paths": {},
     }
-    return verify_scheme(candidates, **{**told, **changes})
+    return verify_scheme(candidates, **{**fields, **changes})
 
 
 @pytest.mark.parametrize("scheme", known_schemes(["mine"]), ids=lambda scheme: scheme.label)
@@ -235,12 +236,12 @@ def test_each_known_scheme_is_told_from_all_others(scheme: HashScheme) -> None:
 
 def test_a_salt_that_equals_the_lora_name_is_told_apart() -> None:
     hashed: ExtraKeys = (("lora", "x", "/p"), ("cache_salt", "x"))
-    told = {"extra_keys_untagged": ["x", "x"], "lora_name": "x", "lora_paths": {"x": "/p"}}
-    assert verdict(DEFAULT, [DEFAULT], hashed=hashed, **told) == SchemeVerified(DEFAULT, 16)
+    fields = {"extra_keys_untagged": ["x", "x"], "lora_name": "x", "lora_paths": {"x": "/p"}}
+    assert verdict(DEFAULT, [DEFAULT], hashed=hashed, **fields) == SchemeVerified(DEFAULT, 16)
 
 
 def test_bare_salts_of_older_engines_do_not_convict_the_scheme() -> None:
-    # mypy would not let this key through hash_block: it is what vLLM hashed before vllm#44701.
+    # mypy would reject this key for `hash_block`, but vLLM hashed such keys before vllm#44701.
     older: Any = ("tenant",)
     assert verdict(DEFAULT, [DEFAULT], hashed=older, extra_keys_untagged=["tenant"]) == SchemeUnexplained(plain=False)
 
@@ -284,7 +285,7 @@ def test_plausible_hash_block_sizes_are_the_block_and_its_divisors_in_steps() ->
 @pytest.mark.parametrize("algo", ALGORITHMS)
 @pytest.mark.parametrize("lookahead", [1, 3])
 def test_a_hash_that_covers_the_next_tokens_has_them_beside_its_own_keys(algo: str, lookahead: int) -> None:
-    """As vLLM 0.33 hashes with EAGLE or MTP; the compiled chain and block by block."""
+    """Hash as vLLM 0.33 does with EAGLE or MTP, both with the compiled chain and block by block."""
     plain = HashScheme.from_seed(algo, "7")
     scheme = msgspec.structs.replace(plain, lookahead=lookahead)
     space = HashSpace(scheme, 4, ("adapter", "/path"), "salt")
@@ -293,10 +294,10 @@ def test_a_hash_that_covers_the_next_tokens_has_them_beside_its_own_keys(algo: s
     hashes, last = hash_chain(scheme, None, ids, 4, keys)
     assert len(hashes) == (len(ids) - lookahead) // 4 == 2
     parent = None
-    for i, found in enumerate(hashes.tolist()):
+    for i, chained in enumerate(hashes.tolist()):
         following = ids[(i + 1) * 4 : (i + 1) * 4 + lookahead].tolist()
         parent = hash_block(plain, parent, ids[i * 4 : (i + 1) * 4], (keys[i], *following))  # type: ignore[arg-type]
-        assert reduce_hash(parent) == found
+        assert reduce_hash(parent) == chained
     assert parent == last
     hasher = PromptHasher(space, ids, SegmentMemory(1 << 20), segment_blocks=1)
     assert [*hasher.extend(), *hasher.extend()] == hashes.tolist() and not hasher.extend().size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ports of a replica that is down stay its own."""
+"""The ports of a replica that is down stay reserved for it."""
 
 from __future__ import annotations
 

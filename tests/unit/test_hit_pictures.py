@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of the hit rule: drawn from the rule, and the page says of them what the rule says."""
+"""Pictures of the hit rule: they are drawn from the rule, and the page's texts about them agree with it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_a_picture_is_drawn_from_the_rule(picture: Picture) -> None:
 
 
 def test_the_page_says_what_the_rule_says() -> None:
-    said = {name: alt for alt, name in re.findall(r"!\[([^\]]+)\]\(\.\./images/([\w-]+)\.svg\)", PAGE)}
-    assert said.keys() == BY_NAME.keys()
+    texts = {name: alt for alt, name in re.findall(r"!\[([^\]]+)\]\(\.\./images/([\w-]+)\.svg\)", PAGE)}
+    assert texts.keys() == BY_NAME.keys()
     for name, picture in BY_NAME.items():
-        assert f"{picture.tokens} " in said[name], (name, picture.tokens, said[name])
+        assert f"{picture.tokens} " in texts[name], (name, picture.tokens, texts[name])
     hits = {name: picture.tokens for name, picture in BY_NAME.items()}
     assert hits == {"hit-full": 96, "hit-window": 112, "hit-mamba": 128, "hit-two-groups": 80, "hit-offload": 144}
     assert f"{PROMPT_TOKENS} tokens: ten blocks of 16" in PAGE
-    # Full attention alone reaches further: what a router that follows nothing else expects.
+    # Full attention alone (group 0) reaches further: a router that follows no other group expects that hit.
     assert BY_NAME["hit-two-groups"].covered() == {0: 144, 1: 80}
     assert BY_NAME["hit-offload"].gpu_tokens == 80
 

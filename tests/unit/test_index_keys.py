@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and their texts: no name, however hostile, reaches another worker's keys; every text reads back as what it
-was."""
+"""Keys of the store and their texts: no name, however hostile, reaches another worker's keys, and texts round-trip."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.checkpoint import pack_places, parse_places, places_text
 from kvrouter.router.index.store.log_entry import EntryKind, entry_fields, parse_entry
 
-# Surrogates too: they are legal in JSON strings.
+# Surrogates are included, because they are legal in JSON strings.
 NAMES = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
     ["{", "}", "a}b", "\r\n", "a:b", "a/b", "a@1"]
 )
@@ -108,9 +107,9 @@ def test_log_entries_read_back(
     assert entry.meta == {"state": b"x"}
     expected = [change for change in changes if len(change.added) or len(change.removed)]
     assert [change.place for change in entry.changes] == [change.place for change in expected]
-    for got, want in zip(entry.changes, expected, strict=True):
-        assert got.added.tolist() == want.added.tolist()
-        assert got.removed.tolist() == want.removed.tolist()
+    for parsed, wanted in zip(entry.changes, expected, strict=True):
+        assert parsed.added.tolist() == wanted.added.tolist()
+        assert parsed.removed.tolist() == wanted.removed.tolist()
 
 
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one stream means, item by item: counts, epochs, states and reasons. No sockets, no Redis."""
+"""Meaning of one stream, item by item: counts, epochs, states and reasons, without sockets or Redis."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def test_clearing_one_medium_leaves_the_other() -> None:
 
 def test_a_lost_gap_voids_and_learns_anew() -> None:
     ingest = feed(live(), batch(0, stored([1])))
-    before = ingest.held.epoch
+    epoch_before = ingest.held.epoch
     ingest.held.take()
     feed(ingest, GapLost(1, 6, "no replay endpoint"), batch(6, stored([9])))
     flush = ingest.held.take()
-    assert flush is not None and flush.opens_epoch and flush.epoch != before and flush.seqs == (6, 6)
+    assert flush is not None and flush.opens_epoch and flush.epoch != epoch_before and flush.seqs == (6, 6)
     assert ingest.held.blocks.counts() == {"g0:GPU": 1}
     assert ingest.state is StreamState.LIVE and "1 to 5 are lost" in ingest.reason and ingest.profile.tally.gaps == 1
 
@@ -236,6 +236,6 @@ def test_an_engine_that_is_not_up_is_down_until_its_stream_or_its_url_shows_it()
     ingest.on_liveness(EnginePresent())
     assert ingest.state is StreamState.CONNECTING
     ingest.on_liveness(EngineAbsent("refused"))
-    # Its URL may be one that this router cannot reach; events prove that it lives.
+    # This router may not reach the engine's URL, but events prove that the engine lives.
     feed(ingest, Connected(), batch(0, stored([1])))
     assert ingest.state is StreamState.LIVE and "not up" not in ingest.reason

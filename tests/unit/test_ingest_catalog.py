@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stream shows of its engine: the hash scheme, the cache groups, the chunk size and the rank."""
+"""Facts about an engine that its stream shows: the hash scheme, the cache groups, the chunk size and the rank."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_is_stated_wins_over_what_is_learned() -> None:
 def test_a_group_that_is_stated_alone_is_the_one_that_is_announced_alone(
     stated: int | None, announced: int | None
 ) -> None:
-    """The only group has no number in SGLang's events, and in those of vLLM up to 0.19."""
+    """Announce the only group, which has no number in SGLang's events, nor in those of vLLM up to 0.19."""
     spec = CatalogSpec(groups=(GroupSpec(stated, "full_attention", 16, eagle=True),))
     ingest = feed(live(catalog=spec), batch(0, stored([1, 2], announced)))
     catalog = ingest.profile.catalog
@@ -145,7 +145,7 @@ def test_batches_of_another_rank_are_never_credited() -> None:
     assert ingest.held.epoch != epoch and not ingest.held.blocks.counts(), (
         "what came before may have been another's too"
     )
-    # A batch that names no rank is of the one before.
+    # A batch that names no rank belongs to the rank of the batch before it.
     feed(ingest, ranked(2, None, stored([4])), ranked(3, 0, stored([5])))
     assert not ingest.held.blocks.counts() and ingest.profile.tally.foreign == 3
     feed(ingest, ranked(4, 1, stored([6])))
@@ -174,7 +174,7 @@ def test_the_rank_of_a_stream_is_remembered_over_a_restart() -> None:
     again.restore(flush.epoch, 0, {}, {}, flush.meta)
     assert again.state is StreamState.MISMATCHED and "publishes rank 0" in again.reason
     assert again.allow_ranks(frozenset({0})), "what was left out is wanted"
-    # Another life may have another rank.
+    # Another life of the engine may have another rank.
     again.allow_ranks(frozenset({1}))
     feed(again, FellBehind(), Connected(), Restarted(0, 0, "seq 0 again"))
     assert again.state is StreamState.CATCHING_UP
@@ -188,17 +188,17 @@ def test_what_happened_to_a_live_worker_hides_nothing_for_good() -> None:
     doubted = feed(make(), FellBehind(), Connected())
     assert doubted.reason
     doubted.profile.forget_incident()
-    # It is why it is not live.
+    # This reason explains why the worker is not live, so it stays.
     assert "replaying" in doubted.reason
 
 
 def entry(block_hash: int, parent: int | None, group: int, kind: str) -> WireStored:
-    """One block, or one entry inside a larger one: both come so."""
+    """Return the event of one block, or of one entry inside a larger block: both have this form."""
     return stored([block_hash], group, parent_block_hash=parent, kv_cache_spec_kind=kind)
 
 
 def partial(seq: int = 0) -> Any:
-    # Hash 3 ends at 48 tokens; nobody stored 2, at 32, whose block it would follow.
+    # Hash 3 ends at 48 tokens; its parent, hash 2, would end at 32 tokens, but nobody stored it.
     return batch(seq, entry(3, 2, 0, "full_attention"), entry(3, 2, 1, "mamba"))
 
 

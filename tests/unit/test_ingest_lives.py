@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a new life of an engine leaves of the old one (nothing), what proves that a life goes on, what odd events leave
-behind."""
+"""Lives of an engine: a new life keeps nothing of the old one, proofs that a life goes on, and traces of odd events."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def removed(hashes: list[int], group: int | None = 0) -> WireRemoved:
 
 
 def root(scheme: HashScheme, size: int) -> WireStored:
-    """The first block of a prompt, as an engine with blocks of `size` tokens announces it."""
+    """Return the event of a prompt's first block, as an engine with blocks of `size` tokens announces it."""
     tokens = TOKENS[:size]
     block_hash = reduce_hash(hash_block(scheme, None, tokens, None))
     return WireStored(
@@ -123,12 +122,12 @@ def test_another_layout_and_hash_scheme_are_learned_from_nothing(end: list[Any])
     catalog = ingest.profile.catalog
     assert catalog.problem is None and [(g.group_idx, g.block_size) for g in catalog.groups] == [(0, 32)]
     assert (ingest.profile.identity.scheme, ingest.profile.identity.standing) == (PICKLED, SchemeState.VERIFIED)
-    # Others read it from Redis.
+    # Other routers read the scheme and the catalog from Redis.
     flush = ingest.held.take()
     assert flush is not None and flush.opens_epoch
-    other = make()
-    other.restore(flush.epoch, 5, {}, {}, flush.meta)
-    assert other.profile.catalog.groups == catalog.groups and other.profile.identity.scheme == PICKLED
+    restored = make()
+    restored.restore(flush.epoch, 5, {}, {}, flush.meta)
+    assert restored.profile.catalog.groups == catalog.groups and restored.profile.identity.scheme == PICKLED
     assert {META_LEARNED, META_SCHEME} <= flush.meta.keys()
 
 
@@ -146,8 +145,11 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("odd", UNREADABLE.values(), ids=UNREADABLE.keys())
 def test_what_voids_an_unproven_epoch_voids_what_was_learned_with_it(odd: Batch) -> None:
-    """The next seq follows after a start of the router, and the engine's HTTP has not said yet whether its process is the
-    same. What cannot be read voids the blocks, so that no proof is waited for; the engine may be another one."""
+    """Void an unproven epoch by a batch that cannot be read.
+
+    The next seq follows after a start of the router, and the engine's HTTP has not yet said whether its process is the
+    same. The unreadable batch voids the blocks, so no proof is awaited, and the engine may be another one.
+    """
     before = feed(live(url=URL), batch(4, root(CBOR, 16), stored([5], 1, kind="mamba")))
     flush = before.held.take()
     assert flush is not None
@@ -168,9 +170,9 @@ def test_what_voids_an_epoch_of_a_proven_engine_keeps_what_was_learned() -> None
     for odd in UNREADABLE.values():
         ingest = feed(live(url=URL), batch(4, root(CBOR, 16), stored([5], 1, kind="mamba")))
         ingest.allow_ranks(frozenset({0}))
-        before = ingest.held.epoch
+        epoch_before = ingest.held.epoch
         feed(ingest, odd)
-        assert ingest.held.epoch != before and not any(ingest.held.blocks.counts().values())
+        assert ingest.held.epoch != epoch_before and not any(ingest.held.blocks.counts().values())
         assert ingest.profile.identity.scheme == CBOR and len(ingest.profile.catalog.groups) == 2
 
 
@@ -288,12 +290,12 @@ def test_another_router_knows_the_process_and_what_was_not_replayed() -> None:
     feed(ingest, batch(3, stored([3])))
     flush = ingest.held.take()
     assert flush is not None
-    other = make(replay=None, url=URL)
-    other.restore(flush.epoch, 3, {Place(0, GPU): np.array([2, 3], np.uint64)}, {}, flush.meta)
-    assert other.resume_point == ResumePoint(3, batch(3, stored([3])).fingerprint, incomplete=True)
-    feed(other, Connected(), Proven(3, "next_seq"), batch(4), now=3.0)
-    other.on_liveness(EngineSame(4.0, 5.0))
-    assert other.state is StreamState.LIVE and other.held.blocks.counts() == {"g0:GPU": 2}
+    restored = make(replay=None, url=URL)
+    restored.restore(flush.epoch, 3, {Place(0, GPU): np.array([2, 3], np.uint64)}, {}, flush.meta)
+    assert restored.resume_point == ResumePoint(3, batch(3, stored([3])).fingerprint, incomplete=True)
+    feed(restored, Connected(), Proven(3, "next_seq"), batch(4), now=3.0)
+    restored.on_liveness(EngineSame(4.0, 5.0))
+    assert restored.state is StreamState.LIVE and restored.held.blocks.counts() == {"g0:GPU": 2}
 
 
 @pytest.mark.parametrize(
@@ -317,13 +319,13 @@ def test_a_removal_of_a_group_that_nothing_else_speaks_of_is_forgotten_in_time_a
     assert ingest.profile.catalog.problem is not None
     flush = ingest.held.take()
     assert flush is not None
-    other = make()
-    other.restore(flush.epoch, 1, {}, {}, flush.meta)
-    for one in (ingest, other):
-        feed(one, batch(2, *[stored([1])] * (ODD_EVENTS_FORGOTTEN_AFTER - 2)))
-        assert one.profile.catalog.problem is not None
-        feed(one, batch(3, stored([1]), stored([1])))
-        assert one.profile.catalog.problem is None and [g.group_idx for g in one.profile.catalog.groups] == [0]
+    restored = make()
+    restored.restore(flush.epoch, 1, {}, {}, flush.meta)
+    for subject in (ingest, restored):
+        feed(subject, batch(2, *[stored([1])] * (ODD_EVENTS_FORGOTTEN_AFTER - 2)))
+        assert subject.profile.catalog.problem is not None
+        feed(subject, batch(3, stored([1]), stored([1])))
+        assert subject.profile.catalog.problem is None and [g.group_idx for g in subject.profile.catalog.groups] == [0]
 
 
 def test_another_sign_of_the_group_keeps_it() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However many streams have news, everything else is held up by no more than one pass and one stream's turn."""
+"""Turns of streams: however many have news, they delay everything else by at most one pass and one turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TURNS = 3
 
 
 class Streams:
-    """Streams that take a fixed time a turn, beside something else that wants to run in each pass of the loop."""
+    """Streams whose turns take a fixed time, beside another task that wants to run in each pass of the loop."""
 
     def __init__(self, took_s: float) -> None:
         self.turns = IngestTurns()
@@ -54,7 +54,7 @@ def test_all_streams_together_hold_the_loop_for_one_pass_and_one_turn(took_s: fl
 def test_nobody_gets_a_second_turn_before_all_had_one() -> None:
     streams = Streams(PASS_S)
     asyncio.run(streams.run())
-    # The first had its turn before the others wanted theirs.
+    # The first stream had its turn before the others wanted theirs.
     for turn in range(TURNS - 1):
         assert sorted(streams.order[1 + turn * STREAMS :][:STREAMS]) == [*range(STREAMS)]
 
@@ -68,7 +68,7 @@ def test_a_stream_that_ends_while_it_waits_keeps_nobody_waiting() -> None:
         waiting[1].cancel()
         async with asyncio.timeout(10.0):
             await waiting[0]
-            # Ended when its turn had come already.
+            # This stream ends when its turn has already come.
             waiting[0].cancel()
             turns.spend(0.0)
             await waiting[2]

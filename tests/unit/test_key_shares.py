@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much each API key wrote into the caches, and what more one pays that holds more than its fair part."""
+"""Each API key's share of the writes into the caches, and the extra price for a key above its fair share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_one_key_alone_and_keys_that_write_alike_pay_what_is_usual() -> None:
     for _ in range(10):
         shares.wrote("", A, 1_000, 0.0)
     shares.wrote("one", A, 1, 0.0)
-    # Prompts without a key are somebody's, but nobody knows whose.
+    # Prompts without a key belong to somebody, but nobody knows to whom.
     assert shares.share("") is None and shares.share("never seen") is None
     alone = KeyShares()
     alone.wrote("one", A, 1_000, 0.0)
@@ -36,10 +36,10 @@ def test_a_key_that_holds_twice_its_fair_part_pays_for_the_blocks_of_others_alon
     assert shares.share("little") is None and shares.share("less") is None
     share = shares.share("much")
     assert share is not None and share.excess == pytest.approx(900 / 1_200 * 3)
-    others = 1 + EXCESS_PRICE * (share.excess - 1)
-    # Nine tenths of what was written to a are its own.
-    assert share.price(A) == pytest.approx(0.1 * others)
-    assert share.price(B) == share.price(WorkerKey("m", "new")) == pytest.approx(others)
+    full_price = 1 + EXCESS_PRICE * (share.excess - 1)
+    # Nine tenths of the tokens that were written to A belong to this key.
+    assert share.price(A) == pytest.approx(0.1 * full_price)
+    assert share.price(B) == share.price(WorkerKey("m", "new")) == pytest.approx(full_price)
 
 
 def test_the_price_rises_from_the_usual_one_with_what_is_held() -> None:
@@ -77,7 +77,7 @@ def test_what_was_written_long_ago_counts_no_longer() -> None:
 
 
 def test_writings_that_begin_again_begin_the_books_again() -> None:
-    """The model's last worker went, and another one came."""
+    """The model's last worker left, and another worker joined."""
     shares = KeyShares()
     for key, tokens in (("before", 9_000), ("other", 1_000)):
         shares.wrote(key, A, tokens, 100.0)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports form one line of wings and rooms. Data flows events -> ingest -> index -> matching -> placement -> api, and
-imports run the other way."""
+"""Imports form one line of wings and rooms.
+
+Data flows events -> ingest -> index -> matching -> placement -> api, and imports run the other way.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +16,33 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("client", "events", "router", "engine_patch", "simulator", "replay", "shadow")
 
-# What each package may import of ours.
+# Packages of this project that each package may import.
 ALLOWED_PACKAGES = {
-    # Whoever calls a router needs nothing of it.
+    # A client of a router needs nothing of the router.
     "client": {"client"},
     "events": {"events"},
     "router": {"router", "events"},
     "engine_patch": {"engine_patch", "events"},
     "simulator": {"simulator", "events"},
-    # It asks the router's rule what simulated replicas do, so it stands above both, and neither knows it: a simulator
-    # that knew the router could agree with its mistakes.
+    # The replay lets the router's rule choose among simulated replicas, so it stands above both, and neither knows it:
+    # a simulator that knew the router could agree with its mistakes.
     "replay": {"replay", "router", "simulator", "events"},
-    # It asks a router of its own what another router's choices leave unused.
+    # The shadow runs a router of its own to find the reuse that another router's choices miss.
     "shadow": {"shadow", "router", "events"},
 }
 
-# The tools beside the product. Only the command line imports them, inside functions, so that no other command waits.
+# The tools beside the product. Only the command line imports them, inside functions, so that no other command waits for
+# them.
 TOOLS = ("simulator", "replay", "shadow")
 COMMANDS = "app.cli"
 
-# The rooms of each package from the bottom up: a room imports only those before it. A room inside another stands with
-# it; "" is the package's root. The docstring of each room's `__init__.py` says what the room is for.
+# The rooms of each package, from the bottom up: a room imports only the rooms before it. A room inside another room
+# stands with it, and "" is the package's root. The docstring of each room's `__init__.py` says what the room is for.
 ROOMS: dict[str, tuple[str, ...]] = {
     "client": ("",),
     "events": ("transport", "vllm", "patch"),
-    # Eight wings, from `base` to `app`: a wing imports only those before it. The entry points are in none of them, as
-    # installed scripts name `router/cli`.
+    # Eight wings, from `base` to `app`: a wing imports only the wings before it. The entry points are in no wing,
+    # because installed scripts name `router/cli`.
     "router": (
         *("base.common", "base.redis_client", "base.telemetry"),
         *("model.workers", "model.kvcache", "model.engines", "model.upstream", "model.config"),
@@ -59,7 +62,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
 
 ENGINE_SIDE_FORBIDDEN = {"fastapi", "uvicorn", "redis"}
 
-# The modules of the offload tier that touch tensors, and those that vLLM calls; the rest runs and is tested without both.
+# The modules of the offload tier that touch tensors, and those that vLLM calls; the other modules run and are tested
+# without torch and vLLM.
 OFFLOAD_WITH = {
     "torch": {"canonical", "copier", "cuda_copier", "region"},
     "vllm": {"cuda_copier", "manager", "slots", "spec", "worker"},
@@ -67,21 +71,21 @@ OFFLOAD_WITH = {
 
 
 def modules(package: str) -> Iterator[tuple[str, Path]]:
-    """(dotted name within the package, file), tests and caches left out."""
+    """Yield each module of the package, as its dotted name within the package and its file."""
     for path in sorted((ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT / package).with_suffix("").parts
         yield ".".join(part for part in parts if part != "__init__"), path
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Absolute names of everything a file imports, also inside functions."""
+    """Yield the absolute names of everything that a file imports, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from named(node)
 
 
 def named(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """The absolute names of what one statement imports."""
+    """Yield the absolute names that one statement imports."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
         return
@@ -91,7 +95,7 @@ def named(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 
 def violations(package: str, name: str, imported: str) -> str | None:
-    """Why `package.name` may not import `imported`, None when it may."""
+    """Return why `package.name` may not import `imported`, or None if it may."""
     if not imported.startswith("kvrouter."):
         top = imported.partition(".")[0]
         if package in ("events", "engine_patch") and top in ENGINE_SIDE_FORBIDDEN:
@@ -112,19 +116,19 @@ def violations(package: str, name: str, imported: str) -> str | None:
 
 
 def room(package: str, name: str) -> str:
-    """Return the room of a module as ROOMS has it, "" for the package's root."""
+    """Return the room of a module as `ROOMS` has it, or "" for the package's root."""
     return next((room for room in ROOMS[package] if room and (name == room or name.startswith(f"{room}."))), "")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_import_runs_back(package: str) -> None:
-    found = []
+    problems = []
     for name, path in modules(package):
         for imported in imports(path):
             problem = violations(package, name, imported) if name else None
             if problem:
-                found.append(f"{path.relative_to(ROOT)}: {problem}")
-    assert not found, "\n".join(found)
+                problems.append(f"{path.relative_to(ROOT)}: {problem}")
+    assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -155,10 +159,10 @@ def test_no_modules_import_each_other() -> None:
             imported_by[f"kvrouter.{package}.{name}"] = set(imports(path))
     ordered: set[str] = set()
     while imported_by:
-        free = {name for name, found in imported_by.items() if not (found & imported_by.keys()) - {name}}
+        free = {name for name, imported in imported_by.items() if not (imported & imported_by.keys()) - {name}}
         assert free, f"these import each other: {sorted(imported_by)}"
         ordered |= free
-        imported_by = {name: found for name, found in imported_by.items() if name not in free}
+        imported_by = {name: imported for name, imported in imported_by.items() if name not in free}
 
 
 def test_the_check_itself_sees_a_run_back() -> None:
@@ -189,11 +193,11 @@ def test_the_offload_tiers_books_need_no_engine(library: str) -> None:
 def test_pyproject_lists_every_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = set(project["tool"]["setuptools"]["packages"])
-    found = {
+    packages = {
         "kvrouter." + ".".join(path.parent.relative_to(ROOT).parts)
         for package in PACKAGES
         for path in (ROOT / package).rglob("__init__.py")
     }
-    assert listed == found
+    assert listed == packages
     for name, folder in project["tool"]["setuptools"]["package-dir"].items():
         assert (ROOT / folder / "py.typed").exists(), f"{name} has no py.typed"

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When holders are looked at: once under each assignment, and again and again while one waits to hand its worker over.
-When the store is looked at for them: for some in turn, for all where something may have been missed."""
+"""Rounds of looks at lease holders, and at the store for them.
+
+A holder is looked at once under each assignment, and repeatedly while one waits to hand its worker over. The store is
+looked at for some holders in turn, and for all of them where something may have been missed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from kvrouter.router.index.store.leases import LOOKS_PER_REQUEST, LeaseLook, See
 
 
 class Leases:
-    """A store with nothing but a router's lease, and the looks at it."""
+    """Store with one router's lease alone, which records the looks at it."""
 
     def __init__(self) -> None:
         self.count: int | None = None
@@ -25,8 +28,8 @@ class Leases:
     async def renew(self, token: str, count: int, ttl_s: float) -> int | None:
         if self.away:
             raise StoreUnavailable("away")
-        before, self.count = self.count, count
-        return before
+        previous, self.count = self.count, count
+        return previous
 
     async def look(self, looks: Sequence[LeaseLook]) -> list[Seen | StoreError | None]:
         self.looks.append(list(looks))
@@ -66,10 +69,10 @@ def test_members_are_looked_at_once_under_each_assignment() -> None:
     still, moving = Member(), Member()
 
     async def look() -> None:
-        """Some more rounds."""
-        before = moving.looks
+        """Wait for some more rounds."""
+        looks_before = moving.looks
         async with asyncio.timeout(WAIT_S):
-            while moving.looks < before + 5:
+            while moving.looks < looks_before + 5:
                 await asyncio.sleep(TTL_S / LOOKS_PER_TTL)
 
     async def main() -> None:
@@ -115,7 +118,7 @@ def test_the_store_is_looked_at_in_turns_and_wholly_where_something_may_have_bee
         assert rounds.begun.is_set()
         for _ in range(2):
             cycle = await renew(ROUNDS_PER_CYCLE)
-            # Each once, and no round has much more than another.
+            # The cycle has each member once, and no round has many more members than another.
             assert [member for part in cycle for member in part] == members
             assert max(map(len, cycle)) <= 2 * LOOKS_PER_REQUEST + 1
         for lost in (None, leases.count - 1 if leases.count else 0):
@@ -126,7 +129,7 @@ def test_the_store_is_looked_at_in_turns_and_wholly_where_something_may_have_bee
         assert await renew() == [] and {member.failures for member in members} == {1}
         leases.away = False
         assert await renew() == [members]
-        # Some leave, and no turn is empty.
+        # Some members leave, and no turn is empty afterwards.
         for member in members[5:]:
             rounds.leave(cast(Any, member))
         assert await renew(2) == [members[:5]] * 2

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured rates, engines' own numbers, sessions, pending prefixes and the waiting line: each by itself, on a clock of
-the test."""
+"""Parts of the load model, on a clock of the test: rates, engines' numbers, sessions, pending prefixes, the queue."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def test_the_prefill_rate_is_that_of_most_tokens_whatever_some_samples_say() -> 
     for number in range(40):
         tokens, queued = rng.randrange(600, 20_000), rng.randrange(0, 20_000)
         seconds = (tokens + queued) / 10_000 * rng.uniform(0.95, 1.05)
-        # Every fifth is a stall, a wrong prediction or an answer that waited for something else.
+        # Every fifth sample is a stall, a wrong prediction or an answer that waited for something else.
         rates.first_token(tokens, 0, queued, seconds * rng.choice([0.01, 20]) if number % 5 == 0 else seconds)
     assert rates.prefill_rate == pytest.approx(10_000, rel=0.1)
 
@@ -67,7 +66,7 @@ def test_what_loading_back_costs_is_learned_once_the_prefill_rate_is_known() -> 
     for _ in range(SAMPLES_MIN):
         rates.first_token(10_000, 0, 0, 1.0)
     for _ in range(SAMPLES_MIN):
-        # 1,000 computed in 0.1 s, and 8,000 loaded in 0.2 s where they would take 0.8 s to compute.
+        # The worker computes 1,000 tokens in 0.1 s, and loads 8,000 in 0.2 s, where computing them would take 0.8 s.
         rates.first_token(1_000, 8_000, 0, 0.3)
     assert rates.cpu_token_cost == pytest.approx(0.25)
 
@@ -124,15 +123,15 @@ sglang:startup_time_seconds{model_name="m",phase="scheduler_e2e"} 3.952485339000
     assert engine_ranks(page, SGLANG.gauges) == (0, 1)
     assert engine_life(page, SGLANG.gauges) == 3.952485339000077
     assert parse_engine_load(page, 1, VLLM.gauges) is None and engine_life(page, VLLM.gauges) is None
-    # A number that is cut in two is none.
+    # A number that is cut in two is no number.
     assert engine_life(page[:-3], SGLANG.gauges) is None
 
 
 def test_an_engine_without_core_labels_reports_its_only_core() -> None:
     page = b"vllm:num_requests_running 3\r\nvllm:num_requests_waiting 1\r\n"
     assert parse_engine_load(page, 4, VLLM.gauges) == EngineLoad(1, 3, 0.0)
-    one = b'vllm:num_requests_running{engine="0"} 3\nvllm:num_requests_waiting{engine="0"} 1\n'
-    assert parse_engine_load(one, 4, VLLM.gauges) == EngineLoad(1, 3, 0.0)
+    labelled_page = b'vllm:num_requests_running{engine="0"} 3\nvllm:num_requests_waiting{engine="0"} 1\n'
+    assert parse_engine_load(labelled_page, 4, VLLM.gauges) == EngineLoad(1, 3, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +149,12 @@ def test_a_page_without_the_numbers_gives_no_report(page: bytes) -> None:
 
 
 def test_absurd_numbers_are_bounded() -> None:
-    said = parse_engine_load(
+    load = parse_engine_load(
         b"vllm:num_requests_running 1e300\nvllm:num_requests_waiting 1e99\nvllm:kv_cache_usage_perc 7\n",
         0,
         VLLM.gauges,
     )
-    assert said == EngineLoad(1_000_000, 1_000_000, 1.0)
+    assert load == EngineLoad(1_000_000, 1_000_000, 1.0)
 
 
 def test_requests_that_bypass_the_router_count_when_seen_twice() -> None:
@@ -164,7 +163,7 @@ def test_requests_that_bypass_the_router_count_when_seen_twice() -> None:
     weights.engine_said(A, EngineLoad(3, 2), 1.0)
     assert weights.burden(A).queued_tokens == 100
     weights.engine_said(A, EngineLoad(3, 2), 2.0)
-    # Four of the five are others': three wait, one runs, each like those that this router placed.
+    # Four of the five requests are not this router's: three wait and one runs, each like those that this router placed.
     assert weights.burden(A).queued_tokens == 100 + 3 * 1_000
     assert weights.burden(A).decode_tokens == 500 + 2_000
     assert weights.burden(A).requests == 5
@@ -239,7 +238,7 @@ def test_siblings_are_credited_with_what_they_share_until_it_ends() -> None:
     names, _ = names_of(first, 16, 7)
     pending.sent(A, names, 10.0)
     assert pending_tokens(pending, question(1, 2, 9, 9), 5.0) == {A: 2 * PIECE_TOKENS}
-    # One token is always to be computed.
+    # One token must always be computed.
     assert pending_tokens(pending, first, 5.0) == {A: 3 * PIECE_TOKENS - 1}
     assert pending_tokens(pending, question(9, 2, 3), 5.0) == {}
     assert pending_tokens(pending, first, 10.0) == {}
@@ -248,9 +247,9 @@ def test_siblings_are_credited_with_what_they_share_until_it_ends() -> None:
 def test_what_is_mixed_into_the_engines_hashes_keeps_prompts_apart() -> None:
     pending = PendingPrefixes()
     pending.sent(A, names_of(question(1), 16, 7)[0], 10.0)
-    for other in (question(1, cache_salt="s"), question(1, lora_name="l")):
-        assert pending_tokens(pending, other, 1.0) == {}
-    # Names are secret to the process.
+    for changed in (question(1, cache_salt="s"), question(1, lora_name="l")):
+        assert pending_tokens(pending, changed, 1.0) == {}
+    # Names depend on a secret of the process.
     assert names_of(question(1), 16, 8)[0] != names_of(question(1), 16, 7)[0]
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who counts as a router and whose word is heard, whatever stands in the store; and no clock but the reader's."""
+"""Membership of routers: which of them count and which reports are believed, whatever stands in the store.
+
+No clock but the reader's is used.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ GONE_LOOKS = round(TTL_S / INTERVAL_S)
 
 
 class World:
-    """A store's hash and a clock, looked at by one process, `me`."""
+    """Hash of the store and a clock, as one process, `me`, looks at them."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
         self.fields: dict[bytes, bytes] = {}
         self.counts: dict[str, int] = {}
         self.me = Membership("me", ttl_s=TTL_S)
-        # How far this process has read what the follower of `w` writes.
+        # Position up to which this process has read the log that the follower of `w` writes.
         self.shown = Position(1, 0)
 
     def beat(
@@ -38,8 +41,8 @@ class World:
         refuses: Any = None,
     ) -> None:
         self.counts[token] = self.counts.get(token, 0) + 1
-        held = dict.fromkeys(holds, Hold(lease, commits, waits_ms))
-        heartbeat = Heartbeat(self.counts[token], VERSION, held, refuses or {})
+        worker_holds = dict.fromkeys(holds, Hold(lease, commits, waits_ms))
+        heartbeat = Heartbeat(self.counts[token], VERSION, worker_holds, refuses or {})
         self.fields[token.encode()] = encode_heartbeat(heartbeat)
 
     def look(self) -> None:
@@ -61,7 +64,7 @@ def test_a_worker_is_vouched_for_while_its_follower_beats(world: World) -> None:
         world.look()
     assert world.problem() is None
     assert world.me.routers == {"me", "you"}
-    # It stops; the store goes on answering.
+    # The other router stops; the store goes on answering.
     silent_s = 0.0
     while world.problem() is None:
         world.look()
@@ -78,7 +81,7 @@ def test_a_store_that_does_not_answer_vouches_for_nothing_and_moves_nobody(world
     assert world.problem() is None
     world.now_s += 30.0
     assert world.problem() == "router you, which follows this worker, has not been heard for 32 s"
-    # It is back, and nobody had the time to write.
+    # The store is back, but no router has had the time to write.
     for _ in range(GONE_LOOKS - 1):
         world.look()
     assert world.me.routers == {"me", "you"}
@@ -97,7 +100,7 @@ def test_what_a_dead_router_left_vouches_for_nothing_and_soon_counts_no_longer(w
     for _ in range(1_000):
         world.look()
     assert world.me.forgotten == ["dead"]
-    # It was stopped, and goes on.
+    # The router was stopped, and now goes on.
     world.beat("dead", ["w"])
     world.look()
     assert world.me.routers == {"me", "dead"} and world.problem() is None
@@ -148,7 +151,7 @@ def test_a_worker_that_two_say_they_follow_is_not_in_doubt_while_one_goes_on(wor
         world.beat("two", second)
         world.look()
         assert world.problem() is None or world.counts["one"] == 1
-    # The one that is left falls silent, and then is gone.
+    # Router one, the remaining follower, falls silent, and then is gone.
     for _ in range(20):
         world.beat("two")
         world.look()
@@ -164,7 +167,7 @@ def test_a_follower_that_cannot_write_says_so_at_once(world: World) -> None:
     for waits_ms in (0, 0, 1_600):
         world.beat("you", ["w"], waits_ms=waits_ms)
         world.look()
-    # Its former heartbeat still holds.
+    # The router's former heartbeat is still valid.
     assert world.problem() is None
     for _ in range(6):
         world.beat("you", ["w"], waits_ms=1_600)
@@ -190,7 +193,7 @@ def test_a_new_follower_does_not_vouch_for_the_state_of_the_one_before(world: Wo
         world.beat("two")
         world.look()
     assert world.problem() is None
-    # The first router dies. The second takes the lease, and loads the store's data for any time.
+    # Router one dies. Router two takes the lease, and loads the store's data for any length of time.
     for _ in range(100):
         world.beat("two", ["w"], lease=2)
         world.look()
@@ -212,7 +215,7 @@ def test_a_heartbeat_vouches_only_for_entries_that_were_read(world: World) -> No
         world.look()
         world.shown = Position(1, 7)
     assert world.problem() is None
-    # The store was away; the heartbeat is heard again before the log is read.
+    # The store was away, and the heartbeat is heard again before the log is read.
     world.now_s += 4.0
     world.beat("you", ["w"], commits=9)
     world.look()
@@ -233,7 +236,7 @@ def test_a_heartbeat_that_a_store_brings_back_vouches_for_nothing(world: World) 
     for _ in range(3):
         world.beat("you", ["w"])
         world.look()
-    # Written just before the store went away, and seen when it is back.
+    # The router wrote this heartbeat just before the store went away, and it is seen when the store is back.
     world.beat("you", ["w"])
     world.now_s += 4.0
     world.look()
@@ -261,7 +264,7 @@ def test_an_entry_that_is_read_late_does_not_vouch_for_itself(world: World) -> N
         world.beat("one", ["w"])
         world.beat("two")
         world.look()
-    # The other took the worker, wrote its state, and died; nothing of it came here for a while.
+    # Router two took the worker, wrote its state, and died; for a while, nothing of that arrived here.
     world.now_s += 10.0
     world.shown = Position(2, 1, since_s=world.now_s)
     assert world.problem() is not None

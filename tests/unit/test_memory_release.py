@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When memory is given back to the system; tests/contract/test_free_memory.py sees that it is."""
+"""Rule for giving memory back to the system; tests/contract/test_free_memory.py checks that the system gets it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 1024**2
 def test_a_release_is_due_when_memory_rose_and_rises_no_more() -> None:
     rule = ReleaseRule()
     looks = [100 * MIB, 120 * MIB, 140 * MIB, 140 * MIB + STANDS_BYTES - 1]
-    assert [rule.is_due(one) for one in looks] == [False, False, False, True]
+    assert [rule.is_due(size_bytes) for size_bytes in looks] == [False, False, False, True]
 
 
 def test_a_release_that_gave_nothing_back_is_not_repeated() -> None:
@@ -24,13 +24,13 @@ def test_a_release_that_gave_nothing_back_is_not_repeated() -> None:
 
 def test_a_fall_counts_for_the_next_rise() -> None:
     rule = ReleaseRule()
-    for one in (140, 100, 117):
-        assert not rule.is_due(one * MIB)
+    for size_mib in (140, 100, 117):
+        assert not rule.is_due(size_mib * MIB)
     assert rule.is_due(117 * MIB)
 
 
 def test_a_large_process_needs_a_larger_rise() -> None:
     rule = ReleaseRule()
-    for one in (1_000, 1_090, 1_090, 1_101):
-        assert not rule.is_due(one * MIB)
+    for size_mib in (1_000, 1_090, 1_090, 1_101):
+        assert not rule.is_due(size_mib * MIB)
     assert rule.is_due(1_101 * MIB)

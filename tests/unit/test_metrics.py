@@ -25,7 +25,7 @@ from tests.support.metric_labels import label_names
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "metrics.json"
 
-# Values of the label beside the worker's.
+# Values of the label that a metric has beside the worker's labels.
 FURTHER_LABELS: dict[str, list[tuple[object]]] = {
     "kvrouter_stream_state": list(zip(StreamState)),
     "kvrouter_stream_resyncs": list(zip(RESYNCS)),
@@ -35,29 +35,29 @@ FURTHER_LABELS: dict[str, list[tuple[object]]] = {
     "kvrouter_predictions": list(zip(PredictionOutcome)),
 }
 WORKER, NAMESAKE = WorkerKey("m", "w0"), WorkerKey("n", "w0")
-# Its labels are those of WORKER.
+# Both workers have the same labels.
 LOOKALIKE = WorkerKey("m", "w0@1", 0), WorkerKey("m", "w0", 1)
 
 
 def described(registry: MetricRegistry) -> dict[str, dict[str, object]]:
-    """Of each metric: type, help, labels, what shows before anything was counted, and a histogram's buckets."""
-    found: dict[str, dict[str, object]] = {}
+    """Return each metric's type, help, labels, series shown before any count, and a histogram's buckets."""
+    metrics: dict[str, dict[str, object]] = {}
     for metric in registry._collector_to_names:
         (family,) = metric.collect()
         labels = label_names(metric)
         shown = list(dict.fromkeys(tuple(sample.labels[name] for name in labels) for sample in family.samples))
-        one = found[family.name] = {"type": family.type, "help": family.documentation, "labels": list(labels)}
-        # What runs here is no promise.
+        description = metrics[family.name] = {"type": family.type, "help": family.documentation, "labels": list(labels)}
+        # The labels of `kvrouter_build_info` describe the running program, so they are no promise.
         if labels and shown and family.name != "kvrouter_build_info":
-            one["shown"] = ["/".join(values) for values in shown]
+            description["shown"] = ["/".join(values) for values in shown]
         if family.type == "histogram":
             assert isinstance(metric, Histogram)
-            one["buckets"] = list(metric.labels(*labels).bounds)
-    return found
+            description["buckets"] = list(metric.labels(*labels).bounds)
+    return metrics
 
 
 def series_of(registry: MetricRegistry, worker: str | None, model: str = "m") -> dict[tuple[str, ...], float]:
-    """Values of a worker's series by name and further labels; None: those of the model alone."""
+    """Return a worker's series by name and further labels; None as the worker means those of the model alone."""
     return {
         (
             sample.name,
@@ -107,16 +107,16 @@ def test_models_have_series_of_their_own_up_to_a_bound_and_these_end_with_their_
     tries = registry.model_counters("tries_total", "Tries", how=("well", "badly"))
     for model in ("m", "n", "late"):
         tries(model)["well"].inc()
-    shown = {("kvrouter_tries_total", "well"): 1, ("kvrouter_tries_total", "badly"): 0}
-    assert series_of(registry, None) == series_of(registry, None, "n") == series_of(registry, None, "other") == shown
+    fresh = {("kvrouter_tries_total", "well"): 1, ("kvrouter_tries_total", "badly"): 0}
+    assert series_of(registry, None) == series_of(registry, None, "n") == series_of(registry, None, "other") == fresh
     workers = [WorkerKey("m", "w0"), WorkerKey("m", "w1"), WorkerKey("n", "w0")]
     for worker in workers:
         registry.worker_labels(worker)
     registry.forget_worker(workers[0])
-    assert series_of(registry, None) == shown
+    assert series_of(registry, None) == fresh
     registry.forget_worker(workers[1])
-    assert series_of(registry, None) == {} and series_of(registry, None, "n") == shown
-    # There is room for another, and what was kept of the model counts from zero.
+    assert series_of(registry, None) == {} and series_of(registry, None, "n") == fresh
+    # Another model fits again, and the counters of this one start from zero.
     tries("m")["badly"].inc()
     assert series_of(registry, None) == {("kvrouter_tries_total", "well"): 0, ("kvrouter_tries_total", "badly"): 1}
 
@@ -145,7 +145,9 @@ def test_resident_blocks_are_those_of_the_workers_now_with_bounded_labels() -> N
     assert series_of(registry, "w0", "n") == {(name, "0", "GPU"): 1}
     (family,) = text_string_to_metric_families(metrics.core.resident_blocks.text())
     (collected,) = metrics.core.resident_blocks.collect()
-    assert [(one.labels, one.value) for one in family.samples] == [(one.labels, one.value) for one in collected.samples]
+    assert [(sample.labels, sample.value) for sample in family.samples] == [
+        (sample.labels, sample.value) for sample in collected.samples
+    ]
     metrics.core.resident_blocks.counts = tuple
     assert series_of(registry, "w0") == {}
 
@@ -161,14 +163,14 @@ def test_no_series_of_a_worker_is_left_unless_another_has_its_labels() -> None:
         if "worker" in label_names(metric) and not isinstance(metric, ResidentBlocks):
             for values in FURTHER_LABELS.get(names[0], [()]):
                 metric.labels("m", "w0@1", *values)  # type: ignore[attr-defined]
-    held = series_of(registry, "w0@1")
-    assert len({name for name, *_ in held}) > 30
+    series = series_of(registry, "w0@1")
+    assert len({name for name, *_ in series}) > 30
     registry.forget_worker(first)
-    assert series_of(registry, "w0@1") == held
+    assert series_of(registry, "w0@1") == series
     registry.forget_worker(second)
     assert series_of(registry, "w0@1") == {}
-    # A worker of another model with the same name is another one.
+    # A worker of another model with the same name is a different worker.
     assert series_of(registry, "w0", "n") == {("kvrouter_load_requests",): 4}
-    # What was kept of the labels counts from zero.
+    # The counters of these labels start from zero.
     metrics.proxy.answers(first)("ok").inc()
     assert series_of(registry, "w0@1") == {("kvrouter_proxy_answers_total", "ok"): 1}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request's `model` means: models, aliases, adapters and who has them."""
+"""Meanings of a request's `model`: models, aliases, adapters, and the workers that have them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def worker(
 
 
 def names(*registrations: Registration, listed: dict[str, dict[str, str]] | None = None, **aliases: str) -> ModelNames:
-    found = ModelNames(aliases)
-    found.learn(registrations, listed or {})
-    return found
+    model_names = ModelNames(aliases)
+    model_names.learn(registrations, listed or {})
+    return model_names
 
 
 def test_a_registered_model_is_itself() -> None:
@@ -36,14 +36,14 @@ def test_a_registered_model_is_itself() -> None:
 
 
 def test_an_alias_stands_for_a_model_or_an_adapter_and_wins_over_a_model_of_its_name() -> None:
-    found = names(worker("w0", lora="style"), worker("w1", OTHER), gpt=BASE, nice="style", other=BASE)
-    assert found.resolve("gpt") == ServedModel(BASE)
-    assert found.resolve("nice") == ServedModel(BASE, "style", frozenset({"w0"}))
-    assert found.resolve(OTHER) == ServedModel(BASE)
+    model_names = names(worker("w0", lora="style"), worker("w1", OTHER), gpt=BASE, nice="style", other=BASE)
+    assert model_names.resolve("gpt") == ServedModel(BASE)
+    assert model_names.resolve("nice") == ServedModel(BASE, "style", frozenset({"w0"}))
+    assert model_names.resolve(OTHER) == ServedModel(BASE)
 
 
 def test_an_adapter_belongs_to_the_workers_that_have_it() -> None:
-    found = names(
+    model_names = names(
         worker("w0", lora="style"),
         worker("w1", paths={"style": "/a"}),
         worker("w2"),
@@ -51,8 +51,8 @@ def test_an_adapter_belongs_to_the_workers_that_have_it() -> None:
         worker("w2", rank=1),
         listed={"http://w2:1": {"style": "/a", "tone": "/b"}},
     )
-    assert found.resolve("style") == ServedModel(BASE, "style", frozenset({"w0", "w1", "w2"}))
-    assert found.resolve("tone") == ServedModel(BASE, "tone", frozenset({"w2"}))
+    assert model_names.resolve("style") == ServedModel(BASE, "style", frozenset({"w0", "w1", "w2"}))
+    assert model_names.resolve("tone") == ServedModel(BASE, "tone", frozenset({"w2"}))
 
 
 def test_an_unknown_name_gets_an_error_with_the_known_ones() -> None:
@@ -63,18 +63,18 @@ def test_an_unknown_name_gets_an_error_with_the_known_ones() -> None:
 
 
 def test_an_adapter_of_two_models_is_ambiguous() -> None:
-    found = names(worker("w0", lora="style"), worker("w1", OTHER, lora="style"))
+    model_names = names(worker("w0", lora="style"), worker("w1", OTHER, lora="style"))
     with pytest.raises(UnknownModel) as caught:
-        found.resolve("style")
+        model_names.resolve("style")
     assert caught.value.code == "ambiguous_model"
 
 
 def test_what_is_gone_is_forgotten() -> None:
-    found = names(worker("w0", lora="style"))
-    found.learn([worker("w1", OTHER)], {})
-    assert found.names() == [OTHER]
+    model_names = names(worker("w0", lora="style"))
+    model_names.learn([worker("w1", OTHER)], {})
+    assert model_names.names() == [OTHER]
     with pytest.raises(UnknownModel):
-        found.resolve("style")
+        model_names.resolve("style")
 
 
 def test_names_lists_every_name_that_a_request_may_use() -> None:

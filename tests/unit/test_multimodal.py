@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The items of a prompt, block by block."""
+"""Items of a prompt, block by block."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_an_item_is_in_a_block_when_a_token_of_it_is(gaps: list[tuple[int, int]]
     for gap, tokens in gaps:
         items += (MultimodalItem(f"i{end}", end + gap, tokens),)
         end += gap + tokens
-    found = within(items, start, start + length)
+    inside = within(items, start, start + length)
     expected = [
         item
         for item in items
         if set(range(item.offset_tokens, item.offset_tokens + item.length_tokens)) & set(range(start, start + length))
     ]
-    assert [(item.identifier, item.offset_tokens + start) for item in found] == [
+    assert [(item.identifier, item.offset_tokens + start) for item in inside] == [
         (item.identifier, item.offset_tokens) for item in expected
     ]
 
@@ -75,7 +75,7 @@ def pending(question: Question) -> list[int]:
 
 @pytest.mark.parametrize(("names", "piece_tokens"), [(guessed, PIECE_TOKENS), (pending, PENDING_PIECE_TOKENS)])
 def test_names_of_prompts_tell_images_apart(names: Callable[[Question], list[int]], piece_tokens: int) -> None:
-    """Their placeholders are the same tokens."""
+    """Give both images the same placeholder tokens."""
     tokens = np.zeros(4 * piece_tokens, np.int64)
 
     def pieces(*items: MultimodalItem) -> list[int]:

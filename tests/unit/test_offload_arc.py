@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ARC against the pseudocode of its paper, line by line, and what must hold when keys are in use."""
+"""ARC compared with the pseudocode of its paper, line by line, and its laws for keys that are in use."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import pytest
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
 from kvrouter.engine_patch.offload.tiers.arc import ArcPolicy, ArcSizes
 
-# Kinds of traces: uniform, skewed, and scans through more than fits between a few keys that come again and again.
+# Kinds of traces: uniform, skewed, and scans through more keys than fit, between a few keys that come again and again.
 KINDS = ("uniform", "skewed", "scans")
 
 
 class Paper:
-    """ARC(c) of Megiddo and Modha, FAST 2003, figure 4. Lists from LRU to MRU; pages are numbers."""
+    """ARC(c) of Megiddo and Modha, FAST 2003, figure 4.
+
+    Lists run from LRU to MRU, and pages are numbers.
+    """
 
     def __init__(self, c: int) -> None:
         self.c = c
@@ -77,7 +80,10 @@ def key(number: int) -> OffloadKey:
 
 
 class Cache:
-    """Requests through the policy, as a tier makes them: all hits, or several misses at once. in_use: never evicted."""
+    """Cache that sends requests through the policy as a tier does: all hits, or several misses at once.
+
+    Keys in `in_use` are never evicted.
+    """
 
     def __init__(self, c: int) -> None:
         self.c = c
@@ -93,12 +99,12 @@ class Cache:
         new = [x for x in numbers if x not in self.resident]
         missing = len(self.resident) + len(new) - self.c
         if missing > 0:
-            found = self.policy.victims(missing, self.may_evict, [key(x) for x in new])
-            assert found is not None
-            gone = {int.from_bytes(one[:8], "big") for one in found}
-            assert len(found) == missing == len(gone)
-            assert gone <= self.resident - self.in_use
-            self.resident -= gone
+            victims = self.policy.victims(missing, self.may_evict, [key(x) for x in new])
+            assert victims is not None
+            evicted = {int.from_bytes(victim[:8], "big") for victim in victims}
+            assert len(victims) == missing == len(evicted)
+            assert evicted <= self.resident - self.in_use
+            self.resident -= evicted
             self.evictions += missing
         for x in new:
             self.policy.add(key(x))
@@ -121,12 +127,12 @@ def trace(kind: str, c: int, length: int, rng: random.Random) -> list[int]:
         return [rng.randrange(2 * c + 2) for _ in range(length)]
     if kind == "skewed":
         return [int(rng.paretovariate(0.7)) % (5 * c) for _ in range(length)]
-    made: list[int] = []
-    while len(made) < length:
+    pages: list[int] = []
+    while len(pages) < length:
         start = rng.randrange(10 * c)
-        made += range(start, start + rng.randrange(1, 2 * c + 2))
-        made += [20 * c + rng.randrange(max(1, c // 2)) for _ in range(rng.randrange(2 * c))]
-    return made[:length]
+        pages += range(start, start + rng.randrange(1, 2 * c + 2))
+        pages += [20 * c + rng.randrange(max(1, c // 2)) for _ in range(rng.randrange(2 * c))]
+    return pages[:length]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -145,23 +151,23 @@ def test_one_request_at_a_time_equals_the_paper(kind: str, c: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_equals_its_keys_one_after_another(kind: str) -> None:
-    """But where the paper would evict one key of a batch for the next: such a batch is left out here."""
+    """Leave out the batches in which the paper would evict one key of the batch for the next."""
     compared = 0
     for seed in range(12):
         rng = random.Random(f"batch {kind} {seed}")
         c = rng.randrange(4, 24)
         paper, cache = Paper(c), Cache(c)
-        asked = iter(trace(kind, c, 1_000, rng))
-        while batch := list(dict.fromkeys(x for x, _ in zip(asked, range(rng.randrange(1, c // 2 + 1)), strict=False))):
+        pages = iter(trace(kind, c, 1_000, rng))
+        while batch := list(dict.fromkeys(x for x, _ in zip(pages, range(rng.randrange(1, c // 2 + 1)), strict=False))):
             hits = [x for x in batch if x in paper.resident]
             misses = [x for x in batch if x not in paper.resident]
-            after = copy.deepcopy(paper)
+            paper_after = copy.deepcopy(paper)
             for x in hits + misses:
-                after.request(x)
-            if not after.resident >= set(misses):
+                paper_after.request(x)
+            if not paper_after.resident >= set(misses):
                 continue
             cache.request(*hits, *misses)
-            paper = after
+            paper = paper_after
             assert cache.resident == paper.resident
             assert cache.policy.sizes == paper.sizes
             compared += len(misses) > 1
@@ -182,10 +188,10 @@ def test_invariants_hold_with_keys_in_use_discards_and_clears(kind: str) -> None
                 cache.policy.evictable_again(key(freed))
             if len(cache.in_use) < c - 1 and cache.resident and rng.random() < 0.4:
                 cache.in_use.add(rng.choice(sorted(cache.resident)))
-            gone = sorted(cache.resident - cache.in_use)
-            if gone and rng.random() < 0.1:
-                cache.resident.remove(gone[0])
-                cache.policy.discard(key(gone[0]))
+            evictable = sorted(cache.resident - cache.in_use)
+            if evictable and rng.random() < 0.1:
+                cache.resident.remove(evictable[0])
+                cache.policy.discard(key(evictable[0]))
             cache.request(x)
             cache.check()
         evictions += cache.evictions
@@ -222,7 +228,7 @@ def test_a_scan_leaves_what_is_used_again() -> None:
 
 
 def test_where_one_list_is_in_use_the_other_gives() -> None:
-    # The target is 0, so T1 would give.
+    # The target is 0, so T1 would give a key.
     cache = filled(4, once=(3, 4), again=(1, 2))
     cache.in_use = {3, 4}
     cache.request(5)
@@ -238,9 +244,9 @@ def test_a_refused_batch_teaches_nothing() -> None:
     assert cache.policy.victims(2, cache.may_evict, [key(3), key(9)]) is None
     assert cache.policy.sizes == before
     cache.in_use = set()
-    # 4 was not set aside either: it is still the oldest.
-    found = cache.policy.victims(1, cache.may_evict, [key(9)])
-    assert found == [key(4)]
+    # Key 4 was not set aside either, so it is still the oldest.
+    victims = cache.policy.victims(1, cache.may_evict, [key(9)])
+    assert victims == [key(4)]
 
 
 def test_a_key_in_use_that_is_used_again_is_in_t2_when_it_returns() -> None:
@@ -251,8 +257,8 @@ def test_a_key_in_use_that_is_used_again_is_in_t2_when_it_returns() -> None:
     assert cache.policy.sizes == ArcSizes(t1=1, t2=3, b1=1, b2=0, target=0.0)
     cache.in_use = set()
     cache.policy.evictable_again(key(3))
-    found = cache.policy.victims(4, cache.may_evict)
-    assert found == [key(5), key(1), key(2), key(3)]
+    victims = cache.policy.victims(4, cache.may_evict)
+    assert victims == [key(5), key(1), key(2), key(3)]
 
 
 def test_a_ghost_that_finds_room_teaches_too() -> None:
@@ -271,7 +277,7 @@ def test_keys_that_find_room_come_before_those_that_evict() -> None:
     assert cache.policy.sizes == ArcSizes(t1=1, t2=3, b1=1, b2=0, target=1.0)
     cache.resident.remove(2)
     cache.policy.discard(key(2))
-    # 8 finds room, and is one too many in T1 when 9 comes.
+    # Key 8 fits, and T1 has one key too many when 9 comes.
     cache.request(8, 9)
     assert cache.resident == {1, 3, 8, 9}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the CPU tier's books say after each call, and which calls they forbid."""
+"""Books of the CPU tier after each call, and the calls that they forbid."""
 
 from __future__ import annotations
 
@@ -24,272 +24,272 @@ def key(number: int) -> OffloadKey:
 
 
 def tier(num_slots: int, *ready: int, policy: str = "lru") -> CpuTier:
-    """A tier that holds these chunks, the first the oldest."""
-    made = CpuTier(num_slots, make_policy(policy, num_slots))
+    """Return a tier that holds these chunks, the oldest first."""
+    cpu_tier = CpuTier(num_slots, make_policy(policy, num_slots))
     for number in ready:
-        store(made, number)
-    return made
+        store(cpu_tier, number)
+    return cpu_tier
 
 
-def store(made: CpuTier, *numbers: int, protected: frozenset[OffloadKey] = frozenset()) -> Allocation | None:
-    allocation = made.allocate(keys(*numbers), protected)
+def store(cpu_tier: CpuTier, *numbers: int, protected: frozenset[OffloadKey] = frozenset()) -> Allocation | None:
+    allocation = cpu_tier.allocate(keys(*numbers), protected)
     if allocation is not None:
         for number in numbers:
-            made.ready(key(number))
+            cpu_tier.ready(key(number))
     return allocation
 
 
-def books(made: CpuTier) -> tuple[object, ...]:
-    slots = {one: made.slot(one) for one in made.ready_keys()}
-    return made.usage, slots, sorted(made.busy_slots())
+def books(cpu_tier: CpuTier) -> tuple[object, ...]:
+    slots = {chunk: cpu_tier.slot(chunk) for chunk in cpu_tier.ready_keys()}
+    return cpu_tier.usage, slots, sorted(cpu_tier.busy_slots())
 
 
-def oldest_first(made: CpuTier) -> list[OffloadKey]:
-    """Evicts everything."""
-    ready = len(made.ready_keys())
-    allocation = made.allocate(keys(*range(900, 900 + made.num_slots)))
+def oldest_first(cpu_tier: CpuTier) -> list[OffloadKey]:
+    """Evict everything, and return the chunks in the order of their eviction."""
+    ready = len(cpu_tier.ready_keys())
+    allocation = cpu_tier.allocate(keys(*range(900, 900 + cpu_tier.num_slots)))
     assert allocation is not None
     assert len(allocation.evicted) == ready
     return allocation.evicted
 
 
 def test_a_chunk_is_absent_then_writing_then_ready() -> None:
-    made = tier(4)
-    assert made.state(key(1)) is ABSENT
-    allocation = made.allocate(keys(1, 2))
+    cpu_tier = tier(4)
+    assert cpu_tier.state(key(1)) is ABSENT
+    allocation = cpu_tier.allocate(keys(1, 2))
     assert allocation == Allocation([0, 1], [])
-    assert [made.state(one) for one in keys(1, 2, 3)] == [WRITING, WRITING, ABSENT]
-    assert [made.slot(one) for one in keys(1, 2)] == [0, 1]
-    made.ready(key(2))
-    assert [made.state(one) for one in keys(1, 2)] == [WRITING, READY]
-    assert made.ready_keys() == keys(2)
-    assert made.usage == Usage(num_slots=4, free=2, writing=1, ready=1, pinned=0, withheld=0)
+    assert [cpu_tier.state(chunk) for chunk in keys(1, 2, 3)] == [WRITING, WRITING, ABSENT]
+    assert [cpu_tier.slot(chunk) for chunk in keys(1, 2)] == [0, 1]
+    cpu_tier.ready(key(2))
+    assert [cpu_tier.state(chunk) for chunk in keys(1, 2)] == [WRITING, READY]
+    assert cpu_tier.ready_keys() == keys(2)
+    assert cpu_tier.usage == Usage(num_slots=4, free=2, writing=1, ready=1, pinned=0, withheld=0)
 
 
 def test_an_abandoned_slot_is_free_at_once() -> None:
-    made = tier(2)
-    made.allocate(keys(1, 2))
-    made.abandon(key(1))
-    assert made.state(key(1)) is ABSENT
-    assert made.allocate(keys(3)) == Allocation([0], [])
+    cpu_tier = tier(2)
+    cpu_tier.allocate(keys(1, 2))
+    cpu_tier.abandon(key(1))
+    assert cpu_tier.state(key(1)) is ABSENT
+    assert cpu_tier.allocate(keys(3)) == Allocation([0], [])
 
 
 def test_the_oldest_makes_room_and_its_slot_is_used_again() -> None:
-    made = tier(3, 1, 2, 3)
-    made.touch(keys(1))
-    assert made.allocate(keys(4, 5)) == Allocation([2, 1], keys(2, 3))
-    assert [made.state(one) for one in keys(1, 2, 3, 4, 5)] == [READY, ABSENT, ABSENT, WRITING, WRITING]
-    assert made.evicted_total == 2
+    cpu_tier = tier(3, 1, 2, 3)
+    cpu_tier.touch(keys(1))
+    assert cpu_tier.allocate(keys(4, 5)) == Allocation([2, 1], keys(2, 3))
+    assert [cpu_tier.state(chunk) for chunk in keys(1, 2, 3, 4, 5)] == [READY, ABSENT, ABSENT, WRITING, WRITING]
+    assert cpu_tier.evicted_total == 2
 
 
 def test_free_slots_are_used_before_anything_is_evicted() -> None:
-    made = tier(3, 1)
-    assert store(made, 2, 3) == Allocation([1, 2], [])
-    allocation = store(made, 4, 5)
+    cpu_tier = tier(3, 1)
+    assert store(cpu_tier, 2, 3) == Allocation([1, 2], [])
+    allocation = store(cpu_tier, 4, 5)
     assert allocation is not None
     assert len(allocation.evicted) == 2
 
 
 def test_all_or_nothing() -> None:
-    made = tier(4, 1, 2)
-    made.allocate(keys(3))
-    before = books(made)
-    assert made.allocate(keys(4, 5, 6, 7)) is None
-    assert made.allocate(keys(*range(10, 20))) is None
-    assert books(made) == before
-    assert [made.state(one) for one in keys(1, 2, 3, 4)] == [READY, READY, WRITING, ABSENT]
-    assert (made.refused_total, made.evicted_total) == (2, 0)
-    allocation = made.allocate(keys(4, 5, 6))
+    cpu_tier = tier(4, 1, 2)
+    cpu_tier.allocate(keys(3))
+    before = books(cpu_tier)
+    assert cpu_tier.allocate(keys(4, 5, 6, 7)) is None
+    assert cpu_tier.allocate(keys(*range(10, 20))) is None
+    assert books(cpu_tier) == before
+    assert [cpu_tier.state(chunk) for chunk in keys(1, 2, 3, 4)] == [READY, READY, WRITING, ABSENT]
+    assert (cpu_tier.refused_total, cpu_tier.evicted_total) == (2, 0)
+    allocation = cpu_tier.allocate(keys(4, 5, 6))
     assert allocation is not None
     assert allocation.evicted == keys(1, 2)
 
 
 def test_no_keys_need_no_room() -> None:
-    made = tier(1, 1)
-    made.pin(keys(1))
-    assert made.allocate([]) == Allocation([], [])
+    cpu_tier = tier(1, 1)
+    cpu_tier.pin(keys(1))
+    assert cpu_tier.allocate([]) == Allocation([], [])
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_what_is_in_use_stays(policy: str) -> None:
-    made = tier(5, 1, 2, 3, 4, policy=policy)
-    made.pin(keys(1))
-    made.allocate(keys(5))
-    allocation = made.allocate(keys(6), frozenset(keys(2)))
+    cpu_tier = tier(5, 1, 2, 3, 4, policy=policy)
+    cpu_tier.pin(keys(1))
+    cpu_tier.allocate(keys(5))
+    allocation = cpu_tier.allocate(keys(6), frozenset(keys(2)))
     assert allocation is not None
     assert allocation.evicted == keys(3)
-    # 4 alone could go.
-    before = books(made)
-    assert made.allocate(keys(7, 8), frozenset(keys(2))) is None
-    assert books(made) == before
+    # Only chunk 4 could go.
+    before = books(cpu_tier)
+    assert cpu_tier.allocate(keys(7, 8), frozenset(keys(2))) is None
+    assert books(cpu_tier) == before
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_what_was_in_use_can_go_afterwards(policy: str) -> None:
-    made = tier(5, 1, 2, 3, 4, policy=policy)
-    made.pin(keys(1))
-    made.allocate(keys(5))
-    # Passes over the pinned one and the protected one.
-    made.allocate(keys(6), frozenset(keys(2)))
-    made.unpin(keys(1))
-    made.ready(key(5))
-    made.ready(key(6))
-    assert sorted(oldest_first(made)) == keys(1, 2, 4, 5, 6)
+    cpu_tier = tier(5, 1, 2, 3, 4, policy=policy)
+    cpu_tier.pin(keys(1))
+    cpu_tier.allocate(keys(5))
+    # The search passes over the pinned chunk and the protected one.
+    cpu_tier.allocate(keys(6), frozenset(keys(2)))
+    cpu_tier.unpin(keys(1))
+    cpu_tier.ready(key(5))
+    cpu_tier.ready(key(6))
+    assert sorted(oldest_first(cpu_tier)) == keys(1, 2, 4, 5, 6)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_chunk_that_was_met_while_it_was_written_can_go_when_it_is_ready(policy: str) -> None:
-    made = tier(2, policy=policy)
-    made.allocate(keys(1))
-    store(made, 2)
-    assert made.allocate(keys(3)) == Allocation([1], keys(2))
-    made.ready(key(3))
-    made.ready(key(1))
-    assert oldest_first(made) == keys(3, 1)
+    cpu_tier = tier(2, policy=policy)
+    cpu_tier.allocate(keys(1))
+    store(cpu_tier, 2)
+    assert cpu_tier.allocate(keys(3)) == Allocation([1], keys(2))
+    cpu_tier.ready(key(3))
+    cpu_tier.ready(key(1))
+    assert oldest_first(cpu_tier) == keys(3, 1)
 
 
 def test_the_tail_of_what_was_pinned_goes_before_its_head() -> None:
-    made = tier(3, 1, 2, 3)
-    made.pin(keys(1, 2))
-    store(made, 4)
-    made.unpin(keys(1, 2))
-    assert oldest_first(made) == keys(4, 2, 1)
+    cpu_tier = tier(3, 1, 2, 3)
+    cpu_tier.pin(keys(1, 2))
+    store(cpu_tier, 4)
+    cpu_tier.unpin(keys(1, 2))
+    assert oldest_first(cpu_tier) == keys(4, 2, 1)
 
 
 def test_a_protected_key_that_is_also_pinned_waits_for_its_pin() -> None:
-    made = tier(3, 1, 2, 3)
-    made.pin(keys(1))
-    made.allocate(keys(4), frozenset(keys(1)))
-    made.ready(key(4))
-    assert made.allocate(keys(5, 6, 7)) is None
-    made.unpin(keys(1))
-    assert oldest_first(made) == keys(3, 4, 1)
+    cpu_tier = tier(3, 1, 2, 3)
+    cpu_tier.pin(keys(1))
+    cpu_tier.allocate(keys(4), frozenset(keys(1)))
+    cpu_tier.ready(key(4))
+    assert cpu_tier.allocate(keys(5, 6, 7)) is None
+    cpu_tier.unpin(keys(1))
+    assert oldest_first(cpu_tier) == keys(3, 4, 1)
 
 
 def test_protected_keys_need_not_be_there() -> None:
-    made = tier(2, 1, 2)
-    assert made.allocate(keys(3, 4), frozenset(keys(3, 4, 5, 6, 7))) == Allocation([1, 0], keys(1, 2))
+    cpu_tier = tier(2, 1, 2)
+    assert cpu_tier.allocate(keys(3, 4), frozenset(keys(3, 4, 5, 6, 7))) == Allocation([1, 0], keys(1, 2))
 
 
 def test_the_tail_of_a_prompt_goes_before_its_head() -> None:
-    made = tier(6)
-    store(made, 1, 2, 3)
-    store(made, 4, 5, 6)
-    assert oldest_first(made) == keys(3, 2, 1, 6, 5, 4)
-    made = tier(3, 1, 2, 3)
-    made.touch(keys(1, 2))
-    assert oldest_first(made) == keys(3, 2, 1)
+    cpu_tier = tier(6)
+    store(cpu_tier, 1, 2, 3)
+    store(cpu_tier, 4, 5, 6)
+    assert oldest_first(cpu_tier) == keys(3, 2, 1, 6, 5, 4)
+    cpu_tier = tier(3, 1, 2, 3)
+    cpu_tier.touch(keys(1, 2))
+    assert oldest_first(cpu_tier) == keys(3, 2, 1)
 
 
 def test_pins_are_counted() -> None:
-    made = tier(2, 1, 2)
-    made.pin(keys(1, 1, 2))
-    made.pin(keys(1))
-    assert made.usage.pinned == 2
-    made.unpin(keys(1, 2))
-    assert made.busy_slots() == [made.slot(key(1))] * 2
-    assert made.allocate(keys(3, 4)) is None
-    made.unpin(keys(1, 1))
-    assert made.allocate(keys(3, 4)) is not None
+    cpu_tier = tier(2, 1, 2)
+    cpu_tier.pin(keys(1, 1, 2))
+    cpu_tier.pin(keys(1))
+    assert cpu_tier.usage.pinned == 2
+    cpu_tier.unpin(keys(1, 2))
+    assert cpu_tier.busy_slots() == [cpu_tier.slot(key(1))] * 2
+    assert cpu_tier.allocate(keys(3, 4)) is None
+    cpu_tier.unpin(keys(1, 1))
+    assert cpu_tier.allocate(keys(3, 4)) is not None
 
 
 def test_touch_passes_over_what_is_not_ready() -> None:
-    made = CpuTier(3, policy := make_policy("arc", 3))
-    made.allocate(keys(1, 2))
-    made.touch(keys(1, 2, 3))
-    made.ready(key(1))
-    made.ready(key(2))
-    store(made, 3)
-    # Were 1 in T2, then 2 and 3 would go first.
+    cpu_tier = CpuTier(3, policy := make_policy("arc", 3))
+    cpu_tier.allocate(keys(1, 2))
+    cpu_tier.touch(keys(1, 2, 3))
+    cpu_tier.ready(key(1))
+    cpu_tier.ready(key(2))
+    store(cpu_tier, 3)
+    # If 1 were in T2, then 2 and 3 would go first.
     assert len(policy) == 3
-    assert oldest_first(made) == keys(2, 1, 3)
+    assert oldest_first(cpu_tier) == keys(2, 1, 3)
 
 
 def test_discard_takes_only_what_is_ready_and_not_pinned() -> None:
-    made = tier(3, 1, 2)
-    made.allocate(keys(3))
-    made.pin(keys(2))
-    assert [made.discard(one) for one in keys(1, 2, 3, 4, 1)] == [True, False, False, False, False]
-    assert made.usage == Usage(num_slots=3, free=1, writing=1, ready=1, pinned=1, withheld=0)
-    assert made.allocate(keys(5)) == Allocation([0], [])
+    cpu_tier = tier(3, 1, 2)
+    cpu_tier.allocate(keys(3))
+    cpu_tier.pin(keys(2))
+    assert [cpu_tier.discard(chunk) for chunk in keys(1, 2, 3, 4, 1)] == [True, False, False, False, False]
+    assert cpu_tier.usage == Usage(num_slots=3, free=1, writing=1, ready=1, pinned=1, withheld=0)
+    assert cpu_tier.allocate(keys(5)) == Allocation([0], [])
 
 
 def test_clear_withholds_the_slots_of_transfers_under_way() -> None:
-    made = tier(4, 1, 2, 3)
-    made.allocate(keys(4))
-    made.pin(keys(2, 2))
-    assert sorted(made.busy_slots()) == [1, 1, 3]
-    assert made.clear() == keys(1, 2, 3)
-    assert made.usage == Usage(num_slots=4, free=2, writing=0, ready=0, pinned=0, withheld=2)
-    assert [made.state(one) for one in keys(1, 2, 3, 4)] == [ABSENT] * 4
-    assert made.allocate(keys(1, 2)) == Allocation([0, 2], [])
-    assert made.allocate(keys(3)) is None
-    made.release(1)
-    assert made.allocate(keys(3)) is None
-    made.release(1)
-    assert made.allocate(keys(3)) == Allocation([1], [])
-    made.release(3)
-    assert made.allocate(keys(4)) == Allocation([3], [])
+    cpu_tier = tier(4, 1, 2, 3)
+    cpu_tier.allocate(keys(4))
+    cpu_tier.pin(keys(2, 2))
+    assert sorted(cpu_tier.busy_slots()) == [1, 1, 3]
+    assert cpu_tier.clear() == keys(1, 2, 3)
+    assert cpu_tier.usage == Usage(num_slots=4, free=2, writing=0, ready=0, pinned=0, withheld=2)
+    assert [cpu_tier.state(chunk) for chunk in keys(1, 2, 3, 4)] == [ABSENT] * 4
+    assert cpu_tier.allocate(keys(1, 2)) == Allocation([0, 2], [])
+    assert cpu_tier.allocate(keys(3)) is None
+    cpu_tier.release(1)
+    assert cpu_tier.allocate(keys(3)) is None
+    cpu_tier.release(1)
+    assert cpu_tier.allocate(keys(3)) == Allocation([1], [])
+    cpu_tier.release(3)
+    assert cpu_tier.allocate(keys(4)) == Allocation([3], [])
 
 
 def test_the_caller_may_say_which_slots_are_busy() -> None:
-    made = tier(3, 1, 2)
-    made.allocate(keys(3))
-    assert made.clear([0]) == keys(1, 2)
-    assert made.allocate(keys(1, 2)) == Allocation([1, 2], [])
-    assert made.usage.withheld == 1
+    cpu_tier = tier(3, 1, 2)
+    cpu_tier.allocate(keys(3))
+    assert cpu_tier.clear([0]) == keys(1, 2)
+    assert cpu_tier.allocate(keys(1, 2)) == Allocation([1, 2], [])
+    assert cpu_tier.usage.withheld == 1
 
 
 def test_a_second_clear_keeps_what_the_first_withheld() -> None:
-    made = tier(3, 1, 2)
-    made.pin(keys(1))
-    made.clear()
-    store(made, 5)
-    made.pin(keys(5))
-    # Named again, but it is the same transfer.
-    assert made.clear([0, 0, 1]) == keys(5)
-    assert made.usage.withheld == 2
-    made.release(0)
-    made.release(1)
-    assert made.usage == Usage(num_slots=3, free=3, writing=0, ready=0, pinned=0, withheld=0)
+    cpu_tier = tier(3, 1, 2)
+    cpu_tier.pin(keys(1))
+    cpu_tier.clear()
+    store(cpu_tier, 5)
+    cpu_tier.pin(keys(5))
+    # Slot 0 is named again, but for the same transfer.
+    assert cpu_tier.clear([0, 0, 1]) == keys(5)
+    assert cpu_tier.usage.withheld == 2
+    cpu_tier.release(0)
+    cpu_tier.release(1)
+    assert cpu_tier.usage == Usage(num_slots=3, free=3, writing=0, ready=0, pinned=0, withheld=0)
 
 
 def test_an_emptied_tier_forgets_its_order() -> None:
-    made = tier(2, 1, 2)
-    made.clear()
-    store(made, 2)
-    store(made, 1)
-    assert oldest_first(made) == keys(2, 1)
+    cpu_tier = tier(2, 1, 2)
+    cpu_tier.clear()
+    store(cpu_tier, 2)
+    store(cpu_tier, 1)
+    assert oldest_first(cpu_tier) == keys(2, 1)
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda made: made.allocate(keys(9, 1)), "is READY and cannot be allocated again"),
-        (lambda made: made.allocate(keys(2)), "is WRITING and cannot be allocated again"),
-        (lambda made: made.allocate(keys(9, 8, 9)), "a key comes twice"),
-        (lambda made: made.slot(key(9)), "is ABSENT and has no slot"),
-        (lambda made: made.ready(key(1)), "is READY and cannot become READY"),
-        (lambda made: made.ready(key(9)), "is ABSENT and cannot become READY"),
-        (lambda made: made.abandon(key(1)), "is READY and cannot be abandoned"),
-        (lambda made: made.abandon(key(9)), "is ABSENT and cannot be abandoned"),
-        (lambda made: made.pin(keys(1, 2)), "is WRITING and cannot be pinned"),
-        (lambda made: made.pin(keys(1, 9)), "is ABSENT and cannot be pinned"),
-        (lambda made: made.unpin(keys(1)), "is READY and has 0 pins, 1 of them cannot be taken back"),
-        (lambda made: made.unpin(keys(3, 3)), "is READY and has 1 pins, 2 of them cannot be taken back"),
-        (lambda made: made.release(0), "slot 0 is not withheld"),
-        (lambda made: made.clear([4]), "slot 4 cannot be withheld: this tier has slots 0 to 3"),
-        (lambda made: made.clear([0, -1]), "slot -1 cannot be withheld"),
+        (lambda cpu_tier: cpu_tier.allocate(keys(9, 1)), "is READY and cannot be allocated again"),
+        (lambda cpu_tier: cpu_tier.allocate(keys(2)), "is WRITING and cannot be allocated again"),
+        (lambda cpu_tier: cpu_tier.allocate(keys(9, 8, 9)), "a key comes twice"),
+        (lambda cpu_tier: cpu_tier.slot(key(9)), "is ABSENT and has no slot"),
+        (lambda cpu_tier: cpu_tier.ready(key(1)), "is READY and cannot become READY"),
+        (lambda cpu_tier: cpu_tier.ready(key(9)), "is ABSENT and cannot become READY"),
+        (lambda cpu_tier: cpu_tier.abandon(key(1)), "is READY and cannot be abandoned"),
+        (lambda cpu_tier: cpu_tier.abandon(key(9)), "is ABSENT and cannot be abandoned"),
+        (lambda cpu_tier: cpu_tier.pin(keys(1, 2)), "is WRITING and cannot be pinned"),
+        (lambda cpu_tier: cpu_tier.pin(keys(1, 9)), "is ABSENT and cannot be pinned"),
+        (lambda cpu_tier: cpu_tier.unpin(keys(1)), "is READY and has 0 pins, 1 of them cannot be taken back"),
+        (lambda cpu_tier: cpu_tier.unpin(keys(3, 3)), "is READY and has 1 pins, 2 of them cannot be taken back"),
+        (lambda cpu_tier: cpu_tier.release(0), "slot 0 is not withheld"),
+        (lambda cpu_tier: cpu_tier.clear([4]), "slot 4 cannot be withheld: this tier has slots 0 to 3"),
+        (lambda cpu_tier: cpu_tier.clear([0, -1]), "slot -1 cannot be withheld"),
     ],
 )
 def test_a_call_that_the_state_forbids_changes_nothing(call: Callable[[CpuTier], object], said: str) -> None:
-    made = tier(4, 1, 3)
-    made.allocate(keys(2))
-    made.pin(keys(3))
-    before = books(made)
+    cpu_tier = tier(4, 1, 3)
+    cpu_tier.allocate(keys(2))
+    cpu_tier.pin(keys(3))
+    before = books(cpu_tier)
     with pytest.raises(WrongState, match=said):
-        call(made)
-    assert books(made) == before
+        call(cpu_tier)
+    assert books(cpu_tier) == before
 
 
 def test_the_message_names_the_chunk() -> None:
@@ -311,7 +311,7 @@ def test_a_policy_in_use_is_refused() -> None:
 
 
 class Careless(LruPolicy):
-    """Evicts what the test names."""
+    """LRU policy that evicts the chunks that the test names."""
 
     answer: Sequence[OffloadKey] | None = None
 
@@ -326,22 +326,22 @@ class Careless(LruPolicy):
 )
 def test_a_policy_that_evicts_what_it_must_not_is_refused(answer: list[OffloadKey]) -> None:
     policy = Careless(6)
-    made = CpuTier(6, policy)
+    cpu_tier = CpuTier(6, policy)
     for number in range(1, 6):
-        store(made, number)
-    made.allocate(keys(6))
-    made.pin(keys(4))
-    before = books(made)
+        store(cpu_tier, number)
+    cpu_tier.allocate(keys(6))
+    cpu_tier.pin(keys(4))
+    before = books(cpu_tier)
     policy.answer = answer
     with pytest.raises(PolicyError, match=f"Careless gave {len(answer)} victims that are not 2 different chunks"):
-        made.allocate(keys(7, 8), frozenset(keys(5)))
-    assert books(made) == before
+        cpu_tier.allocate(keys(7, 8), frozenset(keys(5)))
+    assert books(cpu_tier) == before
     policy.answer = keys(3, 1)
-    assert made.allocate(keys(7, 8), frozenset(keys(5))) == Allocation([0, 2], keys(3, 1))
+    assert cpu_tier.allocate(keys(7, 8), frozenset(keys(5))) == Allocation([0, 2], keys(3, 1))
 
 
 class Unasked(LruPolicy):
-    """Must not be called, for it would have to look at every key."""
+    """LRU policy that must not be called, because it would have to look at every key."""
 
     def victims(
         self, count: int, may_evict: Callable[[OffloadKey], bool], incoming: Sequence[OffloadKey] = ()
@@ -350,16 +350,16 @@ class Unasked(LruPolicy):
 
 
 def test_an_allocation_that_cannot_be_is_refused_without_a_search() -> None:
-    made = CpuTier(4, Unasked(4))
-    store(made, 1, 2)
-    made.allocate(keys(3))
-    made.pin(keys(1))
-    assert made.allocate(keys(5, 6, 7)) is None
-    assert made.allocate(keys(5, 6), frozenset(keys(2))) is None
+    cpu_tier = CpuTier(4, Unasked(4))
+    store(cpu_tier, 1, 2)
+    cpu_tier.allocate(keys(3))
+    cpu_tier.pin(keys(1))
+    assert cpu_tier.allocate(keys(5, 6, 7)) is None
+    assert cpu_tier.allocate(keys(5, 6), frozenset(keys(2))) is None
 
 
 def test_a_policy_without_victims_refuses_the_allocation() -> None:
-    made = CpuTier(2, Careless(2))
-    store(made, 1, 2)
-    assert made.allocate(keys(3)) is None
-    assert (made.refused_total, made.ready_keys()) == (1, keys(1, 2))
+    cpu_tier = CpuTier(2, Careless(2))
+    store(cpu_tier, 1, 2)
+    assert cpu_tier.allocate(keys(3)) is None
+    assert (cpu_tier.refused_total, cpu_tier.ready_keys()) == (1, keys(1, 2))

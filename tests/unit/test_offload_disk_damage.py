@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged records and torn entries of the disk tier: never wrong bytes, and everything that is lost is announced."""
+"""Damaged records and torn entries of the disk tier: never wrong bytes, and every loss is announced."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_a_damaged_record_is_dropped_when_it_is_read(desks: Callable[..., Desk],
     assert (counters.corrupt, counters.errors) == ((0, 1) if where == "payload gone" else (1, 0))
     assert desk.read(B) is None and desk.read(A)
     desk.tier.close()
-    # And not found again.
+    # The next start does not find the record again.
     again = desks()
     assert again.found == [A] and again.tier.counters.corrupt == 0
-    # Its place serves another.
+    # The record's place serves another chunk.
     assert again.write(B) and again.read(B)
 
 
@@ -76,7 +76,7 @@ def test_damaged_entries_are_dropped_at_the_start(desks: Callable[..., Desk], tm
     desks(3, A, B, C).tier.close()
     manifest, records = files_of(tmp_path)
     patch(manifest, HEADER_BYTES + 10)
-    # The third payload is not whole.
+    # The third payload is cut short.
     records.write_bytes(records.read_bytes()[:-1])
     again = desks()
     assert again.found == [B] and again.tier.counters.corrupt == 2
@@ -97,7 +97,7 @@ def test_a_damaged_header_drops_all(desks: Callable[..., Desk], tmp_path: Path) 
 
 def test_a_torn_entry_is_never_found(desks: Callable[..., Desk]) -> None:
     desk = desks(2, A)
-    # Half of the entry, and then neither the rest of it nor its void can be written.
+    # Half of the entry is written, and then neither the rest of it nor its void can be written.
     desk.files.fail("write", "manifest", None, "short", errno.EIO, errno.EIO)
     assert desk.write(B) is False
     desk.tier.close()
@@ -115,34 +115,34 @@ def test_what_is_left_of_an_entry_that_failed_is_voided(desks: Callable[..., Des
 
 
 def store(folder: Path) -> Store:
-    """Of a folder without a tier, three records of which were written: A, B, and A again."""
-    made = Store.open(folder, identity(), FileOps())
-    made.recover(4)
+    """Return the store of a folder without a tier, with three written records: A, B, and A again."""
+    record_store = Store.open(folder, identity(), FileOps())
+    record_store.recover(4)
     for record, name in enumerate([A, B, A]):
         data = memoryview(payload(name, RECORD_BYTES, record))
-        assert made.write(name, record, made.generation, record, data) == DONE
-    return made
+        assert record_store.write(name, record, record_store.generation, record, data) == DONE
+    return record_store
 
 
 def test_of_a_key_that_is_there_twice_the_newer_stays(tmp_path: Path) -> None:
     store(tmp_path).close()
-    made = Store.open(tmp_path, identity(), FileOps())
-    assert made.recover(4) == Found([(B, 1), (A, 2)], 3, 3, 0, 0)
+    record_store = Store.open(tmp_path, identity(), FileOps())
+    assert record_store.recover(4) == Found([(B, 1), (A, 2)], 3, 3, 0, 0)
     into = memoryview(bytearray(RECORD_BYTES))
-    assert made.read(A, 2, made.generation, into) == DONE and salt_of(into) == 2
-    # Should the newer one go, the older does not come back.
-    assert made.read(A, 0, made.generation, into).outcome is RecordOutcome.CORRUPT
-    made.close()
+    assert record_store.read(A, 2, record_store.generation, into) == DONE and salt_of(into) == 2
+    # If the newer record goes, the older one does not come back.
+    assert record_store.read(A, 0, record_store.generation, into).outcome is RecordOutcome.CORRUPT
+    record_store.close()
 
 
 @pytest.mark.parametrize("wrong", ["key", "generation"])
 def test_an_entry_of_something_else_is_not_loaded(tmp_path: Path, wrong: str) -> None:
-    made = store(tmp_path)
+    record_store = store(tmp_path)
     into = memoryview(bytearray(RECORD_BYTES))
-    name, generation = (B, made.generation) if wrong == "key" else (A, made.generation + 1)
-    assert made.read(name, 0, generation, into).outcome is RecordOutcome.CORRUPT
+    name, generation = (B, record_store.generation) if wrong == "key" else (A, record_store.generation + 1)
+    assert record_store.read(name, 0, generation, into).outcome is RecordOutcome.CORRUPT
     assert bytes(into) == bytes(RECORD_BYTES)
-    made.close()
+    record_store.close()
 
 
 def test_one_bad_record_does_not_stop_a_start_that_moves_it(desks: Callable[..., Desk], tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_damaged_records_are_named_in_the_log_and_counted_when_there_are_many(
     (line,) = lines(caplog)
     assert str(manifest.parent) in line and "the payload of record 0 is damaged" in line
     assert "nothing of it was loaded, the record was dropped" in line and "1 such records" in line
-    # The others within the minute are reported together.
+    # The other records within the minute are reported together.
     assert desk.read(B) is False and desk.read(C) is False
     assert len(lines(caplog)) == 1
     desk.now += INTERVAL_S
@@ -175,7 +175,7 @@ def test_damaged_records_are_named_in_the_log_and_counted_when_there_are_many(
     desk.now += 9 * INTERVAL_S
     desk.tier.poll()
     assert len(lines(caplog)) == 2
-    # And what is found at a start.
+    # Damage that is found at a start is logged too.
     desk.tier.close()
     patch(manifest, HEADER_BYTES + 3 * ENTRY_BYTES + 60)
     desks(5)

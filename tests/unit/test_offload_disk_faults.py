@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier on a disk that fails or is full: never an exception, and everything that is lost is announced."""
+"""The disk tier on a disk that fails or is full: never an exception, and every loss is announced."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_full_disk_makes_a_smaller_tier(desks: Callable[..., Desk]) -> None:
     assert (desk.tier.counters.full, desk.tier.counters.errors, desk.tier.state) == (1, 0, State.FULL)
     assert "ENOSPC" in desk.tier.reason
     desk.files.always.clear()
-    # In place of what is there, without new space.
+    # This write replaces a record, so it needs no new space.
     assert desk.write(C) and desk.changes() == [("-", A), ("+", C)]
     assert desk.read(B) and desk.tier.state is State.FULL
     desk.now += RETRY_S
@@ -185,7 +185,7 @@ def test_a_trial_of_before_a_failed_clear_does_not_count(desks: Callable[..., De
     assert [desk.write(B), desk.write(B), desk.write(B)] == [False, False, False]
     desk.now += RETRY_S
     desk.tier.poll()
-    # The trial has ended, but its end is not seen yet.
+    # The trial has ended, but the tier has not seen its end yet.
     desk.hands.run_all()
     desk.files.fail("write", "manifest", errno.EIO)
     desk.tier.clear()
@@ -209,7 +209,7 @@ def test_a_start_on_files_that_fail_is_an_error_that_says_what_to_do(tmp_path: P
     with pytest.raises(DiskFolderError, match=r"EIO.*set disk_path"):
         tier.open()
     assert files.names == {}
-    # The lock was given back.
+    # The failed start gave the lock back.
     again = Desk(tmp_path, 3)
     assert again.found == [A]
     again.tier.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier's folder: what is found in it after a restart, and whose it may be."""
+"""The disk tier's folder: its records after a restart, and the identity to which it belongs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_what_was_left_is_found_oldest_first(desks: Callable[..., Desk]) -> None
     assert again.tier.records == 3 and all(again.reads_back(name) for name in (B, C, D))
     again.store(A)
     again.tier.close()
-    # Ages go on from where they were.
+    # Ages continue from their values before the restart.
     assert desks().found == [C, D, A]
 
 
@@ -50,7 +50,7 @@ def test_a_smaller_budget_keeps_the_newest_and_gives_space_back(desks: Callable[
     desk = desks(records=6)
     desk.store(*names)
     desk.tier.close()
-    # The newest lie at the end of the file and must move.
+    # The newest records lie at the end of the file and must move.
     again = desks(records=2)
     assert again.found == names[4:] and again.tier.counters.evicted == 4
     assert all(again.reads_back(name) for name in names[4:])
@@ -74,7 +74,8 @@ def test_a_move_that_was_cut_short_is_done_again(desks: Callable[..., Desk], tmp
     before = manifest.read_bytes(), records.read_bytes()
     again = desks(records=2)
     again.tier.close()
-    # As if the process had been killed before the files were cut: moved, and still there.
+    # The files look as if the process had been killed before they were cut: the records are moved, and also still at
+    # their old places.
     moved = manifest.read_bytes(), records.read_bytes()
     manifest.write_bytes(moved[0] + before[0][len(moved[0]) :])
     records.write_bytes(moved[1] + before[1][len(moved[1]) :])
@@ -88,10 +89,10 @@ def test_other_identities_are_neither_found_nor_touched(desks: Callable[..., Des
     desk.store(A)
     desk.tier.close()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    other = desks(identity=identity(model="other"))
-    assert other.found == []
-    other.store(B)
-    other.tier.clear()
+    other_desk = desks(identity=identity(model="other"))
+    assert other_desk.found == []
+    other_desk.store(B)
+    other_desk.tier.clear()
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -99,14 +100,14 @@ def test_a_renamed_folder_is_refused(desks: Callable[..., Desk], tmp_path: Path)
     desk = desks()
     desk.store(A)
     desk.tier.close()
-    other = identity(model="other")
-    (tmp_path / identity().folder_name()).rename(tmp_path / other.folder_name())
-    with pytest.raises(ForeignFolder, match=other.folder_name()):
-        desks(identity=other)
-    # Even where the description was put right by hand.
-    (tmp_path / other.folder_name() / "identity.json").write_text(other.readable())
+    other_identity = identity(model="other")
+    (tmp_path / identity().folder_name()).rename(tmp_path / other_identity.folder_name())
+    with pytest.raises(ForeignFolder, match=other_identity.folder_name()):
+        desks(identity=other_identity)
+    # The folder is refused even if somebody has corrected its description by hand.
+    (tmp_path / other_identity.folder_name() / "identity.json").write_text(other_identity.readable())
     with pytest.raises(ForeignFolder, match="identity"):
-        desks(identity=other)
+        desks(identity=other_identity)
 
 
 def test_one_folder_has_one_engine(desks: Callable[..., Desk]) -> None:

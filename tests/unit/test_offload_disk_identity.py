@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes records foreign to each other, and how a folder is claimed."""
+"""Identities that make records foreign to each other, and the claim of a folder."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ WHOLE = DiskIdentity("m", "bfloat16", (GROUP,), 4, "sha256", 4_096, 2, "tp=2", "
     ids=str,
 )
 def test_everything_that_matters_makes_another_folder(changed: dict[str, object]) -> None:
-    other = dataclasses.replace(WHOLE, **changed)  # type: ignore[arg-type]
-    assert other.digest() != WHOLE.digest()
-    assert other.folder_name() != WHOLE.folder_name()
+    variant = dataclasses.replace(WHOLE, **changed)  # type: ignore[arg-type]
+    assert variant.digest() != WHOLE.digest()
+    assert variant.folder_name() != WHOLE.folder_name()
     assert {field.name for field in dataclasses.fields(WHOLE)} >= changed.keys()
 
 
 def test_no_text_can_stand_for_two_fields() -> None:
-    one = dataclasses.replace(WHOLE, model='m","dtype":"x', dtype="y")
-    other = dataclasses.replace(WHOLE, model="m", dtype='x","dtype":"y')
-    assert one.canonical() != other.canonical()
+    first = dataclasses.replace(WHOLE, model='m","dtype":"x', dtype="y")
+    second = dataclasses.replace(WHOLE, model="m", dtype='x","dtype":"y')
+    assert first.canonical() != second.canonical()
 
 
 def test_canonical_bytes_are_these() -> None:
@@ -67,15 +67,15 @@ def test_canonical_bytes_are_these() -> None:
 
 
 def test_readable_form_says_the_digest() -> None:
-    read = json.loads(WHOLE.readable())
-    assert read.pop("digest") == WHOLE.digest().hex()
-    assert read == json.loads(WHOLE.canonical())
+    fields = json.loads(WHOLE.readable())
+    assert fields.pop("digest") == WHOLE.digest().hex()
+    assert fields == json.loads(WHOLE.canonical())
 
 
 def test_checksums() -> None:
     data = memoryview(b"123456789")
     assert checksum(CRC32)(data) == 0xCBF43926
-    # What the xxhsum program says of an empty file.
+    # The xxhsum program prints this checksum for an empty file.
     assert checksum(XXH3)(memoryview(b"")) == 0x2D06800538D394C2
     with pytest.raises(ValueError, match="'md5' is not available"):
         checksum("md5")
@@ -104,7 +104,7 @@ def test_a_second_engine_is_told_who_is_there_and_what_to_do(tmp_path: Path) -> 
         claim(tmp_path, identity(), "disk_path", LOG)
     text = str(error.value)
     assert str(folder.path) in text and str(os.getpid()) in text and "set disk_path to another folder" in text
-    # Another model in the same place does not disturb.
+    # Another model in the same place does not conflict.
     claim(tmp_path, identity(model="n"), "disk_path", LOG).release()
     folder.release()
     claim(tmp_path, identity(), "disk_path", LOG).release()
@@ -135,7 +135,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ForeignFolder, match="left as they are"):
         claim(tmp_path, identity(), "disk_path", LOG)
     assert (path / "identity.json").read_text() == identity(model="n").readable()
-    # And is not kept locked.
+    # The refused folder is not kept locked.
     (path / "identity.json").unlink()
     claim(tmp_path, identity(), "disk_path", LOG).release()
 
@@ -178,13 +178,13 @@ def test_a_damaged_description_is_set_aside_and_the_folder_starts_empty(
     (record,) = caplog.records
     text = record.getMessage()
     assert str(folder.path / "identity.json") in text and ".damaged" in text and "starts empty" in text
-    # The next start finds nothing to say.
+    # The next start finds nothing to report.
     claim(tmp_path, identity(), "disk_path", LOG).release()
     assert len(caplog.records) == 1
 
 
 def test_one_flipped_bit_of_another_identity_is_damage_too(tmp_path: Path) -> None:
-    """Not a foreign folder, which would refuse the start: nobody wrote that."""
+    """Take it for damage and not for a foreign folder, which would refuse the start: nobody wrote such an identity."""
     folder = claim(tmp_path, identity(), "disk_path", LOG)
     folder.release()
     (folder.path / "identity.json").write_bytes(flipped(OWN, OWN.index(b'"digest": "') + 12))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries that are believed, and those that are not."""
+"""Entries of the manifest that are believed, and entries that are not."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_an_entry_is_these_bytes() -> None:
 
 @pytest.mark.parametrize("name", [SHORT, LONG])
 def test_an_entry_comes_back(name: OffloadKey) -> None:
-    whole = Entry(name, 2**40, 2**63, 2**64 - 1, 2**64 - 1)
-    assert decode_entry(encode_entry(whole), 2**40) == whole
+    full_entry = Entry(name, 2**40, 2**63, 2**64 - 1, 2**64 - 1)
+    assert decode_entry(encode_entry(full_entry), 2**40) == full_entry
 
 
 def test_no_flipped_bit_is_believed() -> None:
@@ -133,10 +133,10 @@ def test_damaged_entries_are_named(tmp_path: Path) -> None:
     path = tmp_path / "m"
     filled(path, *(entry(number, number) for number in range(4)))
     patch(path, place(1) + 50, b"?")
-    # The last one is cut short, as a file system that ran full may leave it.
+    # The last entry is cut short, as a file system that ran full may leave it.
     path.write_bytes(path.read_bytes()[:-20])
     assert scanned(path)[0] == Scan([entry(0, 0), entry(2, 2)], [1, 3], 3)
-    # A void that is cut short is a void.
+    # A void that is cut short is still a void.
     path.write_bytes(path.read_bytes()[: place(3)] + bytes(50))
     assert scanned(path)[0] == Scan([entry(0, 0), entry(2, 2)], [1], 3)
 
@@ -148,7 +148,7 @@ def test_another_generation_voids_all(tmp_path: Path) -> None:
     manifest.scan()
     manifest.set_generation(2)
     manifest.put(entry(1, 6, generation=2))
-    # Of before: its write was under way.
+    # This entry belongs to the generation before: its write was under way.
     manifest.put(entry(2, 7, generation=1))
     manifest.close()
     assert scanned(path) == (Scan([entry(1, 6, generation=2)], [], 8), 2)
@@ -174,10 +174,10 @@ def test_another_identity_is_refused_and_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "m"
     filled(path, entry(0))
     before = path.read_bytes()
-    for other in (opened(path, bytes(32)), opened(path, record_bytes=8_192)):
+    for manifest in (opened(path, bytes(32)), opened(path, record_bytes=8_192)):
         with pytest.raises(ForeignManifest):
-            other.scan()
-        other.close()
+            manifest.scan()
+        manifest.close()
     assert path.read_bytes() == before
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that reads the folder another one writes: what it reports is what it can read, and nothing else is ever
-loaded."""
+"""Reader of a folder that another engine writes: it reports only records that it can read, and loads no others."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from kvrouter.engine_patch.offload.key import OffloadKey
 from tests.support.disk_child import RECORD_BYTES, STRIDE_BYTES, HandExecutor, Slots, identity, key, payload
 
 A, B, C, D = (key(number) for number in range(4))
-# Another salt: what an engine with other weights writes.
+# Salt of the payloads that an engine with other weights writes.
 NEW_WEIGHTS = 1
 
 
 class BadFiles(FileOps):
-    """Reads fail while the test says so."""
+    """File operations whose reads fail while the test says so."""
 
     def __init__(self) -> None:
         self.bad = False
@@ -40,7 +39,7 @@ class BadFiles(FileOps):
 
 
 class Writer:
-    """The engine that writes; each write is done before the next."""
+    """Engine that writes; each write is done before the next one."""
 
     def __init__(self, folder: Path, records: int = 3) -> None:
         self.slots, self.hands = Slots(1), HandExecutor()
@@ -58,7 +57,7 @@ class Writer:
 
 
 class Desk:
-    """The engine that reads, its work done by hand; `told` adds up what it has announced."""
+    """Engine that reads, its work done by hand; `told` adds up the keys that it has announced."""
 
     def __init__(self, folder: Path) -> None:
         self.now_s = 0.0
@@ -76,10 +75,10 @@ class Desk:
         self.told = self.tier.open()
 
     def look(self, after_s: float = LOOK_S) -> list[OffloadKey]:
-        """A look, and what is announced after it."""
+        """Look at the folder, and return all keys that are announced by then."""
         self.now_s += after_s
         self.tier.poll()
-        # An engine that has nothing else to do steps on for it.
+        # The pending work makes an idle engine step on.
         assert self.tier.pending == len(self.hands.queued)
         self.hands.run_all()
         self.tier.poll()
@@ -97,7 +96,7 @@ class Desk:
         return self.told
 
     def read(self, name: OffloadKey, salt: int = 0) -> bool:
-        """Whether it was loaded; then it is what was written."""
+        """Return whether the record was loaded, and check that its bytes are those that were written."""
         assert self.tier.read(name, 1)
         self.hands.run_all()
         (finished,) = self.tier.poll()
@@ -121,9 +120,9 @@ def desks(tmp_path: Path) -> Iterator[Callable[[], Desk]]:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[Writer]:
-    made = Writer(tmp_path)
-    yield made
-    made.tier.close()
+    disk_writer = Writer(tmp_path)
+    yield disk_writer
+    disk_writer.tier.close()
 
 
 def test_what_another_engine_wrote_is_found_told_and_read(writer: Writer, desks: Callable[[], Desk]) -> None:
@@ -136,7 +135,7 @@ def test_what_another_engine_wrote_is_found_told_and_read(writer: Writer, desks:
     assert desk.look() == [A, B, C]
     assert all(desk.read(name) for name in (A, B, C))
     assert desk.tier.counters.read_bytes == 3 * RECORD_BYTES
-    # The longest unused of the writer's; what others read does not keep it.
+    # A goes as the writer's longest unused record, because reads by other engines do not keep it.
     writer.store(D)
     assert desk.look() == [B, C, D]
     assert not desk.tier.read(A, 1)
@@ -175,7 +174,7 @@ def test_a_damaged_payload_is_told_removed_and_not_told_again(
         file.write(b"\xff")
     assert not desk.read(A)
     assert desk.look() == [B] and desk.look() == [B]
-    # The writer has its own way to find out, and may write it again.
+    # The writer finds the damage in its own way, and may write the record again.
     writer.tier.read(A, 0)
     writer.hands.run_all()
     writer.tier.poll()
@@ -186,14 +185,14 @@ def test_a_damaged_payload_is_told_removed_and_not_told_again(
 def test_a_torn_entry_is_not_there_until_it_is_whole(writer: Writer, desks: Callable[[], Desk], tmp_path: Path) -> None:
     writer.store(A, B)
     manifest = next(tmp_path.glob(f"*/{MANIFEST_FILE}"))
-    whole = manifest.read_bytes()
+    content = manifest.read_bytes()
     desk = desks()
     with manifest.open("r+b") as file:
         file.seek(HEADER_BYTES + ENTRY_BYTES // 2)
         file.write(bytes(8))
     assert desk.look() == [B]
     with manifest.open("r+b") as file:
-        file.write(whole)
+        file.write(content)
     assert desk.look() == [B, A]
 
 
@@ -205,7 +204,7 @@ def test_a_folder_that_is_not_there_is_waited_for(desks: Callable[[], Desk], tmp
     writer.store(A)
     assert desk.look() == [A] and not desk.tier.off
     writer.tier.close()
-    # A writer that ended left all of it.
+    # A writer that ends leaves all of its records.
     assert desk.look() == [A] and desk.read(A)
 
 
@@ -223,7 +222,7 @@ def test_a_folder_that_is_made_anew_is_read_anew(desks: Callable[[], Desk], tmp_
 
 
 def test_a_smaller_budget_of_the_writer(desks: Callable[[], Desk], tmp_path: Path) -> None:
-    """The writer's next life moves and forgets records."""
+    """Restart the writer with a smaller budget, so that it moves and forgets records."""
     first = Writer(tmp_path)
     first.store(A, B, C)
     first.tier.close()
@@ -242,7 +241,7 @@ def test_only_engines_that_were_reset_equally_often_share(
     if writer_first:
         writer.tier.clear()
         writer.store(C, salt=NEW_WEIGHTS)
-        # Of weights that this engine does not have yet.
+        # This record is of weights that the reading engine does not have yet.
         assert desk.look() == []
         assert RESETS_DIFFER in caplog.text
         desk.tier.clear()
@@ -250,7 +249,7 @@ def test_only_engines_that_were_reset_equally_often_share(
     else:
         desk.tier.clear()
         assert desk.taken() == [] and not desk.tier.holds(A) and desk.tier.off
-        # Still of the old weights.
+        # This record is still of the old weights.
         writer.store(C)
         assert desk.look() == []
         writer.tier.clear()
@@ -296,10 +295,10 @@ def test_errors_in_a_row_withdraw_everything_and_it_comes_back(writer: Writer, d
 
 
 def test_another_engines_records_are_never_believed(desks: Callable[[], Desk], tmp_path: Path) -> None:
-    """A manifest of another identity under our name, as somebody may have copied it."""
-    other = DiskTier(tmp_path, identity(model="other"), RECORD_BYTES, STRIDE_BYTES, Slots(1).view, 1, 1)
-    other.open()
-    other.close()
+    """Rename a folder of another identity to our name, as somebody may have copied it."""
+    foreign = DiskTier(tmp_path, identity(model="other"), RECORD_BYTES, STRIDE_BYTES, Slots(1).view, 1, 1)
+    foreign.open()
+    foreign.close()
     (folder,) = tmp_path.iterdir()
     folder.rename(tmp_path / identity().folder_name())
     desk = desks()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads: where they lie, that they are not copied, and that wrong ones are reported."""
+"""Payloads of records: their places, reading and writing without copies, and reports of wrong ones."""
 
 from __future__ import annotations
 

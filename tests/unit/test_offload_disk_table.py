@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which record goes next, and when a disk in trouble is tried again: the pure parts of the disk tier."""
+"""Pure parts of the disk tier: which record goes next, and when a disk in trouble is tried again."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_growth_ends_at_the_budget_and_where_it_is_not_allowed() -> None:
     table = RecordTable(3)
     assert table.room(False) is None
     assert [table.room(True) for _ in range(4)] == [Room(0, True, None), Room(1, True, None), Room(2, True, None), None]
-    # Given back as never written: still takes space.
+    # The place was given back as never written, so its use still takes space.
     table.give_back(1, True)
     assert table.room(False) is None
     assert table.room(True) == Room(1, True, None)
@@ -105,111 +105,111 @@ class Clock:
 
 
 def health(clock: Clock) -> Health:
-    made = Health("/d", logging.getLogger("kv-disk-test"), clock, retry_s=10.0)
-    made.become(State.ON)
-    return made
+    disk_health = Health("/d", logging.getLogger("kv-disk-test"), clock, retry_s=10.0)
+    disk_health.become(State.ON)
+    return disk_health
 
 
 def test_nothing_is_permitted_before_and_after() -> None:
-    made = Health("/d", logging.getLogger("kv-disk-test"), Clock())
-    assert made.permit() is Permit.NONE
-    made.become(State.ON)
-    assert made.permit() is Permit.GROW
-    made.become(State.CLOSED)
-    assert made.permit() is Permit.NONE
+    disk_health = Health("/d", logging.getLogger("kv-disk-test"), Clock())
+    assert disk_health.permit() is Permit.NONE
+    disk_health.become(State.ON)
+    assert disk_health.permit() is Permit.GROW
+    disk_health.become(State.CLOSED)
+    assert disk_health.permit() is Permit.NONE
 
 
 def test_a_full_disk_is_written_in_place_and_tried_once_a_while() -> None:
     clock = Clock()
-    made = health(clock)
-    made.no_space(True, "ENOSPC")
-    assert (made.state, made.reason, made.permit()) == (State.FULL, "ENOSPC", Permit.REUSE)
-    made.wrote_well(False)
-    made.read_well()
+    disk_health = health(clock)
+    disk_health.no_space(True, "ENOSPC")
+    assert (disk_health.state, disk_health.reason, disk_health.permit()) == (State.FULL, "ENOSPC", Permit.REUSE)
+    disk_health.wrote_well(False)
+    disk_health.read_well()
     clock.now += 9.9
-    assert (made.state, made.permit()) == (State.FULL, Permit.REUSE)
+    assert (disk_health.state, disk_health.permit()) == (State.FULL, Permit.REUSE)
     clock.now += 0.1
-    assert [made.permit(), made.permit()] == [Permit.GROW, Permit.REUSE]
-    made.no_space(True, "ENOSPC")
-    # Twice as long.
+    assert [disk_health.permit(), disk_health.permit()] == [Permit.GROW, Permit.REUSE]
+    disk_health.no_space(True, "ENOSPC")
+    # The second wait is twice as long.
     clock.now += 19.9
-    assert made.permit() is Permit.REUSE
+    assert disk_health.permit() is Permit.REUSE
     clock.now += 0.1
-    assert made.permit() is Permit.GROW
-    made.wrote_well(True)
-    assert (made.state, made.reason, made.permit()) == (State.ON, "", Permit.GROW)
-    made.no_space(True, "ENOSPC")
+    assert disk_health.permit() is Permit.GROW
+    disk_health.wrote_well(True)
+    assert (disk_health.state, disk_health.reason, disk_health.permit()) == (State.ON, "", Permit.GROW)
+    disk_health.no_space(True, "ENOSPC")
     clock.now += 10.0
-    assert made.permit() is Permit.GROW
+    assert disk_health.permit() is Permit.GROW
 
 
 def test_several_failures_at_once_wait_no_longer_than_one() -> None:
     clock = Clock()
-    made = health(clock)
+    disk_health = health(clock)
     for _ in range(5):
-        made.no_space(True, "ENOSPC")
+        disk_health.no_space(True, "ENOSPC")
     clock.now += 10.0
-    assert made.permit() is Permit.GROW
+    assert disk_health.permit() is Permit.GROW
 
 
 def test_no_space_even_in_place_ends_writes_until_one_goes_well() -> None:
     clock = Clock()
-    made = health(clock)
-    made.no_space(False, "ENOSPC")
-    made.read_well()
-    assert (made.state, made.permit()) == (State.FULL, Permit.NONE)
-    made.no_space(True, "ENOSPC")
-    assert made.permit() is Permit.NONE
+    disk_health = health(clock)
+    disk_health.no_space(False, "ENOSPC")
+    disk_health.read_well()
+    assert (disk_health.state, disk_health.permit()) == (State.FULL, Permit.NONE)
+    disk_health.no_space(True, "ENOSPC")
+    assert disk_health.permit() is Permit.NONE
     clock.now += 10.0
-    assert [made.permit(), made.permit()] == [Permit.GROW, Permit.NONE]
-    made.wrote_well(False)
-    assert made.state is State.ON
+    assert [disk_health.permit(), disk_health.permit()] == [Permit.GROW, Permit.NONE]
+    disk_health.wrote_well(False)
+    assert disk_health.state is State.ON
 
 
 def test_errors_in_a_row_turn_it_off_and_others_do_not() -> None:
-    made = health(Clock())
-    assert not made.failed("EIO") and not made.failed("EIO")
-    made.read_well()
-    assert not made.failed("EIO") and not made.failed("EIO")
-    made.wrote_well(False)
-    assert not made.failed("EIO") and not made.failed("EIO")
-    assert made.failed("EROFS")
-    assert (made.state, made.permit()) == (State.OFF, Permit.NONE)
-    assert made.reason == "3 errors in a row, the last: EROFS"
-    # Said once.
-    assert not made.failed("EIO") and not made.failed("EIO") and not made.failed("EIO")
-    made.no_space(True, "ENOSPC")
-    assert made.state is State.OFF
+    disk_health = health(Clock())
+    assert not disk_health.failed("EIO") and not disk_health.failed("EIO")
+    disk_health.read_well()
+    assert not disk_health.failed("EIO") and not disk_health.failed("EIO")
+    disk_health.wrote_well(False)
+    assert not disk_health.failed("EIO") and not disk_health.failed("EIO")
+    assert disk_health.failed("EROFS")
+    assert (disk_health.state, disk_health.permit()) == (State.OFF, Permit.NONE)
+    assert disk_health.reason == "3 errors in a row, the last: EROFS"
+    # The failure is reported once.
+    assert not disk_health.failed("EIO") and not disk_health.failed("EIO") and not disk_health.failed("EIO")
+    disk_health.no_space(True, "ENOSPC")
+    assert disk_health.state is State.OFF
 
 
 def test_trials_while_off_come_ever_later_up_to_a_bound() -> None:
     clock = Clock()
-    made = health(clock)
-    made.turn_off("EIO")
+    disk_health = health(clock)
+    disk_health.turn_off("EIO")
     waits = []
     for _ in range(12):
         start = clock.now
-        while not made.trial_due():
+        while not disk_health.trial_due():
             clock.now += 10.0
         waits.append(clock.now - start)
-        made.trial_ended("EIO")
+        disk_health.trial_ended("EIO")
     assert waits[:4] == [10.0, 20.0, 40.0, 80.0]
     assert waits[-1] == MAX_RETRY_S
-    made.trial_ended(None)
-    assert made.state is State.ON
+    disk_health.trial_ended(None)
+    assert disk_health.state is State.ON
     # An earlier error no longer counts.
-    assert not made.failed("EIO") and not made.failed("EIO")
-    made.turn_off("EIO")
+    assert not disk_health.failed("EIO") and not disk_health.failed("EIO")
+    disk_health.turn_off("EIO")
     clock.now += 10.0
-    assert made.trial_due()
+    assert disk_health.trial_due()
 
 
 def test_states_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    made = health(Clock())
+    disk_health = health(Clock())
     with caplog.at_level(logging.INFO):
-        made.no_space(True, "ENOSPC")
-        made.no_space(True, "ENOSPC")
-        made.turn_off("EIO")
+        disk_health.no_space(True, "ENOSPC")
+        disk_health.no_space(True, "ENOSPC")
+        disk_health.turn_off("EIO")
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("WARNING", "kvrouter: disk tier /d is full (ENOSPC): no new room is taken; tried again in 20 s at the latest"),
         (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The I/O threads: bounded, reads first, and never in the middle of something when `close` returns."""
+"""The I/O threads: bounded, reads first, and never in the middle of work when `close` returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from kvrouter.engine_patch.offload.disk.format.io_threads import IoThreads
 
-# A hang, not a measure.
+# Only a hang takes this long; nothing is measured against it.
 LONG_S = 60.0
 HANG_LOOKS = 1_000
 
@@ -24,7 +24,7 @@ def named(name: str) -> list[threading.Thread]:
 
 
 class Gate:
-    """Work that waits until it is let go."""
+    """Work that waits until the test lets it go."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -95,13 +95,13 @@ def test_close_waits_for_what_runs_and_drops_the_rest() -> None:
     closing.start()
     while threads.has_room(False):
         pass
-    # Nothing more is taken, and `close` has not returned: the gate is still shut.
+    # No more work is taken, and `close` has not returned: the gate is still shut.
     assert not threads.submit(order.clear, True)
     assert closing.is_alive() and not gate.ended.is_set()
     gate.go.set()
     closing.join(LONG_S)
     assert gate.ended.is_set() and order == [] and not named("t-close")
-    # Nobody looks at it now.
+    # No work looks at the memory now, so it can grow.
     memory.extend(b"more")
     threads.close()
 
@@ -119,7 +119,7 @@ def test_memory_of_work_is_let_go_when_it_is_done() -> None:
     memory = bytearray(10)
     threads.submit(functools.partial(fill, memoryview(memory)), False)
     for _ in range(HANG_LOOKS):
-        # BufferError while anybody looks at it.
+        # Growing the memory raises BufferError while any work still looks at it.
         with contextlib.suppress(BufferError):
             memory.extend(b"more")
             break

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier on a healthy disk: what it holds, evicts, announces and clears."""
+"""The disk tier on a healthy disk: its contents, evictions, announcements and clears."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_what_is_there_or_on_its_way_is_not_written_again(desks: Callable[..., D
     assert desk.write(A)
     assert not desk.write(A, 1)
     desk.hands.run_all()
-    # Done, but not reported yet.
+    # The write is done, but not reported yet.
     assert not desk.write(A, 1)
     desk.tier.poll()
     assert not desk.write(A, 1)
@@ -77,7 +77,7 @@ def test_a_record_that_is_read_is_not_evicted(desks: Callable[..., Desk]) -> Non
     desk.tier.touch([B])
     assert desk.write(C)
     assert desk.changes() == [("-", B)]
-    # One is read and one is written.
+    # One record is being read and the other is being written.
     assert not desk.write(D, 3)
     desk.hands.run_all()
     assert sorted(finished.slot for finished in desk.tier.poll() if finished.ok) == [0, 1, 2]
@@ -120,7 +120,7 @@ def test_a_clear_takes_all_also_what_is_under_way(desks: Callable[..., Desk]) ->
     desk.tier.clear()
     assert desk.changes() == [("-", B), ("-", A)]
     assert not any(desk.tier.holds(name) or desk.tier.writing(name) for name in (A, B, C))
-    # The same key again, while its old write is under way.
+    # The same key is written again, while its old write is under way.
     desk.slots.fill(3, payload(C, salt=1))
     assert desk.tier.write(C, 3)
     desk.hands.run()
@@ -226,13 +226,13 @@ def test_with_real_threads(tmp_path: Path) -> None:
     unwritten = sorted(unread)
     reads: dict[int, OffloadKey] = {}
     while unwritten or unread:
-        for done in tier.poll():
-            assert done.ok
-            if done.kind == READ:
-                assert slots.bytes(done.slot) == payload(done.key)
-                unread.discard(done.key)
-            free.append(done.slot)
-        stored |= {name for there, name in tier.take_changes() if there}
+        for finished in tier.poll():
+            assert finished.ok
+            if finished.kind == READ:
+                assert slots.bytes(finished.slot) == payload(finished.key)
+                unread.discard(finished.key)
+            free.append(finished.slot)
+        stored |= {name for is_stored, name in tier.take_changes() if is_stored}
         ready = [name for name in stored & unread if name not in reads.values()]
         while free and (unwritten or ready):
             slot = free.pop()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name of an offloaded chunk: the bytes that vLLM's own keys have, there and back."""
+"""Names of offloaded chunks: the bytes of vLLM's own keys, in both directions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def block_hash(width: int, number: int = 0) -> bytes:
 
 
 def test_bytes_are_those_of_vllm() -> None:
-    # vLLM 0.32 v1/kv_offload/base.py make_offload_key(hash, group_idx), printed there.
+    # vLLM 0.32 printed these bytes: v1/kv_offload/base.py make_offload_key(hash, group_idx).
     hash_32 = bytes(range(32))
     assert pack(hash_32, 5).hex() == "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f" + "00000005"
     assert pack(bytes(range(16)), 0x01020304).hex() == "000102030405060708090a0b0c0d0e0f" + "01020304"
@@ -47,9 +47,9 @@ def test_there_and_back(width: int, group: int) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_short_hash_is_what_events_carry(width: int) -> None:
-    # vLLM: the last 8 bytes of the hash, big-endian (maybe_convert_block_hash).
-    made = bytes(width - 8) + b"\x80\x00\x00\x00\x00\x00\x00\x01"
-    assert short_hash(pack(made, MAX_GROUP_IDX)) == 2**63 + 1
+    # vLLM takes the last 8 bytes of the hash, big-endian (maybe_convert_block_hash).
+    long_hash = bytes(width - 8) + b"\x80\x00\x00\x00\x00\x00\x00\x01"
+    assert short_hash(pack(long_hash, MAX_GROUP_IDX)) == 2**63 + 1
 
 
 def test_shortest_hash_is_its_own_short_hash() -> None:
@@ -60,16 +60,16 @@ def test_shortest_hash_is_its_own_short_hash() -> None:
 
 def test_groups_and_hashes_tell_keys_apart() -> None:
     hashes = [block_hash(width, number) for width in WIDTHS for number in range(3)]
-    assert len({pack(one, group) for one in hashes for group in GROUPS}) == len(hashes) * len(GROUPS)
+    assert len({pack(digest, group) for digest in hashes for group in GROUPS}) == len(hashes) * len(GROUPS)
 
 
 def test_order_is_by_group_then_hash() -> None:
-    # As numbers: 255 comes before 256, and before what its bytes alone would say.
+    # Groups are ordered as numbers: 255 comes before 256, and not where its bytes alone would put it.
     expected = [pack(block, group) for group in GROUPS for block in sorted(block_hash(32, n) for n in range(4))]
     mixed = list(expected)
     random.Random(7).shuffle(mixed)
     assert sorted(mixed, key=order) == expected
-    # Plain bytes are sorted by hash: another order.
+    # Plain bytes are sorted by hash, which is another order.
     assert sorted(mixed) != expected
 
 

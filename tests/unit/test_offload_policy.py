@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every eviction policy must do, what LRU does besides, and how a policy is found by name."""
+"""Duties of every eviction policy, the further rules of LRU, and how a policy is found by name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def all_but(*in_use: int) -> Callable[[OffloadKey], bool]:
 
 
 class Counting:
-    """A may_evict that counts how often it was called."""
+    """A may_evict function that counts its calls."""
 
     def __init__(self, *in_use: int) -> None:
         self.in_use = set(in_use)
@@ -57,7 +57,7 @@ def filled(policy: Policy, *wanted: int) -> Policy:
 
 
 class PolicyContract:
-    """For a policy of a capacity of 8 with 8 keys that were used once each, 1 the oldest."""
+    """Contract of a policy that has a capacity of 8 and 8 keys that were used once each, 1 the oldest."""
 
     @pytest.fixture
     def policy(self) -> Policy:
@@ -118,7 +118,7 @@ class PolicyContract:
         policy.victims(1, all_but(1))
         policy.touch(keys(1)[0])
         assert len(policy) == 7
-        # 1 is still in use.
+        # Key 1 is still in use.
         assert numbers(policy.victims(6, all_but(1))) == [3, 4, 5, 6, 7, 8]
         policy.evictable_again(keys(1)[0])
         assert numbers(policy.victims(1, anything)) == [1]
@@ -166,7 +166,7 @@ class TestArc(PolicyContract):
 
 
 class Smallest:
-    """A third party's policy: evicts the key with the lowest bytes, and sets nothing aside."""
+    """Policy of a third party, which evicts the keys with the lowest bytes and sets nothing aside."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -184,11 +184,11 @@ class Smallest:
     def victims(
         self, count: int, may_evict: Callable[[OffloadKey], bool], incoming: object = ()
     ) -> list[OffloadKey] | None:
-        found = sorted(filter(may_evict, self.held))[:count]
-        if len(found) < count:
+        victims = sorted(filter(may_evict, self.held))[:count]
+        if len(victims) < count:
             return None
-        self.held.difference_update(found)
-        return found
+        self.held.difference_update(victims)
+        return victims
 
     def evictable_again(self, key: OffloadKey) -> None:
         pass
@@ -212,17 +212,17 @@ class HalfDone(Smallest):
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    made = types.ModuleType(MODULE)
-    vars(made).update(Smallest=Smallest, Halting=Halting, HalfDone=HalfDone, nothing=None)
-    monkeypatch.setitem(sys.modules, MODULE, made)
-    yield made
+    policies = types.ModuleType(MODULE)
+    vars(policies).update(Smallest=Smallest, Halting=Halting, HalfDone=HalfDone, nothing=None)
+    monkeypatch.setitem(sys.modules, MODULE, policies)
+    yield policies
 
 
 def test_a_third_party_can_add_a_policy(module: types.ModuleType) -> None:
-    made = filled(make_policy(f"{MODULE}:Smallest", 12), 3, 1, 2)
-    assert isinstance(made, Smallest)
-    assert made.capacity == 12
-    assert numbers(made.victims(2, anything)) == [1, 2]
+    policy = filled(make_policy(f"{MODULE}:Smallest", 12), 3, 1, 2)
+    assert isinstance(policy, Smallest)
+    assert policy.capacity == 12
+    assert numbers(policy.victims(2, anything)) == [1, 2]
 
 
 def test_the_built_in_ones_have_their_names() -> None:

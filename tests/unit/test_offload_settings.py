@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user says of the tiers, and what is said back where it cannot be."""
+"""Settings of the tiers that a user gives, and the messages for those that cannot be met."""
 
 from __future__ import annotations
 

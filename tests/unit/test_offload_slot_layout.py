@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where pages lie within slots: no two overlap, none leaves its slot; and plans from vLLM's flat lists."""
+"""Places of pages within slots: no two overlap, and none leaves its slot; and plans from vLLM's flat lists."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ layouts = st.builds(
 @given(layouts)
 def test_the_pages_of_a_chunk_fill_their_part_of_the_slot_without_a_gap_or_an_overlap(layout: SlotLayout) -> None:
     for group, sizes in enumerate(layout.groups):
-        taken = [
+        ranges = [
             range(start, start + size)
             for ref, size in enumerate(sizes)
             for sub in range(layout.blocks_per_chunk)
             for start in [layout.offset(group, ref, sub)]
         ]
-        used = [byte for piece in taken for byte in piece]
+        used = [byte for piece in ranges for byte in piece]
         assert sorted(used) == list(range(sum(sizes) * layout.blocks_per_chunk))
         assert max(used) < layout.slot_bytes
 
@@ -37,21 +37,22 @@ def test_page_offsets_are_offset_for_every_block(layout: SlotLayout, data: st.Da
     group = data.draw(st.integers(0, len(layout.groups) - 1))
     count, first = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 20))
     k, stride = layout.blocks_per_chunk, layout.slot_bytes + data.draw(st.integers(0, 9))
-    # Blocks first to first + count - 1 of a request, its chunk c in slot slots[c]; counted out one by one.
+    # Blocks first to first + count - 1 of a request have their chunk c in slot slots[c]; the expected offsets are
+    # counted out one by one.
     chunks = sorted({block // k for block in range(first, first + count)})
     slots = data.draw(st.lists(st.integers(0, 99), min_size=len(chunks), max_size=len(chunks), unique=True))
     part = GroupPart(group, np.arange(count), first, np.array(slots, np.int64))
 
-    found = [offsets.tolist() for offsets in layout.page_offsets(part, stride)]
+    page_offsets = [offsets.tolist() for offsets in layout.page_offsets(part, stride)]
 
-    wanted = [
+    expected = [
         [
             slots[chunks.index(block // k)] * stride + layout.offset(group, ref, block % k)
             for block in range(first, first + count)
         ]
         for ref in range(len(layout.groups[group]))
     ]
-    assert found == wanted
+    assert page_offsets == expected
     assert num_chunks(count, first, k) == len(chunks)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves between the tiers and what is said of it, with a disk that does its work on request, one job at a time."""
+"""Moves between the tiers and their announcements, with a disk that does its jobs on request, one at a time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class SlowDisk:
-    """Jobs end when the test says so, in their order."""
+    """Disk whose jobs end in their order, when the test says so."""
 
     writable = True
 
@@ -90,8 +90,8 @@ class SlowDisk:
                 self._changes.append((False, job.key))
 
     def poll(self) -> Sequence[Job]:
-        done, self._done = self._done, []
-        return done
+        finished, self._done = self._done, []
+        return finished
 
     def take_changes(self) -> Sequence[tuple[bool, OffloadKey]]:
         changes, self._changes = self._changes, []
@@ -117,8 +117,8 @@ def store(tiers: Tiering, wanted: Sequence[OffloadKey]) -> list[OffloadKey]:
 
 
 def ask(tiers: Tiering, wanted: Sequence[OffloadKey], wish: PromotionRequest) -> list[LookupAnswer]:
-    """One step in which one request is looked up."""
-    answers = [tiers.look_up(one, wish) for one in wanted]
+    """Look the keys of one request up, in a step of their own."""
+    answers = [tiers.look_up(chunk, wish) for chunk in wanted]
     tiers.end_step()
     return answers
 
@@ -176,7 +176,7 @@ def test_what_is_stored_is_written_to_disk_and_said_when_it_is_there() -> None:
     store(tiers, keys(1, 2))
     tiers.take_changes()
     assert [(job.kind, job.key, job.slot) for job in disk.jobs] == [("write", key(1), 0), ("write", key(2), 1)]
-    # Its slot is being read by the disk.
+    # The disk still reads its slot.
     assert tiers.begin_store(keys(3)) is None
     disk.end()
     assert tiers.busy and tiers.take_changes() == [TierChange(DISK, False, keys(1))]
@@ -209,7 +209,7 @@ def test_what_an_earlier_engine_left_is_announced_and_promoted_on_demand() -> No
     assert tiers.busy and tiers.take_changes() == [TierChange(DISK, False, keys(1, 2))]
     assert ask(tiers, keys(1, 2, 3), wish) == [LookupAnswer.SOON, LookupAnswer.SOON, LookupAnswer.NO]
     disk.end()
-    # What the disk has done is taken up at the end of a step.
+    # Results of the disk are taken up at the end of a step.
     assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.SOON] * 2
     disk.end()
     assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.YES, LookupAnswer.SOON]
@@ -217,7 +217,7 @@ def test_what_an_earlier_engine_left_is_announced_and_promoted_on_demand() -> No
     assert tiers.take_changes() == [TierChange(CPU, False, keys(1, 2))]
     assert tiers.begin_load(keys(1, 2), wish) == [0, 1]
     assert wish.promoted == set(keys(1, 2)) and tiers.counts.promoted == 2
-    # It is on disk still, so it is not written again.
+    # The chunk is still on disk, so it is not written again.
     assert not disk.jobs
 
 
@@ -305,7 +305,7 @@ def test_a_reset_empties_both_tiers_and_says_so() -> None:
     tiers.reset()
     assert tiers.take_changes() == [TierChange(CPU, True, keys(1, 2)), TierChange(DISK, True, keys(9, 1))]
     assert ask(tiers, keys(1, 2, 9), PromotionRequest()) == [LookupAnswer.NO] * 3
-    # The disk still reads the slot of 2; the other one is free.
+    # The disk still reads the slot of chunk 2; the other slot is free.
     assert tiers.begin_store(keys(3, 4)) is None
     assert store(tiers, keys(3)) == keys(3)
     disk.end()
@@ -331,21 +331,21 @@ def test_closing_closes_the_disk() -> None:
 
 def test_what_was_waited_for_and_never_came_is_told_once() -> None:
     disk = SlowDisk(*keys(1, 2, 3))
-    tiers, wish, other = tiering(4, disk), PromotionRequest(), PromotionRequest()
+    tiers, wish, other_wish = tiering(4, disk), PromotionRequest(), PromotionRequest()
     tiers.take_changes()
     assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.SOON] * 2
-    assert ask(tiers, keys(3), other) == [LookupAnswer.SOON]
+    assert ask(tiers, keys(3), other_wish) == [LookupAnswer.SOON]
     disk.end(1)
     disk.end(1, ok=False)
     tiers.end_step()
     assert tiers.take_missed() == []
     tiers.forget(wish)
-    # One is in memory; the other request still waits for its own.
+    # Chunk 1 is in memory; the other request still waits for its own chunk.
     assert tiers.take_missed() == keys(2)
     assert tiers.take_missed() == []
     disk.end(1, ok=False)
     tiers.end_step()
-    tiers.forget(other)
+    tiers.forget(other_wish)
     assert tiers.take_missed() == keys(3)
     assert tiers.begin_store(keys(4)) is not None
     tiers.end_store(keys(4), False)
@@ -354,8 +354,8 @@ def test_what_was_waited_for_and_never_came_is_told_once() -> None:
 
 def test_another_request_that_waits_keeps_it_from_being_missed() -> None:
     disk = SlowDisk(*keys(1))
-    tiers, wish, other = tiering(1, disk), PromotionRequest(), PromotionRequest()
-    assert tiers.look_up(key(1), wish) is tiers.look_up(key(1), other) is LookupAnswer.SOON
+    tiers, wish, other_wish = tiering(1, disk), PromotionRequest(), PromotionRequest()
+    assert tiers.look_up(key(1), wish) is tiers.look_up(key(1), other_wish) is LookupAnswer.SOON
     tiers.forget(wish)
     assert tiers.take_missed() == []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items between sockets and a consumer: the consumer is not called caught up while an item waits."""
+"""Items between sockets and a consumer: the consumer does not count as caught up while an item waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_caught_up_comes_by_itself_when_nothing_else_waits() -> None:
         box = outbox()
         box.put([FellBehind(), 1, 2, CaughtUp()])
         assert await box.take(2) == [FellBehind(), 1]
-        # The consumer takes its time, and more comes meanwhile.
+        # The consumer takes its time, and more items come meanwhile.
         box.put([3])
         assert await box.take(9) == [2, 3]
         assert await box.take(9) == [CaughtUp()]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine patch logs can be read in vLLM's log, whose formatter shows the text of a message and nothing
-else."""
+"""Log calls of the engine patch: vLLM's formatter shows the text of a message and nothing else, so it must say all."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from kvrouter.engine_patch.setup.throttled_log import INTERVAL_S, ThrottledLog
 
 ROOT = Path(__file__).resolve().parents[2] / "engine_patch"
 METHODS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
-# vLLM gives handlers to its own loggers alone: what others say below a warning is seen by nobody.
+# vLLM gives handlers to its own loggers alone, so nobody sees messages of other loggers below a warning.
 LOGGER = "vllm.kvrouter"
 
 
 def log_calls() -> Iterator[tuple[str, ast.Call]]:
-    """Every call of a method of a logger, and where it is."""
+    """Yield every call of a logger's method, with its file and line."""
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -37,14 +36,14 @@ def test_messages_carry_their_facts_in_the_text() -> None:
 
 
 def test_every_logger_is_one_that_vllm_shows() -> None:
-    found = []
+    names = []
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "logging.getLogger":
                 argument = ast.unparse(node.args[0])
                 if not (argument.startswith(f"'{LOGGER}") or argument == "LOGGER"):
-                    found.append(f"{path.relative_to(ROOT)}: {argument}")
-    assert found == []
+                    names.append(f"{path.relative_to(ROOT)}: {argument}")
+    assert names == []
 
 
 def test_a_throttled_warning_says_its_facts_and_how_many_were_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queue that drops, the seqs that it skips, and where the patch listens; no vLLM."""
+"""The queue that drops, the seqs that it skips, and the endpoints of the patch, without vLLM."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from kvrouter.engine_patch.setup.endpoints import Endpoints, binds, choose, of_r
 
 
 def test_a_full_queue_drops_and_skips_at_the_place_of_the_loss() -> None:
-    """Random puts and gets against a list: every item that comes out has the number with which it was put."""
+    """Put and get at random beside a list: each item that comes out has the number with which it was put."""
     rng = Random(7)
     for _ in range(200):
         seqs = Seqs()
         size = rng.randint(1, 4)
         items = DroppingQueue(size, seqs)
-        kept: list[int] = []
+        queued: list[int] = []
         put = dropped = 0
         for _ in range(60):
             if rng.random() < 0.6:
-                if len(kept) < size:
-                    kept.append(put)
+                if len(queued) < size:
+                    queued.append(put)
                 else:
                     dropped += 1
                 items.put(put)
                 put += 1
-            elif kept:
-                assert items.get_nowait() == kept[0] == next(seqs)
+            elif queued:
+                assert items.get_nowait() == queued[0] == next(seqs)
                 items.task_done()
-                del kept[0]
-            assert items.qsize() == len(kept) and items.dropped == dropped
-        assert items.unfinished_tasks == len(kept)
+                del queued[0]
+            assert items.qsize() == len(queued) and items.dropped == dropped
+        assert items.unfinished_tasks == len(queued)
 
 
 def test_the_sentinel_is_always_taken() -> None:
@@ -56,12 +56,12 @@ def test_a_size_of_zero_has_no_bound() -> None:
 
 def test_a_waiting_reader_is_woken() -> None:
     items: Any = DroppingQueue(1, Seqs())
-    got: list[object] = []
-    reader = threading.Thread(target=lambda: got.append(items.get(timeout=30)))
+    received: list[object] = []
+    reader = threading.Thread(target=lambda: received.append(items.get(timeout=30)))
     reader.start()
     items.put("a")
     reader.join(30)
-    assert got == ["a"]
+    assert received == ["a"]
     with pytest.raises(queue.Empty):
         items.get(timeout=0.001)
 
@@ -96,7 +96,7 @@ def test_every_rank_has_its_own(endpoint: str, rank: int, expected: str) -> None
 
 
 def test_beside_the_engines_own_endpoint() -> None:
-    """What vLLM bound has the rank's offset already."""
+    """The endpoint that vLLM bound already includes the offset of the rank."""
     assert choose("tcp://*:5557", "tcp://*:5559", 2, None, None) == Endpoints("tcp://*:15559", "tcp://*:16559")
     assert choose("tcp://*:0", "tcp://10.0.0.1:40001", 0, None, None) == Endpoints(
         "tcp://10.0.0.1:50001", "tcp://10.0.0.1:51001"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine's environment may say to the patch, and what it hears when that is wrong."""
+"""Settings of the patch in the engine's environment, and the messages for wrong ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_wrong_value_is_named_and_the_default_used(variable: str, texts: list[
         assert len(wrong) == 1, text
         assert wrong[0].startswith(f"{variable}={text!r} is not ")
         assert hint in wrong[0]
-        # The others hold.
+        # The other settings stay valid.
         expected = PatchSettings() if variable.endswith("HEARTBEAT_S") else PatchSettings(heartbeat_s=2.0)
         assert settings == expected
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many replays and snapshots are under way at once, and who is next."""
+"""Permits for replays and snapshots: how many are under way at once, and which request is next."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def test_the_next_permit_is_granted_when_one_ends() -> None:
     async def main() -> None:
         permits = Permits(rng=Random(1), at_once=2, longest_s=LONG_S)
         woken: list[int] = []
-        taken = [permits.request(partial(woken.append, number)) for number in range(5)]
-        assert [one.granted for one in taken] == [True, True, False, False, False]
+        permitted = [permits.request(partial(woken.append, number)) for number in range(5)]
+        assert [permit.granted for permit in permitted] == [True, True, False, False, False]
         assert (permits.waiting, woken) == (3, [])
-        taken[0].end()
-        taken[0].end()
+        permitted[0].end()
+        permitted[0].end()
         assert len(woken) == 1 and permits.waiting == 2
-        assert sum(one.granted for one in taken) == 3
-        for one in taken:
-            one.end()
-        # Whoever ended unserved was passed over: nobody is left, and there is room for two again.
+        assert sum(permit.granted for permit in permitted) == 3
+        for permit in permitted:
+            permit.end()
+        # The requests that ended before they were granted were passed over: none is left, and two more fit again.
         assert permits.waiting == 0
         again = [permits.request(lambda: None) for _ in range(3)]
-        assert [one.granted for one in again] == [True, True, False]
+        assert [permit.granted for permit in again] == [True, True, False]
 
     asyncio.run(main())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placing on a clock of the test: what counts from when to when, who waits, and what is lost for which reason."""
+"""Placing on a clock of the test: the load counted at each moment, the queue, and the reason for each lost token."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def test_the_load_moves_to_the_worker_that_serves_in_place_of_the_chosen_one() -
     placement = stage.placing.reserve(ask(max_tokens=100, keeps_comparison=True))
     comparison = placement.choice.comparison
     assert comparison is not None
-    other = comparison.hits[comparison.best()[1]]
+    other_hit = comparison.hits[comparison.best()[1]]
     stage.now += 5.0
-    placement.served_by(other)
-    placement.served_by(other)
+    placement.served_by(other_hit)
+    placement.served_by(other_hit)
     assert (name_of(placement), placement.predicted_tokens) == ("b", 100)
     assert stage.load("a") == (0, 0, 0)
     assert stage.load("b") == (TOKENS - 100, TOKENS + 50, 1)
     placement.first_token()
-    # Part of that time went by at the other worker: it teaches nothing of this one's speed.
+    # Part of that time passed at the other worker, so it teaches nothing about this worker's speed.
     assert not stage.placing.weights.rates
     placement.done()
     placement.served_by(hit("a"))
@@ -71,7 +71,7 @@ def test_a_dry_run_is_neither_recorded_nor_counted_and_nothing_counts_on_it() ->
     stage = Stage(hit("a"), hit("b"), hit("c"), hit("d"), record=lambda name, ask, choice: recorded.append(name))
     for _ in range(8):
         choice = stage.placing.choose(ask(dry_run=True), "dry")
-        assert {one.pending for one in choice.candidates} <= {0}
+        assert {candidate.pending for candidate in choice.candidates} <= {0}
     assert recorded == [] and stage.fleet.went == []
     with pytest.raises(UnknownSelection):
         stage.placing.claim("dry", "m")
@@ -87,12 +87,12 @@ def test_a_dry_run_changes_no_metric(computes: str) -> None:
         return [sample for family in stage.metrics.collect() for sample in family.samples]
 
     placed = stage.placing.choose(ask(), "sent")
-    before = page()
+    page_before = page()
     dry = stage.placing.choose(ask(dry_run=True), "dry")
-    assert dry.best_hit_tokens == placed.best_hit_tokens and page() == before
+    assert dry.best_hit_tokens == placed.best_hit_tokens and page() == page_before
     # A reservation is sent as a request, whatever the client calls it.
     stage.placing.reserve(ask(dry_run=True))
-    assert page() != before
+    assert page() != page_before
 
 
 def test_prompts_spread_as_load_gathers() -> None:
@@ -110,11 +110,13 @@ def test_a_new_cold_worker_gets_traffic_although_others_have_the_prefix() -> Non
 def test_siblings_of_a_prompt_that_is_being_computed_go_with_it() -> None:
     stage = Stage(hit("a"), hit("b"), hit("c"), hit("d"))
     first = stage.placing.reserve(ask())
-    # The engine has reported nothing yet, and the load there is no smaller than elsewhere once it is done.
+    # The engine has reported nothing yet, and the load there is no smaller than elsewhere once the prompt is computed.
     stage.now = 1.0
     first.first_token()
-    same = [stage.placing.choose(ask()).hit for _ in range(5)]
-    assert {found.worker for found in same} == {first.worker} and all(found.disk == 0 for found in same)
+    sibling_hits = [stage.placing.choose(ask()).hit for _ in range(5)]
+    assert {sibling_hit.worker for sibling_hit in sibling_hits} == {first.worker} and all(
+        sibling_hit.disk == 0 for sibling_hit in sibling_hits
+    )
     # The engine has had the time to report, and reported nothing.
     stage.now += max(SETTLE_S, SELECTED_TTL_S) + 0.1
     assert stage.placing.choose(ask()).prefill_tokens == TOKENS
@@ -130,7 +132,7 @@ def test_pending_credit_ends_with_the_events_or_by_itself() -> None:
     assert credit(stage) == TOKENS - 1
     stage.now = PENDING_TTL_S + SELECTED_TTL_S
     assert credit(stage) == 0
-    # One that failed before its first token computed nothing that could be trusted in.
+    # A prompt that failed before its first token left no blocks to rely on.
     stage = Stage(hit("a"))
     stage.placing.reserve(ask()).done()
     assert credit(stage) == 0
@@ -146,7 +148,8 @@ def test_a_prompt_expects_what_the_prompts_ahead_of_it_will_leave() -> None:
     assert stage.placing.reserve(ask(1)).expected_tokens == 64, "it has nothing in common with the first"
     second = stage.placing.reserve(ask())
     assert (second.predicted_tokens, second.expected_tokens) == (64, TOKENS - 16)
-    # A failed prompt leaves nothing. The hit itself says what is left of one that is computed, once its events are there.
+    # A failed prompt leaves nothing. Once the events of a computed prompt arrive, the hit itself says what is left of
+    # it.
     second.done()
     stage.now = 1.0
     first.first_token()
@@ -163,7 +166,7 @@ def test_an_expectation_takes_no_part_in_the_choice_and_is_none_of_a_guess() -> 
     unknown = stage.placing.choose(msgspec.structs.replace(ask(), dry_run=True, pinned="a"))
     assert unknown.expected_tokens == unknown.hit.disk == 0, "the groups of the worker are not known"
     stage.fleet.rule = ResumeRule(16, None)
-    stage.fleet.known = [msgspec.structs.replace(one, approximate=True) for one in stage.fleet.known]
+    stage.fleet.known = [msgspec.structs.replace(known_hit, approximate=True) for known_hit in stage.fleet.known]
     guess = stage.placing.choose(msgspec.structs.replace(ask(), dry_run=True, pinned="a"))
     assert guess.expected_tokens == guess.hit.disk == 0, "a guess counts what was sent there already"
 
@@ -223,7 +226,8 @@ def test_a_key_that_floods_is_named_and_counted() -> None:
     dry = stage.placing.choose(ask(9, key_name="loud", dry_run=True))
     assert "its API key holds 1.6 times its fair part of the memory" in dry.reason
     assert "fair part" not in quiet.choice.reason
-    # The third and the fourth one, which found 2 of 3 and 3 of 4 parts written by their key; a dry run is none.
+    # Count the third and the fourth prompt, at which the key had written 2 of 3 and 3 of 4 parts; a dry run does not
+    # count.
     assert stage.counted("prompts_over_share_total") == 2
 
 
@@ -320,7 +324,7 @@ def test_prompts_wait_while_all_are_saturated_and_are_served_in_their_order() ->
         await settled()
         assert [task.done() for task in waiting] == [True, False, False]
         assert waiting[0].result().queued_s == 3.0
-        # One that comes now stands behind the others, although there may be room for it.
+        # A prompt that comes now stands behind the others, although it may fit.
         late = asyncio.ensure_future(stage.placing.place(ask(9, tokens=16)))
         for number in (0, 1):
             waiting[number].result().done()
@@ -338,13 +342,13 @@ def test_the_queue_is_bounded_in_length_and_time() -> None:
     async def main() -> None:
         stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_size=1, queue_deadline_s=0.05)
         await stage.placing.place(ask(0))
-        one = asyncio.ensure_future(stage.placing.place(ask(1)))
+        queued = asyncio.ensure_future(stage.placing.place(ask(1)))
         await settled()
         with pytest.raises(QueueFull) as full:
             await stage.placing.place(ask(2))
         assert full.value.status == 429 and full.value.retry_after_s
         with pytest.raises(Saturated) as tired:
-            await one
+            await queued
         assert tired.value.status == 503 and tired.value.retry_after_s
         assert stage.placing.waiting("m") == (0, 0)
         assert stage.counted("queue_refused_total", reason="full") == 1
@@ -360,7 +364,7 @@ def test_a_client_that_leaves_the_queue_leaves_no_load() -> None:
         first = await stage.placing.place(ask(0))
         waiting = [asyncio.ensure_future(stage.placing.place(ask(number))) for number in (1, 2)]
         await settled()
-        # The one is cancelled while it waits, the other in the moment in which it is served.
+        # The first prompt is cancelled while it waits, and the second at the moment in which it is served.
         waiting[0].cancel()
         await settled()
         first.done()

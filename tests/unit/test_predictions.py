@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When predictions are said not to come true, and when that would be a false alarm. And who was alone."""
+"""Reports of predictions that do not come true, without false alarms, and requests that were alone at a worker."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_more_than_predicted_and_nothing_predicted_are_no_alarm() -> None:
 
 
 def test_evictions_and_siblings_among_others_are_no_alarm() -> None:
-    # Far worse than measured with 16 clients on caches that are much too small.
+    # This is far worse than measured with 16 clients on caches that are much too small.
     rng = Random(1)
     for _ in range(100):
         predictions = PredictionJudge()
@@ -70,7 +70,7 @@ def test_evictions_and_siblings_among_others_are_no_alarm() -> None:
             luck = rng.random()
             delivered = 512 if luck < 0.4 else 1_024 if luck < 0.6 else 768
             predictions.judge(768, delivered, alone=False)
-            # A few tokens less each time is not what sends prompts to the wrong worker.
+            # A loss of a few tokens each time does not send prompts to the wrong worker.
         assert predictions.problem() is None
     assert judged(*[(4_096, 4_080)] * 100, alone=False).problem() is None
 
@@ -111,10 +111,10 @@ def test_what_was_judged_ends_with_the_engines_process_and_the_sums_stay() -> No
     predictions.begin_life()
     assert predictions.problem() is None
     assert predictions.reuse() == ReuseStatus(96, 0, 1)
-    told = judged()
-    told.delivered_of(64, 64)
-    told.begin_life()
-    assert told.delivered_of(None, 0) is None, "the process before left zeros out; this one may report nothing"
+    next_life = judged()
+    next_life.delivered_of(64, 64)
+    next_life.begin_life()
+    assert next_life.delivered_of(None, 0) is None, "the process before left zeros out; this one may report nothing"
 
 
 def test_other_lengths_are_another_tokenizer() -> None:

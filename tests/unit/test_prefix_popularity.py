@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many different prompts began with each piece."""
+"""Number of different prompts that began with each piece."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ HASHED, IN_TOKENS = "hashes", "tokens"
 
 
 def prompt_of(units: Sequence[int], kind: str = HASHED) -> PromptAhead:
-    """Return a prompt of these blocks: as hashes, which cover all before them, or as tokens that are equal in a block."""
+    """Return a prompt of these blocks, as block hashes or, with IN_TOKENS, as tokens that are equal in a block.
+
+    Each block hash covers all blocks before it.
+    """
     if kind == IN_TOKENS:
         tokens = np.repeat(np.array(units, np.int64), BLOCK_TOKENS)
         question = Question("m", len(tokens), token_ids=tokens)
@@ -43,8 +46,8 @@ def test_prompts_that_go_on_differently_are_counted(kind: str) -> None:
         popular.placed(prompt_of([*first, *[3] * PIECE, 4], kind))
     popular.placed(prompt_of([*first, *[3] * PIECE, 4, 5], kind))
     assert popular.counts(prompt_of([*first, *[3] * PIECE], kind).names) == [1, 1, 1, 1]
-    for other in (9, 10):
-        popular.placed(prompt_of([*SHARED, *[other] * PIECE], kind))
+    for unit in (9, 10):
+        popular.placed(prompt_of([*SHARED, *[unit] * PIECE], kind))
     assert popular.counts(prompt_of(first, kind).names) == [3, 3, 1]
     assert popular.counts(prompt_of([*SHARED, *[9] * PIECE], kind).names) == [3, 3, 1]
     assert popular.counts(prompt_of([7] * PIECE, kind).names) == [] and popular.counts([]) == []
@@ -52,14 +55,14 @@ def test_prompts_that_go_on_differently_are_counted(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [HASHED, IN_TOKENS])
 def test_short_questions_behind_a_common_beginning_are_different_prompts(kind: str) -> None:
-    """All of them end within the piece behind it, so their names are the same."""
+    """All of these questions end within the piece behind the beginning, so their names are the same."""
     popular = PrefixPopularity()
     for number in range(10):
         question = prompt_of([*SHARED, 100 + number], kind)
         popular.placed(question)
         popular.placed(question)
         assert popular.counts(question.names) == [number + 1] * 2
-    # The last one goes on; then so does one that ended earlier, which looks like a new one by then.
+    # The last prompt goes on. Then an earlier one goes on too, which looks like a new prompt by then.
     popular.placed(prompt_of([*SHARED, 109, 3, 4, 5, 6], kind))
     assert popular.counts(prompt_of(SHARED, kind).names) == [10, 10]
     popular.placed(prompt_of([*SHARED, 103, 3, 4, 5, 6], kind))
@@ -71,20 +74,20 @@ def test_counts_are_those_of_all_prompts_written_down(kind: str) -> None:
     rng = random.Random(1)
     popular = PrefixPopularity()
     counts: dict[tuple[int, ...], int] = {}
-    # The last prompt that ended behind these pieces, unless it was continued since.
+    # The last prompt that ended behind these pieces, unless it has been continued since.
     ended: dict[tuple[int, ...], tuple[int, ...] | None] = {}
     for _ in range(3_000):
         units = tuple(rng.randrange(2) for _ in range(rng.randint(1, 4 * PIECE)))
         pieces = [units[:end] for end in range(PIECE, len(units) + 1, PIECE)]
-        known = [piece for piece in pieces if piece in counts]
-        if known:
-            former = ended.get(known[-1])
+        counted = [piece for piece in pieces if piece in counts]
+        if counted:
+            former = ended.get(counted[-1])
             if former is not None and units[: len(former)] == former:
-                ended[known[-1]] = None
+                ended[counted[-1]] = None
             else:
-                for piece in known:
+                for piece in counted:
                     counts[piece] += 1
-        for piece in pieces[len(known) :]:
+        for piece in pieces[len(counted) :]:
             counts[piece] = 1
         if pieces:
             ended[pieces[-1]] = units

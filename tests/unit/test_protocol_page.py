@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/reference/protocol.md is true: its examples are what the structs encode, its tables their fields, and its reader
-reads."""
+"""Truth of docs/reference/protocol.md: its examples, the fields in its tables, and its reader."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ TESTS = Path(__file__).resolve().parents[1]
 PAGE = (TESTS.parent / "docs" / "reference" / "protocol.md").read_text()
 EXAMPLES = {case["name"]: case for case in json.loads(CASES.read_text())}
 
-# Heading of its table on the page -> struct.
+# Each table's heading on the page, with its struct.
 TABLES = {
     "### `events`": report.Events,
     "#### `stored`": report.ReportStored,
@@ -53,7 +52,7 @@ TABLES = {
 
 
 def blocks(language: str, name: str) -> list[str]:
-    """The page's fenced blocks of a language, `name` in their first line."""
+    """Return the page's fenced blocks of a language with `name` in their first line."""
     return re.findall(rf"^```{language} {name}$\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -67,8 +66,8 @@ def test_an_example_is_what_the_code_encodes_and_what_the_page_shows(name: str) 
     payload = bytes.fromhex(case["payload"])
     assert msgspec.msgpack.encode(message(case)) == payload
     assert msgspec.msgpack.decode(payload) == plain(case["message"])
-    (shown,), (hexed,) = blocks("json", title(name)), blocks("text", title(name))
-    assert json.loads(shown) == case["message"]
+    (example,), (hexed,) = blocks("json", title(name)), blocks("text", title(name))
+    assert json.loads(example) == case["message"]
     assert bytes.fromhex(hexed) == payload
     frames = PAGE[: PAGE.index(hexed)].rsplit("Frames:", 1)[1]
     first = f"`{report.REPORT_TOPIC.decode()}`, seq `{case['seq']:016x}`" if case["side"] == "report" else "empty"
@@ -81,13 +80,13 @@ def test_the_page_has_these_examples_and_no_others() -> None:
 
 
 def test_every_field_is_in_some_example() -> None:
-    shown: set[tuple[type, str]] = set()
+    fields: set[tuple[type, str]] = set()
 
     def walk(value: Any, given: Any) -> None:
         if isinstance(value, msgspec.Struct):
             for name in given:
                 if name != "type":
-                    shown.add((type(value), name))
+                    fields.add((type(value), name))
                     walk(getattr(value, name), given[name])
         elif isinstance(value, list | tuple):
             for item, item_given in zip(value, given, strict=True):
@@ -95,13 +94,13 @@ def test_every_field_is_in_some_example() -> None:
 
     for case in EXAMPLES.values():
         walk(message(case), case["message"])
-    # The one at its only value.
-    shown.add((report.Hello, "protocol"))
+    # Messages omit `protocol` at its default, which is its only value so far.
+    fields.add((report.Hello, "protocol"))
     missing = [
         f"{struct.__name__}.{name}"
         for struct in TABLES.values()
         for name in struct.__struct_fields__
-        if (struct, name) not in shown
+        if (struct, name) not in fields
     ]
     assert not missing
 
@@ -109,7 +108,7 @@ def test_every_field_is_in_some_example() -> None:
 def type_text(kind: msgspec.inspect.Type) -> str:
     match kind:
         case msgspec.inspect.UnionType(types=union):
-            named = [type_text(one) for one in union if not isinstance(one, msgspec.inspect.NoneType)]
+            named = [type_text(member) for member in union if not isinstance(member, msgspec.inspect.NoneType)]
             return " or ".join(named + ["nil"] * (len(named) < len(union)))
         case msgspec.inspect.ListType(item_type=item):
             return f"array of {type_text(item)}"
@@ -138,12 +137,12 @@ def default_text(field: msgspec.inspect.Field) -> str:
 def test_a_table_has_all_fields_with_type_and_default(heading: str) -> None:
     section = PAGE.partition(f"\n{heading}\n")[2]
     rows = section[section.index("| field |") :].partition("\n\n")[0].splitlines()[2:]
-    shown = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
+    cells = [tuple(cell.strip() for cell in row.strip("|").split("|")) for row in rows]
     info = msgspec.inspect.type_info(TABLES[heading])
     assert isinstance(info, msgspec.inspect.StructType)
     expected = [(f"`{field.name}`", type_text(field.type), default_text(field)) for field in info.fields]
-    assert [row[:3] for row in shown] == expected
-    assert all(len(row) == 4 and row[3] for row in shown)
+    assert [row[:3] for row in cells] == expected
+    assert all(len(row) == 4 and row[3] for row in cells)
 
 
 def test_every_struct_of_the_protocol_has_a_table() -> None:
@@ -165,8 +164,8 @@ def test_the_examples_tell_one_story() -> None:
     next_seq = EXAMPLES["events"]["seq"] + 1
     assert {EXAMPLES[name]["seq"] for name in ("heartbeat", "catalog")} == {next_seq}
     moment = Moment(events.epoch, events.started_s, next_seq, ledger.freeze())
-    shown = [case["payload"] for name, case in EXAMPLES.items() if name.startswith("snapshot, ")]
-    assert [msgspec.msgpack.encode(part).hex() for part in parts(moment, 2)] == shown
+    payloads = [case["payload"] for name, case in EXAMPLES.items() if name.startswith("snapshot, ")]
+    assert [msgspec.msgpack.encode(part).hex() for part in parts(moment, 2)] == payloads
 
 
 def test_the_numbers_of_the_page_are_those_of_the_code() -> None:
@@ -191,22 +190,22 @@ def test_the_numbers_of_the_page_are_those_of_the_code() -> None:
         assert text in PAGE, text
     events = "tcp://h:5557"
     assert (report.requests_endpoint(events), report.reports_endpoint(events)) == ("tcp://h:15557", "tcp://h:16557")
-    for made in (report.requests_endpoint("ipc://x"), report.reports_endpoint("ipc://x")):
-        assert made is not None
-        assert f"`{made.removeprefix('ipc://x')}` appended" in PAGE
+    for endpoint in (report.requests_endpoint("ipc://x"), report.reports_endpoint("ipc://x")):
+        assert endpoint is not None
+        assert f"`{endpoint.removeprefix('ipc://x')}` appended" in PAGE
 
 
 @pytest.fixture
 def follow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[tuple[int, Counter[Any], bool]]]:
-    """The page's reader. Its msgpack is played by msgspec, which reads and writes the same format."""
-    played = types.ModuleType("msgpack")
-    played.packb, played.unpackb = msgspec.msgpack.encode, msgspec.msgpack.decode  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "msgpack", played)
+    """Return the page's reader, with msgspec in the place of msgpack: both read and write the same format."""
+    msgpack = types.ModuleType("msgpack")
+    msgpack.packb, msgpack.unpackb = msgspec.msgpack.encode, msgspec.msgpack.decode  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "msgpack", msgpack)
     (source,) = blocks("python", "reader")
     names: dict[str, Any] = {}
     exec(compile(source, "docs/reference/protocol.md", "exec"), names)  # noqa: S102
-    made: Callable[..., Iterator[tuple[int, Counter[Any], bool]]] = names["follow"]
-    return made
+    reader: Callable[..., Iterator[tuple[int, Counter[Any], bool]]] = names["follow"]
+    return reader
 
 
 def test_the_reader_of_the_page_follows_a_reporter(
@@ -223,22 +222,22 @@ def test_the_reader_of_the_page_follows_a_reporter(
             if is_proven and +copies == expected:
                 return
 
-    # It joins late.
+    # The reader joins late.
     reporter.publish(said(stored([1, 2, 2, 2**64 - 1]), stored([7], "CPU", 1, ownership="a")), 0)
     eventually(lambda: reporter.counters.sent == 1)
     reading = follow(context, reporter.requests_endpoint)
-    first = {(gpu, 1): 1, (gpu, 2): 2, (gpu, 2**64 - 1): 1, (cpu, 7): 1}
-    proven(reading, first)
+    copies_at_start = {(gpu, 1): 1, (gpu, 2): 2, (gpu, 2**64 - 1): 1, (cpu, 7): 1}
+    proven(reading, copies_at_start)
     reporter.publish(said(removed([2, 2, 1, 99]), stored([2, 3]), stored([7], "CPU", 1, ownership="a")), 1)
     proven(reading, {(gpu, 2): 1, (gpu, 3): 1, (gpu, 2**64 - 1): 1, (cpu, 7): 2})
     reporter.publish(said(report.ReportCleared("CPU", ownership="b"), report.ReportCleared("GPU")), 2)
     proven(reading, {(cpu, 7): 2})
-    # Messages are dropped.
-    held = threading.Event()
-    reporter.publish(lambda: [] if held.wait(TIMEOUT_MS / 1_000) else fails(), 3)
+    # The reporter drops messages.
+    released = threading.Event()
+    reporter.publish(lambda: [] if released.wait(TIMEOUT_MS / 1_000) else fails(), 3)
     for number in range(50):
         reporter.publish(said(stored([number])), 4 + number)
-    held.set()
+    released.set()
     proven(reading, {(cpu, 7): 2} | {(gpu, number): 1 for number in range(50)})
     assert reporter.counters.dropped > 0
     # The publisher loses its ledger.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks, endpoints and publishers contradict a registration, and which set-ups of vLLM do not."""
+"""Ranks, endpoints and publishers that contradict a registration, and set-ups of vLLM that do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def worker(name: str, rank: int = 0, *, url: str | None = A_URL, events: str | N
 @pytest.mark.parametrize(
     ("rank", "alone", "engine", "published", "allowed"),
     [
-        # Internal load balancing: one address, one core a rank.
+        # Internal load balancing has one address, with one core for each rank.
         (0, False, (0, 1), 0, True),
         (1, False, (0, 1), 1, True),
         (1, False, (0, 1), 0, False),
@@ -31,18 +31,18 @@ def worker(name: str, rank: int = 0, *, url: str | None = A_URL, events: str | N
         (1, False, (), 0, False),
         (0, False, (), 1, False),
         (0, True, (0, 1), 1, False),
-        # One core behind an address, with a rank among peers at other addresses (--data-parallel-rank 3).
+        # One core stands behind an address, with a rank among peers at other addresses (--data-parallel-rank 3).
         (0, True, (3,), 3, True),
         (3, True, (3,), 3, True),
         (0, True, (), 3, True),
         (0, True, (3,), 2, False),
         (0, True, (3,), 0, False),
-        # An engine of its own whom somebody counts as rank 1.
+        # The engine stands alone, but its registration counts it as rank 1.
         (1, True, (0,), 0, True),
         (1, True, (), 0, False),
-        # Two ranks registered at an engine that has one.
+        # Two ranks are registered at an engine that has one.
         (1, False, (0,), 0, False),
-        # Hybrid load balancing (--data-parallel-start-rank 4): requests name ranks from 0, events from 4.
+        # In hybrid load balancing (--data-parallel-start-rank 4), requests name ranks from 0, and events from 4.
         (0, False, (4, 5), 4, True),
         (1, False, (4, 5), 5, True),
         (1, False, (4, 5), 4, False),
@@ -61,23 +61,23 @@ def test_which_ranks_are_a_workers_own(
 
 
 def problems(*registrations: Registration, **given: object) -> dict[str, str]:
-    found = origin_problems(registrations, given.get("sources", {}), given.get("lives", {}))  # type: ignore[arg-type]
-    return {worker.route_name: why for worker, why in found.items()}
+    problems_found = origin_problems(registrations, given.get("sources", {}), given.get("lives", {}))  # type: ignore[arg-type]
+    return {worker.route_name: why for worker, why in problems_found.items()}
 
 
 def test_two_workers_on_one_endpoint_are_both_named() -> None:
-    found = problems(worker("w0"), worker("w1", url=B_URL), worker("w2", url=B_URL, events=B))
-    assert set(found) == {"w0", "w1"}
-    assert "w1" in found["w0"] and "w0" in found["w1"] and A in found["w0"]
-    # Ranks too, workers without an address, and other words for the same host.
+    named = problems(worker("w0"), worker("w1", url=B_URL), worker("w2", url=B_URL, events=B))
+    assert set(named) == {"w0", "w1"}
+    assert "w1" in named["w0"] and "w0" in named["w1"] and A in named["w0"]
+    # Two ranks on one endpoint are named as well, and so are workers without an address, and two names of one host.
     assert set(problems(worker("w", 0), worker("w", 1))) == {"w", "w@1"}
     assert set(problems(worker("w0", url=None), worker("w1", url=None))) == {"w0", "w1"}
     local = "http://localhost:8000", "http://localhost:8001"
-    here = (
+    same_host = (
         worker("w0", url=local[0], events="tcp://localhost:1"),
         worker("w1", url=local[1], events="tcp://127.0.0.1:1"),
     )
-    assert set(problems(*here)) == {"w0", "w1"}
+    assert set(problems(*same_host)) == {"w0", "w1"}
 
 
 def test_a_named_endpoint_of_the_patch_is_one_engines_too() -> None:
@@ -95,11 +95,11 @@ def test_one_engine_registered_twice_is_no_contradiction() -> None:
 def test_swapped_endpoints_are_known_from_what_the_engines_say() -> None:
     sources = {A_URL: {0: Stream(A)}, B_URL: {0: Stream(B)}}
     swapped = worker("w0", events=B), worker("w1", url=B_URL, events=A)
-    found = problems(*swapped, sources=sources)
-    assert set(found) == {"w0", "w1"}
-    assert A in found["w0"] and "w1" in found["w0"]
+    named = problems(*swapped, sources=sources)
+    assert set(named) == {"w0", "w1"}
+    assert A in named["w0"] and "w1" in named["w0"]
     assert not problems(worker("w0"), worker("w1", url=B_URL, events=B), sources=sources)
-    # Neither said where its events are: nothing is known.
+    # Neither engine said where its events are, so nothing is known.
     assert not problems(*swapped)
 
 
@@ -111,13 +111,13 @@ def test_a_mapped_port_is_no_contradiction() -> None:
 def test_swapped_ranks_of_one_engine_are_known_too() -> None:
     second = "tcp://10.0.0.1:5558"
     sources = {A_URL: {0: Stream(A), 1: Stream(second)}}
-    found = problems(worker("w", 0, events=second), worker("w", 1, events=A), sources=sources)
-    assert set(found) == {"w", "w@1"}
-    # Hybrid load balancing: the engine names ranks 4 and 5, requests 0 and 1.
+    named = problems(worker("w", 0, events=second), worker("w", 1, events=A), sources=sources)
+    assert set(named) == {"w", "w@1"}
+    # In hybrid load balancing, the engine names ranks 4 and 5, and requests name 0 and 1.
     hybrid = {A_URL: {4: Stream(A), 5: Stream(second)}}
     assert not problems(worker("w", 0, events=A), worker("w", 1, events=second), sources=hybrid)
     assert not problems(worker("w", 4, events=A), worker("w", 5, events=second), sources=hybrid)
-    # One core, whatever its rank among its peers.
+    # The only core fits, whatever its rank among its peers.
     assert not problems(worker("w", 0, events=A), sources={A_URL: {3: Stream(A)}})
 
 

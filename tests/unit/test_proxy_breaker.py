@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws of a breaker, on a clock of our own."""
+"""Laws of a breaker, on a clock of the test."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ def test_each_failed_try_doubles_the_pause_up_to_the_last() -> None:
     breaker = opened()
     now, pauses = 0.0, []
     for _ in range(10):
-        before = now
+        opened_s = now
         while breaker.state(now) is BreakerState.OPEN:
             now += 0.25
-        pauses.append(now - before)
+        pauses.append(now - opened_s)
         breaker.failed("refused", now, tried=breaker.begun(now))
     assert pauses[0] == PAUSE_FIRST_S and pauses[1] == 2 * PAUSE_FIRST_S and pauses[-1] == PAUSE_LAST_S
     now += PAUSE_LAST_S
@@ -153,7 +153,7 @@ def test_a_lost_engine_is_not_tried_before_it_is_found() -> None:
     breaker.lost("no answer 3 times in a row", 5.0)
     assert breaker.state(1e9) is BreakerState.OPEN
     assert "health check: no answer 3 times" in str(breaker.problem(1e9))
-    # Answers to requests that it had before do not make it healthy.
+    # Answers to earlier requests do not make the engine healthy.
     breaker.answered()
     breaker.ended()
     assert breaker.state(1e9) is BreakerState.OPEN
@@ -168,6 +168,6 @@ def test_found_without_lost_changes_no_state(failures: int) -> None:
     breaker = Breaker()
     for _ in range(failures):
         breaker.failed("500", 0.0)
-    before = breaker.state(0.0)
+    state_before = breaker.state(0.0)
     breaker.found()
-    assert breaker.state(0.0) is before
+    assert breaker.state(0.0) is state_before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When another worker is tried: by the kind of the failure, the path, and how many were tried before."""
+"""Attempts at another worker, by the kind of the failure, the path, and the number of attempts before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINAL = (Kind.SILENT, Kind.MALFORMED, Kind.CUT)
 
 
 def tried(path: str, *kinds: Kind, pinned: bool = False) -> list[bool]:
-    """After each of these failures: whether another worker may be tried."""
+    """Return whether another worker may be tried, after each of these failures."""
     attempts = Attempts(path, pinned=pinned)
     return [attempts.failed(f"w{n}", Failure(kind, "")) for n, kind in enumerate(kinds)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is handed over, and what the two requests look like."""
+"""Handover of a prompt from prefill to decode: the parameters, and the two requests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_broken_body_is_left_to_the_engine() -> None:
 
 
 def test_the_first_request_computes_a_prompt_and_no_more() -> None:
-    sent = raw(
+    raw_request = raw(
         messages=[{"role": "user", "content": "x"}],
         max_completion_tokens=9,
         min_tokens=2,
@@ -78,7 +78,7 @@ def test_the_first_request_computes_a_prompt_and_no_more() -> None:
         tools=[{"type": "function"}],
         chat_template_kwargs={"a": 1},
     )
-    body = json.loads(prefill_body(sent))
+    body = json.loads(prefill_body(raw_request))
     params = body.pop("kv_transfer_params")
     assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
     assert body == {
@@ -96,9 +96,9 @@ def test_the_second_request_is_the_clients_with_the_answer_of_the_first() -> Non
         b'{"id": "x", "kv_transfer_params": {"remote_block_ids": [[1, 2]], "big": 18446744073709551616}}'
     )
     assert params is not None
-    sent = b'{"model": "m",  "temperature": 0.10, "prompt": [1,  2]}'
-    body = decode_body(sent, params)
-    # What is not changed keeps its bytes.
+    raw_request = b'{"model": "m",  "temperature": 0.10, "prompt": [1,  2]}'
+    body = decode_body(raw_request, params)
+    # Unchanged fields keep their bytes.
     assert b'"temperature":0.10' in body and b"[1,  2]" in body and b"18446744073709551616" in body
     assert json.loads(body)["kv_transfer_params"]["remote_block_ids"] == [[1, 2]]
 
@@ -115,11 +115,11 @@ def test_prefill_failures_leave_the_decode_worker_its_chance() -> None:
     attempts = Attempts(CHAT, pinned=False)
     refused, lost = Failure(Kind.REFUSED, ""), Failure(Kind.RESET, "")
     assert [attempts.prefill_failed(f"p{n}", refused) for n in range(MAX_ATTEMPTS)] == [True, True, False]
-    # None of these arrived, so the decode workers have all of their attempts.
+    # None of these requests arrived, so the decode workers have all of their attempts.
     assert attempts.failed("d0", lost) and not attempts.failed("d1", lost)
     attempts = Attempts(CHAT, pinned=False)
     assert not attempts.prefill_failed("p0", lost)
-    # An engine may have died of it: one more, and that is the decode worker.
+    # The request may have killed the engine: only one more attempt is left, and the decode worker gets it.
     assert not attempts.failed("d0", lost)
     assert attempts.trail == ["p0 reset", "d0 reset"]
 

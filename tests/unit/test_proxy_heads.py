@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads, targets and addresses: what the proxy says to an engine, and where. Pure."""
+"""Heads, targets and addresses that the proxy uses for an engine, without sockets."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ def test_a_url_taken_apart(url: str, target: Target) -> None:
 
 
 def head(headers: list[tuple[bytes, bytes]], **others: object) -> bytes:
-    given: dict[str, object] = {
+    arguments: dict[str, object] = {
         "length": 2,
         "request_id": b"r",
         "authorization": None,
         "rank": None,
         **others,
     }
-    return request_head(target_of("http://h:1/p"), b"/v1/x?y=1", headers, **given)  # type: ignore[arg-type]
+    return request_head(target_of("http://h:1/p"), b"/v1/x?y=1", headers, **arguments)  # type: ignore[arg-type]
 
 
 def test_a_head_is_whole_and_says_each_thing_once() -> None:
-    given = [(b"host", b"a"), (b"content-length", b"99"), (b"x-request-id", b"other"), (b"a", b"1"), (b"a", b"2")]
-    assert head(given) == (
+    headers = [(b"host", b"a"), (b"content-length", b"99"), (b"x-request-id", b"other"), (b"a", b"1"), (b"a", b"2")]
+    assert head(headers) == (
         b"POST /p/v1/x?y=1 HTTP/1.1\r\nhost: h:1\r\na: 1\r\na: 2\r\nx-request-id: r\r\ncontent-length: 2\r\n\r\n"
     )
 
 
 def test_several_connection_headers_name_what_stays() -> None:
-    given = [(b"connection", b"X-A , x-b"), (b"connection", b"x-c"), (b"x-a", b"1"), (b"x-b", b"1"), (b"x-c", b"1")]
-    assert b"x-" not in head(given).replace(b"x-request-id", b"")
+    headers = [(b"connection", b"X-A , x-b"), (b"connection", b"x-c"), (b"x-a", b"1"), (b"x-b", b"1"), (b"x-c", b"1")]
+    assert b"x-" not in head(headers).replace(b"x-request-id", b"")
 
 
 def test_the_workers_key_replaces_the_clients() -> None:
-    given = [(b"authorization", b"Bearer client")]
-    assert b"authorization" not in head(given)
-    changed = head(given, authorization=b"Bearer engine")
+    headers = [(b"authorization", b"Bearer client")]
+    assert b"authorization" not in head(headers)
+    changed = head(headers, authorization=b"Bearer engine")
     assert changed.count(b"authorization") == 1 and b"authorization: Bearer engine\r\n" in changed
 
 
 def test_an_engine_cannot_speak_for_the_router() -> None:
-    given = [(b"x-kvrouter-worker", b"forged"), (b"x-request-id", b"e"), (b"content-length", b"3"), (b"b", b"1")]
-    given += [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", b"*")]
-    assert answer_headers(given, [(b"x-kvrouter-worker", b"w0")], b"r") == [
+    headers = [(b"x-kvrouter-worker", b"forged"), (b"x-request-id", b"e"), (b"content-length", b"3"), (b"b", b"1")]
+    headers += [(b"access-control-allow-origin", b"*"), (b"access-control-expose-headers", b"*")]
+    assert answer_headers(headers, [(b"x-kvrouter-worker", b"w0")], b"r") == [
         (b"x-request-id", b"e"),
         (b"b", b"1"),
         (b"x-kvrouter-worker", b"w0"),
@@ -88,12 +88,12 @@ def test_addresses_of_a_fleet() -> None:
     def registered(name: str, url: str | None, rank: int = 0, model: str = "m") -> Registration:
         return Registration(WorkerKey(model, name, rank), url=url)
 
-    found = Addresses(
+    addresses = Addresses(
         [
             registered("dp", "http://10.0.0.1:1", 0),
             registered("dp", "http://10.0.0.1:1", 1),
             registered("alone", "http://10.0.0.2:1", 3),
-            # Two models of one engine are no ranks.
+            # Two models of one engine are not two ranks.
             registered("two", "http://10.0.0.3:1", model="a"),
             registered("two", "http://10.0.0.3:1", model="b"),
             registered("silent", None),
@@ -101,14 +101,14 @@ def test_addresses_of_a_fleet() -> None:
         ],
         AllowList(["10.0.0.0/8"]),
     )
-    assert found.ranks == {WorkerKey("m", "dp", 0): 0, WorkerKey("m", "dp", 1): 1}
-    assert {worker.worker_id for worker in found.unreachable} == {"silent", "far"}
-    assert found.models == {"m", "a", "b"}
-    assert len(found.targets) == 5
-    # One process is gone for all of its ranks, and for no other worker of the name.
-    assert found.sharing(WorkerKey("m", "dp", 1)) == {WorkerKey("m", "dp", 0), WorkerKey("m", "dp", 1)}
-    assert found.sharing(WorkerKey("m", "alone", 3)) == {WorkerKey("m", "alone", 3)}
-    assert found.sharing(WorkerKey("m", "silent", 0)) == {WorkerKey("m", "silent", 0)}
+    assert addresses.ranks == {WorkerKey("m", "dp", 0): 0, WorkerKey("m", "dp", 1): 1}
+    assert {worker.worker_id for worker in addresses.unreachable} == {"silent", "far"}
+    assert addresses.models == {"m", "a", "b"}
+    assert len(addresses.targets) == 5
+    # When a process is gone, all of its ranks are gone, and no other worker of the name is.
+    assert addresses.sharing(WorkerKey("m", "dp", 1)) == {WorkerKey("m", "dp", 0), WorkerKey("m", "dp", 1)}
+    assert addresses.sharing(WorkerKey("m", "alone", 3)) == {WorkerKey("m", "alone", 3)}
+    assert addresses.sharing(WorkerKey("m", "silent", 0)) == {WorkerKey("m", "silent", 0)}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference pages list what the code has, no less and no more: endpoints, fields, error codes, commands,
-metrics."""
+"""Comparison of the reference pages with the code: endpoints, fields, error codes, commands and metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ REFERENCE = ROOT / "docs" / "reference"
 HTTP, CLI, METRICS = ((REFERENCE / name).read_text() for name in ("http.md", "cli.md", "metrics.md"))
 
 FLAG = re.compile(r"--[a-z][a-z-]*")
-# With several processes only, and made where their pages are joined.
+# This metric exists with several processes only, and is made where their pages are joined.
 JOINED_METRICS = {("kvrouter_processes_answering", "gauge", ())}
 HELP = {"--help", "-h"}
 
@@ -61,9 +60,11 @@ def test_the_page_of_http_has_every_field() -> None:
 
 
 def test_the_page_of_http_has_every_error_code() -> None:
-    classes = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.RouterError)]
-    served = {(str(one.status), one.default_code) for one in classes}
-    starts = {one.default_code for one in (errors.SettingError, errors.StartError)}
+    classes = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.RouterError)
+    ]
+    served = {(str(kind.status), kind.default_code) for kind in classes}
+    starts = {kind.default_code for kind in (errors.SettingError, errors.StartError)}
     listed = {
         (status, code)
         for status, codes in re.findall(r"^\| (\d{3}) \| ([^|]+) \|", HTTP, re.MULTILINE)
@@ -75,32 +76,35 @@ def test_the_page_of_http_has_every_error_code() -> None:
     assert {code for _, code in listed} == {code for _, code in served} - starts | named
 
 
-# Their flags are the settings.
+# The flags of these commands are the settings.
 RUNS = ("kvrouter serve", "kvrouter epp")
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, set[str]]]:
-    """Each command below `command`, with its flags; where commands have flags in common, those under their name."""
+    """Yield each command below `command`, with its flags.
+
+    Flags that the commands of a group have in common are listed under the name of the group.
+    """
     if hasattr(command, "commands"):
         if common := {flag for parameter in command.params for flag in parameter.opts} - HELP:
             yield name, common
-        for child, found in command.commands.items():
-            yield from commands(found, f"{name} {child}")
+        for child, child_command in command.commands.items():
+            yield from commands(child_command, f"{name} {child}")
         return
     yield name, {flag for parameter in command.params for flag in parameter.opts if flag.startswith("-")} - HELP
 
 
 def test_the_page_of_the_command_line_has_every_command_and_flag() -> None:
-    found = dict(commands(typer.main.get_command(cli), "kvrouter"))
-    found["kvrouter sim"] = dict(commands(typer.main.get_command(simulator), "sim"))["sim"]
-    common = found.pop("kvrouter")
+    flags_of = dict(commands(typer.main.get_command(cli), "kvrouter"))
+    flags_of["kvrouter sim"] = dict(commands(typer.main.get_command(simulator), "sim"))["sim"]
+    common = flags_of.pop("kvrouter")
     assert common <= set(FLAG.findall(CLI.partition("\n## ")[0])), common
-    # Its other flags are the settings, whose page is generated.
-    settings = found["kvrouter serve"] - {"--config"}
+    # The other flags of the command are the settings, whose page is generated.
+    settings = flags_of["kvrouter serve"] - {"--config"}
     assert all(flag in (REFERENCE / "settings.md").read_text() for flag in settings)
     sections = dict(re.findall(r"^## `(kvrouter [^`]+)`\n(.*?)(?=^## |\Z)", CLI, re.MULTILINE | re.DOTALL))
-    assert set(sections) == set(found)
-    for name, flags in found.items():
+    assert set(sections) == set(flags_of)
+    for name, flags in flags_of.items():
         listed = set(FLAG.findall(sections[name]))
         long = {flag for flag in flags if flag.startswith("--")} - (settings if name in RUNS else set())
         assert long <= listed <= flags, name
@@ -110,9 +114,9 @@ def test_the_page_of_metrics_has_every_metric_with_its_type_and_labels() -> None
     registry = MetricRegistry()
     RouterMetrics(registry)
     served = {
-        (family.name + ("_total" if family.type == "counter" else ""), family.type, label_names(one))
-        for one in registry._collector_to_names
-        for family in one.collect()
+        (family.name + ("_total" if family.type == "counter" else ""), family.type, label_names(metric))
+        for metric in registry._collector_to_names
+        for family in metric.collect()
     }
     listed = {
         (name, kind, tuple(re.findall(r"`(\w+)`", labels)))

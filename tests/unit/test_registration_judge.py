@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When registrations are compared: at once where that is rare, and never for most of the time."""
+"""Comparisons of registrations: at once where changes are rare, and never for most of the time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from kvrouter.router.model.workers.registration import Registration
 
 
 class Fleet:
-    """One worker, whose comparison takes `takes_s` of a clock that stands still otherwise. Stands in for the registry,
-    the lists of the engines and the stream."""
+    """Registry, lists of the engines, and stream of one worker, on a clock.
+
+    The clock stands still, except that a comparison takes `takes_s` of it.
+    """
 
     def __init__(self, takes_s: float) -> None:
         self.takes_s = takes_s
@@ -60,7 +62,7 @@ def test_comparing_takes_a_share_of_the_time_and_no_change_is_forgotten(takes_s:
         for _ in range(20):
             for _ in range(3):
                 fleet.changed(None)
-            # One timer, however many changes came.
+            # However many changes came, there is one timer.
             ((due_s, call),) = timers
             timers.clear()
             fleet.now_s = due_s
@@ -72,5 +74,5 @@ def test_comparing_takes_a_share_of_the_time_and_no_change_is_forgotten(takes_s:
     passed_s = fleet.judged_at_s[-1] - fleet.judged_at_s[0]
     assert passed_s >= 20 * JUDGE_PAUSE_S - 1e-6
     assert 20 * takes_s <= passed_s * JUDGE_SHARE + 1e-6
-    # And at once where nothing was compared for a while.
+    # A comparison is made at once if none was made for a while.
     assert passed_s <= 20 * max(JUDGE_PAUSE_S + takes_s, takes_s + takes_s / JUDGE_SHARE) + 1e-6

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A removed worker earns nothing from that moment on, and what it held is freed in turns behind that."""
+"""A removed worker earns nothing from that moment on, and its blocks are freed in turns after that."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def view(worker: WorkerKey) -> WorkerView:
 
 
 def hits(mirror: Mirror, workers: list[WorkerKey]) -> dict[str, int]:
-    """Tokens by worker."""
+    """Return the tokens of the hit by worker."""
     plans = HashPlans.build(mirror, list(map(view, workers)))
     question = Question("m", len(PROMPT) * BLOCK_TOKENS + 1, block_hashes=PROMPT)
     return {hit.worker.worker_id: hit.gpu for hit in Matcher(mirror, SegmentMemory(0)).match(question, plans)}
@@ -46,23 +46,23 @@ def test_a_removed_worker_is_in_no_answer_while_its_blocks_are_freed(others: int
     mirror.add(gone, PLACE, np.arange(OWN_BLOCKS, dtype=np.uint64) + np.uint64(1000))
     assert hits(mirror, [*workers, gone])["gone"] == len(PROMPT) * BLOCK_TOKENS
     mirror.forget(gone)
-    # One that comes meanwhile, also under the same name, inherits nothing.
+    # A worker that comes meanwhile inherits nothing, not even under the same name.
     mirror.begin_epoch(new, "e")
     mirror.begin_epoch(gone, "e")
     mirror.add(new, PLACE, PROMPT[:1])
     expected = dict.fromkeys((worker.worker_id for worker in workers), len(PROMPT) * BLOCK_TOKENS)
-    turns, left = 0, mirror.entries
+    turns, entries_left = 0, mirror.entries
     while True:
         assert hits(mirror, [*workers, new, gone]) == expected | {"new": BLOCK_TOKENS, "gone": 0}
         assert not len(mirror.held(gone, PLACE))
-        more = mirror.sweep()
-        assert left - mirror.entries <= SWEEP_BUDGET
-        turns, left = turns + 1, mirror.entries
-        if not more:
+        is_unfinished = mirror.sweep()
+        assert entries_left - mirror.entries <= SWEEP_BUDGET
+        turns, entries_left = turns + 1, mirror.entries
+        if not is_unfinished:
             break
     assert mirror.entries == entries + 1
     assert turns > OWN_BLOCKS // SWEEP_BUDGET
-    # Its room is there for the next one.
+    # The freed room serves the next worker.
     room_bytes = mirror.bytes
     mirror.add(gone, PLACE, np.arange(OWN_BLOCKS, dtype=np.uint64) + np.uint64(1000))
     assert mirror.bytes == room_bytes

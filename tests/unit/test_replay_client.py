@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a replay is requested, read and given up. No sockets: the time and the link are arguments."""
+"""Replays: when one is requested, read and given up. The time and the link are arguments, so there are no sockets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = SubscriberSettings(answer_timeout_s=5.0, grace_s=0.25)
 
 
 class Wire:
-    """A link without a socket."""
+    """Link without a socket."""
 
     def __init__(self) -> None:
         self.inbox: list[list[bytes]] = []
@@ -44,7 +44,7 @@ class Wire:
 
 
 class Replay:
-    """A connected cursor with its client, and every link that the client opened."""
+    """Connected cursor with its client, and every link that the client opened."""
 
     def __init__(self, permits: Permits | None = None) -> None:
         self.wires: list[Wire] = []

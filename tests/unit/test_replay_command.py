@@ -38,13 +38,13 @@ def trace(tmp_path: Path) -> Path:
 
 def test_the_table_has_every_policy_and_fits_80_columns(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", "--trace", str(trace), "--workers", "2"]) == 0
-    shown = capsys.readouterr()
-    assert max(map(len, shown.out.splitlines())) <= COLUMNS
-    assert all(f"\n{policy}" in shown.out for policy in COMPARED)
-    last = shown.out.split("\n\n")[-2].splitlines()[-1].split()
+    output = capsys.readouterr()
+    assert max(map(len, output.out.splitlines())) <= COLUMNS
+    assert all(f"\n{policy}" in output.out for policy in COMPARED)
+    last = output.out.split("\n\n")[-2].splitlines()[-1].split()
     assert last[:3] == ["one", "pooled", "cache"] and float(last[3]) > 0 and last[5:] == ["-"] * 6
-    assert "Against round_robin, kv would " in shown.out
-    assert shown.err == ""
+    assert "Against round_robin, kv would " in output.out
+    assert output.err == ""
 
 
 def test_json_csv_and_plots_say_the_same(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,14 +52,14 @@ def test_json_csv_and_plots_say_the_same(trace: Path, tmp_path: Path, capsys: py
     files = tmp_path / "out.csv", tmp_path / "new" / "plots"
     flags = ["--policy", "kv", "--policy", "lmetric", "--csv", str(files[0]), "--json", "--plot", str(files[1])]
     assert run(["replay", "--trace", str(trace), *flags]) == 0
-    found = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     rows = list(csv.DictReader(files[0].read_text().splitlines()))
-    assert [one["policy"] for one in rows] == ["kv", "lmetric", "one pooled cache"]
-    assert [one["policy"] for one in found["rows"]] == ["kv", "lmetric"]
-    reused = [one["reused_tokens"] for one in (*found["rows"], found["pooled"])]
-    assert [int(one["reused_tokens"]) for one in rows] == reused and min(reused) > 0
-    assert rows[-1]["ttft_mean_s"] == "" and float(rows[-1]["reused_share"]) == found["pooled"]["reused_share"]
-    assert len(found["in_flight"]["kv"][0][1]) == found["fleet"]["workers"] == 8
+    assert [row["policy"] for row in rows] == ["kv", "lmetric", "one pooled cache"]
+    assert [row["policy"] for row in report["rows"]] == ["kv", "lmetric"]
+    reused = [row["reused_tokens"] for row in (*report["rows"], report["pooled"])]
+    assert [int(row["reused_tokens"]) for row in rows] == reused and min(reused) > 0
+    assert rows[-1]["ttft_mean_s"] == "" and float(rows[-1]["reused_share"]) == report["pooled"]["reused_share"]
+    assert len(report["in_flight"]["kv"][0][1]) == report["fleet"]["workers"] == 8
     assert all((files[1] / name).read_bytes().startswith(b"\x89PNG") for name in ("ttft.png", "hit_tokens.png"))
     assert (files[1] / "balance.png").stat().st_size > 1000
 
@@ -68,9 +68,9 @@ def test_replicas_that_differ_and_restarts_are_named(trace: Path, capsys: pytest
     flags = ["--workers", "3", "--cache-tokens", "400000,400000,90000", "--cpu-tokens", "0,0,500000"]
     flags += ["--prefill-rate", "10000,5000,5000", "--restart", "5:w1", "--restart", "2.5:0", "--policy", "kv"]
     assert run(["replay", "--trace", str(trace), *flags]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "cache 2 x 400,000 + 1 x 90,000 tokens, CPU tier 2 x 0 + 1 x 500,000 tokens" in shown
-    assert "1 x 10,000 + 2 x 5,000 tokens/s each; restarts: w1 at 5 s, w0 at 2.5 s; seed 1" in shown
+    output = " ".join(capsys.readouterr().out.split())
+    assert "cache 2 x 400,000 + 1 x 90,000 tokens, CPU tier 2 x 0 + 1 x 500,000 tokens" in output
+    assert "1 x 10,000 + 2 x 5,000 tokens/s each; restarts: w1 at 5 s, w0 at 2.5 s; seed 1" in output
     assert run(["replay", "--trace", str(trace), "--json", *flags]) == 0
     fleet = json.loads(capsys.readouterr().out)["fleet"]
     assert fleet["cache_tokens"] == [400_000, 400_000, 90_000]
@@ -158,15 +158,15 @@ def test_on_a_terminal_there_is_a_bar_on_stderr_alone(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     assert run(["replay", "--trace", str(trace), "--policy", "kv", "--json"]) == 0
-    shown = capsys.readouterr()
-    json.loads(shown.out)
-    assert "kv" in shown.err
+    output = capsys.readouterr()
+    json.loads(output.out)
+    assert "kv" in output.err
 
 
 def test_the_sentence_says_what_is_saved_and_who_is_better() -> None:
     worse = row("round_robin", reused_tokens=1_000_000, computed_gpu_s=300.0, ttft_mean_s=2.0, ttft_p95_s=5.0)
-    found = sentence([worse, row("kv")])
-    assert found == (
+    saving = sentence([worse, row("kv")])
+    assert saving == (
         "Against round_robin, kv would save this fleet 1.00 M of 3.00 M computed prompt tokens (33.3%, 100 GPU-seconds), "
         "and first tokens would come 1.00 s sooner on average (1.00 s, not 2.00; p95 2.00 s, not 5.00)."
     )
@@ -174,9 +174,9 @@ def test_the_sentence_says_what_is_saved_and_who_is_better() -> None:
     assert sentence([worse, better, row("kv")]).endswith(
         "; lmetric reuses more (2.10 M) and lmetric has sooner first tokens (0.90 s)."
     )
-    # Within a hundredth nobody is better.
+    # Within a hundredth, no policy is better.
     equal = row("lmetric", reused_tokens=2_010_000, ttft_mean_s=0.995)
-    assert sentence([worse, equal, row("kv")]) == found
+    assert sentence([worse, equal, row("kv")]) == saving
     assert "kv would cost this fleet 1.00 M" in sentence([row("round_robin"), row("kv", reused_tokens=1_000_000)])
     assert sentence([row("kv")]).startswith("Under kv this fleet would not compute 2.00 M of 4.00 M")
     assert "kv was not among the policies" in sentence([row("dynamo")])
@@ -185,6 +185,6 @@ def test_the_sentence_says_what_is_saved_and_who_is_better() -> None:
 
 def test_large_numbers_keep_their_columns() -> None:
     slow = row("full_attention_only", ttft_mean_s=12_345.6, ttft_p50_s=99_999.0, ttft_p95_s=9e4, ttft_p99_s=99_999.9)
-    shown = text(compared(FLEET, [slow, row("kv", partial=True)], None, ["a note " * 30]))
-    assert max(map(len, shown.splitlines())) <= COLUMNS
-    assert len(next(line for line in shown.splitlines() if line.startswith("full_attention_only")).split()) == 9
+    table = text(compared(FLEET, [slow, row("kv", partial=True)], None, ["a note " * 30]))
+    assert max(map(len, table.splitlines())) <= COLUMNS
+    assert len(next(line for line in table.splitlines() if line.startswith("full_attention_only")).split()) == 9

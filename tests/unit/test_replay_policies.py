@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each family's rule on situations made by hand: who is picked, and why not the others."""
+"""Rules of each family of policies, on situations made by hand: the picked worker, and why the others are not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sight(
     now_s: float = 0.0,
     session: int | None = None,
 ) -> Sight:
-    """A prompt of ten blocks before two workers."""
+    """Return what a policy sees of a prompt of ten blocks before two workers."""
     blocks = list(range(first_block, first_block + tokens // BLOCK))
     return Sight(
         now_s,
@@ -48,7 +48,7 @@ def sight(
         BLOCK,
         hits,
         hits if exact is None else exact,
-        [InFlight(*both) for both in zip(requests, prefill, strict=True)],
+        [InFlight(*counts) for counts in zip(requests, prefill, strict=True)],
         lambda: [EngineLoad(w, 0, u) for w, u in zip(waiting, usage, strict=True)],
         session,
     )
@@ -70,16 +70,16 @@ def test_dynamo_weighs_a_cached_block_like_a_queued_one() -> None:
 
 def test_dynamo_counts_each_running_block_once_and_forgets_those_that_ended() -> None:
     rule = Dynamo(2)
-    same, other = sight(), sight(first_block=100)
+    same, other_prompt = sight(), sight(first_block=100)
     rule.placed(same, 0)
     rule.placed(same, 0)
-    # Ten running blocks at 0; this prompt's are those, so both would have ten.
+    # Worker 0 runs ten blocks, and this prompt has the same ones, so both workers would have ten.
     assert picks(rule, same) == {0, 1}
-    assert picks(rule, other) == {1}
+    assert picks(rule, other_prompt) == {1}
     rule.done(same.blocks, 0)
-    assert picks(rule, other) == {1}
+    assert picks(rule, other_prompt) == {1}
     rule.done(same.blocks, 0)
-    assert picks(rule, other) == {0, 1}
+    assert picks(rule, other_prompt) == {0, 1}
 
 
 # -- llm-d: 2 * queue + 2 * (1 - usage) + 3 * match
@@ -131,9 +131,9 @@ def test_lmetric_multiplies() -> None:
 
 
 def test_lmetric_sees_full_attention_alone_unless_it_is_the_exact_one() -> None:
-    what = sight((8 * BLOCK, 0), exact=(0, 4 * BLOCK))
-    assert picks(LMetric(), what) == {0}
-    assert picks(LMetric(exact=True), what) == {1}
+    situation = sight((8 * BLOCK, 0), exact=(0, 4 * BLOCK))
+    assert picks(LMetric(), situation) == {0}
+    assert picks(LMetric(exact=True), situation) == {1}
 
 
 # -- session hash: the highest random weight
@@ -166,7 +166,7 @@ def test_a_request_without_a_session_goes_by_its_first_piece() -> None:
     (home,) = picks(rule, sight(first_block=3))
     assert picks(rule, sight(first_block=3, tokens=4 * BLOCK)) == {home}
     assert len({rule.pick(sight(first_block=n), random.Random(1)) for n in range(30)}) > 20
-    # Its id is no session of the same number.
+    # The id of its piece is no session of the same number.
     assert [n for n in range(30) if picks(rule, sight(session=n)) != picks(rule, sight(first_block=n))]
 
 
@@ -177,7 +177,7 @@ def test_cache_aware_follows_what_it_sent_above_the_threshold() -> None:
     rule = CacheAware(2, BLOCK)
     assert picks(rule, sight(requests=(1, 0))) == {1}
     rule.placed(sight(tokens=4 * BLOCK), 1)
-    # 4 of 10 pieces are above 0.3, 3 are not.
+    # 4 of 10 pieces are above the threshold of 0.3, and 3 are not.
     assert picks(rule, sight(requests=(0, 60))) == {1}
     rule = CacheAware(2, BLOCK)
     rule.placed(sight(tokens=3 * BLOCK), 1)
@@ -201,7 +201,7 @@ def test_a_prefix_tree_forgets_the_leaves_that_were_used_longest_ago() -> None:
     assert tree.match([1, 2, 3, 9]) == (3, 1)
     tree.evict()
     assert tree.match([1, 4]) == (2, 0)
-    # Worker 0's leaf went; worker 1 still has it.
+    # The leaf of worker 0 went; worker 1 still has it.
     assert tree.match([1, 2, 3]) == (3, 1)
     tree.insert([5, 6, 7], 1)
     tree.evict()
@@ -222,13 +222,13 @@ def test_every_policy_places_and_ends_requests_and_counts_none_that_ended(name: 
         fleet.now_s = number * 0.1
         router.tend(lambda: [EngineLoad(0, 0, 0.0)] * 3)
         placed.append(router.place(Arrival(ids + np.uint64(100 * number), ids, 4 * BLOCK, 8)))
-    assert {one.number for one in placed} <= {0, 1, 2}
-    for one in placed:
-        one.first_token()
-        one.done(8)
+    assert {placement.number for placement in placed} <= {0, 1, 2}
+    for placement in placed:
+        placement.first_token()
+        placement.done(8)
     router.place(Arrival(ids, ids, 4 * BLOCK, 8), 2).done(None)
     if isinstance(router, PeerRouter):
-        assert [(one.requests, one.prefill_tokens) for one in router.in_flight] == [(0, 0)] * 3
+        assert [(load.requests, load.prefill_tokens) for load in router.in_flight] == [(0, 0)] * 3
 
 
 def test_those_that_are_compared_are_there() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace through a virtual fleet: the same figures as before, what is refused, what is kept of a run that is ended."""
+"""A trace through a virtual fleet: unchanged figures, refused traces, and the results of an interrupted run."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from kvrouter.simulator.engine.timing import Timing
 from tests.support.replay_traces import PIECE_TOKENS, conversation_rows, small_trace, write_rows
 
 # For 150 requests: reused, achievable and predicted tokens and the sum of times to first tokens in ms, as the fleet
-# benchmark found them when it had this machinery itself. The figures of kv and full_attention_only are those since the
-# cost has room and copy, and a copy earns what it relieves its holders of.
+# benchmark measured them when it had this machinery itself. The figures of kv and full_attention_only date from the
+# change that gave the cost the terms room and copy, and a copy credit for relieving its holders.
 BEFORE = {
     ("gemma3", "endless"): (2039808, 2039808, 2039808, 0),
     ("gemma3", "kv"): (2030080, 1855488, 1846272, 105034),
@@ -95,8 +95,8 @@ def test_a_request_that_fits_no_replica_is_counted_and_the_others_go_on() -> Non
 
 
 def test_a_cpu_tier_gives_back_what_the_gpu_evicts() -> None:
-    others = [(20.0 * n, [1000 * n + i for i in range(50)]) for n in range(1, 12)]
-    trace = small_trace((0.0, list(range(1, 40))), *others, (900.0, list(range(1, 45))))
+    other_prompts = [(20.0 * n, [1000 * n + i for i in range(50)]) for n in range(1, 12)]
+    trace = small_trace((0.0, list(range(1, 40))), *other_prompts, (900.0, list(range(1, 45))))
     without = simulate(trace, shape(workers=1, cache_tokens=30_000), "kv", 1)
     with_tier = simulate(trace, shape(workers=1, cache_tokens=30_000, cpu_tokens=2_000_000), "kv", 1)
     assert without.reused[-1] == without.predicted[-1] == 0
@@ -106,7 +106,7 @@ def test_a_cpu_tier_gives_back_what_the_gpu_evicts() -> None:
 @pytest.mark.parametrize("policy", ["least_load", "round_robin", "kv"])
 @pytest.mark.parametrize("gap_s", [20.0, 0.5])
 def test_an_idle_replica_may_publish_as_a_request_begins(policy: str, gap_s: float) -> None:
-    """Stores of the prompt before end with the step that begins a load, which has no tokens."""
+    """Let a load begin: the stores of the prompt before end with its first step, which has no tokens."""
     trace = small_trace(*[(gap_s * n, [100 * (n % 6) + i for i in range(1, 15)]) for n in range(24)])
     run = simulate(trace, shape(workers=1, cache_tokens=12_000, cpu_tokens=400_000), policy, 1)
     assert run.reused == run.predicted
@@ -114,7 +114,7 @@ def test_an_idle_replica_may_publish_as_a_request_begins(policy: str, gap_s: flo
 
 
 def test_events_are_published_at_the_time_of_the_step_that_ends_not_of_the_next_one() -> None:
-    """The second load begins, and evicts, while the first one is awaited."""
+    """Let the second load begin, and evict, while the first one is awaited."""
     published_s: list[float] = []
     fleet = shape("llama", cache_tokens=16_000, cpu_tokens=400_000)
     replica = fleet.replica(0, lambda now_s, events: published_s.append(now_s))
@@ -145,14 +145,18 @@ def test_the_sessions_of_a_trace_reach_the_policy() -> None:
 
 
 def test_a_pooled_cache_has_the_blocks_and_the_tiers_of_all(tmp_path: Path) -> None:
-    """So it reuses more than either replica's, and the same whichever of them has what."""
+    """The pooled cache reuses more than either replica's, and the same whichever replica has the blocks."""
     chats = small_trace(*[(20.0 * n, [100 * (n % 6) + i for i in range(1, 15)]) for n in range(24)])
     geometry = geometry_of("llama", PIECE_TOKENS)
-    # Six chats have 14 blocks each; these pools hold one, two, and all of them.
-    one, two, six = ReplicaShape(20), ReplicaShape(40), ReplicaShape(20, 6 * 14)
+    # Six chats have 14 blocks each, and these pools hold one chat, two chats, and all of them.
+    for_one, for_two, for_six = ReplicaShape(20), ReplicaShape(40), ReplicaShape(20, 6 * 14)
     reused = {
         name: [n for n, tokens in enumerate(pooled_reuse(chats, FleetShape(geometry, replicas))) if tokens]
-        for name, replicas in {"few": (one, two), "many": (two, two, one), "tier": (one, six)}.items()
+        for name, replicas in {
+            "few": (for_one, for_two),
+            "many": (for_two, for_two, for_one),
+            "tier": (for_one, for_six),
+        }.items()
     }
     assert reused == {"few": [], "many": list(range(6, 24)), "tier": list(range(6, 24))}
     trace = conversations(tmp_path)
@@ -163,10 +167,10 @@ def test_a_pooled_cache_has_the_blocks_and_the_tiers_of_all(tmp_path: Path) -> N
 
 def test_what_does_not_fit_a_pooled_cache_reuses_nothing() -> None:
     chats = small_trace((0.0, [1, 2, 3]), (1.0, list(range(1, 900))), (2.0, [1, 2, 3]))
-    done: list[int] = []
-    reused = pooled_reuse(chats, shape(workers=1), on_request=done.append)
+    finished: list[int] = []
+    reused = pooled_reuse(chats, shape(workers=1), on_request=finished.append)
     assert reused[:2] == [0, 0] and reused[2] > 0
-    assert done == [1, 2, 3]
+    assert finished == [1, 2, 3]
 
 
 def test_requests_that_come_sooner_wait_longer(tmp_path: Path) -> None:
@@ -184,12 +188,12 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     run = simulate(trace, shape(), "kv", 1, on_request=interrupt)
-    whole = simulate(trace, shape(), "kv", 1)
+    complete = simulate(trace, shape(), "kv", 1)
     row = run.summary()
-    assert run.partial and row.partial and not whole.partial
+    assert run.partial and row.partial and not complete.partial
     assert 30 <= row.requests <= 50
     answered = [n for n, ttft_s in enumerate(run.ttft_s) if not math.isnan(ttft_s)]
-    assert [run.ttft_s[n] for n in answered] == [whole.ttft_s[n] for n in answered]
+    assert [run.ttft_s[n] for n in answered] == [complete.ttft_s[n] for n in answered]
 
 
 def test_a_fleet_that_cannot_be_is_refused_with_what_to_do() -> None:
@@ -211,7 +215,7 @@ def test_a_restart_names_a_replica_and_a_time(restart: tuple[float, int], proble
 
 @pytest.mark.parametrize("policy", NAMES)
 def test_a_restarted_replica_has_lost_its_caches_and_the_index_shows_it(policy: str) -> None:
-    """The tier is lost, too."""
+    """A restart loses the tier, too."""
     turns = [(20.0 * turn, list(range(1, 4 + turn))) for turn in range(8)]
     fleet = restarted(shape(workers=1, cpu_tokens=60_000), (70.0, 0), (130.0, 0))
     run = simulate(small_trace(*turns), fleet, policy, 1)
@@ -220,7 +224,7 @@ def test_a_restarted_replica_has_lost_its_caches_and_the_index_shows_it(policy: 
 
 
 def test_of_a_process_that_is_gone_nothing_more_is_shown() -> None:
-    """Its events were under way when it ended; the worker earns credit from the new process's first ones on."""
+    """Lose the events that were under way when the process ended; credit begins with the new process's first events."""
     fleet = VirtualFleet(geometry_of("llama", PIECE_TOKENS), 1)
     names = [int(name).to_bytes(8, "big") for name in range(1, 5)]
     question = Question(MODEL, 3 * PIECE_TOKENS, block_hashes=np.arange(1, 4, dtype=np.uint64))
@@ -247,18 +251,18 @@ def test_a_restart_leaves_the_other_replicas_what_they_hold(policy: str) -> None
 
 @pytest.mark.parametrize("policy", ["kv", "dynamo"])
 def test_requests_at_a_replica_that_restarts_begin_again_in_their_order(policy: str) -> None:
-    """The first is decoding, the second computes its prompt, the third waits. Each keeps its arrival."""
+    """The first request decodes, the second computes its prompt, the third waits; each keeps its arrival."""
     prompts = [(0.0, list(range(1, 11))), (1.0, list(range(100, 200))), (1.1, list(range(300, 340)))]
     trace = small_trace(*prompts, output_tokens=400)
-    alone, again = (
+    undisturbed, interrupted = (
         simulate(trace, fleet, policy, 1) for fleet in (shape(workers=1), restarted(shape(workers=1), (2.0, 0)))
     )
-    # All three are computed again: what the first had of its own prompt is gone, and nobody is forgotten.
-    assert list(again.reused) == [0, 0, 0]
-    first_s = [time_s + ttft_s for (time_s, _), ttft_s in zip(prompts, again.ttft_s, strict=True)]
+    # All three prompts are computed again: the first one's own blocks are gone, and no request is forgotten.
+    assert list(interrupted.reused) == [0, 0, 0]
+    first_s = [time_s + ttft_s for (time_s, _), ttft_s in zip(prompts, interrupted.ttft_s, strict=True)]
     assert 2.0 < first_s[0] <= first_s[1] <= first_s[2]
-    assert alone.ttft_s[0] < 1.0 and again.span_s > alone.span_s
-    assert again.ttft_s[2] > alone.ttft_s[2]
+    assert undisturbed.ttft_s[0] < 1.0 and interrupted.span_s > undisturbed.span_s
+    assert interrupted.ttft_s[2] > undisturbed.ttft_s[2]
 
 
 def test_each_replica_computes_at_its_own_speed() -> None:
@@ -275,7 +279,7 @@ def test_each_replica_computes_at_its_own_speed() -> None:
 
 
 def test_a_replica_with_a_smaller_pool_reuses_less() -> None:
-    """Its tier, which the other one has not, gives the same back."""
+    """Its tier, which the other replica does not have, makes up for the smaller pool."""
     geometry = geometry_of("gemma3", PIECE_TOKENS)
     small, large = (blocks_of(geometry, tokens) for tokens in (8_000, 400_000))
     chats = [(20.0 * n, [100 * (n % 6) + i for i in range(1, 15)]) for n in range(24)]
@@ -306,7 +310,7 @@ def test_a_run_without_answers_has_a_row() -> None:
 
 
 def test_throughput_is_counted_until_the_last_answer_ended() -> None:
-    """Two answers of 50 tokens, decoded together after both prompts; the third request fits no replica."""
+    """Decode two answers of 50 tokens together, after both prompts; the third request fits no replica."""
     timing = Timing(10_000.0, 0.01, 0.0)
     fleet = FleetShape(geometry_of("llama", PIECE_TOKENS), (ReplicaShape(100, timing=timing),))
     trace = small_trace((0.0, [1, 2]), (0.0, [3, 4]), (0.1, list(range(1, 900))), output_tokens=50)
@@ -317,9 +321,11 @@ def test_throughput_is_counted_until_the_last_answer_ended() -> None:
     assert row.span_s == pytest.approx(2 * (0.01 + prefill_s) + 49 * 0.01)
     assert row.output_tokens_per_s == pytest.approx(2 * 50 / row.span_s)
     assert row.requests_per_s == pytest.approx(2 / row.span_s)
-    again = simulate(trace, restarted(fleet, (0.4, 0)), "kv", 1).summary()
-    # An answer of the first try counts once.
-    assert again.span_s > row.span_s and again.output_tokens_per_s == pytest.approx(2 * 50 / again.span_s)
+    interrupted = simulate(trace, restarted(fleet, (0.4, 0)), "kv", 1).summary()
+    # The part of an answer from the first try is not counted again.
+    assert interrupted.span_s > row.span_s and interrupted.output_tokens_per_s == pytest.approx(
+        2 * 50 / interrupted.span_s
+    )
 
 
 def test_the_defaults_are_those_of_the_fleet_benchmark() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of traces: what each format says, how it is recognised, and what a broken line is answered with."""
+"""Readers of traces: the fields of each format, its recognition, and the messages for broken lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read(path: Path, form: str = AUTO, **options: Any) -> Trace:
 
 
 def lines(path: Path, *found: Any) -> Path:
-    path.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in found))
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in found))
     return path
 
 
@@ -50,7 +50,12 @@ def test_a_mooncake_trace_is_read_as_it_is(tmp_path: Path) -> None:
 def test_requests_come_in_the_order_of_their_times_from_second_0(tmp_path: Path) -> None:
     rows = [ROW | {"timestamp": at, "output_length": at} for at in (9000, 4000, 6000, 4000)]
     trace = read(lines(tmp_path / "t", *rows))
-    assert [(one.time_s, one.output_tokens) for one in trace.requests] == [(0, 4000), (0, 4000), (2, 6000), (5, 9000)]
+    assert [(request.time_s, request.output_tokens) for request in trace.requests] == [
+        (0, 4000),
+        (0, 4000),
+        (2, 6000),
+        (5, 9000),
+    ]
 
 
 def test_only_the_first_requests_are_read(tmp_path: Path) -> None:
@@ -109,8 +114,8 @@ def test_a_trace_that_does_not_fit_says_how_much_of_it_does(tmp_path: Path, monk
 
 
 def test_equal_ids_mean_equal_prefixes() -> None:
-    one, other = list(range(40)), [*range(20), 99, *range(21, 40)]
-    a, b = pieces_of_tokens(one, 16), pieces_of_tokens(other, 16)
+    ids, other_ids = list(range(40)), [*range(20), 99, *range(21, 40)]
+    a, b = pieces_of_tokens(ids, 16), pieces_of_tokens(other_ids, 16)
     assert (len(a), a[0] == b[0], a[1] == b[1]) == (3, True, False)
     # The same tokens behind another beginning are another piece.
     assert a[2] != b[2]
@@ -141,16 +146,16 @@ def test_bodies_of_every_kind_are_read(tmp_path: Path) -> None:
     )
     trace = read(path)
     assert trace.format == "openai"
-    found = [(one.time_s, one.prompt_tokens, one.output_tokens) for one in trace.requests]
-    assert found[0][2] == 7
-    assert found[1][1:] == (found[0][1], 9)
-    assert found[2:] == [(1.5, 75, 256), (2.5, 100, 1), (3.5, 1, 2), (3.5, 3, 2)]
+    requests = [(request.time_s, request.prompt_tokens, request.output_tokens) for request in trace.requests]
+    assert requests[0][2] == 7
+    assert requests[1][1:] == (requests[0][1], 9)
+    assert requests[2:] == [(1.5, 75, 256), (2.5, 100, 1), (3.5, 1, 2), (3.5, 3, 2)]
     assert trace.requests[0].pieces.tolist() == trace.requests[1].pieces.tolist()
     assert any("estimated from text" in note for note in trace.notes)
 
 
 def test_sessions_that_a_trace_names_are_read(tmp_path: Path) -> None:
-    """The names are numbers there; equal names are equal numbers, in every format."""
+    """Read sessions as numbers: equal names give equal numbers, in every format."""
     body = {"time": 1, "prompt": [1, 2], "usage": {"completion_tokens": 1}}
     bodies = [
         body | {"session_id": "a", "user": "u"},
@@ -159,9 +164,9 @@ def test_sessions_that_a_trace_names_are_read(tmp_path: Path) -> None:
         body | {"user": "7"},
         body | {"user": "", "session_id": None},
     ]
-    sessions = [one.session for one in read(lines(tmp_path / "t", *bodies), "openai").requests]
+    sessions = [request.session for request in read(lines(tmp_path / "t", *bodies), "openai").requests]
     mooncake = [ROW | {"session_id": "a"}, ROW | {"session_id": 7}, ROW]
-    others = [one.session for one in read(lines(tmp_path / "m", *mooncake), "mooncake").requests]
+    others = [request.session for request in read(lines(tmp_path / "m", *mooncake), "mooncake").requests]
     assert sorted(sessions, key=str) == sorted([others[0]] * 3 + [others[1], None], key=str)
     assert others[0] != others[1] is not None and others[2] is None
 
@@ -172,9 +177,9 @@ def test_a_next_turn_begins_with_the_pieces_of_the_one_before(tmp_path: Path) ->
         {"role": "user", "content": [{"type": "text", "text": "u" * 90}]},
     ]
     turns = [*first, {"role": "assistant", "content": "a" * 50}, {"role": "user", "content": "more"}]
-    other = [{"role": "system", "content": "t" + "s" * 699}]
-    path = lines(tmp_path / "t", *({"time": n, "messages": m} for n, m in enumerate((first, turns, other))))
-    a, b, c = (one.pieces.tolist() for one in read(path).requests)
+    other_chat = [{"role": "system", "content": "t" + "s" * 699}]
+    path = lines(tmp_path / "t", *({"time": n, "messages": m} for n, m in enumerate((first, turns, other_chat))))
+    a, b, c = (request.pieces.tolist() for request in read(path).requests)
     assert a[:-1] == b[: len(a) - 1]
     assert not set(a) & set(c)
 
@@ -227,8 +232,10 @@ def test_a_tokenizer_makes_text_exact_and_what_it_cannot_read_is_estimated(tmp_p
         return np.arange(40 if kind == "chat" else 20)
 
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-    seen = {"messages": [{"role": "user", "content": [{"type": "picture"}]}], "max_tokens": 1}
-    path = lines(tmp_path / "t", {"time": 1, **chat}, {"time": 2, "prompt": "Hi", "max_tokens": 1}, {"time": 3, **seen})
+    with_picture = {"messages": [{"role": "user", "content": [{"type": "picture"}]}], "max_tokens": 1}
+    path = lines(
+        tmp_path / "t", {"time": 1, **chat}, {"time": 2, "prompt": "Hi", "max_tokens": 1}, {"time": 3, **with_picture}
+    )
     trace = read(path, tokenize=tokenize)
     chat_, text, picture = trace.requests
     assert (chat_.prompt_tokens, text.prompt_tokens) == (40, 20)
@@ -268,9 +275,9 @@ def test_the_one_line_of_older_and_of_newer_versions(tmp_path: Path) -> None:
         'lora_request: None, prompt: "it\'s 20 characters."'
     )
     trace = read(lines(tmp_path / "log", older, newer))
-    assert [(one.prompt_tokens, one.output_tokens) for one in trace.requests] == [(3, 5), (5, 6)]
+    assert [(request.prompt_tokens, request.output_tokens) for request in trace.requests] == [(3, 5), (5, 6)]
     # Requests of one second are spread over it.
-    assert [one.time_s for one in trace.requests] == [0.0, 0.5]
+    assert [request.time_s for request in trace.requests] == [0.0, 0.5]
 
 
 def test_colours_streams_and_new_year(tmp_path: Path) -> None:
@@ -284,8 +291,8 @@ def test_colours_streams_and_new_year(tmp_path: Path) -> None:
         "INFO 12-31 23:59:59 [logger.py:85] Generated response a (streaming delta): output: 'x', output_token_ids: [4]"
     )
     trace = read(lines(tmp_path / "log", received("12-31 23:59:58", "a"), delta, received("01-01 00:00:08", "b")))
-    assert [one.output_tokens for one in trace.requests] == [16, 16]
-    # 2000 has 366 days, and a year here 365: a day is nothing to a replay, an order turned round would be.
+    assert [request.output_tokens for request in trace.requests] == [16, 16]
+    # 2000 has 366 days, and a year here has 365: a replay does not need the day, but would need the order.
     assert trace.requests[1].time_s > 0
 
 

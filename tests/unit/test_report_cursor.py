@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule of the report cursor by itself; what they amount to together is test_report_cursor_model.py's subject."""
+"""Rules of the report cursor, one by one; test_report_cursor_model.py tests them together."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class TestStart:
             cursor.on_request_sent()
             load(cursor, 10)
             box.put(cursor.take())
-            # The consumer has not taken it yet; a gap comes, and the live socket has more when the snapshot ends.
+            # The consumer has not taken the snapshot yet; a gap comes, and the live socket has more when the snapshot
+            # ends.
             live(cursor, 12)
             cursor.on_request_sent()
             cursor.set_unread(True)
@@ -275,10 +276,10 @@ class TestGap:
     def test_a_request_of_the_consumer_takes_a_snapshot(self) -> None:
         cursor = in_order()
         cursor.request_snapshot()
-        wanted = cursor.request
-        assert wanted is not None
+        request = cursor.request
+        assert request is not None
         cursor.request_snapshot()
-        assert cursor.request == wanted
+        assert cursor.request == request
         live(cursor, 10)
         cursor.heartbeat(11, beat(), 10)
         assert cursor.take() == []
@@ -337,7 +338,8 @@ class TestLives:
 
     def test_a_snapshot_of_another_epoch_begins_a_life(self) -> None:
         cursor = in_order()
-        # From a connection that is closing: the life between the one that we know and the one that answers.
+        # The message comes from a connection that is closing: its life lies between the known one and the one that
+        # answers.
         live(cursor, 3, epoch=B)
         cursor.hello(hello(B, 4))
         cursor.on_request_sent()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine patch's reports mean, item by item: snapshots, proofs by heartbeat, the declared catalog. No
-sockets."""
+"""Meaning of the engine patch's reports, item by item: snapshots, proofs by heartbeat, the declared catalog.
+
+The tests use no sockets.
+"""
 
 from __future__ import annotations
 
@@ -184,13 +186,13 @@ def test_a_new_epoch_voids_at_once() -> None:
 
 
 def test_a_clear_names_its_medium_and_its_owner() -> None:
-    held = {
+    ledger = {
         Place(0, GPU): {1: 1},
         Place(0, CPU): {1: 1},
         Place(0, "STORAGE", "a"): {1: 1},
         Place(0, "STORAGE", "b"): {1: 1},
     }
-    ingest = live(snapshot(1, held), events(1, ReportCleared("CPU", "connector reset")))
+    ingest = live(snapshot(1, ledger), events(1, ReportCleared("CPU", "connector reset")))
     assert ingest.held.blocks.counts() == {"g0:CPU": 0, "g0:GPU": 1, "g0:STORAGE:a": 1, "g0:STORAGE:b": 1}
     feed(ingest, events(2, ReportCleared("STORAGE", ownership="a")))
     assert ingest.held.blocks.counts()["g0:STORAGE:b"] == 1 and ingest.held.blocks.counts()["g0:STORAGE:a"] == 0
@@ -225,8 +227,8 @@ def test_a_heartbeat_that_disagrees_ends_all_credit_until_a_snapshot(said: dict[
 def test_two_localities_of_one_place_are_counted_together_and_not_compared() -> None:
     place = Place(0, CPU)
     local, remote = snapshot(1, {place: {1: 1, 2: 3}}), snapshot(1, {place: {2: 1, 3: 2}})
-    both = msgspec.structs.replace(local.snapshot, places=local.snapshot.places + remote.snapshot.places)
-    ingest = live(Loaded(both))
+    joined = msgspec.structs.replace(local.snapshot, places=local.snapshot.places + remote.snapshot.places)
+    ingest = live(Loaded(joined))
     assert ingest.held.blocks.sums()[place] == PlaceSum(3, 7, 6)
     beats = [beat(1, {place: {1: 1, 2: 3}}), beat(1, {place: {2: 1, 3: 2}})]
     message = msgspec.structs.replace(beats[0].message, places=beats[0].message.places + beats[1].message.places)
@@ -252,7 +254,7 @@ def test_silence_is_suspect_until_a_heartbeat_proves_the_state() -> None:
 def test_a_snapshot_of_a_patch_whose_reports_do_not_come_proves_nothing_of_what_follows() -> None:
     ingest = live(snapshot(1, {Place(0, GPU): {1: 1}}))
     feed(ingest, PatchSilent(3.0))
-    # The engine's HTTP says that it is another process, so a snapshot is requested: beside the reports.
+    # The engine's HTTP says that it is another process, so a snapshot is requested, although no reports come.
     ingest.on_liveness(EngineRestarted("another start"))
     feed(ingest, Expired(), snapshot(2, {Place(0, GPU): {1: 1}}))
     assert ingest.state is StreamState.SUSPECT
@@ -437,7 +439,7 @@ def test_what_the_patch_never_loaded_is_not_missing_from_the_engines_own_topic(f
         feed(ingest, Expired())
     else:
         feed(ingest, NewEpoch(OTHER, 1.0, "another life answers"))
-    # It has neither a patch now nor a replay endpoint.
+    # The engine now has neither a patch nor a replay endpoint.
     ingest.pause("")
     ingest.follow_stock()
     payload = encode_batch(1.0, [])

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine patch's messages on the wire: what is written, what is skipped, what is refused; and where its endpoints
-are."""
+"""Messages of the engine patch on the wire: written, skipped and refused fields; and the patch's endpoints."""
 
 from __future__ import annotations
 
@@ -83,7 +82,7 @@ ANSWERS: list[Any] = [
     Refused(7, "busy", 1.0),
 ]
 
-# Every message with nothing but what it must have, and the map that it is.
+# Every message with its required fields alone, and the map that encodes it.
 MINIMAL: list[tuple[Any, dict[str, Any]]] = [
     (
         Events(EPOCH, 1.0, 2.0, [ReportStored(b"", None, "GPU"), ReportRemoved(b"", 0, "GPU"), ReportCleared("GPU")]),
@@ -147,7 +146,7 @@ def encode(message: Any) -> bytes:
 
 
 def plain(message: Any) -> Any:
-    """By value: some structs compare by identity."""
+    """Return the message as plain values, because some structs compare by identity."""
     return msgspec.msgpack.decode(encode(message))
 
 
@@ -172,7 +171,7 @@ def test_requests_survive_a_round_trip(message: Any) -> None:
 
 @pytest.mark.parametrize("full", [*REPORTS, *ANSWERS, STORED, REMOVED, CLEARED, PLACE, CATALOG, CATALOG.groups[0]])
 def test_the_round_trips_leave_no_field_out(full: Any) -> None:
-    # Fields at their default are not written: one left at it above would not be tested.
+    # Fields at their default are not written, so a default value above would leave its field untested.
     written = plain(full)
     assert [field.encode_name for field in msgspec.structs.fields(full) if field.encode_name not in written] == []
 
@@ -183,12 +182,15 @@ def test_defaults_are_left_out(message: Any, written: dict[str, Any]) -> None:
 
 
 def widened(value: Any) -> Any:
-    """The same with a field that nobody knows, in every map that has a fixed set of them."""
+    """Return the value with an unknown field in every map that has a fixed set of fields."""
     if isinstance(value, dict):
-        inner = {key: one if key in ("lora_paths", "features") else widened(one) for key, one in value.items()}
+        inner = {
+            key: inner_value if key in ("lora_paths", "features") else widened(inner_value)
+            for key, inner_value in value.items()
+        }
         return inner | {"later": {"x": [1, None]}}
     if isinstance(value, list):
-        return [widened(one) for one in value]
+        return [widened(item) for item in value]
     return value
 
 
@@ -222,7 +224,7 @@ PART = plain(ANSWERS[1])
         (encode(EVENTS | {"events": 1}), True, EPOCH),
         (encode(EVENTS | {"events": [{"type": "later"}]}), True, EPOCH),
         (encode(EVENTS | {"events": [{"type": "x" * 10_000}]}), True, EPOCH),
-        # A field that is skipped, nested too deep to skip.
+        # The skipped field is nested too deep to skip.
         (b"\x82" + encode("type") + encode("events") + encode("later") + b"\x91" * 100_000 + b"\xc0", False, None),
         (encode(EVENTS | {"epoch": None}), True, None),
         (encode(EVENTS | {"epoch": ""}), True, None),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the report subscriber has snapshots taken, over real sockets: permits, failures, refusals."""
+"""Requests for snapshots by the report subscriber, over real sockets: permits, failures, refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_no_more_snapshots_at_once_than_are_permitted(context: Context, run: Any
                 assert reporter.asked(SnapshotRequest) == 0
                 first.end()
                 await stream.until_kind(Loaded)
-                # The answer ended its permit: another is granted at once.
+                # The answer ended its permit, so another one is granted at once.
                 await eventually(lambda: permits.request(lambda: None).granted)
 
     run(test())
@@ -41,7 +41,7 @@ def test_messages_published_during_a_snapshot_follow_it(context: Context, run: A
         async with FakeReporter(context) as reporter:
 
             def busy(request: SnapshotRequest) -> list[Any]:
-                # Frozen first; then messages overtake the answer.
+                # The ledger is frozen first, and then messages overtake the answer.
                 answer = reporter.honest(request)
                 for number in range(50):
                     reporter.publish(stored(number))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report subscriber over real sockets, on both event loops: joining, gaps, lives, silence. Each decision by itself
-is the subject of test_report_cursor.py."""
+"""The report subscriber over real sockets, on both event loops: joining, gaps, lives, silence.
+
+Each decision by itself is the subject of test_report_cursor.py.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,7 @@ def test_a_silent_publisher_is_greeted_until_it_is_heard_again(context: Context,
                 await stream.until_kind(Loaded)
                 await stream.until_kind(PatchSilent)
                 greeted = reporter.asked(HelloRequest)
-                # Hellos are requested again and again.
+                # The subscriber requests hellos again and again.
                 await eventually(lambda: reporter.asked(HelloRequest) > greeted + 1)
                 reporter.beat()
                 items = await stream.until_kind(HeartbeatSeen)
@@ -163,7 +165,7 @@ def test_after_our_own_stall_messages_get_time_to_arrive(context: Context, run: 
                 await stream.until_kind(Loaded)
                 reporter.beat()
                 await stream.until_kind(HeartbeatSeen)
-                # Nothing waits when the loop goes on: what was sent in time comes a moment later.
+                # Nothing waits when the loop goes on, because messages that were sent in time come a moment later.
                 time.sleep(0.5)  # noqa: ASYNC251 - that is the stall
                 asyncio.get_running_loop().call_later(0.01, reporter.beat)
                 items = await stream.until_kind(HeartbeatSeen)
@@ -179,7 +181,7 @@ def test_a_silent_publisher_is_followed_to_its_new_endpoint(context: Context, ru
         async with reporter, elsewhere:
             reporter.heartbeat_s = 0.02
             async with read(reporter, context) as stream:
-                # On a busy machine the silence may be announced during the snapshot.
+                # On a busy machine, the silence may be announced during the snapshot.
                 items = await stream.until_kind(Loaded)
                 reporter.reports_said = elsewhere.reports_endpoint
                 items += await stream.until(lambda came: only(came, Disconnected, Connected)[-2:] == MOVED)
@@ -193,7 +195,7 @@ def test_the_publisher_announces_its_heartbeat_interval(context: Context, run: A
     async def test() -> None:
         async with FakeReporter(context) as reporter, read(reporter, context, heartbeat_s=0.1) as stream:
             await stream.until_kind(Loaded)
-            # Well beyond three intervals of what was assumed before it answered.
+            # The pause is well beyond three intervals of the value that was assumed before the publisher answered.
             await asyncio.sleep(0.8)
             reporter.beat()
             assert only(await stream.until_kind(HeartbeatSeen), PatchSilent, PatchHeard) == []
@@ -201,7 +203,7 @@ def test_the_publisher_announces_its_heartbeat_interval(context: Context, run: A
     run(test())
 
 
-# With much grace only the order counts: what waits is read before silence is judged.
+# With much grace, only the order counts: waiting messages are read before silence is judged.
 @pytest.mark.parametrize("grace_s", [0.1, 60.0])
 def test_our_own_stall_is_not_the_publishers_silence(context: Context, run: Any, grace_s: float) -> None:
     async def test() -> None:
@@ -212,7 +214,7 @@ def test_our_own_stall_is_not_the_publishers_silence(context: Context, run: Any,
                 reporter.beat()
                 await stream.until_kind(HeartbeatSeen)
                 reporter.beat()
-                # The loop stands still for much longer than silence takes, with a message waiting.
+                # The loop stands still for much longer than the limit of silence, with a message waiting.
                 time.sleep(0.3)  # noqa: ASYNC251 - that is the stall
                 items = await stream.until_kind(HeartbeatSeen)
                 assert only(items, PatchSilent) == []

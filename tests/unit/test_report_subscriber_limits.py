@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report subscriber bears, over real sockets: garbage, full consumers, its own start and end."""
+"""Garbage, full consumers, and the start and end of the report subscriber, over real sockets."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_other_topics_and_unknown_types_are_skipped(context: Context, run: Any) 
     async def test() -> None:
         async with FakeReporter(context) as reporter, read(reporter, context) as stream:
             await stream.until_kind(Loaded)
-            # A topic that begins like ours, and a type of a later version.
+            # Send a topic that begins like ours, and a type of a later version.
             reporter.send_raw(REPORT_TOPIC + b"0", bytes(8), b"\xc1")
             reporter.send_raw(REPORT_TOPIC, bytes(8), msgspec.msgpack.encode({"type": "later"}))
             reporter.publish(stored(1))
@@ -159,7 +159,8 @@ def test_greet_returns_the_hello_or_none_in_time(context: Context, run: Any) -> 
                 assert await greet(endpoint, context=context, timeout_s=0.05, waits=waits) is None
         assert await greet(reporter.requests_endpoint, context=context, timeout_s=0.05) is None
         async with asyncio.timeout(PATIENCE_S):
-            # A port that was never bound: the reporter's own may listen for a while yet, as ZMQ closes later.
+            # Use a port that was never bound: the reporter's own port may listen for a while yet, as ZMQ closes it
+            # later.
             endpoint = f"tcp://127.0.0.1:{free_port()}"
             assert await greet(endpoint, context=context, timeout_s=60 * PATIENCE_S, waits=False) is None
         with pytest.raises(zmq.ZMQError):
@@ -188,7 +189,7 @@ def test_a_full_consumer_causes_no_busy_loop(context: Context, run: Any, monkeyp
             await stream.until_kind(Loaded)
             reporter.publish(stored(1))
             await eventually(lambda: stream.subscriber.waiting == 1)
-            # Everything was read: the next message wakes the descriptor.
+            # Everything was read, so the next message wakes the descriptor.
             reporter.publish(stored(2))
             await asyncio.sleep(0.05)
             looks = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reporter publishes, over real sockets: order, heartbeats, catalogs and drops."""
+"""Messages of the reporter, over real sockets: order, heartbeats, catalogs and drops."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_an_idle_reporter_sends_heartbeats(context: Context, made: Callable[...,
 
 def test_heartbeats_do_not_wait_for_a_flood_to_end(context: Context, made: Callable[..., Reporter]) -> None:
     ticks = itertools.count()
-    # A second passes at each look at the clock.
+    # Each look at the clock moves it by a second.
     reporter = made(clock=lambda: float(next(ticks)), heartbeat_s=1.0)
     with Peer(context, reporter) as peer:
         seq = peer.joined(reporter)
@@ -114,7 +114,7 @@ def test_heartbeats_do_not_wait_for_a_flood_to_end(context: Context, made: Calla
             if isinstance(message, Events):
                 last = at
             elif isinstance(message, Heartbeat):
-                # Sums up exactly what was sent before it.
+                # A heartbeat sums up exactly the messages that were sent before it.
                 assert at == last + 1
                 assert sum(place.blocks for place in message.places) == at - seq
                 beats += 1
@@ -160,13 +160,13 @@ def test_the_catalog_is_sent_once_for_each_change(context: Context, made: Callab
         assert peer.hello().catalog_version == 1
         reporter.publish(said(stored([1])), None)
         assert isinstance(peer.next()[1], Events)
-        other = msgspec.structs.replace(CATALOG, lora_paths={"a": "/b"})
-        reporter.declare(other)
+        other_catalog = msgspec.structs.replace(CATALOG, lora_paths={"a": "/b"})
+        reporter.declare(other_catalog)
         at, message = peer.next()
         assert isinstance(message, CatalogMessage)
-        assert (at, message.version, message.catalog) == (seq + 1, 2, other)
+        assert (at, message.version, message.catalog) == (seq + 1, 2, other_catalog)
         hello = peer.hello()
-        assert (hello.catalog_version, hello.catalog) == (2, other)
+        assert (hello.catalog_version, hello.catalog) == (2, other_catalog)
 
 
 def test_a_full_queue_drops_messages_but_not_what_they_change(context: Context, made: Callable[..., Reporter]) -> None:
@@ -182,20 +182,20 @@ def test_a_full_queue_drops_messages_but_not_what_they_change(context: Context, 
                 return [stored([number], runs=[(16, 1)], kind="x", ownership="a"), removed([0], ownership="a")]
 
             reporter.publish(make, number)
-        # The dropped messages were read at once, here; the queued ones were not.
+        # The reporter read the dropped messages at once, in this thread, but not the queued ones.
         assert calls == [2, 3, 4]
         plug.pull()
         eventually(lambda: peer.hello().next_seq == seq + 5)
         reporter.publish(said(stored([9])), 9)
-        got = [peer.next_events() for _ in range(3)]
-        assert [(at - seq, message.batch_seq, message.dropped) for at, message in got] == [
+        messages = [peer.next_events() for _ in range(3)]
+        assert [(at - seq, message.batch_seq, message.dropped) for at, message in messages] == [
             (0, 0, 0),
             (1, 1, 0),
             (5, 9, 3),
         ]
         assert summed(copies_of(peer.snapshot())) == {(0, "GPU", "a"): (4, 4, 10), (0, "GPU", None): (1, 1, 9)}
         assert (reporter.counters.dropped, reporter.counters.failed, reporter.counters.epochs_lost) == (3, 0, 0)
-        # The next one has no gap before it.
+        # The next message has no gap before it.
         reporter.publish(said(), 10)
         assert peer.next_events()[1].dropped == 0
 
@@ -227,21 +227,21 @@ def test_a_backlog_beyond_its_bound_begins_a_new_epoch(context: Context, made: C
         plug.pull()
         eventually(lambda: peer.hello().epoch != f"{0:016x}")
         reporter.publish(said(stored([9])), None)
-        seen = []
+        messages = []
         while True:
             _, message = peer.next()
-            seen.append((message.epoch, type(message)))
+            messages.append((message.epoch, type(message)))
             if isinstance(message, Events) and hashes_of(message) == [[9]]:
                 break
-        # The new life says what it knows, nothing, and what it is.
-        assert (message.epoch, CatalogMessage) in seen
-        assert (message.epoch, Heartbeat) in seen
+        # The new life reports its blocks, of which there are none, and its catalog.
+        assert (message.epoch, CatalogMessage) in messages
+        assert (message.epoch, Heartbeat) in messages
         assert message.epoch == peer.hello().epoch
-        # Only what came after the loss is resident, and readers get no more.
+        # Only the blocks after the loss are resident, and readers get no others.
         copies = copies_of(peer.snapshot())
         assert 1 not in {key[3] for key in copies}
         assert copies[0, "GPU", None, 9] == 1
-        # Three were sent (joining took two or more), 40 and the plug were not.
+        # Three messages were sent (joining took two or more), but 40 messages and the plug were not.
         assert reporter.counters.dropped == 40
         assert reporter.counters.epochs_lost == 1
         assert reporter.counters.failed == 0
@@ -312,7 +312,7 @@ def test_a_medium_that_outgrows_the_ledger_is_cleared_for_readers(
 def test_what_is_withheld_is_taken_from_readers_at_once_and_for_good(
     context: Context, made: Callable[..., Reporter]
 ) -> None:
-    """Heartbeats give the reason, in later lives of the publisher too."""
+    """Withhold media for good: heartbeats give the reason, in later lives of the publisher too."""
     reporter = made()
     with Peer(context, reporter) as peer:
         seq = peer.joined(reporter)

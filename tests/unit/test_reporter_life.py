@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a reporter binds, fails and ends, over real sockets."""
+"""Start, failures and end of a reporter, over real sockets."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def rebinding_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FailingPub:
-    """A context whose PUB socket fails as often as the test says."""
+    """Context whose PUB socket fails as often as the test says."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self.failures = 0
 
     def socket(self, kind: int) -> Any:
-        made = self._context.socket(kind)
+        socket = self._context.socket(kind)
         if kind == zmq.PUB:
-            self._pub = made
+            self._pub = socket
             return self
-        return made
+        return socket
 
     def send_multipart(self, *arguments: Any) -> None:
         if self.failures:
@@ -65,12 +65,12 @@ def test_a_turn_that_fails_begins_a_new_epoch_and_ten_end_the_reporter(
 
 
 def test_a_taken_reports_port_is_replaced_by_a_free_one(context: Context, made: Callable[..., Reporter]) -> None:
-    with context.socket(zmq.PUB) as other:
-        other.bind(ANY)
-        taken = other.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        reporter = made(reports=taken)
+    with context.socket(zmq.PUB) as blocker:
+        blocker.bind(ANY)
+        taken_endpoint = blocker.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        reporter = made(reports=taken_endpoint)
         with Peer(context, reporter) as peer:
-            assert peer.hello().reports == reporter.reports_endpoint != taken
+            assert peer.hello().reports == reporter.reports_endpoint != taken_endpoint
             assert reporter.reports_endpoint.startswith("tcp://127.0.0.1:")
             peer.joined(reporter)
 
@@ -78,8 +78,8 @@ def test_a_taken_reports_port_is_replaced_by_a_free_one(context: Context, made: 
 @pytest.mark.parametrize("which", ["requests", "reports"])
 def test_an_endpoint_that_cannot_be_bound_is_an_error(context: Context, which: str) -> None:
     threads = threading.active_count()
-    with context.socket(zmq.PUB) as other:
-        other.bind("inproc://taken")
+    with context.socket(zmq.PUB) as blocker:
+        blocker.bind("inproc://taken")
         with pytest.raises(zmq.ZMQError):
             start(context, **{which: "inproc://taken"})
     assert threading.active_count() == threads
@@ -150,10 +150,10 @@ def test_close_does_not_wait_for_a_stuck_thread(
 
 
 def test_a_terminated_context_ends_the_thread(made: Callable[..., Reporter]) -> None:
-    other: Context = zmq.Context()
-    reporter = made(context=other)
-    # Waits for the thread to close its sockets.
-    other.term()
+    own_context: Context = zmq.Context()
+    reporter = made(context=own_context)
+    # The call waits for the thread to close its sockets.
+    own_context.term()
     eventually(lambda: not reporting())
     assert not takes(reporter)
     reporter.close()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and snapshots: exact, fair, bounded, and of no concern to anyone but the client."""
+"""Requests and snapshots: exact, fair, bounded, and without effect on anybody but the client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def filled(reporter: Reporter, peer: Peer, blocks: int) -> None:
 
 
 class Clock:
-    """Stands still until it is set."""
+    """Clock that stands still until it is set."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -106,7 +106,7 @@ def test_a_snapshot_and_what_follows_it_is_everything(context: Context, made: Ca
             apply(truth, events)
             reporter.publish(said(*events), None)
             if number == 300:
-                # Answered somewhere among the messages, part by part.
+                # The snapshot is answered somewhere among the messages, part by part.
                 peer.send(SnapshotRequest(1))
         parts = peer.rest_of_snapshot()
         copies, expected = copies_of(parts), parts[-1].next_seq
@@ -129,16 +129,16 @@ def test_a_client_that_does_not_read_delays_only_itself(context: Context, made: 
     with Peer(context, reporter, hwm=1) as stuck, Peer(context, reporter) as reading, Peer(context, reporter) as third:
         filled(reporter, reading, 400)
         stuck.send(SnapshotRequest(1))
-        # One part, and then it reads no more.
+        # The client reads one part, and then no more.
         assert isinstance(stuck.reply(), SnapshotPart)
-        # Others are served, and messages go on.
+        # Other clients are served, and messages go on.
         assert len(copies_of(reading.snapshot())) == 400
         reporter.publish(said(stored([1_000])), None)
         assert len(copies_of(reading.snapshot())) == 401
-        # Its place is taken, and there are only two.
-        with Peer(context, reporter, hwm=1) as other:
-            other.send(SnapshotRequest(2))
-            assert isinstance(other.reply(), SnapshotPart)
+        # The stuck client takes one of only two places.
+        with Peer(context, reporter, hwm=1) as second_reader:
+            second_reader.send(SnapshotRequest(2))
+            assert isinstance(second_reader.reply(), SnapshotPart)
             third.send(SnapshotRequest(3))
             refused = third.reply()
             assert isinstance(refused, Refused)
@@ -149,7 +149,7 @@ def test_a_client_that_does_not_read_delays_only_itself(context: Context, made: 
         third.send(SnapshotRequest(4))
         eventually(lambda: reporter.counters.snapshots_abandoned == 1)
         assert len(copies_of(third.rest_of_snapshot())) == 401
-        # What waited for it is still there, but no more comes.
+        # The parts that waited for the stuck client are still there, but no more come.
         assert isinstance(stuck.reply(), SnapshotPart)
         assert reporter.counters.snapshots_refused == 1
 
@@ -163,7 +163,7 @@ def test_a_slow_reader_that_goes_on_gets_all_of_it(context: Context, made: Calla
         first = slow.reply()
         assert isinstance(first, SnapshotPart)
         reading.snapshot()
-        # It was frozen when it was requested.
+        # The snapshot was frozen when it was requested.
         reporter.publish(said(removed(range(60))), None)
         eventually(lambda: reading.hello().next_seq == 2)
         parts = [first, *slow.rest_of_snapshot()]
@@ -207,17 +207,17 @@ def test_a_reply_waits_for_room_but_not_forever(context: Context, made: Callable
         slow.send(SnapshotRequest(1))
         assert isinstance(slow.reply(), SnapshotPart)
         slow.send(HelloRequest(2))
-        # Answered behind it.
+        # This hello is answered after the slow client's request, so the reporter has read that request.
         reading.hello()
         replies = [slow.reply() for _ in range(101)]
         (hello,) = (reply for reply in replies if isinstance(reply, Hello))
         assert hello.id == 2
-        # Once more, and now it never reads.
+        # The client requests once more, and now it never reads.
         slow.send(SnapshotRequest(3))
         assert isinstance(slow.reply(), SnapshotPart)
 
         def unsent() -> int:
-            """After one request more."""
+            """Return the number of unsent replies after one more request."""
             slow.send(HelloRequest(4))
             reading.hello()
             return reporter.counters.replies_unsent

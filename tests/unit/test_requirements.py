@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds on both sides; the lock keeps to them and names no index; an audit says what it did not see."""
+"""Requirements have bounds on both sides, the lock keeps to them and names no index, and an audit reports its gaps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWN = PROJECT["project"]["name"]
 def requirements() -> list[Requirement]:
     every = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
     every += [text for texts in EXTRAS.values() for text in texts]
-    return [found for found in map(Requirement, every) if found.name != OWN]
+    return [requirement for requirement in map(Requirement, every) if requirement.name != OWN]
 
 
 def locked() -> dict[str, str]:
@@ -38,7 +38,7 @@ def test_every_dependency_has_a_lower_and_an_upper_bound(requirement: Requiremen
 def test_the_lock_keeps_to_the_bounds() -> None:
     versions = locked()
     for requirement in requirements():
-        # pip-tools leaves installers out; torch is not in the base install.
+        # pip-tools leaves installers out, and torch is not in the base install.
         if requirement.name not in ("setuptools", "torch"):
             assert requirement.specifier.contains(versions[requirement.name.lower()]), requirement
 
@@ -53,8 +53,8 @@ def test_an_audit_that_saw_nothing_is_no_clean_bill() -> None:
     unseen = {"name": "c", "skip_reason": "Dependency not found"}
     own = {"name": OWN, "skip_reason": "Dependency not found"}
     codes = [
-        audit.verdict({"dependencies": found})[0]
-        for found in ([good, own], [good, bad], [unseen, own], [], [good, unseen])
+        audit.verdict({"dependencies": dependencies})[0]
+        for dependencies in ([good, own], [good, bad], [unseen, own], [], [good, unseen])
     ]
     assert codes == [0, 1, 2, 2, 2]
     assert "cannot be reached" in audit.verdict({"dependencies": [unseen]})[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router process reports to its peers, and which workers are its own."""
+"""Reports of a router process to its peers, and the choice of its own workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvrouter.router.model.workers.registration import Registration
 
 
 class Store:
-    """The hashes of heartbeats and of claims."""
+    """Store with the hashes of heartbeats and of claims."""
 
     def __init__(self) -> None:
         self.peers = self
@@ -59,7 +59,7 @@ class Store:
 
 
 class Stream:
-    """As much of a WorkerStream as peers hear of and change."""
+    """Stream with the parts of a WorkerStream that peers use and change."""
 
     def __init__(self, worker_id: str, refusal: str | None = None) -> None:
         self.worker = WorkerKey("m", worker_id)
@@ -104,11 +104,11 @@ class World:
         return stream
 
     def beat(self) -> Heartbeat:
-        """This process's next heartbeat."""
+        """Send this process's next heartbeat, and return it."""
         asyncio.run(self.peers.beat())
-        found = decode_heartbeat(b"me", self.store.beats[b"me"])
-        assert found is not None
-        return found[1]
+        decoded = decode_heartbeat(b"me", self.store.beats[b"me"])
+        assert decoded is not None
+        return decoded[1]
 
     def peer_beats(self, *holds: Stream) -> None:
         self.count += 1
@@ -125,21 +125,21 @@ def test_a_heartbeat_says_what_is_held_late_and_refused(world: World) -> None:
     first, second, _ = (world.add(name) for name in "abc")
     refused = world.add("d", "not allowed")
     world.held.holdings |= {first.tag: Holding(7, 70), second.tag: Holding(8, 80)}
-    # Late for a moment, late for long, and no longer held.
+    # The worker was late for a moment, has been late for long, and is no longer held, in this order.
     world.held.unwritten_since_s |= {first.tag: world.now_s, second.tag: world.now_s - 2.0, refused.tag: 0.0}
     world.registry.leave_out({WorkerKey("m", "e"): "no room"})
-    said = world.beat()
-    assert said.holds == {first.tag: Hold(7, 70), second.tag: Hold(8, 80, 2_000)}
-    assert said.refuses == {refused.tag: "not allowed", keys.worker_tag(WorkerKey("m", "e")): "no room"}
-    assert world.beat().count == said.count + 1
+    heartbeat = world.beat()
+    assert heartbeat.holds == {first.tag: Hold(7, 70), second.tag: Hold(8, 80, 2_000)}
+    assert heartbeat.refuses == {refused.tag: "not allowed", keys.worker_tag(WorkerKey("m", "e")): "no room"}
+    assert world.beat().count == heartbeat.count + 1
 
 
 def test_refusals_are_looked_for_only_when_registrations_change(world: World) -> None:
     stream = world.add("a")
     world.beat()
-    asked = stream.asked
+    asked_before = stream.asked
     world.beat()
-    assert stream.asked == asked
+    assert stream.asked == asked_before
     world.add("b", "not allowed")
     assert len(world.beat().refuses) == 1
 
@@ -158,27 +158,27 @@ def test_workers_are_shared_with_a_peer_that_is_seen_to_beat(world: World) -> No
 
 def test_no_worker_changes_hands_under_one_assignment(world: World) -> None:
     rng = random.Random(7)
-    seen: dict[int, dict[WorkerKey, bool]] = {}
+    by_assignment: dict[int, dict[WorkerKey, bool]] = {}
     names = [str(number) for number in range(6)]
     several = 0
     for _ in range(400):
         world.now_s += rng.choice((0.01, 0.3))
         name = rng.choice(names)
-        known = world.registry.streams.get(WorkerKey("m", name))
-        if known is None:
+        stream = world.registry.streams.get(WorkerKey("m", name))
+        if stream is None:
             world.add(name, rng.choice((None, None, "not allowed")))
         elif rng.random() < 0.3:
-            world.registry.remove(known.worker)
+            world.registry.remove(stream.worker)
         elif rng.random() < 0.5:
             if rng.random() < 0.6:
                 world.peer_beats()
             else:
                 world.store.beats.pop(b"you", None)
             world.beat()
-        mine = {WorkerKey("m", name): world.peers.is_mine(WorkerKey("m", name)) for name in names}
-        assert seen.setdefault(world.peers.assignment, mine) == mine
-        several += world.peers.routers > 1 and 0 < sum(mine.values()) < len(world.registry.streams)
-    assert len(seen) > 50 and several > 50
+        own_workers = {WorkerKey("m", name): world.peers.is_mine(WorkerKey("m", name)) for name in names}
+        assert by_assignment.setdefault(world.peers.assignment, own_workers) == own_workers
+        several += world.peers.routers > 1 and 0 < sum(own_workers.values()) < len(world.registry.streams)
+    assert len(by_assignment) > 50 and several > 50
 
 
 def test_a_worker_whose_follower_is_not_heard_says_why(world: World) -> None:
@@ -204,11 +204,11 @@ def test_a_worker_whose_follower_is_not_heard_says_why(world: World) -> None:
 def test_a_removed_stream_is_let_go_while_followers_are_judged(world: World) -> None:
     async def main() -> None:
         judging = asyncio.ensure_future(world.peers.judge_followers())
-        left = weakref.ref(world.add("a"))
+        stream_ref = weakref.ref(world.add("a"))
         await asyncio.sleep(0)
         world.registry.remove(WorkerKey("m", "a"))
         gc.collect()
-        assert left() is None
+        assert stream_ref() is None
         judging.cancel()
 
     asyncio.run(main())

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that routers write into Redis for each other, as forms. Who changes one decides by ADR 42 whether routers of the
-version before would misread it, or write it away: then `keys.SCHEMA` rises, and `keys.FORMER_PREFIX` follows it.
+"""All values that routers write into Redis for each other, by their form.
 
-To write the file: `python -m tests.unit.test_schema`."""
+A change of a form is decided by ADR 42: if routers of the version before would misread it, or write it away,
+`keys.SCHEMA` rises, and `keys.FORMER_PREFIX` follows it.
+
+To write the file: `python -m tests.unit.test_schema`.
+"""
 
 from __future__ import annotations
 
@@ -67,18 +70,18 @@ def forms() -> dict[str, Any]:
 
 
 def test_what_routers_write_for_each_other_is_as_it_was_or_has_another_number() -> None:
-    known = json.loads(FILE.read_text())
-    now = json.loads(json.dumps(forms()))
-    different = [name for name in known.keys() | now.keys() if known.get(name) != now.get(name)]
+    recorded = json.loads(FILE.read_text())
+    current = json.loads(json.dumps(forms()))
+    different = [name for name in recorded.keys() | current.keys() if recorded.get(name) != current.get(name)]
     assert not different, f"{different} changed: decide by ADR 42 whether keys.SCHEMA rises, then write the file again"
 
 
 def test_no_key_of_one_schema_is_a_key_of_another() -> None:
-    mine = [key for key in forms()["keys"] if key != keys.SCHEMAS]
-    assert all(key.startswith(keys.PREFIX) for key in mine)
+    own_keys = [key for key in forms()["keys"] if key != keys.SCHEMAS]
+    assert all(key.startswith(keys.PREFIX) for key in own_keys)
     assert keys.PREFIX != keys.FORMER_PREFIX
     # Only the registry of the former schema is read.
-    assert keys.registry("m", keys.FORMER_PREFIX) not in mine and keys.FORMER_REGISTRATIONS not in mine
+    assert keys.registry("m", keys.FORMER_PREFIX) not in own_keys and keys.FORMER_REGISTRATIONS not in own_keys
 
 
 if __name__ == "__main__":

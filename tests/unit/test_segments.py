@@ -51,7 +51,7 @@ def spaces() -> st.SearchStrategy[HashSpace]:
 
 
 def items_within(tokens: int) -> st.SearchStrategy[Items]:
-    """Two items at most, of two contents."""
+    """Return a strategy for at most two items, of two contents."""
     names = st.sampled_from(["cat", "dog"])
     cuts = st.lists(st.integers(0, tokens), min_size=4, max_size=4, unique=True).map(sorted)
     return st.builds(
@@ -82,7 +82,7 @@ def items_within(tokens: int) -> st.SearchStrategy[Items]:
 def test_remembered_hashes_equal_computed_ones(
     prompts: list[tuple[HashSpace, list[int], int, Items]], budget_bytes: int
 ) -> None:
-    # Few ids and small spaces, so that prompts of one memory share prefixes, widths and evicted segments.
+    # Few ids and small spaces make prompts of one memory share prefixes, widths and evicted segments.
     memory = SegmentMemory(budget_bytes)
     for space, ids, segment_blocks, items in prompts * 2:
         array = np.array(ids, np.int64)
@@ -112,7 +112,7 @@ def test_segments_of_one_fingerprint_are_told_apart_by_their_tokens(monkeypatch:
     memory = SegmentMemory(PLENTY)
     for ids in (np.arange(16), np.arange(16, 32), np.arange(16)):
         assert hashed(SPACE, ids, memory) == one_by_one(SPACE, ids)
-    # The second prompt replaced the first one's root, and the third the second's.
+    # The second prompt replaced the root of the first one, and the third prompt the root of the second.
     assert (memory.hits, len(memory)) == (1, 3)
 
 
@@ -167,21 +167,21 @@ def holds(memory: SegmentMemory, name: int) -> bool:
 
 
 def test_the_least_recently_used_segment_goes_first() -> None:
-    one = SegmentMemory(PLENTY)
-    put(one, 0)
-    memory = SegmentMemory(3 * one.bytes)
+    single = SegmentMemory(PLENTY)
+    put(single, 0)
+    memory = SegmentMemory(3 * single.bytes)
     for name in (0, 1, 2):
         put(memory, name)
     assert holds(memory, 0)
     put(memory, 3)
     assert [holds(memory, name) for name in range(4)] == [True, False, True, True]
-    assert memory.bytes == 3 * one.bytes
+    assert memory.bytes == 3 * single.bytes
 
 
 def test_a_segment_larger_than_the_budget_evicts_nothing() -> None:
-    one = SegmentMemory(PLENTY)
-    put(one, 0)
-    memory = SegmentMemory(one.bytes)
+    single = SegmentMemory(PLENTY)
+    put(single, 0)
+    memory = SegmentMemory(single.bytes)
     put(memory, 0)
     put(memory, 1, HashSpace(SPACE.scheme, 4, None, "a long salt" * 100))
     assert holds(memory, 0)
@@ -190,13 +190,13 @@ def test_a_segment_larger_than_the_budget_evicts_nothing() -> None:
 def test_replacing_a_segment_counts_it_once() -> None:
     memory = SegmentMemory(PLENTY)
     put(memory, 0)
-    before = memory.bytes
+    bytes_before = memory.bytes
     put(memory, 0)
-    assert (memory.bytes, len(memory)) == (before, 1)
+    assert (memory.bytes, len(memory)) == (bytes_before, 1)
 
 
 def test_the_budget_covers_what_is_really_allocated() -> None:
-    # Worst case: every prompt has a space of its own and one small segment.
+    # In the worst case, every prompt has its own space and one small segment.
     memory = SegmentMemory(PLENTY)
 
     def fill(tenants: range) -> None:
@@ -205,7 +205,7 @@ def test_the_budget_covers_what_is_really_allocated() -> None:
             items = (MultimodalItem(f"{name:064x}", 1, 2), MultimodalItem(f"{name + 1:064x}", 4, 2))[: name % 3]
             hashed(space, np.arange(name, name + 8), memory, items=items)
 
-    # What is made once in a process, at the first of each kind, is no part of it.
+    # Objects that the process makes once, at the first use of each kind, do not count.
     fill(range(3))
     tracemalloc.start()
     try:

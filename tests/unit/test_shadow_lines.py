@@ -40,19 +40,19 @@ def read(line: Any, reading: LogReading = GROWS) -> Observation:
     ids=["itself", "an object", "a text", "without a worker"],
 )
 def test_a_body_is_found_wherever_it_stands(line: dict[str, Any]) -> None:
-    found = read(line)
-    asked = json.loads(found.question)
-    assert asked == {"model": "m", "token_ids": [1, 2, 3], "explain": True, "dry_run": True}
-    assert found.outcome == Outcome(None, None, None) and found.seen_s == NOW_S
+    line_read = read(line)
+    question = json.loads(line_read.question)
+    assert question == {"model": "m", "token_ids": [1, 2, 3], "explain": True, "dry_run": True}
+    assert line_read.outcome == Outcome(None, None, None) and line_read.seen_s == NOW_S
 
 
 def test_worker_usage_id_and_age_are_read() -> None:
     usage = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
-    found = read(
+    line_read = read(
         {"body": BODY, "upstream_addr": "10.0.0.1:8000", "time": WALL_S - 1.5, "usage": usage, "request_id": 7}
     )
-    assert found.outcome == Outcome("10.0.0.1:8000", 2, 3)
-    assert (found.request_id, found.seen_s, found.is_served) == ("7", NOW_S - 1.5, True)
+    assert line_read.outcome == Outcome("10.0.0.1:8000", 2, 3)
+    assert (line_read.request_id, line_read.seen_s, line_read.is_served) == ("7", NOW_S - 1.5, True)
     assert read_outcome(json.dumps({"x_request_id": "a", "worker": "w0", "response": {"usage": usage}}).encode()) == (
         "a",
         Outcome("w0", 2, 3),
@@ -60,8 +60,14 @@ def test_worker_usage_id_and_age_are_read() -> None:
 
 
 def test_what_steers_a_choice_is_left_out() -> None:
-    found = read({"messages": [], "workers": ["w0"], "pinned_worker": {"worker_id": "w0"}, "tools": [1]})
-    assert json.loads(found.question) == {"model": "m", "messages": [], "tools": [1], "explain": True, "dry_run": True}
+    line_read = read({"messages": [], "workers": ["w0"], "pinned_worker": {"worker_id": "w0"}, "tools": [1]})
+    assert json.loads(line_read.question) == {
+        "model": "m",
+        "messages": [],
+        "tools": [1],
+        "explain": True,
+        "dry_run": True,
+    }
 
 
 @pytest.mark.parametrize(
@@ -113,12 +119,12 @@ def test_requests_and_lines_are_joined_whichever_comes_first_and_the_oldest_goes
     (joined,) = awaited.add_snapshot("b", pair("b"), 2.0)
     assert joined.outcome == Outcome("header", 4, 10)
     for number in range(3):
-        gone = awaited.add_snapshot(f"c{number}", pair(f"c{number}"), 3.0)
-    assert [one.snapshot.ours for one in gone] == ["c0"] and awaited.waiting == 2
+        dropped = awaited.add_snapshot(f"c{number}", pair(f"c{number}"), 3.0)
+    assert [pair_left.snapshot.ours for pair_left in dropped] == ["c0"] and awaited.waiting == 2
     for number in range(3):
         awaited.add_outcome(f"d{number}", Outcome(), 3.0)
     assert awaited.unmatched == 1
-    assert [one.snapshot.ours for one in awaited.expired(9.0)] == ["c1", "c2"]
+    assert [pair_left.snapshot.ours for pair_left in awaited.expired(9.0)] == ["c1", "c2"]
     assert awaited.unmatched == 3 and list(awaited.rest()) == []
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each router its share: even, the same from every side, and steady."""
+"""Shares of the routers: even, the same from every side, and steady."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ROUTERS = st.sets(st.text("abcdef0123456789", min_size=1, max_size=4), min_size=
 
 @given(workers=WORKERS, routers=ROUTERS, seed=st.integers())
 def test_even_complete_and_independent_of_order(workers: list[WorkerKey], routers: set[str], seed: int) -> None:
-    found = assign_workers(workers, routers, {})
-    loads = Counter(found.values())
+    assignment = assign_workers(workers, routers, {})
+    loads = Counter(assignment.values())
     counts = [loads[router] for router in routers]
-    assert found.keys() == set(workers) and set(loads) <= routers
+    assert assignment.keys() == set(workers) and set(loads) <= routers
     assert max(counts) - min(counts) <= 1
     shuffled = list(workers)
     random.Random(seed).shuffle(shuffled)
-    assert assign_workers(shuffled, sorted(routers, reverse=True), {}) == found
+    assert assign_workers(shuffled, sorted(routers, reverse=True), {}) == assignment
 
 
 def test_who_stays_keeps_most_of_its_workers() -> None:
@@ -44,14 +44,14 @@ def test_a_worker_goes_to_no_router_that_refuses_it(
     workers: list[WorkerKey], routers: set[str], data: st.DataObject
 ) -> None:
     refused = {worker: data.draw(st.sets(st.sampled_from(sorted(routers)))) for worker in workers}
-    found = assign_workers(workers, routers, refused)
-    assert found.keys() == {worker for worker in workers if refused[worker] != routers}
-    assert all(router not in refused[worker] for worker, router in found.items())
-    assert assign_workers(reversed(workers), sorted(routers, reverse=True), refused) == found
+    assignment = assign_workers(workers, routers, refused)
+    assert assignment.keys() == {worker for worker in workers if refused[worker] != routers}
+    assert all(router not in refused[worker] for worker, router in assignment.items())
+    assert assign_workers(reversed(workers), sorted(routers, reverse=True), refused) == assignment
 
 
 def test_a_router_that_refuses_one_worker_gets_others_in_its_place() -> None:
     workers = [WorkerKey("m", f"w{number}") for number in range(8)]
-    found = assign_workers(workers, {"a", "b"}, {worker: {"a"} for worker in workers[:4]})
-    assert Counter(found.values()) == {"a": 4, "b": 4}
-    assert {found[worker] for worker in workers[:4]} == {"b"}
+    assignment = assign_workers(workers, {"a", "b"}, {worker: {"a"} for worker in workers[:4]})
+    assert Counter(assignment.values()) == {"a": 4, "b": 4}
+    assert {assignment[worker] for worker in workers[:4]} == {"b"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's parts."""
+"""Parts of the demo."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def test_prompts_fit_fill_far_more_than_a_pool_and_repeat(shape: str) -> None:
     sim = scene.replica()
     texts: dict[int, tuple[int, ...]] = {}
     for prompt in prompts:
-        before = texts.get(prompt.conversation, ())
-        assert prompt.tokens[: len(before)] == before
-        done = sim.run(prompt.tokens, max_tokens=prompt.max_tokens)
-        texts[prompt.conversation] = prompt.tokens + done.output
+        earlier = texts.get(prompt.conversation, ())
+        assert prompt.tokens[: len(earlier)] == earlier
+        finished = sim.run(prompt.tokens, max_tokens=prompt.max_tokens)
+        texts[prompt.conversation] = prompt.tokens + finished.output
 
 
 @pytest.mark.parametrize("shape", SCENES)
 def test_full_attention_alone_never_sees_less_than_the_hit(shape: str) -> None:
     sim = SCENES[shape].replica()
-    more = 0
+    overestimates = 0
     for prompt in make_prompts(random.Random(1), 30):
-        seen, real = full_attention_hit(sim, prompt.tokens), sim.find(prompt.tokens).tokens
-        assert seen >= real
-        more += seen > real
+        full_attention, real = full_attention_hit(sim, prompt.tokens), sim.find(prompt.tokens).tokens
+        assert full_attention >= real
+        overestimates += full_attention > real
         sim.run(prompt.tokens, max_tokens=prompt.max_tokens)
-    assert (more > 0) == (shape != "llama")
+    assert (overestimates > 0) == (shape != "llama")
 
 
 def test_among_equal_hits_the_least_used_replica_is_taken() -> None:
@@ -120,7 +120,7 @@ def test_the_view_is_plain_off_a_terminal() -> None:
 
 
 def shown(view: View, row: Row) -> None:
-    """All that a view may say."""
+    """Call everything that a view may show."""
     replicas = len(row.predicted)
     view.opening("gemma3", SCENES["gemma3"], replicas, 500, 12, 1200, "least_load", "a_trace_of_some_length.jsonl")
     view.header(1.0)

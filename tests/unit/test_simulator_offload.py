@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU tier and what moves to it and from it, by cases small enough to follow by hand."""
+"""The CPU tier, and moves to it and from it, by cases small enough to follow by hand."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_the_beginning_of_a_used_text_is_kept_longest() -> None:
     tier.end_store(tier.begin_store({key(1): 16, key(2): 32, key(1, 1): 16}, uses) or ())
     store(tier, 9)
     tier.used(uses)
-    gone = []
+    evictions = []
     for n in range(20, 24):
         tier.take_events()
         store(tier, n)
-        gone += [event for event in tier.take_events() if isinstance(event, EvictedChunk)]
-    assert gone == [
+        evictions += [event for event in tier.take_events() if isinstance(event, EvictedChunk)]
+    assert evictions == [
         EvictedChunk(0, (key(9).block_hash,)),
         EvictedChunk(0, (key(2).block_hash,)),
         EvictedChunk(1, (key(1).block_hash,)),
@@ -78,36 +78,36 @@ def test_the_beginning_of_a_used_text_is_kept_longest() -> None:
 
 
 def replica(geometry: Geometry, blocks: int, chunks: int) -> tuple[Replica, list[list[CacheEvent]]]:
-    told: list[list[CacheEvent]] = []
-    return Replica(geometry, blocks, on_step=told.append, chunk_tokens=64, cpu_chunks=chunks), told
+    batches: list[list[CacheEvent]] = []
+    return Replica(geometry, blocks, on_step=batches.append, chunk_tokens=64, cpu_chunks=chunks), batches
 
 
 def test_a_prompt_comes_back_from_the_cpu() -> None:
-    sim, told = replica(llama(16), 8, 20)
+    sim, batches = replica(llama(16), 8, 20)
     prompt = list(range(100))
     sim.run(prompt)
     sim.run(list(range(1000, 1100)))
     assert sim.find(prompt).tokens == 0
     assert sim.reach(sim.text(prompt)) == (0, 96)
-    told.clear()
-    done = sim.run(prompt)
-    assert done.reused_tokens == 96
-    stored = [event for batch in told for event in batch if isinstance(event, Stored)]
+    batches.clear()
+    answer = sim.run(prompt)
+    assert answer.reused_tokens == 96
+    stored = [event for batch in batches for event in batch if isinstance(event, Stored)]
     # The blocks that a load has written are findable on the GPU, and reported.
     assert stored[0].hashes == tuple(sim.text(prompt).hashes)
     assert sim.pool.num_free == 7
 
 
 def test_answers_are_not_offloaded() -> None:
-    sim, told = replica(llama(16), 20, 20)
+    sim, batches = replica(llama(16), 20, 20)
     sim.run(list(range(40)), max_tokens=60)
-    assert len([event for batch in told for event in batch if isinstance(event, OffloadedChunk)]) == 2
+    assert len([event for batch in batches for event in batch if isinstance(event, OffloadedChunk)]) == 2
 
 
 def test_of_a_window_the_tail_is_offloaded_only() -> None:
-    sim, told = replica(gpt_oss(16, 32), 60, 60)
+    sim, batches = replica(gpt_oss(16, 32), 60, 60)
     sim.run(list(range(200)))
-    keys = [event.key for batch in told for event in batch if isinstance(event, OffloadedChunk)]
+    keys = [event.key for batch in batches for event in batch if isinstance(event, OffloadedChunk)]
     assert len([k for k in keys if k.group_idx == 1]) == 12
     assert len([k for k in keys if k.group_idx == 0]) == 2
 
@@ -122,12 +122,12 @@ def test_events_of_the_cpu_tell_hash_and_group() -> None:
         [],
         0,
     )
-    gone = to_wire(EvictedChunk(0, (b"a", b"b")), gpt_oss())
-    assert isinstance(gone, WireRemoved)
-    assert (gone.medium, gone.group_idx, gone.block_hashes) == ("CPU", 0, [b"a", b"b"])
+    removal = to_wire(EvictedChunk(0, (b"a", b"b")), gpt_oss())
+    assert isinstance(removal, WireRemoved)
+    assert (removal.medium, removal.group_idx, removal.block_hashes) == ("CPU", 0, [b"a", b"b"])
 
 
-# 1 ms a token prefilled, 0.1 ms a token loaded, 10 ms a step, 5 ms a load.
+# A prefilled token takes 1 ms, a loaded token 0.1 ms, a step 10 ms, and a load 5 ms.
 TIMING = Timing(1000, 0.010, 0.0, 10_000, 0.005)
 
 
@@ -147,7 +147,7 @@ def test_a_load_takes_its_time_and_no_computing() -> None:
     list(fleet.advance())
     assert sim.find(list(range(60))).tokens == 0
     job = fleet.submit(0, sim.text(list(range(60))), 1, 10.0)
-    # 48 tokens come back in 9.8 ms, 12 are computed in a step of 22 ms.
+    # 48 tokens come back in 9.8 ms, and 12 are computed in a step of 22 ms.
     assert times(fleet) == [(10.0318, "first_token"), (10.0318, "done")]
     assert (job.reused, job.loaded) == (0, 48)
 
@@ -160,9 +160,9 @@ def test_others_are_computed_while_one_loads() -> None:
     list(fleet.advance())
     first = fleet.submit(0, sim.text(list(range(60))), 1, 10.0)
     second = fleet.submit(0, sim.text(list(range(900, 930))), 1, 10.001)
-    done = [(moment.job is first, round(moment.time_s, 4)) for moment in fleet.advance() if moment.kind == "done"]
-    # The second begins at once; the first joins after that step, when its load has long ended.
-    assert done == [(False, 10.041), (True, 10.063)]
+    finished = [(moment.job is first, round(moment.time_s, 4)) for moment in fleet.advance() if moment.kind == "done"]
+    # The second request begins at once; the first joins after that step, long after its load has ended.
+    assert finished == [(False, 10.041), (True, 10.063)]
     assert second.loaded == 0
 
 
@@ -183,14 +183,15 @@ def test_an_aborted_load_gives_its_blocks_back_when_it_ends() -> None:
 
 
 def test_a_pool_in_which_nobody_can_go_on_is_told() -> None:
-    told: list[list[CacheEvent]] = []
-    sim = Replica(gpt_oss(16, 32, None), 34, on_step=told.append, chunk_tokens=16, cpu_chunks=200)
+    batches: list[list[CacheEvent]] = []
+    sim = Replica(gpt_oss(16, 32, None), 34, on_step=batches.append, chunk_tokens=16, cpu_chunks=200)
     fleet = ReplicaFleet([VirtualReplica(sim, TIMING)])
     for n in range(2):
         fleet.submit(0, sim.text(list(range(1000 * n, 1000 * n + 160))), 1, n)
         list(fleet.advance())
         sim.reset_prefix_cache()
-    # Both come back from the CPU at once, with much to compute behind it, in a pool for one and a half.
+    # Both prompts come back from the CPU at once, with much to compute behind them, in a pool for one and a half
+    # prompts.
     for n in range(2):
         fleet.submit(0, sim.text(list(range(1000 * n, 1000 * n + 165)) + [7] * 60), 100, 10.0)
     with pytest.raises(Stuck, match="more blocks"):

@@ -19,14 +19,14 @@ from kvrouter.simulator.http.server import ReplicaServer
 
 PATIENCE_S = 20.0
 
-# Slow enough that a request is still under way when the test acts on it.
+# The timing is slow enough that a request is still under way when the test acts on it.
 SLOW = Timing(1e6, 0.05, 0.0)
 
 Post = Callable[..., Awaitable[Any]]
 
 
 class Client:
-    """One replica and a session with it."""
+    """One replica and an HTTP session with it."""
 
     def __init__(self, server: ReplicaServer, session: aiohttp.ClientSession) -> None:
         self.server = server
@@ -44,7 +44,7 @@ class Client:
         return await self.post("/v1/chat/completions", {"messages": messages, **more})
 
     async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The chunks, without the last line, which must be [DONE]."""
+        """Stream a request, and return its chunks without the last line, which must be [DONE]."""
         async with self.session.post(path, json={**body, "stream": True}) as reply:
             assert reply.status == 200
             assert reply.content_type == "text/event-stream"
@@ -61,8 +61,8 @@ class Client:
 
     async def until(self, is_so: Callable[[dict[str, float]], bool]) -> None:
         deadline = asyncio.get_running_loop().time() + PATIENCE_S
-        while not is_so(found := await self.metrics()):
-            assert asyncio.get_running_loop().time() < deadline, found
+        while not is_so(metrics := await self.metrics()):
+            assert asyncio.get_running_loop().time() < deadline, metrics
             await asyncio.sleep(0.01)
 
 
@@ -88,13 +88,13 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 def test_a_text_is_its_tokens() -> None:
     async def scenario(client: Client) -> None:
         text = "Once upon a time, in a pool of blocks, there was a free queue." * 3
-        whole = await client.complete(text, max_tokens=5)
+        answer = await client.complete(text, max_tokens=5)
         tokens = tokenizer.encode(text)
-        assert whole["usage"]["prompt_tokens"] == len(tokens)
+        assert answer["usage"]["prompt_tokens"] == len(tokens)
         again = await client.complete(tokens, max_tokens=5)
-        assert again["choices"][0]["text"] == whole["choices"][0]["text"]
+        assert again["choices"][0]["text"] == answer["choices"][0]["text"]
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        assert whole["choices"][0]["finish_reason"] == "length"
+        assert answer["choices"][0]["finish_reason"] == "length"
 
     run(scenario)
 
@@ -110,11 +110,11 @@ def test_a_prompt_may_be_a_list_of_one(prompt: Any) -> None:
 def test_a_stream_says_what_the_whole_answer_says() -> None:
     async def scenario(client: Client) -> None:
         body = {"prompt": "tell me " * 20, "max_tokens": 9, "return_token_ids": True}
-        whole = await client.post("/v1/completions", body)
+        whole_answer = await client.post("/v1/completions", body)
         chunks = await client.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}})
         *pieces, last = chunks
-        assert "".join(chunk["choices"][0]["text"] for chunk in pieces) == whole["choices"][0]["text"]
-        assert [chunk["choices"][0]["token_ids"][0] for chunk in pieces] == whole["choices"][0]["token_ids"]
+        assert "".join(chunk["choices"][0]["text"] for chunk in pieces) == whole_answer["choices"][0]["text"]
+        assert [chunk["choices"][0]["token_ids"][0] for chunk in pieces] == whole_answer["choices"][0]["token_ids"]
         assert [chunk["choices"][0]["finish_reason"] for chunk in pieces] == [None] * 8 + ["length"]
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == 9
@@ -129,11 +129,11 @@ def test_a_chat_streams_deltas_and_goes_on_where_it_ended() -> None:
         first, *pieces = await client.stream("/v1/chat/completions", {"messages": CHAT, "max_tokens": 40})
         assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
         assert {chunk["object"] for chunk in pieces} == {"chat.completion.chunk"}
-        said = "".join(chunk["choices"][0]["delta"]["content"] for chunk in pieces)
-        more = [*CHAT, {"role": "assistant", "content": said}, {"role": "user", "content": "Go on."}]
+        answer_text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in pieces)
+        more = [*CHAT, {"role": "assistant", "content": answer_text}, {"role": "user", "content": "Go on."}]
         answer = await client.chat(more, max_tokens=3)
         usage = answer["usage"]
-        # The answer went back as text and has the tokens that it was sampled with: all of it but the last block is
+        # The answer went back as text and has the tokens with which it was sampled, so all of it but the last block is
         # known.
         first_turn = len(tokenizer.encode(tokenizer.render_chat(CHAT))) + 40
         again = await client.chat(more, max_tokens=3)
@@ -155,11 +155,11 @@ def test_a_chat_without_a_limit_comes_to_an_end() -> None:
 def test_tokenize_is_what_a_chat_is_computed_with() -> None:
     async def scenario(client: Client) -> None:
         tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
-        found = await client.post("/tokenize", {"messages": CHAT, "tools": tools, "return_token_strs": True})
-        assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
-        assert "".join(found["token_strs"]).endswith("<|im_start|>assistant\n")
+        tokenized = await client.post("/tokenize", {"messages": CHAT, "tools": tools, "return_token_strs": True})
+        assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
+        assert "".join(tokenized["token_strs"]).endswith("<|im_start|>assistant\n")
         used = await client.chat(CHAT, tools=tools, max_tokens=1)
-        assert used["usage"]["prompt_tokens"] == found["count"]
+        assert used["usage"]["prompt_tokens"] == tokenized["count"]
         plain = await client.post("/tokenize", {"prompt": "déjà vu bada"})
         assert await client.post("/detokenize", {"tokens": plain["tokens"]}) == {"prompt": "déjà vu bada"}
         assert plain["max_model_len"] == client.server.replica.max_text_tokens
@@ -172,15 +172,15 @@ def test_requests_run_together_and_metrics_tell() -> None:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(client.complete([n] * 40, max_tokens=6)) for n in range(5)]
             await client.until(lambda found: found["vllm:num_requests_running"] == 3)
-            found = await client.metrics()
-            assert found["vllm:num_requests_waiting"] == 2
-            assert 0 < found["vllm:kv_cache_usage_perc"] < 1
+            metrics = await client.metrics()
+            assert metrics["vllm:num_requests_waiting"] == 2
+            assert 0 < metrics["vllm:kv_cache_usage_perc"] < 1
         assert all(task.result()["usage"]["completion_tokens"] == 6 for task in tasks)
-        found = await client.metrics()
-        assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
-        assert found["vllm:prefix_cache_queries_total"] == 200
-        assert found["vllm:generation_tokens_total"] == 30
-        assert found["process_start_time_seconds"] == client.server.api.life.started_s
+        metrics = await client.metrics()
+        assert metrics["vllm:num_requests_running"] == metrics["vllm:num_requests_waiting"] == 0
+        assert metrics["vllm:prefix_cache_queries_total"] == 200
+        assert metrics["vllm:generation_tokens_total"] == 30
+        assert metrics["process_start_time_seconds"] == client.server.api.life.started_s
 
     run(scenario, timing=SLOW, max_running=3)
 
@@ -255,16 +255,16 @@ def test_a_prompt_is_handed_over_from_prefill_to_decode() -> None:
             await decoder.open()
             try:
                 async with aiohttp.ClientSession(decoder.endpoints["url"]) as session:
-                    other = Client(decoder, session)
-                    second = await other.complete(prompt, max_tokens=5, kv_transfer_params=params)
+                    decode_client = Client(decoder, session)
+                    second = await decode_client.complete(prompt, max_tokens=5, kv_transfer_params=params)
             finally:
                 await decoder.close()
-        # What the prefill replica had is what usage reports, as in vLLM; only the last token was computed here.
+        # As in vLLM, usage reports the blocks of the prefill replica; only the last token was computed here.
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert "kv_transfer_params" not in second
-        whole = await client.complete(prompt, max_tokens=5)
-        assert second["choices"][0]["text"] == whole["choices"][0]["text"]
-        assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+        whole_answer = await client.complete(prompt, max_tokens=5)
+        assert second["choices"][0]["text"] == whole_answer["choices"][0]["text"]
+        assert whole_answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
         incomplete = {"do_remote_prefill": True}
         local = await client.complete(list(range(500, 600)), kv_transfer_params=incomplete)
         assert local["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

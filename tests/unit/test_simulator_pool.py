@@ -44,40 +44,40 @@ def test_blocks_without_a_key_are_taken_before_all_others() -> None:
 
 def test_each_copy_counts_and_each_is_removed_once() -> None:
     pool = BlockPool(3)
-    one, two = pool.take(2)
-    pool.cache(one, key(7))
-    pool.cache(two, key(7))
+    first, second = pool.take(2)
+    pool.cache(first, key(7))
+    pool.cache(second, key(7))
     assert pool.copies(key(7)) == 2
-    assert pool.find([0], key(7).block_hash) == [one]
-    pool.release([one, two])
+    assert pool.find([0], key(7).block_hash) == [first]
+    pool.release([first, second])
     pool.take(1)
     assert pool.take_events() == [Removed(key(7))]
-    assert pool.find([0], key(7).block_hash) == [two]
+    assert pool.find([0], key(7).block_hash) == [second]
     pool.take(1)
     assert pool.find([0], key(7).block_hash) is None
 
 
 def test_a_group_does_not_find_the_blocks_of_another() -> None:
     pool = BlockPool(3)
-    one, two = pool.take(2)
-    pool.cache(one, key(7, 0))
+    first, second = pool.take(2)
+    pool.cache(first, key(7, 0))
     assert pool.find([1], key(7).block_hash) is None
     assert pool.find([0, 1], key(7).block_hash) is None
-    pool.cache(two, key(7, 1))
-    assert pool.find([1, 0], key(7).block_hash) == [two, one]
+    pool.cache(second, key(7, 1))
+    assert pool.find([1, 0], key(7).block_hash) == [second, first]
 
 
 def test_a_touched_block_is_not_evicted() -> None:
     pool = BlockPool(3)
-    one, two = pool.take(2)
-    pool.cache(one, key(1))
-    pool.cache(two, key(2))
-    pool.release([one, two])
-    pool.touch([one])
-    assert pool.take(1) == [two]
+    first, second = pool.take(2)
+    pool.cache(first, key(1))
+    pool.cache(second, key(2))
+    pool.release([first, second])
+    pool.touch([first])
+    assert pool.take(1) == [second]
     assert pool.take_events() == [Removed(key(2))]
-    pool.release([one])
-    assert one.refs == 0
+    pool.release([first])
+    assert first.refs == 0
 
 
 def test_a_block_held_twice_is_free_only_after_both_let_go() -> None:
@@ -111,12 +111,12 @@ def test_a_block_with_two_keys_loses_both_the_full_one_first() -> None:
 
 def test_reset_waits_until_nothing_is_held() -> None:
     pool = BlockPool(3)
-    one, two = pool.take(2)
-    pool.cache(one, key(1))
-    pool.release([two])
+    first, second = pool.take(2)
+    pool.cache(first, key(1))
+    pool.release([second])
     assert not pool.reset()
     assert pool.take_events() == []
-    pool.release([one])
+    pool.release([first])
     assert pool.reset()
     assert pool.take_events() == [Cleared()]
     assert pool.resident() == {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replica stores, reuses and refuses, by cases small enough to follow by hand."""
+"""A replica's stored, reused and refused blocks, by cases small enough to follow by hand."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ SWA: Final = "sliding_window"
 
 
 class Told(list[list[CacheEvent]]):
-    """The batches of a replica."""
+    """Batches of a replica, in order."""
 
     def stored(self, group_idx: int) -> list[Stored]:
         return [e for batch in self for e in batch if isinstance(e, Stored) and e.group_idx == group_idx]
 
 
 def replica(geometry: Geometry, blocks: int = 500, chunk_tokens: int = 8192) -> tuple[Replica, Told]:
-    told = Told()
-    return Replica(geometry, blocks, on_step=told.append, chunk_tokens=chunk_tokens), told
+    batches = Told()
+    return Replica(geometry, blocks, on_step=batches.append, chunk_tokens=chunk_tokens), batches
 
 
 def text(tokens: int, start: int = 0) -> list[int]:
@@ -46,13 +46,14 @@ def text(tokens: int, start: int = 0) -> list[int]:
 
 
 def forget(sim: Replica, group_idx: int, block_hash: bytes) -> None:
-    found = sim.pool.find([group_idx], block_hash)
-    assert found is not None
-    sim.pool.forget(found[0])
+    entry = sim.pool.find([group_idx], block_hash)
+    assert entry is not None
+    sim.pool.forget(entry[0])
 
 
 def test_the_hash_chain_is_vllms() -> None:
-    # Printed by vLLM 0.32.0 (PYTHONHASHSEED unset): NONE_HASH and hash_block_tokens(sha256, ...) of two blocks.
+    # vLLM 0.32.0 printed these hashes (PYTHONHASHSEED unset): NONE_HASH and hash_block_tokens(sha256, ...) of two
+    # blocks.
     assert root_hash().hex() == "066b1e8987e027138e98701c46128929378935f9b6cd1549105ae6b4f0d71198"
     hashes: list[bytes] = []
     extend_hashes(hashes, [1, 2, 3, 4, 5, 6, 7, 8, 9], 4, root_hash())
@@ -80,34 +81,34 @@ def test_a_resend_reuses_all_but_the_last_token() -> None:
 
 
 def test_a_salt_keeps_tenants_apart() -> None:
-    sim, told = replica(llama(16))
+    sim, batches = replica(llama(16))
     sim.run(text(40), cache_salt="a")
     assert sim.run(text(40)).reused_tokens == 0
     assert sim.run(text(40), cache_salt="a").reused_tokens == 32
-    assert told.stored(0)[0].extra_keys == (("a",), None)
-    assert told.stored(0)[1].extra_keys == (None, None)
+    assert batches.stored(0)[0].extra_keys == (("a",), None)
+    assert batches.stored(0)[1].extra_keys == (None, None)
 
 
 def test_answers_are_cached_except_the_last_token() -> None:
     sim, _ = replica(llama(4))
-    done = sim.run(text(6), max_tokens=7)
-    assert len(done.output) == 7
-    assert done.output[0] == next_token(text(6))
-    # 6 + 6 of 7 computed: three full blocks.
-    assert sim.run([*text(6), *done.output, 1]).reused_tokens == 12
+    answer = sim.run(text(6), max_tokens=7)
+    assert len(answer.output) == 7
+    assert answer.output[0] == next_token(text(6))
+    # 12 tokens were computed, 6 of the prompt and 6 of the 7 answered: three full blocks.
+    assert sim.run([*text(6), *answer.output, 1]).reused_tokens == 12
 
 
 def test_one_batch_a_step_and_none_when_nothing_happened() -> None:
-    sim, told = replica(llama(4), chunk_tokens=8)
+    sim, batches = replica(llama(4), chunk_tokens=8)
     sim.run(text(20), max_tokens=5)
-    # Chunks of 8, 8 and 4 tokens; then tokens 21 to 24 fill one more block with the last of four steps.
-    assert [[len(e.hashes) for e in batch if isinstance(e, Stored)] for batch in told] == [[2], [2], [1], [1]]
+    # The chunks have 8, 8 and 4 tokens; then tokens 21 to 24 fill one more block, with the last of four steps.
+    assert [[len(e.hashes) for e in batch if isinstance(e, Stored)] for batch in batches] == [[2], [2], [1], [1]]
 
 
 def test_events_chain_by_parent() -> None:
-    sim, told = replica(llama(4), chunk_tokens=8)
+    sim, batches = replica(llama(4), chunk_tokens=8)
     sim.run(text(20))
-    first, second, third = told.stored(0)
+    first, second, third = batches.stored(0)
     assert first.parent is None
     assert second.parent == first.hashes[-1]
     assert third.parent == second.hashes[-1]
@@ -115,9 +116,9 @@ def test_events_chain_by_parent() -> None:
 
 
 def test_sparse_window_events_omit_hashes_and_span_all_tokens() -> None:
-    sim, told = replica(gpt_oss(16, 32))
+    sim, batches = replica(gpt_oss(16, 32))
     sim.run(text(200))
-    (window,), (full,) = told.stored(0), told.stored(1)
+    (window,), (full,) = batches.stored(0), batches.stored(1)
     # A window of 32 needs ceil(31 / 16) = 2 blocks before token 199's last boundary, 192.
     assert window.hashes == full.hashes[10:12]
     assert window.tokens == full.tokens == tuple(range(192))
@@ -125,15 +126,15 @@ def test_sparse_window_events_omit_hashes_and_span_all_tokens() -> None:
 
 
 def test_an_event_may_have_no_hash_at_all() -> None:
-    sim, told = replica(gpt_oss(16, 32), chunk_tokens=64)
+    sim, batches = replica(gpt_oss(16, 32), chunk_tokens=64)
     sim.run(text(200))
-    assert [len(event.hashes) for event in told.stored(0)] == [0, 0, 2]
+    assert [len(event.hashes) for event in batches.stored(0)] == [0, 0, 2]
 
 
 def test_dense_retention_keeps_every_window_block() -> None:
-    sim, told = replica(gpt_oss(16, 32, None))
+    sim, batches = replica(gpt_oss(16, 32, None))
     sim.run(text(200))
-    assert len(told.stored(0)[0].hashes) == 12
+    assert len(batches.stored(0)[0].hashes) == 12
 
 
 def test_an_interval_keeps_one_tail_a_segment() -> None:
@@ -154,14 +155,16 @@ def test_the_shared_prefix_is_reusable_from_the_third_sibling_on() -> None:
     sim, _ = replica(gpt_oss(16, 32))
     shared = text(160)
     assert sim.run([*shared, *text(40, 1000)]).reused_tokens == 0
-    # The second finds the full-attention blocks but no window before token 160: it leaves a checkpoint there.
+    # The second sibling finds the full-attention blocks but no window before token 160, so it leaves a checkpoint
+    # there.
     assert sim.find([*shared, *text(40, 2000)]).junction == 160
     assert sim.run([*shared, *text(40, 2000)]).reused_tokens == 0
     assert sim.run([*shared, *text(40, 3000)]).reused_tokens == 160
 
 
 def test_a_window_group_lets_go_of_what_it_passed() -> None:
-    # 400 tokens in one window group need 25 blocks; with chunks of 32 and a window of 32 it never holds more than 6.
+    # 400 tokens in one window group need 25 blocks; with chunks of 32 and a window of 32, the group never holds more
+    # than 6.
     geometry = Geometry("window", (GroupShape(SWA, 16, 32),))
     sim, _ = replica(geometry, 7, chunk_tokens=32)
     assert sim.run(text(400), max_tokens=20).reused_tokens == 0
@@ -169,22 +172,22 @@ def test_a_window_group_lets_go_of_what_it_passed() -> None:
 
 
 def test_a_mamba_hit_needs_the_state_at_its_end_only() -> None:
-    sim, told = replica(qwen3_next(16, 1))
+    sim, batches = replica(qwen3_next(16, 1))
     sim.run(text(100))
-    # Chunks end at 96, the last boundary before the prompt's end: one state there, nulls before it.
-    assert [len(event.hashes) for event in told.stored(0)] == [1]
-    assert told.stored(0)[0].hashes[0] == told.stored(1)[0].hashes[5]
+    # Chunks end at 96, the last boundary before the prompt's end: one state stands there, and nulls before it.
+    assert [len(event.hashes) for event in batches.stored(0)] == [1]
+    assert batches.stored(0)[0].hashes[0] == batches.stored(1)[0].hashes[5]
     assert sim.run(text(100)).reused_tokens == 96
     assert sim.find(text(90)).tokens == 0
     assert sim.find(text(90)).junction == 80
 
 
 def test_mamba_chunks_stop_at_the_junction() -> None:
-    sim, told = replica(qwen3_next(16, 1))
+    sim, batches = replica(qwen3_next(16, 1))
     sim.run(text(100))
-    told.clear()
+    batches.clear()
     sim.run([*text(80), *text(30, 1000)])
-    ends = [len(event.tokens) for event in told.stored(1)]
+    ends = [len(event.tokens) for event in batches.stored(1)]
     assert ends == [80, 16]
     assert sim.find([*text(80), 7, 8, 9]).tokens == 80
 
@@ -193,9 +196,9 @@ def test_a_hit_found_by_one_group_alone_is_no_hit() -> None:
     geometry = gpt_oss(16, 32)
     sim, _ = replica(geometry)
     sim.run(text(100))
-    for held in list(sim.pool.resident()):
-        if held.group_idx == 0:
-            forget(sim, 0, held.block_hash)
+    for resident in list(sim.pool.resident()):
+        if resident.group_idx == 0:
+            forget(sim, 0, resident.block_hash)
     assert sim.find(text(100)).tokens == 0
     assert sim.find(text(100)).junction == 96
 
@@ -211,14 +214,14 @@ def test_a_window_run_starts_at_an_aligned_boundary_only() -> None:
     sim, _ = replica(Geometry("mixed", (GroupShape(SWA, 4, 9), GroupShape(FULL, 8)), None))
     sim.run(text(41))
     assert sim.find(text(41)).tokens == 40
-    # Without the block that ends at 40, blocks 28..36 cover a window; but 36 is no boundary of the wider blocks.
+    # Without the block that ends at 40, blocks 28..36 cover a window, but 36 is no boundary of the wider blocks.
     forget(sim, 0, sim.text(text(41)).hashes[9])
     assert sim.find(text(41)).tokens == 32
 
 
 def test_the_kept_tail_ends_where_all_groups_have_a_boundary() -> None:
     group = make_group(0, Geometry("mixed", (GroupShape(SWA, 4, 5), GroupShape(FULL, 8))), BlockPool(2))
-    # A prompt resumes at 15 at most, so at 8: of the blocks 0..4, 4..8, 8..12 the second.
+    # A prompt resumes at 15 at most, so at 8: it needs the second of the blocks 0..4, 4..8, 8..12.
     assert group.mask(0, 3, [15]) == [False, True, False]
 
 
@@ -227,53 +230,53 @@ def test_equal_groups_are_looked_up_jointly() -> None:
     sim, _ = replica(gemma3(16, 32))
     sim.run(text(100))
     assert sim.find(text(100)).tokens == 96
-    held = next(k for k in sim.pool.resident() if k.group_idx == 3)
-    forget(sim, 3, held.block_hash)
+    resident = next(k for k in sim.pool.resident() if k.group_idx == 3)
+    forget(sim, 3, resident.block_hash)
     assert sim.find(text(100)).tokens == 0
 
 
 def test_a_full_attention_block_wider_than_the_hash_has_a_second_key() -> None:
     geometry = Geometry("mixed", (GroupShape(SWA, 16, 32), GroupShape(FULL, 32)))
-    sim, told = replica(geometry)
+    sim, batches = replica(geometry)
     sim.run(text(50), max_tokens=20)
-    # The prompt's last hash boundary, 48, lies inside the block 32..64: announced on its own once that block is full.
-    last = told.stored(1)[-1]
+    # The prompt's last hash boundary, 48, lies inside the block 32..64, and is announced alone once that block is full.
+    last = batches.stored(1)[-1]
     assert (last.block_size, last.tokens) == (16, tuple(range(32, 48)))
     assert sim.pool.copies(next(k for k in sim.pool.resident() if k.block_hash == last.hashes[0])) == 1
 
 
 def test_removed_copies_follow_the_blocks_taken() -> None:
-    sim, told = replica(llama(16), 6)
+    sim, batches = replica(llama(16), 6)
     sim.run(text(80))
-    told.clear()
+    batches.clear()
     sim.run(text(40, 1000))
-    kinds = [type(event) for event in told[0]]
+    kinds = [type(event) for event in batches[0]]
     assert kinds == [Removed, Removed, Removed, Stored]
 
 
 def test_a_reset_is_told_with_the_next_step() -> None:
-    sim, told = replica(llama(16))
+    sim, batches = replica(llama(16))
     sim.run(text(40))
-    told.clear()
+    batches.clear()
     assert sim.reset_prefix_cache()
-    assert told == []
+    assert batches == []
     assert sim.run(text(40)).reused_tokens == 0
-    assert told[0][0] == Cleared()
-    assert isinstance(told[0][1], Stored)
+    assert batches[0][0] == Cleared()
+    assert isinstance(batches[0][1], Stored)
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [([], 1), ([1], 0), (text(200), 1), (text(60), 60)])
 def test_what_cannot_finish_is_refused_and_changes_nothing(prompt: list[int], max_tokens: int) -> None:
-    sim, told = replica(llama(16), 7)
+    sim, batches = replica(llama(16), 7)
     with pytest.raises(RequestRefused):
         sim.run(prompt, max_tokens=max_tokens)
-    assert told == []
+    assert batches == []
     assert sim.pool.num_free == 6
 
 
 def test_the_fullest_fit_runs() -> None:
     sim, _ = replica(llama(16), 7)
-    # The last sampled token needs no slot: 97 tokens in 6 blocks of 16.
+    # The last sampled token needs no slot, so there are 97 tokens in 6 blocks of 16.
     assert len(sim.run(text(60), max_tokens=37).output) == 37
 
 

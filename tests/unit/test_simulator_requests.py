@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator refuses the requests that vLLM refuses: each request of `request_checks.py` is compared with a real
-vLLM's answer.
+"""The simulator refuses the requests that vLLM refuses.
+
+Each request of `request_checks.py` is compared with a real vLLM's answer.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from kvrouter.simulator.cache.shapes import gpt_oss
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 from tests.support.request_checks import CHAT, COMPLETIONS, CONTEXT_TOKENS, JSON, Checked, answer_to, statuses_of
 
-# `tests/engine/test_request_checks.py` compares it with vLLM.
+# `tests/engine/test_request_checks.py` compares these answers with vLLM.
 GOLDEN: dict[str, int] = json.loads((Path(__file__).parents[1] / "golden" / "request_checks.json").read_text())
-# docs/reference/simulator.md says why.
+# docs/reference/simulator.md gives the reason for each.
 ACCEPTED_HERE = {f"{COMPLETIONS} " + '{"prompt": [1000000]}'}
 REFUSED_HERE = {
     *(

@@ -26,9 +26,9 @@ def submit(sim: Replica, start: int, tokens: int, max_tokens: int = 4) -> Job:
 
 
 def step(sim: Replica) -> Step:
-    done = sim.begin_step()
-    sim.end_step(done)
-    return done
+    next_step = sim.begin_step()
+    sim.end_step(next_step)
+    return next_step
 
 
 def test_one_budget_for_all_and_running_requests_first() -> None:
@@ -37,12 +37,12 @@ def test_one_budget_for_all_and_running_requests_first() -> None:
     second = submit(sim, 100, 40)
     assert step(sim).jobs == [first]
     assert first.computed == 32
-    # 8 tokens of the first, then 24 of the second.
+    # The step computes 8 tokens of the first request, and then 24 of the second.
     assert step(sim).jobs == [first, second]
     assert (first.computed, second.computed) == (40, 24)
-    now = step(sim)
-    assert now.jobs == [first, second]
-    assert (now.decodes, now.prefill_tokens) == (1, 16)
+    latest = step(sim)
+    assert latest.jobs == [first, second]
+    assert (latest.decodes, latest.prefill_tokens) == (1, 16)
 
 
 def test_no_more_run_than_may() -> None:
@@ -116,7 +116,7 @@ def test_a_sibling_waits_a_step_for_a_state_that_is_being_written() -> None:
     sim = replica(chunk_tokens=200, shape=qwen3_next(16, 1))
     first = submit(sim, 0, 60)
     second = submit(sim, 0, 60)
-    # The first ends its chunk at its last boundary, 48, and vLLM registers that state once more with the rest.
+    # The first request ends its chunk at its last boundary, 48, and vLLM registers that state once more with the rest.
     assert step(sim).jobs == [first]
     assert step(sim).jobs == [first]
     assert step(sim).jobs == [first, second]

@@ -59,7 +59,7 @@ def complete(server: ReplicaServer, tokens: list[int], **more: Any) -> Any:
 
 
 def replayed(server: ReplicaServer, context: zmq.Context[zmq.Socket[bytes]], count: int) -> list[tuple[int, bytes]]:
-    """All batches, once there are that many: the publisher's thread may be late."""
+    """Return all batches of the replay, once there are `count`: the publisher's thread may be late."""
     deadline_s = time.monotonic() + PATIENCE_S
     while len(batches := replay(server, context)) < count:
         assert time.monotonic() < deadline_s, f"{len(batches)} of {count} batches"
@@ -155,19 +155,19 @@ def test_the_stream_says_what_the_pool_holds(server: ReplicaServer, context: zmq
                 place = (event.group_idx, block_hash)
                 copies[place] = copies.get(place, 0) + change
     assert removed
-    held = server.replica.pool.resident()
-    expected = {(key.group_idx, int.from_bytes(key.block_hash[-8:], "big")): n for key, n in held.items()}
+    resident = server.replica.pool.resident()
+    expected = {(key.group_idx, int.from_bytes(key.block_hash[-8:], "big")): n for key, n in resident.items()}
     assert {place: n for place, n in copies.items() if n} == expected
-    assert isinstance(next(iter(held)), Key)
+    assert isinstance(next(iter(resident)), Key)
 
 
 def test_a_reset_shows_with_the_next_request(server: ReplicaServer, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     complete(server, list(range(50)))
-    before = server.publisher.next_seq
+    seq_before = server.publisher.next_seq
     assert call(f"{server.endpoints['url']}/reset_prefix_cache", {}) == {"success": True}
-    assert server.publisher.next_seq == before
+    assert server.publisher.next_seq == seq_before
     assert complete(server, list(range(50)))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    batch = BatchDecoder().decode(replayed(server, context, before + 1)[before][1])
+    batch = BatchDecoder().decode(replayed(server, context, seq_before + 1)[seq_before][1])
     assert isinstance(batch.events[0], AllBlocksCleared)
 
 
@@ -200,7 +200,7 @@ def test_stop_frees_the_port(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 )
 def test_wrong_settings_end_with_one_line(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert part in shown.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert part in output.err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual time: steps last what the timing says, in order, and the same run twice is the same."""
+"""Virtual time: steps last as long as the timing says, in order, and the same run twice is the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrouter.simulator.engine.replica import Replica
 from kvrouter.simulator.engine.timing import Timing
 from kvrouter.simulator.engine.virtual_time import Moment, ReplicaFleet, VirtualReplica
 
-# A step of 10 ms, 1 ms a prefill token, 2 ms a decoding request.
+# A step takes 10 ms, a prefilled token 1 ms, and a decoding request 2 ms.
 TIMING = Timing(prefill_tokens_per_s=1000, step_base_s=0.010, decode_sequence_s=0.002)
 
 
@@ -42,7 +42,7 @@ def told(moments: list[Moment]) -> list[tuple[float, str]]:
 def test_a_prompt_takes_its_prefill_and_a_token_its_step() -> None:
     sim = fleet()
     sim.submit(0, prompt(0, 100), 3, now_s=5.0)
-    # Chunks of 64 and 36 tokens: 74 and 46 ms; then two steps of 12 ms.
+    # The chunks have 64 and 36 tokens and take 74 and 46 ms; then two steps take 12 ms each.
     assert told(list(sim.advance())) == [(5.12, "first_token"), (5.144, "done")]
 
 
@@ -59,7 +59,7 @@ def test_a_request_joins_at_the_next_step() -> None:
     sim = fleet()
     sim.submit(0, prompt(0, 50), 2, now_s=0.0)
     sim.submit(0, prompt(100, 20), 1, now_s=0.03)
-    # 60 ms, then a step with one decode and 20 prefill tokens: 32 ms.
+    # The first step takes 60 ms; the next one, with one decode and 20 prefill tokens, takes 32 ms.
     moments = list(sim.advance())
     assert told(moments) == [(0.06, "first_token"), (0.092, "first_token"), (0.092, "done"), (0.092, "done")]
     assert moments[1].job is not moments[0].job
@@ -91,19 +91,19 @@ def test_replicas_go_their_own_way_in_one_order() -> None:
 def test_more_may_be_submitted_between_two_moments() -> None:
     sim = fleet()
     sim.submit(0, prompt(0, 10), 1, now_s=0.0)
-    seen = []
+    times_s = []
     for moment in sim.advance():
-        seen.append(round(moment.time_s, 6))
-        if moment.kind == "done" and len(seen) < 5:
+        times_s.append(round(moment.time_s, 6))
+        if moment.kind == "done" and len(times_s) < 5:
             sim.submit(0, prompt(200, 10), 1, moment.time_s)
-    assert seen == [0.02, 0.02, 0.04, 0.04, 0.06, 0.06]
+    assert times_s == [0.02, 0.02, 0.04, 0.04, 0.06, 0.06]
 
 
 def test_no_more_than_the_pool_holds_and_all_come_to_their_end() -> None:
     sim = fleet(geometry=gpt_oss(16, 32), blocks=30)
     jobs = [sim.submit(0, prompt(n * 10, 150, number=n), 60, now_s=n * 0.01) for n in range(12)]
-    done = [moment.job for moment in sim.advance() if moment.kind == "done"]
-    assert len(done) == len(jobs) and all(job.finished for job in jobs)
+    finished = [moment.job for moment in sim.advance() if moment.kind == "done"]
+    assert len(finished) == len(jobs) and all(job.finished for job in jobs)
     assert sum(job.preemptions for job in jobs) > 0
     assert sim.replicas[0].replica.pool.num_free == 29
 
@@ -145,18 +145,18 @@ def test_quiet_steps_taken_together_are_those_taken_one_by_one(geometry: Geometr
 
 
 def test_pieces_that_are_equal_have_equal_hashes_and_no_others() -> None:
-    one = PieceText([1, 2, 3], 90, piece_tokens=32, hash_block_size=16, number=1)
-    two = PieceText([1, 2, 4], 90, piece_tokens=32, hash_block_size=16, number=2)
-    assert len(one.hashes) == 5
-    assert one.hashes[:4] == two.hashes[:4]
-    assert one.hashes[4] != two.hashes[4]
-    for text in (one, two):
+    first = PieceText([1, 2, 3], 90, piece_tokens=32, hash_block_size=16, number=1)
+    second = PieceText([1, 2, 4], 90, piece_tokens=32, hash_block_size=16, number=2)
+    assert len(first.hashes) == 5
+    assert first.hashes[:4] == second.hashes[:4]
+    assert first.hashes[4] != second.hashes[4]
+    for text in (first, second):
         for _ in range(10):
             text.grow()
-    assert one.hashes[5] != two.hashes[5]
+    assert first.hashes[5] != second.hashes[5]
     numbers = PieceText.hash_numbers([1, 2, 3], 90, 32, 16)
-    assert [int(number).to_bytes(8, "big") for number in numbers] == one.hashes[:5]
-    assert len(set(one.hashes + two.hashes)) == 8
+    assert [int(number).to_bytes(8, "big") for number in numbers] == first.hashes[:5]
+    assert len(set(first.hashes + second.hashes)) == 8
 
 
 @pytest.mark.parametrize(("pieces", "tokens", "block"), [([1], 33, 16), ([1], 10, 12)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots: which answers the report cursor takes, and how their parts are put together."""
+"""Snapshots: the answers that the report cursor takes, and the assembly of their parts."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ class TestAssembly:
         return whole
 
     def test_all_parts_make_the_snapshot(self) -> None:
-        whole = self.add(*parts(LEDGER, 1, A, 7))
-        assert {(place.group_idx, place.medium): sorted(place.hashes.tolist()) for place in whole.places} == {
+        loaded = self.add(*parts(LEDGER, 1, A, 7))
+        assert {(place.group_idx, place.medium): sorted(place.hashes.tolist()) for place in loaded.places} == {
             key: sorted(held) for key, held in LEDGER.items()
         }
-        assert whole.summary == summary(LEDGER)
+        assert loaded.summary == summary(LEDGER)
 
     @pytest.mark.parametrize(
         ("at", "change"),
@@ -150,22 +150,24 @@ class TestAssembly:
         ],
     )
     def test_contradicting_parts_are_refused(self, at: int, change: dict[str, Any]) -> None:
-        made = parts(LEDGER, 1, A, 7)
-        made[at] = msgspec.structs.replace(made[at], **change)
+        changed = parts(LEDGER, 1, A, 7)
+        changed[at] = msgspec.structs.replace(changed[at], **change)
         with pytest.raises(SnapshotError):
-            self.add(*made)
+            self.add(*changed)
 
     def test_the_summary_of_an_empty_place_needs_no_part(self) -> None:
-        made = parts(LEDGER, 1, A, 7)
-        made[-1] = msgspec.structs.replace(made[-1], places=[*made[-1].places, PlaceSummary(3, "GPU", 0, 0, 0)])
-        assert self.add(*made) is not None
+        changed = parts(LEDGER, 1, A, 7)
+        changed[-1] = msgspec.structs.replace(
+            changed[-1], places=[*changed[-1].places, PlaceSummary(3, "GPU", 0, 0, 0)]
+        )
+        assert self.add(*changed) is not None
 
     def test_parts_without_blocks_are_refused(self) -> None:
-        # Or an answer without end would never reach a bound.
+        # Without this rule, an answer without end would never reach a bound.
         first, *rest = parts(LEDGER, 1, A, 7)
-        made = [first, msgspec.structs.replace(first, hashes=b"", copied=[]), *rest]
+        padded = [first, msgspec.structs.replace(first, hashes=b"", copied=[]), *rest]
         with pytest.raises(SnapshotError, match="no blocks"):
-            self.add(*(msgspec.structs.replace(part, index=index) for index, part in enumerate(made)))
+            self.add(*(msgspec.structs.replace(part, index=index) for index, part in enumerate(padded)))
 
     def test_copies_listed_twice_are_refused(self) -> None:
         first, last = parts({(0, "GPU"): Counter((6, 6))}, 1, A, 7)

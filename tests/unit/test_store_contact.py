@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether Redis is heard, by the looks that it answers and the logs that can be read."""
+"""Contact with Redis, judged by the looks that it answers and by the logs that can be read."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_each_change_is_logged_once(world: World, caplog: pytest.LogCaptureFixtu
     caplog.set_level(logging.INFO, "kvrouter.fleet")
     world.contact.judge()
     assert world.up() == 1
-    # Both signs of one failure.
+    # Both signs show the same failure.
     world.contact.lose_logs([ONE], "refused")
     world.contact.judge()
     world.now_s += 2 * HEARD_S
@@ -92,7 +92,7 @@ def test_a_store_that_refuses_says_why_and_names_the_disk(world: World) -> None:
     problem = world.contact.problem or ""
     assert problem.startswith(f"Redis has refused for {2 * HEARD_S:.0f} s what routers write (MISCONF ")
     assert "No space left on device" in problem and "free space on its disk" in problem
-    # The server is silent now: the disk may have been repaired since.
+    # The server is silent now, so its disk may have been repaired since.
     world.contact.failed(StoreUnavailable("refused"))
     assert "not answered" in (world.contact.problem or "")
     world.contact.answered()

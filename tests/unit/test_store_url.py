@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redis URLs: what they say, and that a wrong one is refused without its password."""
+"""Redis URLs: their parts, and the refusal of wrong ones without their passwords."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_tls_with_sentinel_is_for_both() -> None:
 def test_a_wrong_url_is_refused_without_showing_its_password(url: str) -> None:
     with pytest.raises(StoreError) as raised:
         parse_url(url)
-    shown = f"{raised.value!r} {raised.value.__cause__!r} {raised.value.__suppress_context__}"
-    assert "secret" not in shown
+    error_text = f"{raised.value!r} {raised.value.__cause__!r} {raised.value.__suppress_context__}"
+    assert "secret" not in error_text
     assert any(words in str(raised.value) for words in ("://", "known are", "correct them"))
 
 
@@ -75,7 +75,7 @@ def test_what_is_read_of_a_url_never_shows_its_passwords() -> None:
 
 def test_a_url_is_shown_without_its_passwords() -> None:
     url = "redis+sentinel://u:secret@a:1,b:2/service/0?sentinel_username=w&sentinel_password="
-    # An unescaped one may hold anything.
+    # An unescaped password may hold anything.
     for password in ("secret", "x@secret", "x&secret", "x/secret"):
         assert without_password(url + password) == (
             "redis+sentinel://***@a:1,b:2/service/0?sentinel_username=w&sentinel_password=***"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who follows whom, from heartbeats: routers with workers that this process does not know, and workers without one."""
+"""Followers by heartbeat: routers with workers that this process does not know, and workers without a follower."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ A, B, C = (WorkerKey("m", "a"), WorkerKey("m", "b", 1), WorkerKey("n/{x}", "c"))
 
 
 def beat(holds: dict[WorkerKey, int], late: list[WorkerKey], refuses: int = 0) -> Heartbeat:
-    held = {worker_tag(worker): Hold(lease, 0, 2_000 if worker in late else 0) for worker, lease in holds.items()}
-    return Heartbeat(1, VERSION, held, {str(i): "why" for i in range(refuses)}, "0.1.0")
+    holds_by_tag = {
+        worker_tag(worker): Hold(lease, 0, 2_000 if worker in late else 0) for worker, lease in holds.items()
+    }
+    return Heartbeat(1, VERSION, holds_by_tag, {str(i): "why" for i in range(refuses)}, "0.1.0")
 
 
 def test_each_worker_is_shown_with_the_router_whose_lease_it_is() -> None:
@@ -32,4 +34,6 @@ def test_each_worker_is_shown_with_the_router_whose_lease_it_is() -> None:
     assert (second.token, second.is_this, second.refuses) == ("second", False, 2)
     assert second.follows == [FollowedWorker("b", 1, "m", True)]
     assert reply.unfollowed == [FollowedWorker("a", 0, "m", False), FollowedWorker("c", 0, "n/{x}", False)]
-    assert [(one.address, one.policy, one.used_bytes) for one in reply.servers] == [("10.0.0.1:6379", "noeviction", 5)]
+    assert [(server.address, server.policy, server.used_bytes) for server in reply.servers] == [
+        ("10.0.0.1:6379", "noeviction", 5)
+    ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from Redis is what we write, or is refused by name: nothing in between."""
+"""Values in Redis: each one is a value that we write, or is refused by name."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def read_head(
     unreadable: bytes | None = None,
 ) -> Head:
     """Read a head whose checksum is right."""
-    found = head_sum(b"e", seq, commits, places, checkpoint)
-    return Head.of("k", b"e", seq, commits, places, b"3", checkpoint, found, unreadable)
+    checksum = head_sum(b"e", seq, commits, places, checkpoint)
+    return Head.of("k", b"e", seq, commits, places, b"3", checkpoint, checksum, unreadable)
 
 
 def test_a_head_reads_what_it_can_and_names_the_first_that_it_cannot() -> None:
@@ -74,8 +74,8 @@ def test_a_head_reads_what_it_can_and_names_the_first_that_it_cannot() -> None:
     good = read_head(places=GPU_PLACE, checkpoint=b"5")
     assert good == Head("e", 4, 5, {"g0:GPU": StoredPlace(7, b"00000000")}, 3, 5, GPU_PLACE)
     assert Head.of("k", *[None] * 8) == Head(None, None, 0, {}, 0, 0, b"")
-    told = read_head(unreadable=b"another router cannot read it")
-    assert told.problem is not None and "another router cannot read it" in str(told.problem)
+    marked = read_head(unreadable=b"another router cannot read it")
+    assert marked.problem is not None and "another router cannot read it" in str(marked.problem)
 
 
 FIELDS = {"epoch": b"e", "seq": b"14", "commits": b"15", "places": GPU_PLACE, "lease": b"3", "checkpoint": b"12"}
@@ -88,10 +88,10 @@ def read_fields(fields: dict[str, bytes], found: bytes) -> Head:
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if name != "lease"])
 def test_a_field_that_was_changed_to_another_good_value_is_named(name: str) -> None:
-    found = head_sum(*(value for field, value in FIELDS.items() if field != "lease"))
-    assert read_fields(FIELDS, found).problem is None
+    checksum = head_sum(*(value for field, value in FIELDS.items() if field != "lease"))
+    assert read_fields(FIELDS, checksum).problem is None
     changed = FIELDS | {name: FIELDS[name].replace(b"1", b"0").replace(b"e", b"f").replace(b"7", b"6")}
-    problem = read_fields(changed, found).problem
+    problem = read_fields(changed, checksum).problem
     assert problem is not None and problem.field in ("sum", "checkpoint")
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The following of one worker as tables: phase x event -> phase and action; phase, facts and word -> state, credit and
-reason."""
+"""Rules for following one worker, as tables.
+
+The first table gives phase and action by phase and event; the second gives state, credit and reason by phase, facts and
+word.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ NONE = Endpoints(None, None, None)
 IDLE = (Phase.WAITING, Phase.ELSEWHERE, Phase.PAUSED)
 LEADING = (Phase.LOOKING, Phase.STOCK, Phase.REPORTS, Phase.UNFED)
 
-# Phase x event -> phase, action; what is not here cannot come. With both endpoints and no key.
+# Phase x event -> phase, action, with both endpoints and no key. An event that is missing here cannot come in that
+# phase.
 STEPS = {
     **{(phase, Event.LEASE_ELSEWHERE): (Phase.ELSEWHERE, Action.SHOW_OTHERS) for phase in IDLE},
     (Phase.WAITING, Event.LEASE_REGAINED): (Phase.WAITING, Action.REBUILD),
@@ -71,8 +75,8 @@ def test_each_event_leads_where_the_table_says(phase: Phase, event: Event) -> No
     ],
 )
 def test_endpoints_decide_what_is_followed(event: Event, endpoints: Endpoints, phase: Phase, action: Action) -> None:
-    before = Phase.LOOKING if event is Event.PATCH_SILENT else Phase.WAITING
-    assert step(before, event, endpoints) == (phase, action)
+    from_phase = Phase.LOOKING if event is Event.PATCH_SILENT else Phase.WAITING
+    assert step(from_phase, event, endpoints) == (phase, action)
 
 
 @pytest.mark.parametrize(
@@ -89,15 +93,17 @@ def test_endpoints_come_from_the_registration(fields: dict[str, Any], expected: 
 
 
 def test_the_patch_of_an_engine_is_looked_for_beside_its_events() -> None:
-    found = Endpoints.of(Registration(WorkerKey("m", "w"), events="tcp://e:5557"))
-    assert found.patch is not None and found.patch.startswith("tcp://e:") and found.patch != found.events
+    endpoints = Endpoints.of(Registration(WorkerKey("m", "w"), events="tcp://e:5557"))
+    assert (
+        endpoints.patch is not None and endpoints.patch.startswith("tcp://e:") and endpoints.patch != endpoints.events
+    )
 
 
 LIVE, SUSPECT, DOWN = StreamState.LIVE, StreamState.SUSPECT, StreamState.DOWN
 RESYNCING, MISMATCHED = StreamState.RESYNCING, StreamState.MISMATCHED
 CONNECTING, UNHASHABLE = StreamState.CONNECTING, StreamState.UNHASHABLE
 ELSE, OWN = Phase.ELSEWHERE, Phase.STOCK
-# Another router follows it, and is heard.
+# Another router follows the worker, and is heard.
 HEARD = {"log_loaded": True, "follower_problem": None}
 OVERDUE = "; no credit after 3 s without proof"
 
@@ -146,14 +152,14 @@ CREDITS = {
 def test_state_credit_and_reason(
     phase: Phase, facts: dict[str, Any], word: Word, state: StreamState, credited: bool, reason: str
 ) -> None:
-    known = Facts(**facts)
-    found = credit(phase, known, word, shown_state(phase, known, word), 3.0)
-    assert (found.state, found.credited, found.reason) == (state, credited, reason)
+    all_facts = Facts(**facts)
+    shown = credit(phase, all_facts, word, shown_state(phase, all_facts, word), 3.0)
+    assert (shown.state, shown.credited, shown.reason) == (state, credited, reason)
 
 
 @pytest.mark.parametrize(("phase", "state"), list(itertools.product(Phase, StreamState)))
 def test_no_problem_earns_credit(phase: Phase, state: StreamState) -> None:
-    """Whatever is wrong, a worker that is not credited without it is not with it."""
+    """Credit a worker with a problem only if the same worker without the problem is credited."""
     word = Word(state, "", credited=state in CREDITED)
     base = Facts(log_loaded=True, follower_problem=None)
     best = credit(phase, base, word, shown_state(phase, base, word), 3.0).credited

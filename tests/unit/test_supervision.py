@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long-lived task that ends is named, counted and started again; and no long-lived task is started by anybody
-else."""
+"""A long-lived task that ends is named, counted and started again, and only the supervisor starts such tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from kvrouter.router.base.common.task_supervisor import (
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Places that start a task of their own, by file and function: why each needs no supervisor.
+# Places that start tasks themselves, by file and function, with the reason why each needs no supervisor.
 ALLOWED = {
     ("router/base/common/task_supervisor.py", "start"): "the supervisor itself",
     (
@@ -51,7 +50,7 @@ STARTERS = {"create_task", "ensure_future", "run_coroutine_threadsafe"}
 
 
 class Stage:
-    """A supervisor on a clock that only its own pauses and the tasks move."""
+    """Supervisor on a clock that only its own pauses and the tasks move."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
@@ -103,8 +102,8 @@ def test_a_task_that_raises_is_logged_counted_named_and_started_again(caplog: py
         assert stage.failures("mirror") == 0
         await until(lambda: runs == 2)
         assert stage.failures("mirror") == 1
-        (said,) = stage.supervisor.health()
-        assert "mirror of 'w0\\n'" in said and "ValueError: seq is abc" in said and "runs again" in said
+        (problem,) = stage.supervisor.health()
+        assert "mirror of 'w0\\n'" in problem and "ValueError: seq is abc" in problem and "runs again" in problem
         assert "Traceback" in caplog.text and "seq is abc" in caplog.text
         stage.now += RECENT_S + 1
         assert stage.supervisor.health() == []
@@ -142,7 +141,7 @@ def test_a_task_that_returns_and_one_whose_wait_is_cancelled_have_failed_too() -
         for task in (first, second):
             await ended(task)
             assert task.cancelled()
-        # Nobody runs it now, so there is nothing to name.
+        # No task runs now, so there is nothing to name.
         assert stage.supervisor.health() == []
 
     run(main())
@@ -167,7 +166,7 @@ def test_pauses_double_to_a_last_and_begin_again_after_a_long_life() -> None:
             assert full_s / 2 <= pause_s <= full_s
         assert stage.pauses[10] <= RESTART_FIRST_S
         assert len(set(stage.pauses)) == 14
-        # While it does not run it is named however old its failure is.
+        # A task that does not run is named, however old its failure is.
         await ended(task)
 
     run(main())
@@ -190,16 +189,16 @@ def test_a_task_that_is_about_to_be_started_again_is_named() -> None:
         task = supervisor.start("a", work)
         await asleep.wait()
         stage.now += 10 * RECENT_S
-        (said,) = supervisor.health()
-        assert "about to be started again" in said
+        (problem,) = supervisor.health()
+        assert "about to be started again" in problem
         await ended(task)
 
     run(main())
 
 
 def starts(path: Path) -> list[tuple[str, str]]:
-    """(file, function) of every call that starts a task."""
-    found = []
+    """Return (file, function) for every call that starts a task."""
+    calls = []
 
     def visit(node: ast.AST, function: str) -> None:
         for child in ast.iter_child_nodes(node):
@@ -208,17 +207,17 @@ def starts(path: Path) -> list[tuple[str, str]]:
                 called = child.func
                 name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
                 if name in STARTERS:
-                    found.append((path.relative_to(ROOT).as_posix(), function))
+                    calls.append((path.relative_to(ROOT).as_posix(), function))
             visit(child, inner)
 
     visit(ast.parse(path.read_text()), "")
-    return found
+    return calls
 
 
 def test_no_task_is_started_without_a_supervisor() -> None:
-    found = Counts(
+    calls = Counts(
         place for folder in ("router", "shadow") for path in (ROOT / folder).rglob("*.py") for place in starts(path)
     )
-    unknown = found.keys() - ALLOWED.keys()
+    unknown = calls.keys() - ALLOWED.keys()
     assert not unknown, f"start it with TaskSupervisor.start, or say here why it needs none: {sorted(unknown)}"
-    assert not ALLOWED.keys() - found.keys(), "places that no longer start a task"
+    assert not ALLOWED.keys() - calls.keys(), "places that no longer start a task"

@@ -18,12 +18,12 @@ from kvrouter.router.serve.api.http.deadlines import HttpLimits
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 PAGE = (FOLDER.parents[1] / "docs" / "how-to" / "systemd.md").read_text()
-# Descriptors of a worker (router/app/server/descriptors.py).
+# Number of descriptors for a worker (router/app/server/descriptors.py).
 FILES_PER_WORKER = 7
 
 
 def unit() -> ConfigParser:
-    # A directive may be there twice.
+    # A directive may occur twice.
     parser = ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment, method-assign]
     parser.read(FOLDER / "kvrouter.service")
@@ -54,12 +54,12 @@ def test_the_store_is_in_the_state_directory() -> None:
 
 def test_every_setting_of_the_environment_file_is_one_and_takes_its_example() -> None:
     lines = (FOLDER / "kvrouter.env").read_text().splitlines()
-    given = dict(re.findall(r"^#?(KVROUTER_\w+)=(.*)$", "\n".join(lines), re.MULTILINE))
-    assert len(given) > 8 and given.keys() <= {variable_of(name) for name in FIELDS}
-    # As it stands, and with every example that has a value.
+    examples = dict(re.findall(r"^#?(KVROUTER_\w+)=(.*)$", "\n".join(lines), re.MULTILINE))
+    assert len(examples) > 8 and examples.keys() <= {variable_of(name) for name in FIELDS}
+    # Load the file as it stands, and then with every example that has a value.
     active = dict(line.partition("=")[::2] for line in lines if line.startswith("KVROUTER_"))
     assert msgspec.to_builtins(load_config(None, active, {}))["log_format"] == "json"
-    load_config(None, {name: value for name, value in given.items() if value}, {})
+    load_config(None, {name: value for name, value in examples.items() if value}, {})
 
 
 def test_the_page_says_what_the_unit_says() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted is shown as prometheus_client would show it."""
+"""Counters and histograms of the tally are shown as prometheus_client would show them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = st.floats(0, 100) | st.sampled_from(BUCKETS)
 @given(st.lists(st.tuples(st.sampled_from(["a", 'b"\\', "c\n", ""]), VALUES), max_size=20))
 def test_the_page_is_that_of_the_library(counted: list[tuple[str, float]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    mine: list[Any] = [
+    own_metrics: list[Any] = [
         Counter("x_total", "Text", ("name",), ours),
         Histogram("y", "Text", ("name",), ours, BUCKETS),
         Counter("alone", "Text", (), ours),
@@ -32,7 +32,7 @@ def test_the_page_is_that_of_the_library(counted: list[tuple[str, float]]) -> No
         prometheus_client.Counter("alone", "Text", registry=theirs),
         prometheus_client.Histogram("z", "Text", registry=theirs, buckets=BUCKETS),
     ]
-    for counter, histogram, alone, spread in (mine, library):
+    for counter, histogram, alone, spread in (own_metrics, library):
         for name, value in counted:
             counter.labels(name).inc(value)
             histogram.labels(name).observe(value)
@@ -40,7 +40,7 @@ def test_the_page_is_that_of_the_library(counted: list[tuple[str, float]]) -> No
             spread.observe(value)
     page = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
     assert generate_latest(ours).decode().splitlines() == page
-    assert "".join(metric.text() for metric in mine).splitlines() == page
+    assert "".join(metric.text() for metric in own_metrics).splitlines() == page
 
 
 def test_a_removed_series_is_shown_no_longer_and_begins_at_zero() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a body decides its tokens, and the body that goes on with ids in place of text."""
+"""Fields of a body that decide its tokens, and the body that is sent on with ids in place of text."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CHAT = {"messages": [USER]}
 
 
 def asked(body: dict[str, Any], path: str = CHAT_PATH) -> TokenRequest:
-    found = read(path, read_client_body(path, msgspec.json.encode(body)))
-    assert isinstance(found, TokenRequest)
-    return found
+    request = read(path, read_client_body(path, msgspec.json.encode(body)))
+    assert isinstance(request, TokenRequest)
+    return request
 
 
 def test_names_are_whole_words() -> None:
     assert {"model", "prediction", "return_mm_kwargs", "cache_salt"} <= WITHOUT_TOKENS
     assert all(len(name) > 1 or name == "n" for name in WITHOUT_TOKENS)
-    # These do decide.
+    # These fields do decide the tokens.
     assert WITHOUT_TOKENS.isdisjoint(
         {"messages", "prompt", "tools", "tool_choice", "documents", "reasoning_effort", "suffix", "response_format"}
     )
@@ -63,9 +63,9 @@ def test_limits_of_the_answer_decide_where_the_prompt_is_cut() -> None:
 
 
 def test_two_fields_cannot_collide_with_one() -> None:
-    one = TokenRequest("chat", {"a": msgspec.Raw(b'"1b=3:222"')})
-    two = TokenRequest("chat", {"a": msgspec.Raw(b'"1'), "b": msgspec.Raw(b'222"')})
-    assert one.key != two.key
+    joined = TokenRequest("chat", {"a": msgspec.Raw(b'"1b=3:222"')})
+    split = TokenRequest("chat", {"a": msgspec.Raw(b'"1'), "b": msgspec.Raw(b'222"')})
+    assert joined.key != split.key
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_two_fields_cannot_collide_with_one() -> None:
     ],
 )
 def test_a_message_with_more_than_text_is_seen(part: Any, media: bool) -> None:
-    found = asked({"messages": [USER, {"role": "user", "content": ["x", part]}]})
-    assert found.media_at == (1 if media else None)
+    request = asked({"messages": [USER, {"role": "user", "content": ["x", part]}]})
+    assert request.media_at == (1 if media else None)
 
 
 def test_features_are_those_that_the_probes_prove() -> None:
@@ -109,9 +109,9 @@ def test_tokenize_gets_the_fields_as_the_chat_endpoint_reads_them() -> None:
         "add_special_tokens": True,
         "unheard_of": 1,
     }
-    told = msgspec.json.decode(tokenize_body(asked(body), RenderQuirks(), VLLM.tokens))
+    sent_body = msgspec.json.decode(tokenize_body(asked(body), RenderQuirks(), VLLM.tokens))
     arguments = {"own": 1, "documents": [{"text": "d"}], "reasoning_effort": "none", "enable_thinking": False}
-    assert told == {
+    assert sent_body == {
         "messages": [{"role": "assistant", "content": "a", "reasoning": "r"}],
         "tools": [{}],
         "chat_template_kwargs": arguments,
@@ -141,8 +141,8 @@ def test_an_engines_refusal_keeps_its_message(answer: bytes, said: str) -> None:
 
 def test_a_prompt_is_a_question_for_what_is_known_of_it() -> None:
     ids = np.arange(5, dtype=np.int64)
-    whole = Prompt(5, ids, "local").question("m", cache_salt="s")
-    assert whole.token_ids is ids and (whole.num_tokens, whole.cache_salt) == (5, "s")
+    complete = Prompt(5, ids, "local").question("m", cache_salt="s")
+    assert complete.token_ids is ids and (complete.num_tokens, complete.cache_salt) == (5, "s")
     partly = Prompt(900, ids, "local", known_tokens=5).question("m")
     assert partly.token_ids is ids and partly.num_tokens == 900
     nothing = Prompt(900, None, "none").question("m")
@@ -159,9 +159,9 @@ def body(**fields: Any) -> bytes:
 
 
 def test_a_completion_is_forwarded_with_its_ids() -> None:
-    sent = msgspec.json.decode(forwarded_body(TEXT_PATH, body(stream=True, echo=False), FOUND))
+    sent_body = msgspec.json.decode(forwarded_body(TEXT_PATH, body(stream=True, echo=False), FOUND))
     expected = {"model": "m", "prompt": IDS.tolist(), "temperature": 0.1, "stream": True, "echo": False}
-    assert sent == expected
+    assert sent_body == expected
 
 
 @pytest.mark.parametrize(

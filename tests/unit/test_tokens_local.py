@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer from a folder: what it reads, what it leaves to the engine, and what a wrong folder says."""
+"""A tokenizer from a folder: prompts that it reads, prompts for the engine, and messages for wrong folders."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def now() -> datetime:
 
 
 def asked(body: dict[str, Any], path: str = CHAT_PATH) -> TokenRequest:
-    found = read(path, read_client_body(path, msgspec.json.encode(body)))
-    assert isinstance(found, TokenRequest)
-    return found
+    request = read(path, read_client_body(path, msgspec.json.encode(body)))
+    assert isinstance(request, TokenRequest)
+    return request
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def folder(tmp_path: Path) -> Path:
     return write_tokenizer(tmp_path)
 
 
-def text_of(folder: Path, body: dict[str, Any], habits: RenderQuirks = RenderQuirks(content_parts=True)) -> str:  # noqa: B008
-    """The text that the ids stand for."""
-    ids = LocalTokenizer(folder, now).ids(asked(body), habits)
+def text_of(folder: Path, body: dict[str, Any], quirks: RenderQuirks = RenderQuirks(content_parts=True)) -> str:  # noqa: B008
+    """Return the text that the ids stand for."""
+    ids = LocalTokenizer(folder, now).ids(asked(body), quirks)
     text: str = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(ids.tolist(), skip_special_tokens=False)
     return text
 
@@ -58,11 +58,11 @@ def test_a_chat_becomes_what_its_template_writes(folder: Path) -> None:
 
 
 def test_a_message_to_be_continued_ends_where_it_ends(folder: Path) -> None:
-    for said, kept in (("It is ", "It is"), ("It is", "It is"), ("a\n", "a")):
-        body = {"messages": [USER, {"role": "assistant", "content": said}], "continue_final_message": True}
+    for content, ending in (("It is ", "It is"), ("It is", "It is"), ("a\n", "a")):
+        body = {"messages": [USER, {"role": "assistant", "content": content}], "continue_final_message": True}
         text = text_of(folder, body | {"add_generation_prompt": False})
         # This template trims, so the engine goes on from the trimmed text.
-        assert text.endswith(f"<|im_start|>assistant\n{kept}")
+        assert text.endswith(f"<|im_start|>assistant\n{ending}")
         with pytest.raises(TokensUnknown, match="add_generation_prompt") as caught:
             text_of(folder, body)
         assert caught.value.reason == "refused"

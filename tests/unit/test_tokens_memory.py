@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remembered prompts: bounded in bytes and in time, and gone with what they were found out from."""
+"""Remembered prompts: bounded in bytes and in time, and gone with the source of their tokens."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_the_cache_returns_what_was_stored() -> None:
     memory = PromptMemory(Clock())
     memory.put(("m", b"a"), FoundTokens(ids(5), "tokenize"))
     memory.put(("m", b"a"), FoundTokens(ids(6), "render"))
-    found = memory.get(("m", b"a"))
-    assert found is not None and (found[0].tolist(), found[1]) == ([0, 1, 2, 3, 4, 5], "render")
-    assert found[0].dtype == np.int64
+    remembered = memory.get(("m", b"a"))
+    assert remembered is not None and (remembered[0].tolist(), remembered[1]) == ([0, 1, 2, 3, 4, 5], "render")
+    assert remembered[0].dtype == np.int64
     assert memory.held_bytes == 6 * 4 + OVERHEAD_BYTES
     assert memory.get(("n", b"a")) is None
 

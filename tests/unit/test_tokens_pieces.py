@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text encoded by its pieces has the ids that it has when it is encoded whole, for every kind of tokenizer; memory is
-bounded."""
+"""A text encoded by its pieces has the same ids as the whole text, for every kind of tokenizer; memory is bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from kvrouter.router.route.tokens.local.piece_cache import PieceCache
 from tests.support.chats import text
 from tests.support.tiny_tokenizer import END, START, build_tokenizer
 
-# A character in four texts is one that special tokens are made of, so that halves of them occur too.
+# Four of these texts are parts of special tokens, so that halves of special tokens occur too.
 NOISE = (
     START + "user",
     "the<|im_start|>",
@@ -38,7 +37,7 @@ def texts(rng: Random, count: int) -> list[str]:
 
 
 def words(scheme: str) -> Tokenizer:
-    """As Llama 2's: spaces are written as a sign, and before a text, or every piece, stands one."""
+    """Return a tokenizer like Llama 2's: a sign stands for each space, and before a text, or before every piece."""
     vocabulary = {chr(code): code for code in range(1, 0x500)}
     vocabulary |= {"\u2581": 2000, "<unk>": 2001, "\u2581t": 2002, "\u2581th": 2003, "\u2581the": 2004}
     tokenizer = Tokenizer(
@@ -59,7 +58,7 @@ def normalizing() -> Tokenizer:
 
 
 def greedy() -> Tokenizer:
-    """With a token that takes the spaces behind it."""
+    """Return a tokenizer with a token that takes the spaces behind it."""
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens([AddedToken("<assistant>", special=True, normalized=False, rstrip=True)])
     return tokenizer
@@ -72,7 +71,7 @@ def whole_words() -> Tokenizer:
 
 
 def overlapping() -> Tokenizer:
-    """With tokens that have one of the template's within, or end as it begins."""
+    """Return a tokenizer whose tokens contain one of the template's, or end as such a token begins."""
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in ("<|im_end|><", "the<", "|>\n")])
     return tokenizer
@@ -98,15 +97,15 @@ def test_pieces_make_the_whole(kind: str) -> None:
     tokenizer = make()
     pieces = PieceCache(tokenizer, TEMPLATE)
     for sample in texts(Random(5), 150) * 2:
-        whole = tokenizer.encode(sample, add_special_tokens=False).ids
-        assert pieces.encode(sample, add_special_tokens=False).tolist() == whole, sample
+        expected = tokenizer.encode(sample, add_special_tokens=False).ids
+        assert pieces.encode(sample, add_special_tokens=False).tolist() == expected, sample
         with_special = tokenizer.encode(sample, add_special_tokens=True).ids
         assert pieces.encode(sample, add_special_tokens=True).tolist() == with_special, sample
     assert (pieces.held_bytes > 0) is remembers
 
 
 class Counting:
-    """Counts the characters that the tokenizer is given."""
+    """Tokenizer that counts the characters it is given."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -128,13 +127,13 @@ def test_a_conversation_that_goes_on_is_not_encoded_again() -> None:
     counting = Counting(build_tokenizer())
     pieces = PieceCache(counting, TEMPLATE)  # type: ignore[arg-type]
     rng = Random(3)
-    said = ""
+    chat = ""
     for _ in range(20):
-        new = START + " ".join(rng.choice(("alpha", "beta", "Größe")) for _ in range(rng.randint(10, 99))) + END
-        said += new
-        before = counting.chars
-        pieces.encode(said, add_special_tokens=False)
-        assert counting.chars - before <= len(new)
+        turn = START + " ".join(rng.choice(("alpha", "beta", "Größe")) for _ in range(rng.randint(10, 99))) + END
+        chat += turn
+        chars_before = counting.chars
+        pieces.encode(chat, add_special_tokens=False)
+        assert counting.chars - chars_before <= len(turn)
 
 
 def test_memory_is_bounded_and_what_it_gives_cannot_be_changed() -> None:

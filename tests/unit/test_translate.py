@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's events of any version become what our topic says; stand-ins have the names and fields of vLLM's own."""
+"""vLLM's events of any version become our topic's events; stand-ins have the names and fields of vLLM's own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def removed(hashes: list[Any], group_idx: int | None = 0, medium: str | None = "
 
 
 def told(report: Any) -> Any:
-    """A report's fields, its hashes as numbers."""
+    """Return a report's type and its fields, with its hashes as numbers."""
     fields = {name: getattr(report, name) for name in report.__struct_fields__}
     if "hashes" in fields:
         fields["hashes"] = unpack_hashes(fields["hashes"]).tolist()
@@ -97,7 +97,7 @@ def test_a_stored_event_of_020_has_no_kind() -> None:
 
 
 def test_a_stored_event_of_032_in_full() -> None:
-    given = stored(
+    event = stored(
         [1],
         parent_block_hash=9,
         group_idx=2,
@@ -109,7 +109,7 @@ def test_a_stored_event_of_032_in_full() -> None:
         medium="storage",
     )
     same(
-        translate([given], {}),
+        translate([event], {}),
         [
             ReportStored(
                 pack([1]),
@@ -128,13 +128,13 @@ def test_a_stored_event_of_032_in_full() -> None:
 
 
 def test_positions_come_from_the_note_about_the_very_event() -> None:
-    first, other = stored([1, 2]), stored([3])
+    first, unnoted = stored([1, 2]), stored([3])
     notes: Notes = {}
     note(notes, first, Position([(32, 1), (96, 1)], 7))
-    # A number that was another object's says nothing.
-    notes[id(other)] = (object(), Position([(16, 1)], None))
+    # A number that belonged to another object has no meaning here.
+    notes[id(unnoted)] = (object(), Position([(16, 1)], None))
     same(
-        translate([first, other], notes),
+        translate([first, unnoted], notes),
         [
             ReportStored(pack([1, 2]), None, "GPU", block_size=16, runs=[(32, 1), (96, 1)], parent_hash=7),
             ReportStored(pack([3]), None, "GPU", block_size=16),
@@ -144,7 +144,7 @@ def test_positions_come_from_the_note_about_the_very_event() -> None:
 
 
 def test_the_parent_of_a_range_is_not_that_of_a_sparse_event() -> None:
-    """Without a note nobody knows which of the range's blocks is the first."""
+    """Leave the parent out: without a note, it is not known which of the range's blocks is the first."""
     sparse = stored([1], parent_block_hash=9, token_ids=list(range(64)))
     same(translate([sparse], {}), [ReportStored(pack([1]), None, "GPU", block_size=16)])
 
@@ -163,7 +163,7 @@ def test_empty_and_unknown_events_say_nothing() -> None:
 
 
 def test_removals_are_merged_by_place_up_to_the_next_other_event() -> None:
-    given = [
+    events = [
         removed([1]),
         removed([2], 1),
         removed([3]),
@@ -176,7 +176,7 @@ def test_removals_are_merged_by_place_up_to_the_next_other_event() -> None:
         event("BlockRemoved", block_hashes=[7], medium="GPU"),
     ]
     same(
-        translate(given, {}),
+        translate(events, {}),
         [
             ReportRemoved(pack([1, 3, 5]), 0, "GPU"),
             ReportRemoved(pack([2]), 1, "GPU"),
@@ -197,11 +197,11 @@ def test_a_broken_event_is_not_hidden() -> None:
 
 def test_notes_are_bounded() -> None:
     notes: Notes = {}
-    kept = [object() for _ in range(MAX_NOTES + 1)]
-    for one in kept:
-        note(notes, one, None)
+    objects = [object() for _ in range(MAX_NOTES + 1)]
+    for noted in objects:
+        note(notes, noted, None)
         assert len(notes) <= MAX_NOTES
-    assert notes[id(kept[-1])] == (kept[-1], None)
+    assert notes[id(objects[-1])] == (objects[-1], None)
 
 
 # Positions
@@ -235,8 +235,8 @@ def test_positions_of_kept_blocks(
     pattern: str, mask: list[bool] | None, first: int, hashes: int, runs: Any, before: int
 ) -> None:
     parent = hash_at(first * 16, 16) if first else None
-    given = stored([1] * hashes, parent_block_hash=parent)
-    position = position_of(given, REQUEST, blocks(pattern), mask, first, len(pattern), 16, 16)
+    event = stored([1] * hashes, parent_block_hash=parent)
+    position = position_of(event, REQUEST, blocks(pattern), mask, first, len(pattern), 16, 16)
     assert position == Position(runs, hash_at(before, 16) if before else None)
 
 
@@ -271,13 +271,13 @@ GROUPS = {0: OffloadGroup(16, "full_attention", None), 1: OffloadGroup(32, "slid
 
 
 def test_raw_events_before_024_keep_their_group() -> None:
-    """A key is all that is known there; the medium is a plain string."""
-    given = [
+    """These versions report a key alone, and the medium as a plain string."""
+    events = [
         SimpleNamespace(keys=[key(1), key(2, 1), key(3)], medium="CPU", removed=False),
         SimpleNamespace(keys=[key(2, 1), key(1)], medium="CPU", removed=True),
     ]
     same(
-        translate_offloaded(given, GROUPS, lambda _: None),
+        translate_offloaded(events, GROUPS, lambda _: None),
         [
             ReportStored(pack([1, 3]), 0, "CPU", block_size=16, kind="full_attention"),
             ReportStored(pack([2]), 1, "CPU", block_size=32, kind="sliding_window", sliding_window=128),
@@ -288,9 +288,9 @@ def test_raw_events_before_024_keep_their_group() -> None:
 
 
 def test_what_a_failed_transfer_gives_up_was_never_held() -> None:
-    """From 0.33 on, with a removal that vLLM keeps to itself."""
-    given = [raw([key(1)], True, metadata_only=True), raw([key(2)], True, metadata_only=False)]
-    same(translate_offloaded(given, GROUPS, lambda _: None), [ReportRemoved(pack([2]), 0, "CPU")])
+    """From vLLM 0.33 on, the removal of such a chunk stays within vLLM."""
+    events = [raw([key(1)], True, metadata_only=True), raw([key(2)], True, metadata_only=False)]
+    same(translate_offloaded(events, GROUPS, lambda _: None), [ReportRemoved(pack([2]), 0, "CPU")])
 
 
 def test_stored_chunks_are_told_in_the_order_of_their_positions() -> None:
@@ -300,10 +300,10 @@ def test_stored_chunks_are_told_in_the_order_of_their_positions() -> None:
         key(3): Chunk(64, 16, 48, None),
         key(5): Chunk(40, 8, 7, "a"),
     }
-    given = [raw([key(1), key(2), key(3), key(4), key(5)], locality=SimpleNamespace(value="LOCAL"), ownership="disk")]
+    events = [raw([key(1), key(2), key(3), key(4), key(5)], locality=SimpleNamespace(value="LOCAL"), ownership="disk")]
     place: dict[str, Any] = {"kind": "full_attention", "ownership": "disk", "locality": "LOCAL"}
     same(
-        translate_offloaded(given, GROUPS, chunks.get),
+        translate_offloaded(events, GROUPS, chunks.get),
         [
             ReportStored(pack([4]), 0, "CPU", block_size=16, **place),
             ReportStored(pack([2, 1, 3]), 0, "CPU", block_size=16, runs=[(16, 1), (48, 2)], **place),
@@ -325,7 +325,7 @@ def test_a_group_that_nobody_declared_is_told_all_the_same() -> None:
     ids=["0.26 and later", "before"],
 )
 def test_chunks_by_their_index(config: Any) -> None:
-    """Its last block ends it, and the block before that is its parent."""
+    """The last block of a chunk ends it, and the block before that one is its parent."""
     sizes = chunk_sizes(config)
     assert whole_chunk(REQUEST, sizes, 0) == Chunk(96, 32, hash_at(64, 16), None)
     assert whole_chunk(REQUEST, sizes, 1) == Chunk(192, 32, hash_at(160, 16), None)

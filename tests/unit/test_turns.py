@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose log entry comes next: each worker's in its order, and no worker waits for another's backlog."""
+"""Order of log entries: each worker's entries stay in order, and no worker waits for another's backlog."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def entry(name: str, commit: int) -> LogEntry:
 def test_one_of_each_worker_in_turn() -> None:
     backlog: list[FollowerItem] = [entry("noisy", number) for number in range(50)]
     items = [*backlog, entry("quiet", 0), entry("quiet", 1), Reload(WorkerKey("m", "third"), "trimmed"), StoreBack(())]
-    taken = list(in_turns(items))
-    assert sorted(map(repr, taken)) == sorted(map(repr, items))
-    assert [getattr(item, "worker", WorkerKey("", "store")).worker_id for item in taken[:5]] == [
+    ordered = list(in_turns(items))
+    assert sorted(map(repr, ordered)) == sorted(map(repr, items))
+    assert [getattr(item, "worker", WorkerKey("", "store")).worker_id for item in ordered[:5]] == [
         *("noisy", "quiet", "third", "store"),
         "noisy",
     ]
     for name in ("noisy", "quiet"):
-        commits = [item.commit for item in taken if isinstance(item, LogEntry) and item.worker.worker_id == name]
+        commits = [item.commit for item in ordered if isinstance(item, LogEntry) and item.worker.worker_id == name]
         assert commits == sorted(commits)
 
 

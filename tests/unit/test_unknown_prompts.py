@@ -46,7 +46,7 @@ def test_what_a_request_decides_alone_and_ids_of_clients_do_not_count() -> None:
     assert not list(texts.found())
     for _ in range(COUNTED_MIN):
         texts.add("m", unknown("timeout"))
-        # They do not hide a problem either.
+        # Prompts with known tokens do not hide a problem either.
         for _ in range(9):
             texts.add("m", Prompt(3, np.arange(3), "given"))
     assert [missing.counted for missing in texts.found()] == [COUNTED_MIN]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long news has waited for the store, as heartbeats say it: also while nothing writes."""
+"""Time for which news has waited for the store, as heartbeats report it, also while nothing writes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_news_waits_from_when_it_is_known_whatever_the_writer_is_busy_with(news:
             record.ingest.apply(item, now_s)
         record.refresh()
         assert record.ingest.state is StreamState.LIVE
-        # All of it is in the store; a checkpoint is being written, or the patch is greeted.
+        # The store has everything by now; a checkpoint is being written, or the patch is greeted.
         services.held.unwritten_since_s.clear()
         record.dirty.clear()
         if news == "a batch comes":

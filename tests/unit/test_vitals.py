@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's HTTP says of its life, judged."""
+"""Signs of life in an engine's HTTP answers, and their judgement."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_slow_answers_are_a_loss_only_in_a_row() -> None:
 def test_a_new_start_time_is_another_process_and_an_equal_one_the_same() -> None:
     vitals = EngineLiveness()
     vitals.observe(Pulse(5.0), 0.0)
-    # Not every answer says it.
+    # Not every answer has the start time.
     assert vitals.observe(Pulse(), 1.0) == []
     assert vitals.observe(Pulse(5.0), 2.0) == [EngineSame(2.0, 5.0)]
-    (found,) = vitals.observe(Pulse(6.5), 3.0)
-    assert isinstance(found, EngineRestarted) and "6.50" in found.reason and "5.00" in found.reason
+    (verdict,) = vitals.observe(Pulse(6.5), 3.0)
+    assert isinstance(verdict, EngineRestarted) and "6.50" in verdict.reason and "5.00" in verdict.reason
     assert vitals.observe(Pulse(6.5), 4.0) == [EngineSame(4.0, 6.5)]
 
 
@@ -67,8 +67,8 @@ def test_back_and_another() -> None:
     vitals = EngineLiveness()
     vitals.observe(Pulse(5.0), 0.0)
     vitals.observe(GONE, 1.0)
-    back, other = vitals.observe(Pulse(9.0), 2.0)
-    assert isinstance(back, EngineBack) and isinstance(other, EngineRestarted)
+    returned, restarted = vitals.observe(Pulse(9.0), 2.0)
+    assert isinstance(returned, EngineBack) and isinstance(restarted, EngineRestarted)
 
 
 def test_doubt_is_credited_for_a_while_and_missing_batches_never() -> None:

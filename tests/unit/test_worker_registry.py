@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is registered, and who is notified of what."""
+"""Registered workers, and notifications of subscribers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE, TWO = WorkerKey("m", "one"), WorkerKey("n", "two", 1)
 
 
 class Stream:
-    """As much of a WorkerStream as the registry touches."""
+    """Stream with the parts of a WorkerStream that the registry uses."""
 
     def __init__(self, registration: Registration) -> None:
         self.registration = registration
@@ -36,7 +36,7 @@ def stream(worker: WorkerKey, **changes: Any) -> WorkerStream:
 
 
 class Subscriber:
-    """Writes down what it hears, and what the registry says at that moment."""
+    """Subscriber that records each notification, and the registry's workers at that moment."""
 
     def __init__(self, registry: WorkerRegistry) -> None:
         self.registry = registry
@@ -68,9 +68,9 @@ def registry() -> WorkerRegistry:
 
 @pytest.fixture
 def subscriber(registry: WorkerRegistry) -> Subscriber:
-    found = Subscriber(registry)
-    registry.subscribe(members=found.members, view=found.view, load=found.load)
-    return found
+    subscriber = Subscriber(registry)
+    registry.subscribe(members=subscriber.members, view=subscriber.view, load=subscriber.load)
+    return subscriber
 
 
 def test_members_are_told_after_each_change(registry: WorkerRegistry, subscriber: Subscriber) -> None:
@@ -100,9 +100,9 @@ def test_workers_are_found_by_id_and_rank(registry: WorkerRegistry) -> None:
 def test_a_removed_worker_has_no_view_and_its_stream_is_handed_out(
     registry: WorkerRegistry, subscriber: Subscriber
 ) -> None:
-    registry.add(one := stream(ONE))
+    registry.add(registered := stream(ONE))
     subscriber.take()
-    assert registry.remove(ONE) is one
+    assert registry.remove(ONE) is registered
     assert subscriber.take() == [[], (ONE, None)]
 
 
@@ -121,10 +121,10 @@ def test_views_are_told_while_the_worker_is_registered(registry: WorkerRegistry,
 
 def test_another_life_is_told_before_its_view_and_once(registry: WorkerRegistry, subscriber: Subscriber) -> None:
     registry.subscribe(life=subscriber.life)
-    registry.add(one := stream(ONE))
+    registry.add(registered := stream(ONE))
     registry.view_changed(ONE)
     subscriber.take()
-    cast(Any, one).view.life = 1
+    cast(Any, registered).view.life = 1
     registry.view_changed(ONE)
     registry.view_changed(ONE)
     assert [what for what, _ in subscriber.take()] == ["life", ONE, ONE]
@@ -138,14 +138,14 @@ def test_another_life_is_told_before_its_view_and_once(registry: WorkerRegistry,
 
 
 def test_each_hears_only_what_it_subscribed_to(registry: WorkerRegistry) -> None:
-    one, two = Subscriber(registry), Subscriber(registry)
-    registry.subscribe(members=one.members)
-    registry.subscribe(load=two.load)
-    said = EngineLoad(1, 2, 0.5)
+    to_members, to_load = Subscriber(registry), Subscriber(registry)
+    registry.subscribe(members=to_members.members)
+    registry.subscribe(load=to_load.load)
+    load = EngineLoad(1, 2, 0.5)
     registry.add(stream(ONE))
     registry.view_changed(ONE)
-    registry.engine_said(ONE, said)
-    assert (one.take(), two.take()) == ([[ONE]], [(ONE, said)])
+    registry.engine_said(ONE, load)
+    assert (to_members.take(), to_load.take()) == ([[ONE]], [(ONE, load)])
 
 
 def test_workers_left_out_are_told_when_they_change(registry: WorkerRegistry, subscriber: Subscriber) -> None:
@@ -173,7 +173,7 @@ def test_what_is_registered_is_found_anew_after_a_change(registry: WorkerRegistr
     assert registry.prefill_workers("m") == frozenset()
     assert registry.models() == ["m", "n"]
     assert registry.handover(ONE) is HandoverWay.HEADER
-    assert [one.worker for one in registry.registrations()] == [ONE, TWO]
+    assert [registration.worker for registration in registry.registrations()] == [ONE, TWO]
 
 
 def test_of_an_unknown_worker_the_usual_holds(registry: WorkerRegistry) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stream shows of its worker while its task does not run."""
+"""View of a worker that a stream shows while its task does not run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.bare_services import bare_services
 
 
 class Stage:
-    """A stream on a clock that the test moves, without store and sockets."""
+    """Stream on a clock that the test moves, without store and sockets."""
 
     def __init__(self) -> None:
         self.now = 1_000.0
@@ -34,7 +34,7 @@ class Stage:
 
     def connect(self) -> None:
         self.stream.ingest.apply(Connected(), self.now)
-        # Whatever is heard of the store brings the view up to what is known.
+        # Any news of the store brings the view up to date.
         self.stream.log_heard(True)
 
 
