@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real vLLM servers behind `kvrouter serve`, and OpenAI's client before it."""
+"""Two real vLLM servers behind `kvrouter serve`, and OpenAI's client in front of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-# vLLM brings it.
+# Installed with vLLM.
 import openai
 import zmq
 
@@ -20,12 +20,12 @@ from tests.support.router_process import RouterProcess
 
 MODEL = "chat-tiny"
 WAIT_S = 120.0
-# A machine under load is no reason to do without a prompt's tokens.
+# Long, so that the router gets a prompt's tokens in time even on a machine under load.
 TOKENIZE_TIMEOUT_S = 60.0
 
 
 class Fleet:
-    """The router, its engines by worker id, and a client of each kind."""
+    """The router, its engines by worker id, and an OpenAI client of the router."""
 
     def __init__(
         self, router: RouterProcess, engines: dict[str, ChatServer], context: zmq.Context[zmq.Socket[bytes]]
@@ -37,12 +37,12 @@ class Fleet:
         self.client: Any = client_of(f"http://127.0.0.1:{router.port}")
 
     def settle(self) -> None:
-        """Until the router shows all that the engines published."""
+        """Wait until the router shows every batch that the engines published."""
 
         def published(name: str) -> int:
             return last_published(self._context, self.engines[name].replay_endpoint, self._published[name])
 
-        # All at once: an idle publisher answers ten times a second.
+        # Query all engines at the same time, because an idle publisher answers only ten times a second.
         with ThreadPoolExecutor(len(self.engines)) as pool:
             self._published = dict(zip(self.engines, pool.map(published, self.engines), strict=True))
 
@@ -65,34 +65,39 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def predicted(answer: Any) -> tuple[int | None, int, str]:
-    """What the router said would be reused, what the engine says that was, and by whom."""
-    said = answer.headers.get("x-kvrouter-predicted-hit")
+    """Return the predicted hit (None without a prediction), the tokens that the engine reused, and the worker's id."""
+    hit = answer.headers.get("x-kvrouter-predicted-hit")
     details = answer.parse().usage.prompt_tokens_details
     reused = 0 if details is None else details.cached_tokens or 0
-    return None if said is None else int(said), reused, answer.headers["x-kvrouter-worker"]
+    return None if hit is None else int(hit), reused, answer.headers["x-kvrouter-worker"]
 
 
 def ask(fleet: Fleet, **body: Any) -> Any:
-    """The raw answer to a chat, or to a completion where the body has a prompt."""
-    of = fleet.client.completions if "prompt" in body else fleet.client.chat.completions
-    return of.with_raw_response.create(model=MODEL, max_tokens=body.pop("max_tokens", 4), temperature=0, **body)
+    """Return the raw answer to a chat, or to a completion if the body has a prompt."""
+    resource = fleet.client.completions if "prompt" in body else fleet.client.chat.completions
+    return resource.with_raw_response.create(model=MODEL, max_tokens=body.pop("max_tokens", 4), temperature=0, **body)
 
 
 @contextmanager
 def chat_fleet(folder: Path, model: Path, arguments: Sequence[str] = ()) -> Iterator[Fleet]:
-    """Two servers of this model, live at the router, which knows how to make tokens of a chat. arguments: of `vllm
-    serve`."""
+    """Yield two servers of this model behind a router that already knows the tokens of chats.
+
+    Args:
+        folder: Where the servers and the router write their files.
+        model: The folder of the servers' model.
+        arguments: Further flags of `vllm serve`.
+    """
     with ExitStack() as stack:
         engines = {f"w{n}": stack.enter_context(ChatServer(folder, model, arguments)) for n in range(2)}
         flags = ["--tokenize-timeout-s", str(TOKENIZE_TIMEOUT_S)]
         for name, engine in engines.items():
             flags += ["--worker", engine.spec(name)]
         router = stack.enter_context(RouterProcess(folder / "router", flags))
-        made = Fleet(router, engines, stack.enter_context(zmq.Context()))
-        # The engines must have reported their cache once, and their tokenizers be judged.
+        fleet = Fleet(router, engines, stack.enter_context(zmq.Context()))
+        # Each engine must publish events once, and the router must verify the engines' tokenizers.
         for engine in engines.values():
             client_of(engine.url).completions.create(model=MODEL, prompt=list(range(10, 200)), max_tokens=2)
         until(lambda: all(row["state"] == "live" for row in router.request("GET", "/workers")["workers"]), "live")
         chat = [{"role": "user", "content": "the cache of an engine keeps what it computed " * 7}]
-        until(lambda: predicted(ask(made, messages=chat))[0] is not None, "tokens of chats are known")
-        yield made
+        until(lambda: predicted(ask(fleet, messages=chat))[0] is not None, "tokens of chats are known")
+        yield fleet

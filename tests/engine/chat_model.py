@@ -12,20 +12,22 @@ from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
 
 def chat_config() -> dict[str, Any]:
-    """Six layers, five of them with a sliding window, over this vocabulary."""
+    """Return the config of six layers, five of them with a sliding window, over the tiny tokenizer's vocabulary."""
     return gemma3_config() | {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def write_chat_model(folder: Path) -> Path:
-    """A folder that `vllm serve FOLDER --load-format dummy` serves."""
+    """Write a model that `vllm serve FOLDER --load-format dummy` serves, and return its folder."""
     write_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(chat_config()))
     return folder
 
 
 def write_adapter(folder: Path) -> Path:
-    """A LoRA adapter with random weights for this model's query projections: `--enable-lora --lora-modules
-    NAME=FOLDER`."""
+    """Write a LoRA adapter with random weights for the model's query projections, and return its folder.
+
+    `vllm serve` loads it with `--enable-lora --lora-modules NAME=FOLDER`.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -39,6 +41,6 @@ def write_adapter(folder: Path) -> Path:
         weights[f"{name}.lora_A.weight"] = torch.randn(rank, config["hidden_size"], generator=generator)
         weights[f"{name}.lora_B.weight"] = torch.randn(queries, rank, generator=generator)
     save_file(weights, str(folder / "adapter_model.safetensors"))
-    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(described))
+    adapter_config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config))
     return folder

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `vllm serve` on the CPU with the tiny model that chats (`chat_model.py`): OpenAI HTTP, real events, random
-weights."""
+"""A real `vllm serve` on the CPU: OpenAI HTTP, real events, and random weights.
+
+Its model is the tiny one that chats (`chat_model.py`).
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ from tests.support.router_process import end_process
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
-# Some prompts of a thousand tokens in six groups; a block is 128 tokens on the CPU, less with --block-size.
+# Enough for some prompts of a thousand tokens in six groups. A block is 128 tokens on the CPU, less with --block-size.
 NUM_BLOCKS = 400
 
 
 class ChatServer:
-    """Starts on entry, stops on exit. `url` is its HTTP address, `endpoint` and `replay_endpoint` its events."""
+    """A server that starts on entry and stops on exit.
+
+    `url` is its HTTP address; `endpoint` and `replay_endpoint` are its event sockets.
+    """
 
     def __init__(
         self,
@@ -39,8 +44,15 @@ class ChatServer:
         name: str = "chat-tiny",
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """model: what `write_chat_model` wrote; several servers may share it. arguments: further flags of `vllm
-        serve`. environment: added to this process's own."""
+        """Prepare the command that starts the server.
+
+        Args:
+            folder: Where the server's log is written.
+            model: A folder that `write_chat_model` wrote; several servers may share it.
+            arguments: Further flags of `vllm serve`.
+            name: The name of the served model.
+            environment: Variables that are added to those of this process.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.name = name
         self.port = free_port()
@@ -57,7 +69,7 @@ class ChatServer:
             "replay_endpoint": f"tcp://*:{replay}",
         }
         self._command = [
-            # Not `vllm serve`: it asks for the version of a package that the CPU build names otherwise.
+            # Not `vllm serve`, because it looks up the version of a package that has another name in the CPU build.
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--load-format", "dummy", "--enforce-eager", "--dtype", "float32"),
@@ -99,11 +111,11 @@ class ChatServer:
         end_process(process, STOP_TIMEOUT_S)
 
     def spec(self, worker_id: str) -> str:
-        """Return this engine as `--worker` takes it."""
+        """Return this engine in the form of the router's `--worker` flag."""
         return f"{worker_id}={self.url},events={self.endpoint},replay={self.replay_endpoint},model={self.name}"
 
     def kill(self) -> None:
-        """Send SIGKILL to the server and to the engine core below it, which would live on."""
+        """Send SIGKILL to the server and to its engine core, which would otherwise survive."""
         assert self._process is not None
         for pid in (self._process.pid, *descendants(self._process.pid)):
             with contextlib.suppress(ProcessLookupError):
@@ -114,7 +126,7 @@ class ChatServer:
         return self._log.read_text(errors="replace")[-6000:]
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """Status and decoded answer."""
+        """Post a JSON body, and return the status and the decoded answer."""
         data = json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
         try:

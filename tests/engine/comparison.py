@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one engine and the router side by side and compares their answers, question by question."""
+"""A comparison of one engine's answers with the router's, question by question."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.engine.oracle import Answer, Oracle
 from tests.engine.workload import Prompt, PromptTree
 from tests.support.router_process import RouterProcess
 
-# Requests that wait or run at once: more than may run, so that the queue is never empty.
+# Requests that wait or run at the same time. The engine runs fewer, so the queue is never empty.
 MAX_UNFINISHED = 5
 # Engine steps between two rounds of questions.
 MAX_STEPS_A_ROUND = 4
 ABORTED_SHARE = 0.03
 RESET_SHARE = 0.12
-# More than any transfer takes to end.
+# Steps after which every transfer has ended.
 IDLE_STEPS = 8
 # Reports that a failure shows in full.
 SHOWN_MISMATCHES = 3
@@ -30,18 +30,20 @@ SHOWN_MISMATCHES = 3
 
 @dataclass
 class Tally:
-    """What one run compared. `early`: questions from before a learned catalog was whole, where less is allowed.
-
-    in_transfer: probes with a chunk on its way, judged by what is held; cut_short: those where the engine does not wait
-    for it and yet takes something else than what is held. misplaced: probes where vLLM 0.32 takes chunks of chunked
-    local attention from the CPU that do not begin where the prompt's do, and the router promises none of them.
-    """
+    """The counts of one comparison."""
 
     name: str
+    # Questions that are compared exactly.
     probes: int = 0
+    # Questions before a learned catalog was complete, when the router may predict less than the engine reuses.
     early: int = 0
+    # Probes with a chunk in transfer, which are judged by the chunks that the tier already holds.
     in_transfer: int = 0
+    # Probes with a chunk in transfer in which the engine does not wait for it, and reuses another number of tokens than
+    # the tier already holds.
     cut_short: int = 0
+    # Probes in which vLLM 0.32 loads chunks of chunked local attention from the CPU that do not begin where the
+    # prompt's chunks do. The router promises none of these chunks.
     misplaced: int = 0
     clears: int = 0
     gpu_hits: int = 0
@@ -114,12 +116,19 @@ class Comparison:
         reported: Callable[[], int] | None = None,
         resets: bool = False,
     ) -> Tally:
-        """Register the engine, let it work, and ask `questions` prompts after each of `rounds` rounds.
+        """Register the engine, let it work, and compare answers to random questions after each round.
 
-        never_whole: the wire lacks a fact, so answers may fall short of the engine's for ever, and never exceed them.
-        patch: where the engine patch answers, which declares the catalog; reported: seq of its last message, once all
-        are sent. resets: caches are emptied now and then, of the GPU and of the connector, also while requests run;
-        without the patch vLLM does not say which, so answers may fall short."""
+        Args:
+            catalog: The catalog to register, or None if the router has to learn it or the patch declares it.
+            rounds: How many rounds of engine steps to run.
+            questions: How many questions to compare after each round.
+            never_whole: Whether the wire lacks a fact, so that answers may always fall short of the engine's, but never
+                exceed them.
+            patch: The endpoint at which the engine patch answers, which declares the catalog; None without the patch.
+            reported: Returns the seq of the patch's last message, once all messages are sent.
+            resets: Whether the caches of the GPU and of the connector are sometimes emptied, also while requests run.
+                Without the patch, vLLM does not say which of them was emptied, so answers may fall short.
+        """
         oracle, router = self._oracle, self._router
         self._never_whole = never_whole or (resets and patch is None)
         self._resets = resets
@@ -145,7 +154,7 @@ class Comparison:
         return self.tally
 
     def _advance(self) -> bool:
-        """A few engine steps under load. True when something was published."""
+        """Run a few engine steps under load, and return whether a batch was published."""
         published = False
         for _ in range(self._rng.randint(1, MAX_STEPS_A_ROUND)):
             while self._oracle.unfinished < MAX_UNFINISHED and self._rng.random() < 0.7:
@@ -161,47 +170,47 @@ class Comparison:
 
     def _reset(self) -> None:
         if self._rng.random() < 0.6:
-            # Nothing in use and no transfer under way, so that it is not refused.
+            # Finish all requests and transfers, so that the reset is not refused.
             while self._oracle.unfinished:
                 self._oracle.step(self._tree)
             for _ in range(IDLE_STEPS):
                 self._oracle.step(self._tree)
-        # Refused where a request waits for a load: vLLM has preempted what ran by then.
+        # vLLM refuses a reset while a request waits for a load, after it has preempted the running requests.
         with suppress(RuntimeError):
             self._oracle.reset(running=self._rng.random() < 0.5, connector=self._rng.random() < 0.6)
-        # vLLM's own clear waits for a step that publishes; a new prompt brings one.
+        # vLLM sends its own clear with the next step that publishes, and a new prompt causes such a step.
         self._oracle.submit(Prompt(tuple(self._rng.randrange(512) for _ in range(64))))
         while not self._oracle.step(self._tree):
             self.tally.steps += 1
 
     def _learn(self, row: dict[str, Any]) -> None:
-        """Whether the router knows all groups by now. A group without events is unknown to it, and rightly so."""
+        """Note whether the router knows all groups by now; it cannot know a group that has had no events."""
         groups = (row["catalog"] or {}).get("groups", [])
-        known = len(groups) == len(self._oracle.group_set.specs)
-        self._whole = self._whole or (known and not self._never_whole)
+        knows_all = len(groups) == len(self._oracle.group_set.specs)
+        self._whole = self._whole or (knows_all and not self._never_whole)
 
     def _compare(self, prompt: Prompt) -> None:
         truth = self._oracle.ask(prompt)
-        found = self._router.query(self._model, self._worker_id, prompt.token_ids, prompt.cache_salt)
+        hits = self._router.query(self._model, self._worker_id, prompt.token_ids, prompt.cache_salt)
         tally = self.tally
         if not self._whole:
             tally.early += 1
-            tally.gpu_hits += found["gpu"] > 0
-            if found["gpu"] > truth.gpu or found["cpu"] > truth.cpu:
+            tally.gpu_hits += hits["gpu"] > 0
+            if hits["gpu"] > truth.gpu or hits["cpu"] > truth.cpu:
                 self._report("more than the engine gives, before the catalog is whole", prompt, truth)
             return
         tally.probes += 1
         tally.gpu_hits += truth.gpu > 0
         tally.hit_tokens += truth.gpu
-        if found["gpu"] != truth.gpu:
+        if hits["gpu"] != truth.gpu:
             self._report("gpu", prompt, truth)
             return
         tally.in_transfer += truth.transfer
         tally.cut_short += truth.now is not None and truth.now != truth.cpu
         tally.external_hits += truth.cpu > truth.gpu
-        if found["cpu"] < truth.cpu and self._is_misplaced(truth):
+        if hits["cpu"] < truth.cpu and self._is_misplaced(truth):
             tally.misplaced += 1
-        elif found["cpu"] != truth.cpu:
+        elif hits["cpu"] != truth.cpu:
             self._report("cpu", prompt, truth)
 
     def _is_misplaced(self, truth: Answer) -> bool:
@@ -210,22 +219,22 @@ class Comparison:
         return self._oracle.is_simple and any(truth.gpu % chunk for chunk in chunks)
 
     def _report(self, what: str, prompt: Prompt, truth: Answer) -> None:
-        """Note a mismatch with all that is needed to run it again and to see which group is to blame."""
-        found = self._router.query(self._model, self._worker_id, prompt.token_ids, prompt.cache_salt, explain=True)
+        """Record a mismatch with everything needed to repeat it and to find the group that caused it."""
+        hits = self._router.query(self._model, self._worker_id, prompt.token_ids, prompt.cache_salt, explain=True)
         row = self._router.worker(self._worker_id)
         self.tally.mismatches.append(
-            f"{self.tally.name}: {what}: engine {truth}, router gpu={found['gpu']} cpu={found['cpu']}\n"
+            f"{self.tally.name}: {what}: engine {truth}, router gpu={hits['gpu']} cpu={hits['cpu']}\n"
             f"  seed {self._seed} step {self.tally.steps} seq {self._oracle.last_seq} "
             f"question {self.tally.probes + self.tally.early} "
             f"prompt {len(prompt.token_ids)} tokens, salt {prompt.cache_salt!r}\n"
             f"  engine's blocks:\n{self._oracle.per_group(prompt)}\n"
-            f"  router: {json.dumps(found)}\n"
+            f"  router: {json.dumps(hits)}\n"
             f"  worker: {json.dumps(row)}"
         )
 
 
 def verdict(tally: Tally) -> None:
-    """Fail with the first reports when there were any mismatches."""
+    """Fail with the first reports if there are mismatches."""
     if tally.mismatches:
         shown = "\n\n".join(tally.mismatches[:SHOWN_MISMATCHES])
         raise AssertionError(f"{len(tally.mismatches)} mismatches in {tally.probes} probes of {tally.name}\n{shown}")

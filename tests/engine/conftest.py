@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the tests that hold the router against a real vLLM. Without vLLM these tests are skipped."""
+"""Fixtures of the tests that compare the router with a real vLLM. Without vLLM, these tests are skipped."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-# vLLM reads these when it is imported: no telemetry, no downloads, event sockets on the loopback interface. One thread:
-# these models are too small for more, and threads that wait for each other spin on cores that other engines need.
+# vLLM reads these variables on import: no telemetry, no downloads, event sockets on the loopback interface, and one
+# thread. These models are too small for more threads, and threads that wait for each other spin on cores that other
+# engines need.
 os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     DO_NOT_TRACK="1",
@@ -27,7 +28,8 @@ os.environ.update(
 SEED_VARIABLE = "KVROUTER_TEST_SEED"
 DEFAULT_SEED = 20261
 
-# These start engines and take minutes: last, one process would still be at them when the others are done.
+# These files start engines and take minutes, so they come first. If they came last, one process would still run them
+# when the others are done.
 LONGEST = (
     "hits",
     "offload_engine",
@@ -45,7 +47,7 @@ _tables = pytest.StashKey[dict[str, list[tuple[str, ...]]]]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_tables] = {}
     for ignored in (
-        # torch's own use of a deprecated decorator, on its import by vLLM.
+        # torch uses a deprecated decorator when vLLM imports it.
         "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
     ):
         config.addinivalue_line("filterwarnings", ignored)
@@ -60,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    # In a process of pytest-xdist: what it has for the end of the run goes to the one that prints it.
+    # A worker process of pytest-xdist sends its tables to the controller, which prints them at the end of the run.
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["tables"] = session.config.stash[_tables]
 
@@ -75,7 +77,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     if exitstatus != pytest.ExitCode.OK:
-        # Hundreds of lines would stand between what failed and who looks for it.
+        # The tables take hundreds of lines and would hide the failures.
         return
     for title, rows in config.stash.get(_tables, {}).items():
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -87,7 +89,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 
 @pytest.fixture
 def table(request: pytest.FixtureRequest) -> Callable[[str, tuple[str, ...], tuple[str, ...]], None]:
-    """`table(title, headings, row)` adds a row to a table that is printed at the end of the run."""
+    """Return `table(title, headings, row)`, which adds a row to a table that is printed at the end of the run."""
 
     def add(title: str, headings: tuple[str, ...], row: tuple[str, ...]) -> None:
         request.config.stash[_tables].setdefault(title, [headings]).append(row)
@@ -97,7 +99,7 @@ def table(request: pytest.FixtureRequest) -> Callable[[str, tuple[str, ...], tup
 
 @pytest.fixture(autouse=True)
 def unpatched() -> Iterator[None]:
-    """No test leaves the patch in this process, where others hold the router to vLLM as it is."""
+    """Check that a test does not leave the patch in this process, where other tests need the unpatched vLLM."""
     yield
     scheduler = sys.modules.get("vllm.v1.core.sched.scheduler")
     if scheduler is not None:
@@ -126,7 +128,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model of `offload_engine.py`, by its name."""
+    """Return a function that writes a model of `offload_engine.py`, by its name, and returns its folder."""
     from tests.engine import offload_engine
 
     folder = tmp_path_factory.mktemp("models")
@@ -137,15 +139,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def plain(
     models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> Callable[[str], list[Any]]:
-    """What an engine without offloading says to the prompts of a shape of `offload_workload.py`."""
+    """Return a function from a shape of `offload_workload.py` to the answers of an engine without offloading."""
     from tests.engine.offload_engine import OffloadEngine
     from tests.engine.offload_workload import SHAPES, workload
 
     @cache
     def answers(shape: str) -> list[Any]:
-        made = SHAPES[shape]
+        sizes = SHAPES[shape]
         folder = tmp_path_factory.mktemp("plain") / "engine"
-        with OffloadEngine(folder, models(made.model), made.gpu_blocks, None) as engine:
-            return [engine.run(one.token_ids, one.max_tokens) for one in workload(shape, seed)]
+        with OffloadEngine(folder, models(sizes.model), sizes.gpu_blocks, None) as engine:
+            return [engine.run(work.token_ids, work.max_tokens) for work in workload(shape, seed)]
 
     return answers

@@ -27,12 +27,12 @@ VOCAB_SIZE = 512
 # Below the longest prompts, so that prefills are cut into chunks.
 MAX_BATCHED_TOKENS = 192
 MAX_RUNNING = 4
-# Any size does: nothing is ever copied.
+# Any size works, because nothing is ever copied.
 SIMPLE_BLOCK_BYTES = 4096
 
 
 def write_model(folder: Path) -> Path:
-    """A folder that vLLM accepts as a model as long as nobody loads it."""
+    """Write a folder that vLLM accepts as a model as long as nothing loads it, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -53,7 +53,14 @@ def write_model(folder: Path) -> Path:
 def build_vllm_config(
     group_set: GroupSet, model: Path, offload: dict[str, Any] | None, connector: str = "OffloadingConnector"
 ) -> VllmConfig:
-    """offload: `kv_connector_extra_config` of the connector, or None for an engine without one."""
+    """Return the config of an engine with these groups.
+
+    Args:
+        group_set: The layout of the KV cache groups.
+        model: The model's folder; see `write_model`.
+        offload: The connector's `kv_connector_extra_config`, or None for an engine without a connector.
+        connector: The connector's name.
+    """
     model_config = ModelConfig(
         model=str(model), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, dtype="bfloat16", seed=0
     )
@@ -79,20 +86,20 @@ def build_vllm_config(
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=transfer,
         kv_events_config=KVEventsConfig(
-            # With VLLM_HOST_IP=127.0.0.1 the publisher binds free ports and says which.
+            # With VLLM_HOST_IP=127.0.0.1 the publisher binds free ports and reports them.
             enable_kv_cache_events=True,
             publisher="zmq",
             endpoint="tcp://*:0",
             replay_endpoint="tcp://*:0",
         ),
     )
-    # The CPU platform rewrites some of these while it checks a model's config; the layout decides here.
+    # The CPU platform rewrites some of these fields while it checks a model's config, so set the layout's values again.
     cache_config.block_size = group_set.block_size
     cache_config.num_gpu_blocks = group_set.num_blocks
     cache_config.prefix_cache_retention_interval = group_set.retention
     cache_config.mamba_cache_mode = "align" if group_set.has_mamba else "none"
     if group_set.eagle:
-        # The scheduler asks the method alone; a real eagle method would want a draft model to load.
+        # The scheduler reads only the method. A config with a real eagle method would need a draft model to load.
         speculative = SpeculativeConfig(
             method="ngram",
             num_speculative_tokens=1,
@@ -109,7 +116,7 @@ def build_kv_cache_config(group_set: GroupSet, connector: str | None) -> KVCache
     tensor = KVCacheTensor(group_set.num_blocks * SIMPLE_BLOCK_BYTES, layers, 0, SIMPLE_BLOCK_BYTES)
     return KVCacheConfig(
         num_blocks=group_set.num_blocks,
-        # The SimpleCPUOffloadConnector's pool is as many times the GPU's as it has bytes.
+        # The SimpleCPUOffloadConnector compares its bytes with these tensors to size its pool.
         kv_cache_tensors=[tensor] if connector in ("SimpleCPUOffloadConnector", "MultiConnector") else [],
         kv_cache_groups=[
             KVCacheGroupSpec([layers[i]], spec, is_eagle_group=group_set.eagle and i in group_set.eagle_groups)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines forked from a process that has imported vLLM, which takes longer than the rest of a start.
+"""Engines forked from a process that has imported vLLM, because that import takes longer than the rest of a start.
 
-Each test process has one such process. It ends with the test process, and so do the engines, whose input ends then."""
+Each test process has one such process. It ends with the test process, and so do the engines, because their input ends.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ CUDA_DEVICE = Path("/dev/nvidiactl")
 
 
 class ForkedEngine:
-    """`offload_child.py` with these options. Of `subprocess.Popen` it has what tests use."""
+    """A forked process that runs `offload_child.py` with these options.
+
+    It has the attributes and methods of `subprocess.Popen` that tests use.
+    """
 
     def __init__(self, options: Mapping[str, Any], environment: Mapping[str, str], folder: Path, log: Path) -> None:
         request = {"options": options, "environment": dict(environment), "folder": str(folder)}
@@ -40,7 +44,7 @@ class ForkedEngine:
         self._ends = os.pidfd_open(self.pid)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until it has ended. Raises subprocess.TimeoutExpired."""
+        """Wait until the process has ended. Raises subprocess.TimeoutExpired after `timeout_s`."""
         if not select.select([self._ends], [], [], timeout_s)[0]:
             assert timeout_s is not None
             raise subprocess.TimeoutExpired("offload_child.py", timeout_s)
@@ -71,12 +75,12 @@ def _forker() -> socket.socket:
 def _serve(forker: socket.socket) -> None:
     from tests.engine import offload_child
 
-    # A process that has looked at a CUDA device cannot be forked for one.
+    # A process that has looked at a CUDA device cannot be forked into one that uses the device.
     if not CUDA_DEVICE.exists():
         import vllm  # noqa: F401
         from vllm import LLM, SamplingParams  # noqa: F401
 
-    # Nobody asks how an engine ended.
+    # Nothing reads the exit status of an engine, so ended engines are not kept as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         request, fds, _, _ = socket.recv_fds(forker, MAX_REQUEST_BYTES, 3)
@@ -90,15 +94,15 @@ def _serve(forker: socket.socket) -> None:
             continue
         forker.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        asked = json.loads(request)
-        for at, fd in enumerate(fds):
-            os.dup2(fd, at)
+        arguments = json.loads(request)
+        for number, fd in enumerate(fds):
+            os.dup2(fd, number)
             os.close(fd)
         sys.stdin = os.fdopen(0)
-        os.chdir(asked["folder"])
+        os.chdir(arguments["folder"])
         os.environ.clear()
-        os.environ.update(asked["environment"])
-        offload_child.serve(asked["options"])
+        os.environ.update(arguments["environment"])
+        offload_child.serve(arguments["options"])
         return
 
 

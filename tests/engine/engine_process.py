@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine in a process of its own: a tiny Gemma-3 with random weights on the CPU, driven line by line.
+"""A real vLLM engine in its own process: a tiny Gemma-3 with random weights on the CPU, driven line by line.
 
-Run as a script it is the child: it reads one JSON request a line and writes one JSON answer a line. The parent's side
-is `EngineProcess`. The engine's own output goes to a log file, its warnings stay in the child.
+Run as a script, this file is the child: it reads one JSON request per line and writes one JSON answer per line.
+`EngineProcess` is the parent's side. The engine's output goes to a log file, and its warnings stay in the child.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STOP_TIMEOUT_S = 30.0
 REPLAY_TIMEOUT_MS = 10_000
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 2048
-# Five windows and one full attention over blocks of 32 tokens: a few prompts of some hundred tokens.
+# Enough for a few prompts of some hundred tokens: five windows and one full attention, with blocks of 32 tokens.
 NUM_BLOCKS = 110
 
 _END_OF_REPLAY = b"\xff" * 8
@@ -42,12 +42,12 @@ HYBRID_LAYERS = {
     "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
 }
 
-# vLLM's CPU build would start a worker process and bind it to the first core, which all engines of a run then share.
+# vLLM's CPU build would start a worker process and bind it to the first core, which all engines of a run would share.
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def gemma3_config() -> dict[str, Any]:
-    """A model of `HYBRID_LAYERS`."""
+    """Return the config of a text model with `HYBRID_LAYERS`."""
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -65,12 +65,12 @@ def gemma3_config() -> dict[str, Any]:
 
 
 class EngineProcess:
-    """Starts on entry, stops on exit."""
+    """A child process with one engine, which starts on entry and stops on exit."""
 
     def __init__(
         self, folder: Path, events_port: int, replay_port: int, environment: dict[str, str] | None = None
     ) -> None:
-        """environment: set in the engine's process, beside this process's own."""
+        """Prepare the child, whose variables are this process's own and those in `environment`."""
         self.folder = folder
         self.environment = {**os.environ, **(environment or {})}
         self.log = folder / "engine.log"
@@ -90,7 +90,7 @@ class EngineProcess:
         return self
 
     def start(self, options: dict[str, Any]) -> Any:
-        """The child: a `subprocess.Popen`, or what has of one what is used here."""
+        """Start the child, and return a `subprocess.Popen` or an object with the methods of one that are used here."""
         with self.log.open("w") as log:
             return subprocess.Popen(
                 [sys.executable, __file__, json.dumps(options)],
@@ -103,14 +103,14 @@ class EngineProcess:
             )
 
     def model(self) -> Path:
-        """The folder that vLLM loads its model from."""
+        """Return the folder that vLLM loads its model from."""
         folder = self.folder / "gemma3"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(gemma3_config()))
         return folder
 
     def options(self) -> dict[str, Any]:
-        """What the child needs beside its model and its ports."""
+        """Return the options that the child needs beside its model and its ports."""
         return {}
 
     def __exit__(self, *_: object) -> None:
@@ -141,11 +141,11 @@ class EngineProcess:
         return self.log.read_text(errors="replace")[-4000:]
 
     def generate(self, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str | None) -> dict[str, Any]:
-        """`{"cached": tokens reused, "token_ids": the answer}` for one prompt, run alone."""
+        """Run one prompt alone, and return its reused tokens (`cached`), its answer (`token_ids`) and `seconds`."""
         return dict(self._ask({"token_ids": token_ids, "max_tokens": max_tokens, "cache_salt": cache_salt}))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of vLLM's `LLM` and give its result, or its text where JSON has no form for it."""
+        """Call a method of vLLM's `LLM`, and return its result, or the result's text if JSON has no form for it."""
         return self._ask({"call": method, "arguments": arguments})
 
     def _ask(self, request: dict[str, Any]) -> Any:
@@ -154,15 +154,15 @@ class EngineProcess:
         return self._read(ANSWER_TIMEOUT_S)
 
     def last_published(self, context: zmq.Context[zmq.Socket[bytes]], known: int) -> int:
-        """Sequence number of the last batch the engine will publish until its next step; -1 for none."""
+        """Return the seq of the last batch that the engine will publish before its next step, or -1 for none."""
         return last_published(context, self.replay_endpoint, known)
 
 
 def last_published(context: zmq.Context[zmq.Socket[bytes]], replay_endpoint: str, known: int) -> int:
-    """Sequence number of the last batch an idle engine will publish until its next step; -1 for none.
+    """Return the seq of the last batch that an idle engine will publish before its next step, or -1 for none.
 
-    The publisher's thread serves one replay request, then takes at most one batch from its queue, in turns. So when
-    two replays in a row end at the same batch, the queue was empty between them and nothing is left to come.
+    The publisher's thread alternates: it serves one replay request, then takes at most one batch from its queue. When
+    two consecutive replays end at the same batch, the queue was empty between them, and no batch is left to come.
     """
     socket = context.socket(zmq.DEALER)
     try:
@@ -178,7 +178,7 @@ def last_published(context: zmq.Context[zmq.Socket[bytes]], replay_endpoint: str
 
 
 def _replay(socket: zmq.Socket[bytes], known: int) -> int:
-    """The last seq that a replay from `known` on shows, `known` when it shows none."""
+    """Return the last seq of a replay that starts at `known`, or `known` if the replay has no batch."""
     socket.send_multipart([b"", max(known, 0).to_bytes(8, "big")])
     newest = known
     while socket.poll(REPLAY_TIMEOUT_MS):
@@ -190,8 +190,8 @@ def _replay(socket: zmq.Socket[bytes], known: int) -> int:
 
 
 def _serve(options: dict[str, Any]) -> None:
-    """The child: one engine, one prompt at a time."""
-    # stdout belongs to the answers; whatever the engine and its processes print goes to the log.
+    """Run the child: one engine, one prompt at a time."""
+    # Only answers go to stdout; the output of the engine and its processes goes to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from vllm import LLM, SamplingParams

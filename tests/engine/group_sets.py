@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache group layouts that the oracle tests run through: vLLM's own specs, and the catalog that states them.
+"""The KV cache group layouts of the oracle tests: vLLM's own specs, and the catalog that declares them.
 
-A layout whose facts all cross the wire is registered without a catalog, so that the router has to learn it; one that
-needs more (EAGLE flags, chunk sizes, a hash block size of its own) is registered with one.
+A layout whose facts all cross the wire is registered without a catalog, so that the router has to learn it. A layout
+that needs more facts (EAGLE flags, chunk sizes, its own hash block size) is registered with a catalog.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ def mamba(block_size: int = 16) -> MambaSpec:
 
 @dataclass(frozen=True)
 class GroupSet:
-    """One layout. `num_blocks` is small beside the working set, so that blocks are evicted all the time.
-
-    retention: tokens between the states that sparse groups keep; 0 keeps the latest only, None keeps all.
-    eagle: speculative decoding is on; with no flagged group vLLM treats every group as flagged.
-    match_unit: vLLM's `prefix_match_unit`, the hash block size where it is not the gcd of the block sizes.
-    """
+    """One layout of KV cache groups."""
 
     name: str
     specs: tuple[KVCacheSpec, ...]
+    # Small compared to the working set, so that blocks are evicted all the time.
     num_blocks: int
+    # Tokens between the states that sparse groups keep: 0 keeps only the latest state, None keeps all.
     retention: int | None = 0
+    # Whether speculative decoding is on. Without a flagged group, vLLM treats every group as flagged.
     eagle: bool = False
     eagle_groups: frozenset[int] = frozenset()
+    # vLLM's `prefix_match_unit`: the hash block size, where it is not the gcd of the block sizes.
     match_unit: int | None = None
+    # Whether the layout is registered with a catalog.
     declared: bool = False
 
     @property
     def block_size(self) -> int:
-        """What `CacheConfig.block_size` would be: the Mamba block where there is one, else the largest block."""
+        """The value of `CacheConfig.block_size`: the Mamba block if there is one, else the largest block."""
         states = [spec.block_size for spec in self.specs if isinstance(spec, MambaSpec)]
         return max(states or [spec.block_size for spec in self.specs])
 
@@ -90,11 +90,11 @@ class GroupSet:
         return self.eagle and (not self.eagle_groups or group_idx in self.eagle_groups)
 
     def drops(self, group_idx: int, *, connector: bool = False) -> bool:
-        """Whether hits of this group drop a block for EAGLE. connector: whether the engine has a KV connector."""
+        """Return whether hits of this group drop a block for EAGLE, in an engine with or without a KV connector."""
         return self.flagged(group_idx) and (connector or not LOOKAHEAD_HASHES)
 
     def catalog(self, *, connector: bool = False, **extra: Any) -> dict[str, Any]:
-        """This layout as `POST /register` takes it."""
+        """Return the catalog that declares this layout in `POST /register`."""
         groups = []
         for group_idx, spec in enumerate(self.specs):
             group = {
@@ -117,7 +117,7 @@ class GroupSet:
             and not connector
             and not any(isinstance(s, FullAttentionSpec) for s in self.specs)
         ):
-            # Learned from dense root blocks, which windows and states alone do not have.
+            # The router learns it from dense root blocks, which windows and states alone do not have.
             catalog["hash_lookahead_tokens"] = 1
         return catalog
 
@@ -147,7 +147,7 @@ GPU_SETS = (
     GroupSet("full 32+window 16", (full(32), window(48, 16)), 80),
     GroupSet("full 16+full 32", (full(16), full(32)), 90, retention=None),
     GroupSet("full 16+mamba 64, partial hits", (full(16), mamba(64)), 80),
-    # No prompt fills a Mamba block: it is known from partial entries alone.
+    # No prompt fills a Mamba block, so only partial entries show it.
     GroupSet("full 16+mamba 528, partial hits", (full(16), mamba(528)), 80),
     GroupSet("full 528+mamba 528, hash 16", (full(528), mamba(528)), 50, match_unit=16),
     GroupSet("full 32+mamba 32, hash 16, learned", (full(32), mamba(32)), 50, match_unit=16),
@@ -166,7 +166,7 @@ GPU_SETS = (
 
 @dataclass(frozen=True)
 class OffloadSet:
-    """A layout whose engine keeps evicted blocks on the CPU; `cpu_chunks` is the tier's size, over all groups."""
+    """A layout whose engine has a CPU tier of `cpu_chunks` chunks over all groups."""
 
     group_set: GroupSet
     cpu_chunks: int
@@ -189,7 +189,11 @@ class OffloadSet:
         }
 
     def catalog(self) -> dict[str, Any] | None:
-        """Chunks of several blocks are not on the wire; else the layout alone decides what has to be declared."""
+        """Return the catalog that has to be declared, or None.
+
+        The wire does not carry the number of blocks per chunk, so a number above 1 has to be declared. Otherwise, the
+        layout alone decides.
+        """
         if self.blocks_per_chunk > 1:
             return self.group_set.catalog(connector=True, offload_blocks_per_chunk=self.blocks_per_chunk)
         return self.group_set.catalog(connector=True) if self.group_set.declared else None
@@ -233,13 +237,11 @@ OFFLOAD_SETS = (
 
 @dataclass(frozen=True)
 class SimpleSet:
-    """A layout whose engine runs a SimpleCPUOffloadConnector with `cpu_blocks` blocks on the CPU.
-
-    lazy: blocks go there when they are about to leave the GPU, else as they are computed.
-    """
+    """A layout whose engine runs a SimpleCPUOffloadConnector with `cpu_blocks` blocks on the CPU."""
 
     group_set: GroupSet
     cpu_blocks: int
+    # Whether blocks go to the CPU when they are about to leave the GPU; otherwise they go as they are computed.
     lazy: bool = False
 
     CONNECTOR = "SimpleCPUOffloadConnector"

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny hybrid model that sees: Idefics3 over a Llama of which five layers of six have a sliding window, with random
-weights.
+"""A tiny hybrid model that sees, with random weights: Idefics3 over a Llama with five sliding-window layers of six.
 
-Of the families that take any number of images it is one that vLLM serves without torchvision, and its text layers are
-sliding where `layer_types` says so. Each image is one tile, whatever its size, and stands as `IMAGE_LENGTH` tokens in
-the prompt.
+This family takes any number of images, and vLLM serves it without torchvision. Its text layers are sliding where
+`layer_types` says so. Each image is one tile, whatever its size, and takes `IMAGE_LENGTH` tokens of the prompt.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ IMAGE, AROUND_IMAGE, GLOBAL_IMAGE, END_OF_UTTERANCE = (
     "<end_of_utterance>",
 )
 MEDIA_TOKENS = (IMAGE, AROUND_IMAGE, GLOBAL_IMAGE, END_OF_UTTERANCE)
-# The tokenizer may hold fewer tokens than were requested; what is added to it has room behind.
+# The tokenizer may hold fewer tokens than were requested, and the added tokens need room behind them.
 MEDIA_VOCAB_SIZE = VOCAB_SIZE + 64
 
 IMAGE_SIZE_PIXELS = 64
 PATCH_SIZE_PIXELS = 8
-# Embeddings of one image, and its tokens with the three that frame them.
+# The embeddings of one image, and its tokens: one for each embedding, and three that frame them.
 IMAGE_EMBEDDINGS = (IMAGE_SIZE_PIXELS // PATCH_SIZE_PIXELS) ** 2
 IMAGE_LENGTH = IMAGE_EMBEDDINGS + 3
 
@@ -48,14 +46,14 @@ MEDIA_TEMPLATE = CHAT_TEMPLATE.replace(_TEXT_PART, _ANY_PART)
 
 
 def media_tokenizer() -> Tokenizer:
-    """The tiny tokenizer with the tokens that stand for images."""
+    """Return the tiny tokenizer with the tokens that stand for images."""
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in MEDIA_TOKENS])
     return tokenizer
 
 
 def media_config() -> dict[str, Any]:
-    """The text layers are `HYBRID_LAYERS`, behind a vision tower of two."""
+    """Return a config with `HYBRID_LAYERS` as text layers, behind a vision tower of two layers."""
     tokenizer = build_tokenizer()
     ids = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
     ids["pad_token_id"] = tokenizer.token_to_id(PAD)
@@ -86,7 +84,10 @@ def media_config() -> dict[str, Any]:
 
 
 def write_media_model(folder: Path) -> Path:
-    """A folder that `vllm serve FOLDER --load-format dummy` serves, for chats with images and without."""
+    """Write a model for chats with images and without, and return its folder.
+
+    `vllm serve FOLDER --load-format dummy` serves it.
+    """
     write_tokenizer(folder, MEDIA_TEMPLATE)
     media_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps(media_config()))
@@ -103,7 +104,7 @@ def write_media_model(folder: Path) -> Path:
 
 
 def image_png(random: Random, width_pixels: int = 48, height_pixels: int = 32) -> bytes:
-    """A PNG of random pixels."""
+    """Return a PNG of random pixels."""
     stream = io.BytesIO()
     Image.frombytes("RGB", (width_pixels, height_pixels), random.randbytes(3 * width_pixels * height_pixels)).save(
         stream, "PNG"
@@ -112,5 +113,5 @@ def image_png(random: Random, width_pixels: int = 48, height_pixels: int = 32) -
 
 
 def image_part(png: bytes) -> dict[str, Any]:
-    """The part of a chat message's content that holds this image."""
+    """Return the part of a chat message's content that holds this image."""
     return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(png).decode()}}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`newest_probe.py MODEL FOLDER OUT`: our offload tiers under vLLM 0.33's scheduler, and what is new there: notes of
-chunks that never came, loads that a step waits for, workers that are done with a reset, facts for the metrics.
+"""`newest_probe.py MODEL FOLDER OUT`: our offload tiers under vLLM 0.33's scheduler, with the novelties of 0.33.
 
-Runs in a process of its own (`versions.run_under`), with a disk, requests that are aborted, and resets.
+The novelties are notes of chunks that never came, loads that a step waits for, workers that are done with a reset, and
+facts for the metrics. The script runs in its own process (`versions.run_under`), with a disk, aborted requests, and
+resets.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from tests.engine.workload import PromptTree
 
 SEED = 11
 STEPS = 400
-# A reset is refused while a request waits for a load, which on a slow machine may be nearly always: until one was not.
+# vLLM refuses a reset while a request waits for a load, which may be nearly always on a slow machine. The run goes on
+# until it accepted one, for at most this many steps.
 MOST_STEPS = 10 * STEPS
 MAX_UNFINISHED = 5
 ABORTED_SHARE, RESET_SHARE = 0.15, 0.02
-# More than any load of the tests takes.
+# More than the probe ever writes.
 DISK_BYTES = 1 << 22
 SETTLE_STEPS = 60
 LAYOUT = "cpu full+window, self-describing, 1 a chunk"
 
 
 def run(model: Path, folder: Path, sync_bytes: int) -> dict[str, Any]:
-    offload_set = next(one for one in OFFLOAD_SETS if one.name == LAYOUT)
+    offload_set = next(candidate for candidate in OFFLOAD_SETS if candidate.name == LAYOUT)
     folder.mkdir()
     config = SPEC | offload_set.connector_config()
     config |= {"disk_path": str(folder / "disk"), "disk_bytes_to_use": DISK_BYTES, "shared_memory_path": str(folder)}
@@ -57,7 +59,7 @@ def run(model: Path, folder: Path, sync_bytes: int) -> dict[str, Any]:
                 oracle.abort_one()
             oracle.step(tree)
             if rng.random() < RESET_SHARE:
-                # Refused where a request waits for a load.
+                # vLLM refuses a reset while a request waits for a load.
                 with suppress(RuntimeError):
                     oracle.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
                 held_back += tiers._held
@@ -87,7 +89,7 @@ def run(model: Path, folder: Path, sync_bytes: int) -> dict[str, Any]:
 
 def main() -> None:
     model, folder, out = map(Path, sys.argv[1:4])
-    # A budget of one step is ample for some chunks of these layouts.
+    # With a budget, each step may wait for some chunks of these layouts.
     runs = {name: run(model, folder / name, size) for name, size in (("async", 0), ("sync", 1 << 16))}
     out.write_text(json.dumps(runs))
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine with our offload tier, in one process of its own, driven line by line; looks into its tiers too.
+"""A real vLLM engine with our offload tier in one process, driven line by line, whose tiers can be inspected.
 
-One JSON request a line, one JSON answer a line. `engine_forks.py` starts it, `offload_engine.py` is the parent's side.
+It reads one JSON request per line and writes one JSON answer per line. `engine_forks.py` starts it, and
+`offload_engine.py` is the parent's side.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any
 
 MAX_STEPS_TO_REST = 100_000
 POLL_S = 0.001
-# The likeliest tokens of each step.
+# How many of the likeliest tokens are returned for each step.
 LOGPROBS = 8
-# vLLM takes 128 on the CPU where nothing is said.
+# vLLM's default on the CPU is 128.
 BLOCK_SIZE = 32
 
 
 class Child:
-    """The engine core runs in this process, so that its scheduler and its worker can be looked at between two steps."""
+    """An engine whose core runs in this process, so that its scheduler and worker can be inspected between steps."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
@@ -66,11 +67,14 @@ class Child:
 
             self.manager = self.scheduler.connector.connector_scheduler.manager
             self.worker = get_kv_transfer_group().connector_worker.worker
-        # As an engine core with a process of its own does: what was found on disk is reported before any request.
+        # Report the blocks found on disk before any request, as an engine core in its own process does.
         self.rest()
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """A prompt, run alone. tiers: where it may load from; None: everywhere."""
+        """Run one prompt alone.
+
+        The request's `tiers` lists the media that the prompt may load from; None allows all of them.
+        """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -88,16 +92,19 @@ class Child:
         )
         output = self.llm.generate(prompt, params, use_tqdm=False)[0]
         answer = output.outputs[0]
-        found = answer.logprobs or []
+        logprobs = answer.logprobs or []
         self.rest()
         return {
             "cached": output.num_cached_tokens,
             "token_ids": list(answer.token_ids),
-            "logprobs": [sorted((token, one.logprob) for token, one in step.items()) for step in found],
+            "logprobs": [sorted((token, logprob.logprob) for token, logprob in step.items()) for step in logprobs],
         }
 
     def rest(self) -> int:
-        """Steps until nothing is under way, as the engine core does by itself when it has a process of its own."""
+        """Step until nothing is under way, and return the number of steps.
+
+        An engine core in its own process does so by itself.
+        """
         for step in range(MAX_STEPS_TO_REST):
             if not self.scheduler.has_requests():
                 return step
@@ -105,7 +112,10 @@ class Child:
         raise AssertionError("the engine never comes to rest")
 
     def resident(self) -> dict[str, list[int]]:
-        """Place -> blocks and the sum of their hashes modulo 2**64, from the objects that decide what is reused."""
+        """Return the number of blocks of each place and the sum of their hashes modulo 2**64.
+
+        Both are read from the objects that decide reuse.
+        """
         return {place: [len(keys), sum(keys) % 2**64] for place, keys in self._places().items() if keys}
 
     def _places(self) -> dict[str, set[int]]:
@@ -126,39 +136,40 @@ class Child:
         return places
 
     def saw_all(self) -> bool:
-        """Whether this reader of another engine's folder knows what is in it now: which record has a key, too."""
+        """Return whether this reader of another engine's folder knows what it holds now, down to each key's record."""
         from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
         from kvrouter.engine_patch.offload.disk.view import View
 
         reader = self.manager._tiering._disk
-        known = reader._view
-        now = View(known._path.parent, known._identity, FileOps()).look()
+        view = reader._view
+        now = View(view._path.parent, view._identity, FileOps()).look()
         entries = {index: entry for index, entry in now.changed if entry is not None}
         return bool(now.generation == reader._generation and entries == reader._entries)
 
     def last_seq(self) -> int | None:
-        """Of the patch's last message, once everything is reported."""
+        """Return the seq of the patch's last message once everything is reported, or None before the first message."""
         next_seq = self._reporter()._stream.next_seq
         return next_seq - 1 if next_seq else None
 
     def _reporter(self) -> Any:
+        """Return the patch's reporter once it has sent everything."""
         reporter = self.scheduler.kv_event_publisher._kvrouter_tap.reporter
         while len(reporter._queue) or not reporter._queue._asleep:
             time.sleep(POLL_S)
         return reporter
 
     def ledger(self) -> dict[str, list[int]]:
-        """The same as the patch reports it, once everything is reported."""
+        """Return the same as `resident`, as the patch reports it, once everything is reported."""
         reporter = self._reporter()
-        found = {}
-        for at in reporter._stream.ledger.places():
-            owner = "" if at.ownership is None else f":{at.ownership}"
-            if at.blocks:
-                found[f"g{at.group_idx}:{at.medium}{owner}"] = [at.blocks, at.digest]
-        return found
+        places = {}
+        for place in reporter._stream.ledger.places():
+            owner = "" if place.ownership is None else f":{place.ownership}"
+            if place.blocks:
+                places[f"g{place.group_idx}:{place.medium}{owner}"] = [place.blocks, place.digest]
+        return places
 
     def same_bytes(self) -> dict[str, int]:
-        """Blocks that are on the GPU and in CPU memory under one hash, and how many of them differ in a byte."""
+        """Count the blocks that are on the GPU and in CPU memory under one hash, and those that differ in a byte."""
         tiers, copier, region = self.manager._tiering, self.worker._transfers._copier, self.worker._region
         slots = region.rank_tensor().numpy()
         compared = different = 0
@@ -173,8 +184,8 @@ class Child:
             for ref, pages in enumerate(copier._pages[group]):
                 # The key names the last block of its chunk.
                 start = layout.offset(group, ref, layout.blocks_per_chunk - 1)
-                for one in blocks:
-                    page = page_of(pages, one.block_id)
+                for gpu_block in blocks:
+                    page = page_of(pages, gpu_block.block_id)
                     compared += 1
                     different += slots[tiers._cpu.slot(key), start : start + len(page)].tobytes() != page
         return {"compared": compared, "different": different}
@@ -190,7 +201,12 @@ class Child:
 
 
 def page_of(pages: Any, block_id: int) -> bytes:
-    """pages: of one ref of a CpuCopier (an array), or of a CudaCopier (a tensor and the bytes of a page)."""
+    """Return the bytes of a block's page.
+
+    Args:
+        pages: The pages of one ref: an array of a CpuCopier, or a tensor and the bytes of a page of a CudaCopier.
+        block_id: The block's number on the GPU.
+    """
     if isinstance(pages, tuple):
         tensor, page_bytes = pages
         return bytes(tensor[block_id, :page_bytes].cpu().numpy().tobytes())
@@ -198,7 +214,7 @@ def page_of(pages: Any, block_id: int) -> bytes:
 
 
 def serve(options: dict[str, Any]) -> None:
-    # stdout belongs to the answers; whatever the engine prints goes to the log.
+    # Only answers go to stdout; the output of the engine goes to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     child = Child(options)

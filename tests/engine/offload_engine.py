@@ -17,23 +17,27 @@ from tests.support.ports import free_port
 
 SPEC = {"spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec"}
 HEARTBEAT_S = "0.05"
-# What the GPU cache must hold at least, however small it is made.
+# The GPU cache must hold at least this many tokens, however small it is made.
 MAX_MODEL_LEN = 1024
 # A page of one layer of the model: keys and values of 32 tokens, one head of 64 numbers of 4 bytes.
 PAGE_BYTES = 2 * 32 * 64 * 4
 
 
-# Much smaller ones give logits that hardly depend on the prompt, much larger ones a single token that does not either.
+# Much smaller weights give logits that hardly depend on the prompt. Much larger weights give a single token, which does
+# not depend on the prompt either.
 WEIGHTS_STD = 0.1
 
 
 def gemma3(folder: Path) -> Path:
-    """Five layers with a sliding window and one with full attention."""
+    """Write a model with five sliding-window layers and one layer with full attention."""
     return _write(folder, gemma3_config())
 
 
 def lfm2(folder: Path) -> Path:
-    """Three layers with a recurrent state (short convolutions, Mamba groups in vLLM) and one with full attention."""
+    """Write a model with three layers that have a recurrent state and one layer with full attention.
+
+    The recurrent layers are short convolutions, which are Mamba groups in vLLM.
+    """
     return _write(
         folder,
         {
@@ -67,19 +71,22 @@ def lfm2(folder: Path) -> Path:
 
 
 def _write(folder: Path, config: dict[str, Any]) -> Path:
-    """A model with random weights of its own, always the same: what it answers depends on all of the prompt."""
+    """Write a model with random weights that are always the same, and whose answers depend on the whole prompt."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config | {"initializer_range": WEIGHTS_STD}))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     model.save_pretrained(folder)
-    # As requested: what transformers writes lacks what it does not know.
+    # Write the config again, because the one that transformers saved lacks the fields that transformers does not know.
     (folder / "config.json").write_text(json.dumps(config | {"initializer_range": WEIGHTS_STD}))
     return folder
 
 
 class OffloadEngine(EngineProcess):
-    """offload: what kv_connector_extra_config has beside the spec; None: an engine without a connector."""
+    """An engine process with our offload tier, or without a connector if `offload` is None.
+
+    `offload` holds the fields of `kv_connector_extra_config` beside the spec.
+    """
 
     def __init__(
         self, folder: Path, model: Path, num_blocks: int, offload: dict[str, Any] | None, patch: bool = True
@@ -104,15 +111,21 @@ class OffloadEngine(EngineProcess):
         return {"num_blocks": self._num_blocks, "offload": offload, "max_model_len": MAX_MODEL_LEN}
 
     def do(self, name: str, **arguments: Any) -> Any:
-        """A method of `offload_child.Child`."""
+        """Call a method of `offload_child.Child`, and return its result."""
         return self._ask({"do": name, **arguments})
 
     def run(self, token_ids: tuple[int, ...], max_tokens: int, tiers: list[str] | None = None) -> dict[str, Any]:
-        """One prompt, and what followed until the engine rests. tiers: where it may load from; None: everywhere."""
+        """Run one prompt until the engine rests.
+
+        Args:
+            token_ids: The prompt.
+            max_tokens: How many tokens to generate.
+            tiers: The media that the prompt may load from; None allows all of them.
+        """
         return dict(self.do("generate", token_ids=token_ids, max_tokens=max_tokens, tiers=tiers))
 
     def kill(self) -> None:
-        """As a machine that fails: nothing is finished, nothing is said."""
+        """Kill the process, so that it finishes and reports nothing, as on a machine that fails."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()

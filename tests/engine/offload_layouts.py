@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synthetic KV caches of every kind of layout, as engines lay them out: small, with odd sizes where a layout allows
-them.
+"""Small synthetic KV caches in every layout that engines use, with odd sizes where a layout allows them.
 
-A layout is views over raw storages. What a block holds is said by its `blocks` alone, in torch's own indexing, so that
-tests need no strides, pages or pieces of their own.
+A layout is a set of views over raw storages. Only its `blocks` says which bytes a block holds, in torch's own indexing,
+so that tests need no strides, pages or pieces.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tests.engine.strided_pages import LayerCache, strided_pages
 
 Views = Mapping[str, torch.Tensor | LayerCache]
 
-# Of every layout; not 2, which may be keys and values.
+# The blocks of every layout. The number is not 2, because a dimension of 2 may be keys and values.
 NUM_BLOCKS = 12
 
 
@@ -29,12 +28,13 @@ class Layout:
     storages: tuple[int, ...]
     views: Callable[[Sequence[torch.Tensor]], Views]
     groups: tuple[tuple[str, ...], ...]
-    # How many tensors the caches have in the end, and per group how many bytes a block.
+    # How many tensors the finished caches have.
     num_tensors: int
+    # Bytes of a block, per group.
     block_bytes: tuple[int, ...]
 
     def raw(self, seed: int) -> list[torch.Tensor]:
-        """Storages of random bytes."""
+        """Return storages of random bytes."""
         generator = torch.Generator().manual_seed(seed)
         return [torch.randint(-128, 128, (size,), dtype=torch.int8, generator=generator) for size in self.storages]
 
@@ -42,17 +42,19 @@ class Layout:
         return strided_pages(self.views(raw), self.groups, NUM_BLOCKS)
 
     def blocks(self, raw: Sequence[torch.Tensor], group: int) -> list[torch.Tensor]:
-        """Views of the group's layers whose first dimension counts blocks, as integers of the elements' size: bytes
-        compare equal."""
+        """Return views of the group's layers whose first dimension counts blocks.
+
+        Their elements are integers of the same size, so that a comparison compares bytes.
+        """
         views = self.views(raw)
-        found = []
+        layers = []
         for name in self.groups[group]:
             view = views[name]
             for tensor in view.tensors if isinstance(view, LayerCache) else (view,):
                 whole = tensor.view(INTEGERS[tensor.element_size()])
                 by_block = whole.movedim(1, 0) if whole.shape[0] == 2 else whole
-                found.append(by_block.unflatten(0, (NUM_BLOCKS, -1)))
-        return found
+                layers.append(by_block.unflatten(0, (NUM_BLOCKS, -1)))
+        return layers
 
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -61,7 +63,15 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 def take(
     raw: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None, offset: int = 0
 ) -> torch.Tensor:
-    """A view of raw bytes: offset in bytes, strides in elements; contiguous without strides."""
+    """Return a view of raw bytes, which is contiguous without strides.
+
+    Args:
+        raw: The storage.
+        dtype: The type of the view's elements.
+        shape: The shape of the view.
+        stride: The strides, in elements.
+        offset: Where the view begins, in bytes.
+    """
     element = torch.empty(0, dtype=dtype).element_size()
     strides = tuple(stride) if stride is not None else torch.empty(shape, device="meta").stride()
     empty = torch.empty(0, dtype=dtype, device=raw.device)
@@ -77,7 +87,10 @@ def blocks_first(raw: Sequence[torch.Tensor]) -> Views:
 
 
 def kv_first_in_blocks(raw: Sequence[torch.Tensor]) -> Views:
-    """Keys and values are the first dimension, but a block's lie together: as a layer beside Mamba layers has it."""
+    """Return a cache whose first dimension is keys and values, but which keeps those of a block together.
+
+    A layer beside Mamba layers has this layout.
+    """
     half = 4 * 3 * 8
     return {"l0": take(raw[0], torch.bfloat16, (2, NUM_BLOCKS, 4, 3, 8), (half, 2 * half, 24, 8, 1))}
 
@@ -87,7 +100,7 @@ def mla(raw: Sequence[torch.Tensor]) -> Views:
 
 
 def padded_pages(raw: Sequence[torch.Tensor]) -> Views:
-    """72 of 100 bytes used."""
+    """Return pages of 100 bytes, of which 72 are used."""
     return {"l0": LayerCache((take(raw[0], torch.bfloat16, (NUM_BLOCKS, 4, 9), (50, 9, 1)),), 100)}
 
 
@@ -96,7 +109,7 @@ def padded_without_size(raw: Sequence[torch.Tensor]) -> Views:
 
 
 def packed(raw: Sequence[torch.Tensor]) -> Views:
-    """Three layers of 48, 48 and 32 bytes, then 12 bytes of padding, in each block; the last is a group of its own."""
+    """Return blocks of three layers (48, 48 and 32 bytes) and 12 bytes of padding; the last layer is its own group."""
     return {
         "l0": take(raw[0], torch.bfloat16, (NUM_BLOCKS, 4, 6), (70, 6, 1)),
         "l1": take(raw[0], torch.bfloat16, (NUM_BLOCKS, 4, 6), (70, 6, 1), 48),
@@ -105,7 +118,7 @@ def packed(raw: Sequence[torch.Tensor]) -> Views:
 
 
 def packed_heads(raw: Sequence[torch.Tensor]) -> Views:
-    """Heads outside of layers within a block: a layer's block lies in as many pieces as there are heads."""
+    """Return blocks with heads outside of layers, so that a layer's block has as many pieces as there are heads."""
     heads, layers, row = 3, 2, 10
     stride = (heads * layers * row, layers * row, 1)
     return {f"l{i}": take(raw[0], torch.int16, (NUM_BLOCKS, heads, row), stride, 2 * i * row) for i in range(layers)}
@@ -116,7 +129,7 @@ def heads_first(raw: Sequence[torch.Tensor]) -> Views:
 
 
 def kernel_blocks(raw: Sequence[torch.Tensor]) -> Views:
-    """Four kernel blocks of 2 tokens a block of 8."""
+    """Return caches in which four kernel blocks of 2 tokens make a block of 8."""
     return {
         "l0": take(raw[0], torch.bfloat16, (NUM_BLOCKS * 4, 2, 2, 6)),
         "l1": take(raw[1], torch.bfloat16, (2, NUM_BLOCKS * 4, 2, 6)),
@@ -124,7 +137,7 @@ def kernel_blocks(raw: Sequence[torch.Tensor]) -> Views:
 
 
 def mamba(raw: Sequence[torch.Tensor]) -> Views:
-    """Convolution and state of a layer, 36 and 80 bytes of a page of 116 or 128."""
+    """Return the convolution (36 bytes) and the state (80 bytes) of two layers, in pages of 116 and 128 bytes."""
     return {
         f"l{i}": LayerCache(
             (
@@ -138,7 +151,7 @@ def mamba(raw: Sequence[torch.Tensor]) -> Views:
 
 
 def mamba_states(raw: Sequence[torch.Tensor]) -> Views:
-    """Two states of a page with a gap of 12 bytes between them, each a tensor of its own."""
+    """Return a page of two states with a gap of 12 bytes between them, each in its own tensor."""
     states = (
         take(raw[0], torch.bfloat16, (NUM_BLOCKS, 3, 6), (64, 6, 1)),
         take(raw[0], torch.float32, (NUM_BLOCKS, 4, 5), (32, 5, 1), 48),
@@ -147,7 +160,7 @@ def mamba_states(raw: Sequence[torch.Tensor]) -> Views:
 
 
 def shared(raw: Sequence[torch.Tensor]) -> Views:
-    """Three groups over the same two storages: attention, sliding window, and Mamba with padding."""
+    """Return three groups over the same two storages: attention, sliding window, and Mamba with padding."""
     page = 144
     states = (
         take(raw[0], torch.bfloat16, (NUM_BLOCKS, 3, 6), (page // 2, 6, 1)),
@@ -163,7 +176,7 @@ def shared(raw: Sequence[torch.Tensor]) -> Views:
 
 
 def different_pages(raw: Sequence[torch.Tensor]) -> Views:
-    """Layers of one group with pages of 24, 72 and twice 15 bytes, the last of an odd size."""
+    """Return layers of one group with pages of 24, 72 and twice 15 bytes, the last of an odd size."""
     return {
         "l0": take(raw[0], torch.bfloat16, (NUM_BLOCKS, 4, 3)),
         "l1": take(raw[1], torch.float32, (NUM_BLOCKS, 2, 9)),

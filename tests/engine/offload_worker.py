@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker sides of offloading connectors, without memory: they only report transfer jobs as done.
 
-vLLM's own worker wants CUDA. What the scheduler learns from it is when jobs finish, and that is what this keeps to: a
-load ends in its own step or later, a store no earlier than the step after, a flushed job at once.
+vLLM's own worker needs CUDA. The scheduler learns from it only when jobs finish, and these workers keep to its timing:
+a load ends in its own step or later, a store no earlier than the step after, a flushed job at once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ _FINISHING = 0.8
 
 
 class OffloadWorker:
-    """waited: loads that ended within their step, as vLLM 0.33 can ask for."""
+    """The worker side of an OffloadingConnector.
+
+    `waited` counts the loads that ended within their step, as vLLM 0.33 can request.
+    """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self.waited = 0
-        # None: its request runs already.
+        # The request of each load job; None if the request runs already.
         self._loads: dict[int, str | None] = {}
         self._stores: set[int] = set()
 
     def run(self, metadata: OffloadingConnectorMetadata | None) -> KVConnectorOutput:
-        """Take this step's jobs and report which of all jobs ended in it."""
+        """Take this step's jobs, and report which jobs of this and earlier steps ended in it."""
         flushed: set[int] = set()
         fresh: set[int] = set()
         if metadata is not None:
@@ -58,7 +61,10 @@ class OffloadWorker:
 
 
 class SimpleOffloadWorker:
-    """Of a SimpleCPUOffloadConnector: events of one direction end in their order, as on a CUDA stream."""
+    """The worker side of a SimpleCPUOffloadConnector.
+
+    Events of one direction end in their order, as on a CUDA stream.
+    """
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -66,7 +72,7 @@ class SimpleOffloadWorker:
         self._stores: list[int] = []
 
     def run(self, metadata: SimpleCPUOffloadMetadata | None) -> KVConnectorOutput:
-        """Take this step's events and report which of all events ended in it."""
+        """Take this step's events, and report which events of this and earlier steps ended in it."""
         flush = False
         waiting = len(self._stores)
         if metadata is not None:
@@ -91,7 +97,7 @@ class SimpleOffloadWorker:
 
 
 class MultiOffloadWorker:
-    """Of a MultiConnector with an OffloadingConnector and a SimpleCPUOffloadConnector, in this order."""
+    """The worker side of a MultiConnector: an OffloadingConnector and a SimpleCPUOffloadConnector, in this order."""
 
     def __init__(self, rng: Random) -> None:
         self._workers: tuple[OffloadWorker | SimpleOffloadWorker, ...] = (OffloadWorker(rng), SimpleOffloadWorker(rng))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that overfill every tier of an offloading engine, and how its answers are compared with the router's."""
+"""Prompts that overfill every tier of an offloading engine, and the comparison of its answers with the router's."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ MODEL = "tiny"
 WORKER = "offloading"
 PROMPTS = 300
 FEWER_PROMPTS = 100
-# Sums of float32 in another order; a wrong page moves logits by whole numbers.
+# The tolerance for float32 sums in another order. A wrong page moves logits by whole numbers.
 ROUNDING = 0.001
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, bytes of a block over its layers, and the sizes of its tiers in blocks: each far below what the prompts
-    need."""
+    """A model, the bytes of a block over its layers, and the sizes of its tiers in blocks.
+
+    Each tier is far smaller than the prompts need.
+    """
 
     model: str
     block_bytes: int
@@ -36,7 +38,7 @@ class Shape:
 SHAPES = {
     # Keys and values of 32 tokens, one head of 64 numbers of 4 bytes.
     "windows": Shape("gemma3", 2 * 32 * 64 * 4, 110, 240, 700),
-    # As large as its largest state; fewer blocks are worth keeping.
+    # A block is as large as the model's largest state, and fewer blocks are worth keeping.
     "states": Shape("lfm2", 2 * 32 * 64 * 4, 90, 120, 300),
 }
 
@@ -48,7 +50,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
-# Which prediction a prompt is compared with: it may load from these tiers, or from all.
+# The prediction that a prompt is compared with, and the media that the prompt may load from (None: all).
 TIERS: list[tuple[str, list[str] | None]] = [("gpu", []), ("cpu", ["CPU"]), ("disk", None), ("disk", None)]
 
 
@@ -56,17 +58,18 @@ TIERS: list[tuple[str, list[str] | None]] = [("gpu", []), ("cpu", ["CPU"]), ("di
 class Work:
     token_ids: tuple[int, ...]
     max_tokens: int
-    # The field of the router's answer, and what the engine may load from.
+    # The field of the router's answer that is compared.
     predicted: str
+    # The media that the engine may load from; None allows all of them.
     tiers: list[str] | None
 
 
 def workload(shape: str, seed: int) -> Iterator[Work]:
-    """Conversations that grow, come back, are cut and branched: far more than all tiers hold."""
+    """Yield prompts of conversations that grow, come back, are cut and branched: far more than all tiers hold."""
     rng = Random(f"{seed} {shape}")
-    known = [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(100, 500))) for _ in range(6)]
+    conversations = [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(100, 500))) for _ in range(6)]
     for _ in range(PROMPTS):
-        token_ids = known[-rng.randint(1, min(len(known), rng.choice((3, 12, 40))))]
+        token_ids = conversations[-rng.randint(1, min(len(conversations), rng.choice((3, 12, 40))))]
         kind = rng.random()
         if kind < 0.4:
             token_ids += tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(20, 200)))
@@ -76,12 +79,12 @@ def workload(shape: str, seed: int) -> Iterator[Work]:
         elif kind < 0.8:
             token_ids = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(200, 600)))
         token_ids = token_ids[:900]
-        known.append(token_ids)
+        conversations.append(token_ids)
         yield Work(token_ids, rng.randint(1, 4), *rng.choice(TIERS))
 
 
 def offload(case: Case, disk: Path) -> dict[str, Any]:
-    """Tiers of that many blocks, whatever a chunk is."""
+    """Return the connector's settings for tiers of the shape's numbers of blocks, whatever the size of a chunk."""
     shape = SHAPES[case.shape]
     chunk_bytes = shape.block_bytes * int(case.settings.get("blocks_per_chunk", 1))
     records = shape.disk_blocks * shape.block_bytes // chunk_bytes
@@ -98,8 +101,10 @@ def offload(case: Case, disk: Path) -> dict[str, Any]:
 
 
 def settled(router: RouterProcess, engine: OffloadEngine) -> dict[str, Any]:
-    """The worker's row once a heartbeat has proven that the router holds what the ledger says now, and its answers show
-    it."""
+    """Return the worker's row once a heartbeat has proven that the router holds the blocks of the engine's ledger.
+
+    The router's answers show these blocks then.
+    """
     blocks = {place: count for place, (count, _) in engine.do("ledger").items()}
     last_seq = engine.do("last_seq")
 
@@ -110,21 +115,23 @@ def settled(router: RouterProcess, engine: OffloadEngine) -> dict[str, Any]:
 
 
 def alike(answer: dict[str, Any], truth: dict[str, Any]) -> bool:
-    """The same tokens, and the same logprobs but for rounding: what is cached decides how a prefill is cut into
-    pieces."""
+    """Return whether two answers have the same tokens, and the same logprobs except for rounding.
+
+    Rounding differs because the cached tokens decide how a prefill is cut into pieces.
+    """
     if answer["token_ids"] != truth["token_ids"]:
         return False
     for ours, theirs in zip(answer["logprobs"], truth["logprobs"], strict=True):
-        known = dict(map(tuple, theirs))
-        shared = [(logprob, known[token]) for token, logprob in ours if token in known]
-        # Two of the last among the likeliest may change places.
+        expected = dict(map(tuple, theirs))
+        shared = [(logprob, expected[token]) for token, logprob in ours if token in expected]
+        # The last of the likeliest tokens may have changed places with one that is not listed.
         if len(shared) < len(ours) - 1 or any(abs(a - b) > ROUNDING for a, b in shared):
             return False
     return True
 
 
 class Run:
-    """Prompts sent to the router first and to the engine then."""
+    """A run of prompts, each of which is sent to the router first and then to the engine."""
 
     def __init__(self, router: RouterProcess, engine: OffloadEngine) -> None:
         self._router, self._engine = router, engine
@@ -136,20 +143,23 @@ class Run:
         self.beyond = {"cpu": 0, "disk": 0}
 
     def ask(self, number: int, work: Work, truth: dict[str, Any]) -> None:
-        """truth: what an engine without offloading says to it."""
+        """Compare the router's prediction with the engine's reuse, and the engine's answer with `truth`.
+
+        `truth` is the answer of an engine without offloading.
+        """
         settled(self._router, self._engine)
-        found = self._router.query(MODEL, WORKER, work.token_ids, None)
+        hits = self._router.query(MODEL, WORKER, work.token_ids, None)
         answer = self._engine.run(work.token_ids, work.max_tokens, work.tiers)
         self.asked[work.predicted] += 1
         self.hits[work.predicted] += answer["cached"] > 0
-        self.beyond["cpu"] += found["cpu"] > found["gpu"]
-        self.beyond["disk"] += found["disk"] > found["cpu"]
-        what = f"prompt {number}, {len(work.token_ids)} tokens, {work.predicted}: {found}, reused {answer['cached']}"
-        if answer["cached"] != found[work.predicted]:
-            self.wrong.append(what)
+        self.beyond["cpu"] += hits["cpu"] > hits["gpu"]
+        self.beyond["disk"] += hits["disk"] > hits["cpu"]
+        summary = f"prompt {number}, {len(work.token_ids)} tokens, {work.predicted}: {hits}, reused {answer['cached']}"
+        if answer["cached"] != hits[work.predicted]:
+            self.wrong.append(summary)
         self.exact += answer["logprobs"] == truth["logprobs"]
         if not alike(answer, truth):
-            self.other.append(f"{what}\n  {answer}\n  {truth}")
+            self.other.append(f"{summary}\n  {answer}\n  {truth}")
 
     def row(self, name: str, pages: int) -> tuple[str, ...]:
         total = sum(self.asked.values())

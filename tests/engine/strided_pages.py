@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches in any layout as the pages that a copier moves: the runs of bytes that a block has, found from strides
-alone."""
+"""Caches in any layout as the pages that a copier moves.
+
+A page is a run of bytes of a block, found from strides alone.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,21 @@ KV_HALVES = 2
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's cache. tensors: several for Mamba, one per kind of state. page_size_bytes: of a block with its
-    padding; None: what the tensors cover. Blocks, or kernel blocks of which several are one block, are the first
-    dimension, or the second behind one of keys and values."""
+    """One layer's cache.
 
+    Blocks are the first dimension, or the second one behind a dimension of keys and values. They may be kernel blocks,
+    of which several make one block.
+    """
+
+    # Several for Mamba: one per kind of state.
     tensors: tuple[torch.Tensor, ...]
+    # Bytes of a block with its padding; None: the bytes that the tensors cover.
     page_size_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class _Run:
-    """`width` bytes of each block, of which the first `used` hold something."""
+    """A run of `width` bytes in each block, of which the first `used` hold data."""
 
     storage: int
     offset: int
@@ -40,7 +46,13 @@ class _Run:
 def strided_pages(
     layers: Mapping[str, torch.Tensor | LayerCache], groups: Sequence[Sequence[str]], num_blocks: int
 ) -> CanonicalCaches:
-    """layers: by name; groups: the names of each group's layers."""
+    """Return the pages of caches in any layout.
+
+    Args:
+        layers: The caches of the layers, by name.
+        groups: The names of each group's layers.
+        num_blocks: How many blocks the caches have.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
     group_runs = []
     for names in groups:
@@ -48,12 +60,12 @@ def strided_pages(
         for name in names:
             cache = layers[name]
             cache = cache if isinstance(cache, LayerCache) else LayerCache((cache,))
-            found: list[_Run] = []
+            layer_runs: list[_Run] = []
             for tensor in cache.tensors:
                 storage = tensor.untyped_storage()
                 storages.setdefault(storage.data_ptr(), storage)
-                found += _runs(tensor, list(storages).index(storage.data_ptr()), num_blocks)
-            runs += _padded(_joined(found), cache.page_size_bytes)
+                layer_runs += _runs(tensor, list(storages).index(storage.data_ptr()), num_blocks)
+            runs += _padded(_joined(layer_runs), cache.page_size_bytes)
         group_runs.append(_joined(runs))
     # One tensor for each place, as wide as its widest user needs.
     widths: dict[tuple[int, int, int], int] = {}
@@ -91,7 +103,7 @@ def _runs(tensor: torch.Tensor, storage: int, num_blocks: int) -> Iterator[_Run]
 
 
 def _joined(runs: Sequence[_Run]) -> list[_Run]:
-    """Those side by side in every block as one; a place that comes twice, once."""
+    """Return the runs, with adjacent runs joined and runs at the same place merged."""
     joined: list[_Run] = []
     for run in sorted(runs, key=lambda run: (run.storage, run.stride, run.offset)):
         last = joined[-1] if joined else None
@@ -107,7 +119,7 @@ def _joined(runs: Sequence[_Run]) -> list[_Run]:
 
 
 def _padded(runs: list[_Run], page: int | None) -> list[_Run]:
-    """As one page with its padding, where they lie within one."""
+    """Return the runs as one page with its padding if they lie within one page, and unchanged otherwise."""
     first, last = runs[0], runs[-1]
     span = last.offset + last.used - first.offset
     if page is None or len({(run.storage, run.stride) for run in runs}) > 1 or span > page:

@@ -24,8 +24,8 @@ def page_of(config: CacheConfig, engines: list[int]) -> bytes:
     """Return the lines that vLLM's logger writes for these cores."""
     registry = CollectorRegistry()
 
-    def gauge(**given: Any) -> Gauge:
-        return Gauge(**given, registry=registry)
+    def gauge(**options: Any) -> Gauge:
+        return Gauge(**options, registry=registry)
 
     logger = SimpleNamespace(_gauge_cls=gauge, engine_indexes=engines)
     PrometheusStatLogger.log_metrics_info(cast(PrometheusStatLogger, logger), "cache_config", config)
@@ -35,10 +35,10 @@ def page_of(config: CacheConfig, engines: list[int]) -> bytes:
 @pytest.mark.parametrize("is_on", [True, False])
 def test_the_cache_of_each_core_is_read(is_on: bool) -> None:
     config = CacheConfig(block_size=128, enable_prefix_caching=is_on)
-    # vLLM's engine client sets them so: the blocks of all cores, the tokens of one.
+    # vLLM's engine client sets the blocks of all cores together, but the tokens of one core.
     config.num_gpu_blocks, config.kv_cache_size_tokens = 480, 30_720
-    known = EngineCache(prefix_caching=is_on, block_size=128, blocks=240, tokens=30_720)
-    assert VLLM.cache_in(page_of(config, [0, 1]), 1) == known
+    expected = EngineCache(prefix_caching=is_on, block_size=128, blocks=240, tokens=30_720)
+    assert VLLM.cache_in(page_of(config, [0, 1]), 1) == expected
 
 
 def test_what_is_not_known_yet_is_not_said() -> None:

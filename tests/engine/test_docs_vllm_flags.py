@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every `vllm serve` of the pages is one that the installed vLLM takes: its flags exist, and their values are read."""
+"""The installed vLLM accepts every `vllm serve` command of the pages: its flags exist, and their values are read."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tests.support.doc_blocks import all_blocks
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.engine
 
-# What stands for words that a page leaves out.
+# Stands for words that a page leaves out.
 LEFT_OUT = "..."
 
 
 def starts(program: str) -> list[tuple[str, list[str]]]:
-    """Where each stands, and the words behind the program."""
-    found = []
+    """Return where each command of a program stands in the pages, and the words behind the program."""
+    commands = []
     for block in all_blocks():
         for command in block.commands if block.is_shell else ():
             words = shlex.split(command.replace("\\\n", " "), comments=True)
             if program in " ".join(words) and LEFT_OUT not in words:
                 last = program.split()[-1]
-                found.append((str(block), words[words.index(last) + 1 :]))
-    return found
+                commands.append((str(block), words[words.index(last) + 1 :]))
+    return commands
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def parser() -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     with pytest.MonkeyPatch.context() as environment:
-        # It loads the plugins, and the patch would stay in this process, where other tests need vLLM as it is.
+        # The parser loads the plugins, and the patch would stay in this process, where other tests need unpatched vLLM.
         environment.setenv(SWITCH, "0")
         return make_arg_parser(FlexibleArgumentParser())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM server that nobody described: from its address alone the router has its model and its event endpoints."""
+"""A real vLLM server of which only the address is known: the router finds its model and its event endpoints."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_an_address_is_enough(tmp_path: Path) -> None:
             prompt = list(range(10, 400))
             body = {"model": engine.name, "prompt": prompt, "max_tokens": 2}
             assert router.request("POST", "/v1/completions", body)["usage"]["prompt_tokens"] == len(prompt)
-            while not (found := router.query(engine.name, "w0", tuple(prompt), None)["gpu"]):
+            while not (hit := router.query(engine.name, "w0", tuple(prompt), None)["gpu"]):
                 assert time.monotonic() < deadline, router.worker("w0")
                 time.sleep(0.1)
-            again = router.request("POST", "/v1/completions", body)["usage"]["prompt_tokens_details"]["cached_tokens"]
-            assert found == again > 0
-            print(f"\nfrom the address alone: predicted {found}, reused {again} of {len(prompt)} tokens")
+            reused = router.request("POST", "/v1/completions", body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert hit == reused > 0
+            print(f"\nfrom the address alone: predicted {hit}, reused {reused} of {len(prompt)} tokens")

@@ -82,12 +82,12 @@ def test_the_golden_file_is_what_vllm_writes() -> None:
     [(WireStored, "BlockStored"), (WireRemoved, "BlockRemoved"), (WireCleared, "AllBlocksCleared")],
 )
 def test_every_field_of_vllm_is_known_in_order(ours: type[msgspec.Struct], theirs: str) -> None:
-    known = getattr(kv_events, theirs).__struct_fields__
-    assert ours.__struct_fields__[: len(known)] == known
+    fields = getattr(kv_events, theirs).__struct_fields__
+    assert ours.__struct_fields__[: len(fields)] == fields
 
 
 class Frames:
-    """A bare subscriber of one publisher, with its replay."""
+    """A bare subscriber of one publisher and of its replay."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, replay: str) -> None:
         self.live = context.socket(zmq.SUB)
@@ -95,8 +95,8 @@ class Frames:
         self.live.connect(to(endpoint))
         self.replay = context.socket(zmq.DEALER)
         self.replay.connect(to(replay))
-        for one in (self.live, self.replay):
-            one.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        for zmq_socket in (self.live, self.replay):
+            zmq_socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         time.sleep(0.5)
 
     def read(self, batches: int) -> tuple[list[list[bytes]], list[list[bytes]]]:
@@ -133,9 +133,9 @@ def test_our_publisher_sends_the_frames_of_vllms() -> None:
         frames = Frames(context, ours.endpoint, ours.replay_endpoint)
         for payload in payloads:
             ours.publish(payload)
-        found = frames.read(4)
+        actual = frames.read(4)
     context.term()
-    assert found == expected
+    assert actual == expected
     assert len(expected[1]) == 4
 
 
@@ -170,7 +170,7 @@ def test_our_subscriber_reads_vllms_publisher() -> None:
         # vLLM sends a batch before it puts it into its ring.
         while publisher._buffer[-1][0] != 3:
             await asyncio.sleep(0)
-        # As PUB does for a slow subscriber: the batch is in the ring only.
+        # Put a batch into the ring only, as when PUB drops it for a slow subscriber.
         next(publisher._seq_gen)
         publisher._buffer.append((4, msgspec.msgpack.encode(step(4))))
         publisher.publish(step(5))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of a hand-over against vLLM's own: its request classes read them, and its NixlConnector's scheduler takes
-the one for a prompt to be kept, and the other for one to be fetched. No blocks are moved: that needs NIXL and two
-engines."""
+"""The bodies of a hand-over against vLLM's own request classes and its NixlConnector's scheduler.
+
+The scheduler takes the first body for a prompt to be kept, and the second one for a prompt to be fetched. No blocks are
+moved, because that needs NIXL and two engines.
+"""
 
 from __future__ import annotations
 
@@ -44,27 +46,27 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def scheduler() -> Any:
-    """The connector's scheduler, as far as it decides about requests."""
-    made = object.__new__(NixlPullConnectorScheduler)
-    made.engine_id, made.side_channel_host, made.side_channel_port = "e0", "10.0.0.1", 5600
-    made.transfer_tp_size = 1
-    made.vllm_config = SimpleNamespace(
+    """Return the connector's scheduler with the attributes that it needs to decide about requests."""
+    connector = object.__new__(NixlPullConnectorScheduler)
+    connector.engine_id, connector.side_channel_host, connector.side_channel_port = "e0", "10.0.0.1", 5600
+    connector.transfer_tp_size = 1
+    connector.vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)
     )
-    made.use_host_buffer = made.is_bidirectional_kv_xfer_enabled = False
-    made.kv_recompute_threshold, made._kv_lease_duration, made.decoder_kv_blocks_ttl = 0, 30, 480
-    made._reqs_need_send, made._reqs_need_recv, made._reqs_need_save = {}, {}, {}
-    made._reqs_in_batch, made._reqs_not_processed = set(), set()
-    made._stop_heartbeat = lambda request_id: None
-    made.get_exchange_clipped_blocks = lambda block_ids: block_ids
-    made._get_remote_prefill_token_count = lambda tokens: tokens
-    return made
+    connector.use_host_buffer = connector.is_bidirectional_kv_xfer_enabled = False
+    connector.kv_recompute_threshold, connector._kv_lease_duration, connector.decoder_kv_blocks_ttl = 0, 30, 480
+    connector._reqs_need_send, connector._reqs_need_recv, connector._reqs_need_save = {}, {}, {}
+    connector._reqs_in_batch, connector._reqs_not_processed = set(), set()
+    connector._stop_heartbeat = lambda request_id: None
+    connector.get_exchange_clipped_blocks = lambda block_ids: block_ids
+    connector._get_remote_prefill_token_count = lambda tokens: tokens
+    return connector
 
 
 def params_of(request: Any) -> dict[str, Any]:
     extra = request.to_sampling_params(max_tokens=9, default_sampling_params={}).extra_args
-    found: dict[str, Any] = extra["kv_transfer_params"]
-    return found
+    params: dict[str, Any] = extra["kv_transfer_params"]
+    return params
 
 
 def engine_request(params: dict[str, Any]) -> Any:
@@ -87,14 +89,14 @@ def test_vllm_keeps_what_the_first_request_asks_for_and_fetches_what_the_second_
     assert (getattr(first, "max_completion_tokens", None) or first.max_tokens) == 1
     keeps, answer = scheduler().request_finished(engine_request(params_of(first)), ([1, 2, 3],))
     assert keeps and answer["do_remote_prefill"] and not answer["do_remote_decode"]
-    # As the answer of the HTTP server has it.
-    given = given_params(json.dumps({"id": "x", "choices": [], "kv_transfer_params": answer}).encode())
-    assert given is not None
-    second = kind.model_validate_json(decode_body(raw, given))
+    # The HTTP server's answer carries these parameters in the same form.
+    transfer_params = given_params(json.dumps({"id": "x", "choices": [], "kv_transfer_params": answer}).encode())
+    assert transfer_params is not None
+    second = kind.model_validate_json(decode_body(raw, transfer_params))
     assert second.min_tokens == 4 and second.stream is sent.get("stream", False)
     params = params_of(second)
     assert params == json.loads(json.dumps(answer))
-    # All of the prompt but what the decode engine has, fetched beside its steps.
+    # The decode engine fetches all of the prompt but the 16 tokens that it has, beside its steps.
     assert scheduler().get_num_new_matched_tokens(engine_request(params), 16) == (len(PROMPT) - 16, True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our block hashes against the installed vLLM's, on random requests."""
+"""Our block hashes, compared with those of the installed vLLM on random requests."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.engine
 
 CASES_PER_SCHEME = 260
 SEEDS = (None, "0", "42", "", "random")
-# Names that are also salts, tags, paths or one character: pickle writes an object met twice as a reference.
+# Some names are also salts, tags, paths or one character, because pickle writes an object met twice as a reference.
 NAMES = ("sql", "lora", "cache_salt", "a", "é", "日本", "tenant", "/adapters/sql", "x" * 300)
 WIDTHS = (2**8, 2**16, 2**18, 2**31, 2**32, 2**63)
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """(algo, seed) -> vLLM's hash function, with its NONE_HASH set as at the start of an engine."""
+    """Return a function from (algo, seed) to vLLM's hash function, with NONE_HASH set as at the start of an engine."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
 
@@ -53,7 +53,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def received(value: Any, kind: Any) -> Any:
-    """`value` as the engine core gets it: through vLLM's own message codec."""
+    """Return a value as the engine core receives it, through vLLM's own message codec."""
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
     return MsgpackDecoder(kind).decode(MsgpackEncoder().encode(value))
@@ -98,7 +98,7 @@ def random_space(scheme: HashScheme, chance: random.Random) -> HashSpace:
 
 
 def random_items(num_tokens: int, chance: random.Random) -> Items:
-    """None in most prompts; else up to four images, some of them twice, side by side or apart."""
+    """Return no image for most prompts, and else up to four, some of them twice, side by side or apart."""
     count = min(chance.choice((0, 0, 0, 0, 0, 0, 1, 2, 4)), num_tokens // 2)
     cuts = sorted(chance.sample(range(num_tokens + 1), 2 * count))
     starts = [chance.choice((cuts[2 * i - 1] if i else 0, cuts[2 * i])) for i in range(count)]
@@ -110,21 +110,21 @@ def random_items(num_tokens: int, chance: random.Random) -> Items:
 def test_random_prompts_hash_as_in_vllm(engine: Any, algo: str, seed: str | None) -> None:
     chance = random.Random(f"{algo} {seed}")
     function, scheme = engine(algo, seed), scheme_of(algo, seed)
-    # Small, and spaces that come again, so that segments are remembered, evicted and hashed again.
+    # The memory is small and the spaces recur, so that segments are remembered, evicted and hashed again.
     memory = SegmentMemory(100_000)
     spaces = [random_space(scheme, chance) for _ in range(40)]
     prefix = [chance.randrange(2**17) for _ in range(200)]
-    asked: list[tuple[HashSpace, list[int], Items]] = []
+    questions: list[tuple[HashSpace, list[int], Items]] = []
     for _ in range(CASES_PER_SCHEME):
         space, width = chance.choice(spaces), chance.choice(WIDTHS)
         ids = prefix[: chance.randrange(201)] + [chance.randrange(width) for _ in range(chance.randrange(100))]
         ids = ids or [0]
         items = random_items(len(ids), chance)
-        if asked and chance.random() < 0.2:
-            # Once more, and the same tokens with other images.
-            space, ids, known_items = asked[-1]
+        if questions and chance.random() < 0.2:
+            # Repeat the prompt, or its tokens with other images.
+            space, ids, known_items = questions[-1]
             items = known_items if chance.random() < 0.5 else random_items(len(ids), chance)
-        asked.append((space, ids, items))
+        questions.append((space, ids, items))
         hasher = PromptHasher(space, np.array(ids, np.int64), memory, chance.choice((1, 3, 64)), items)
         while hasher.extend().size:
             pass
@@ -153,17 +153,17 @@ def test_root_blocks_announced_by_a_block_pool_verify(engine: Any, scale: int) -
     for lora, salt in [(None, None), (None, "t"), (("x", "/p"), None), (("x", "/p"), "x")]:
         pool = BlockPool(8, True, hash_block_size, enable_kv_cache_events=True)
         ids = list(range(1000, 1000 + 2 * block_size))
-        made = request(function, HashSpace(scheme, hash_block_size, lora, salt), ids)
-        pool.cache_full_blocks(made, pool.get_new_blocks(2), 0, 2, block_size, 0)
+        vllm_request = request(function, HashSpace(scheme, hash_block_size, lora, salt), ids)
+        pool.cache_full_blocks(vllm_request, pool.get_new_blocks(2), 0, 2, block_size, 0)
         (event,) = pool.take_events()
         assert event.parent_block_hash is None
-        for known in (hash_block_size, None):
+        for known_size in (hash_block_size, None):
             verdict = verify_scheme(
                 known_schemes(),
                 block_hash=event.block_hashes[0],
                 token_ids=event.token_ids[:block_size],
                 block_size=event.block_size,
-                hash_block_size=known,
+                hash_block_size=known_size,
                 extra_keys_untagged=event.extra_keys[0],
                 lora_name=event.lora_name,
                 lora_paths=dict([lora]) if lora else {},

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's hits equal what vLLM's scheduler would reuse, for every group layout and each CPU tier, under constant
-eviction."""
+"""The router's hits equal the reuse of vLLM's scheduler, for every layout and CPU tier, under constant eviction."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.support.router_process import RouterProcess
 pytestmark = pytest.mark.engine
 
 QUESTIONS = 6
-# 95 rounds of 6 questions in 38 layouts: more than 20,000 probes with those before a learned catalog is whole left out.
+# 95 rounds of 6 questions in 38 layouts: more than 20,000 probes, without those before a learned catalog is complete.
 SIMPLE_ROUNDS = int(os.environ.get("KVROUTER_TEST_SIMPLE_ROUNDS", "95"))
 
 Layout = GroupSet | OffloadSet | SimpleSet
@@ -31,11 +30,11 @@ Layout = GroupSet | OffloadSet | SimpleSet
 
 @dataclass(frozen=True)
 class Bounds:
-    """How long the layouts of one kind are compared, and below what the comparison would prove little."""
+    """The length of the comparison for layouts of one kind, and the limits below which it would prove little."""
 
     table: str
     rounds: int
-    # A learned catalog is whole after some batches; this share of the questions must be left to count.
+    # A learned catalog is complete after some batches; this share of the questions must come later and count.
     min_probe_share: float
     # Answers must not be mostly zero, and something must have been evicted.
     min_hit_share: float
@@ -85,7 +84,7 @@ def test_an_undeclared_chunk_size_never_claims_more_than_the_engine_gives(
     assert tally.early == rounds * QUESTIONS and tally.gpu_hits
 
 
-# Every kind of layout, in a part of the time.
+# Every kind of layout, in a fraction of the time.
 SOME_GPU_SETS = [
     group_set for group_set in GPU_SETS if group_set.name in ("full+window", "3-way", "full 16+mamba 64, partial hits")
 ]
@@ -94,7 +93,7 @@ SOME_LAYOUTS = (*SOME_GPU_SETS, *OFFLOAD_SETS, *SIMPLE_SETS[::5])
 
 @pytest.mark.parametrize("layout", SOME_LAYOUTS, ids=lambda layout: layout.name)
 def test_asking_the_engine_changes_nothing(layout: Layout, model: Path, seed: int) -> None:
-    """Otherwise the oracle would compare with an engine that its own questions had disturbed."""
+    """Compare snapshots around questions, because the oracle must not disturb the engine with its own questions."""
     rng = Random(seed)
     tree = PromptTree(rng, 512)
     with running(layout, model, rng) as oracle:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats with images at two real vLLM servers behind the router: what is predicted through them is what is reused."""
+"""Chats with images at two real vLLM servers behind the router: the prediction equals the reuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.media_model import IMAGE_LENGTH, image_part, image_png, write_
 
 pytestmark = pytest.mark.engine
 
-# vLLM takes 128 on the CPU, more than an image has.
+# vLLM's default on the CPU is 128, more than the tokens of an image.
 BLOCK_TOKENS = 32
 REQUESTS = 100
 MIN_HITS = 40
@@ -44,37 +44,41 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def chats(rng: Random) -> Iterator[list[dict[str, Any]]]:
-    """Conversations that grow and branch, of few images: alone, side by side, twice, under names of their own, or
-    none."""
+    """Yield conversations that grow and branch, with few images.
+
+    The images stand alone, side by side, twice, under their own names, or are missing.
+    """
     images = [image_part(image_png(rng)) for _ in range(IMAGES)]
     images += [{**images[0], "uuid": "mine"}, {**images[1], "uuid": "a"}]
     starts = [[{"role": "system", "content": f"You are helpful in {town}. " * 8}] for town in ("Paris", "Rome", "Oslo")]
-    known: list[list[dict[str, Any]]] = [*starts]
+    conversations: list[list[dict[str, Any]]] = [*starts]
     while True:
         shown = [rng.choice(images) for _ in range(rng.choice((0, 1, 1, 1, 2, 3)))]
         turn = user(*([text(rng, rng.randint(1, 30))] if rng.random() < 0.5 else []), *shown, text(rng, 40))
-        chat = [*rng.choice(known[-8:]), turn]
+        chat = [*rng.choice(conversations[-8:]), turn]
         yield chat
-        known.append([*chat, {"role": "assistant", "content": "yes"}] if len(chat) < 6 else rng.choice(starts))
+        conversations.append([*chat, {"role": "assistant", "content": "yes"}] if len(chat) < 6 else rng.choice(starts))
 
 
 def test_what_is_predicted_through_images_is_what_is_reused(fleet: Fleet) -> None:
-    found = []
+    outcomes = []
     for chat, number in zip(chats(Random(1)), range(REQUESTS), strict=False):
         fleet.settle()
-        # One in four goes to a worker by name, so that both hold something, whichever is the faster on this machine.
+        # One request in four names its worker, so that both hold blocks, whichever is the faster on this machine.
         pin = {"extra_headers": {"x-kvrouter-worker": f"w{number // 4 % 2}"}} if number % 4 == 0 else {}
-        said, reused, worker = predicted(ask(fleet, messages=chat, **pin))
-        found.append((said, reused, worker, sum("image_url" in part for m in chat[1:] for part in m["content"])))
-    wrong = [one for one in found if one[0] != one[1]]
-    hits = sum(reused > 0 for _, reused, *_ in found)
+        prediction, reused, worker = predicted(ask(fleet, messages=chat, **pin))
+        outcomes.append(
+            (prediction, reused, worker, sum("image_url" in part for m in chat[1:] for part in m["content"]))
+        )
+    wrong = [outcome for outcome in outcomes if outcome[0] != outcome[1]]
+    hits = sum(reused > 0 for _, reused, *_ in outcomes)
     print(
-        f"{len(found)} requests, {sum(count > 0 for *_, count in found)} with images, {hits} with a hit, "
-        f"{sum(reused for _, reused, *_ in found)} tokens reused, {len(wrong)} predicted wrongly; "
-        f"by worker {Counter(worker for _, _, worker, _ in found)}"
+        f"{len(outcomes)} requests, {sum(count > 0 for *_, count in outcomes)} with images, {hits} with a hit, "
+        f"{sum(reused for _, reused, *_ in outcomes)} tokens reused, {len(wrong)} predicted wrongly; "
+        f"by worker {Counter(worker for _, _, worker, _ in outcomes)}"
     )
     assert not wrong
-    assert hits >= MIN_HITS and len({worker for _, _, worker, _ in found}) == 2
+    assert hits >= MIN_HITS and len({worker for _, _, worker, _ in outcomes}) == 2
 
 
 def test_an_images_content_decides_how_far(fleet: Fleet) -> None:
@@ -85,8 +89,10 @@ def test_an_images_content_decides_how_far(fleet: Fleet) -> None:
     def hit(*images: dict[str, Any], **fields: Any) -> int:
         fleet.settle()
         pinned = {"x-kvrouter-worker": "w0"}
-        said, reused, _ = predicted(ask(fleet, messages=[SYSTEM, user(*images, words)], extra_headers=pinned, **fields))
-        assert said == reused
+        prediction, reused, _ = predicted(
+            ask(fleet, messages=[SYSTEM, user(*images, words)], extra_headers=pinned, **fields)
+        )
+        assert prediction == reused
         return reused
 
     def whole(*images: dict[str, Any]) -> int:
@@ -97,11 +103,12 @@ def test_an_images_content_decides_how_far(fleet: Fleet) -> None:
     again = hit(cat)
     assert hit(dog) <= again - IMAGE_LENGTH
     assert again // BLOCK_TOKENS == (whole(cat) - 1) // BLOCK_TOKENS
-    # The same image under a name of the client's is another one; the second of two is found behind the first.
+    # An image with a name of the client's is known by this name, not by its content. The second image of a prompt is
+    # found behind the first.
     assert hit({**cat, "uuid": "named"}) <= again - IMAGE_LENGTH
     assert hit({**dog, "uuid": "named"}) == again
     assert hit(cat, dog) < hit(cat, dog)
-    # A salt of one's own shares nothing.
+    # Prompts with different salts share no blocks.
     assert hit(cat, extra_body={"cache_salt": "s"}) == 0
     assert hit(cat, extra_body={"cache_salt": "s"}) == again
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A message of Anthropic's API becomes the chat that vLLM makes of it: its own conversion beside ours."""
+"""A message of Anthropic's API becomes the chat that vLLM makes of it: vLLM's conversion compared with ours."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ BODIES = 3_000
 
 
 def asked(body: dict[str, Any]) -> TokenRequest:
-    found = read(MESSAGES_PATH, read_client_body(MESSAGES_PATH, msgspec.json.encode({"model": "m"} | body)))
-    assert isinstance(found, TokenRequest)
-    return found
+    token_request = read(MESSAGES_PATH, read_client_body(MESSAGES_PATH, msgspec.json.encode({"model": "m"} | body)))
+    assert isinstance(token_request, TokenRequest)
+    return token_request
 
 
 def engines_chat(body: dict[str, Any], *, merges_system: bool) -> dict[str, Any]:
-    """What of vLLM's chat decides its tokens."""
+    """Return the fields of vLLM's chat that decide its tokens."""
     request = AnthropicMessagesRequest(**json.loads(json.dumps({"model": "m"} | body)))
     chat = AnthropicServingMessages.to_chat_completion_request(request, merge_inline_system=merges_system)
-    found: dict[str, Any] = {"messages": [dict(one) for one in chat.messages]}
+    fields: dict[str, Any] = {"messages": [dict(turn) for turn in chat.messages]}
     if chat.tools is not None:
-        found["tools"] = [one.model_dump() for one in chat.tools]
+        fields["tools"] = [tool.model_dump() for tool in chat.tools]
     if chat.tool_choice == "none" and body.get("tool_choice"):
-        found["tool_choice"] = "none"
+        fields["tool_choice"] = "none"
     if chat.chat_template_kwargs is not None:
-        found["chat_template_kwargs"] = chat.chat_template_kwargs
+        fields["chat_template_kwargs"] = chat.chat_template_kwargs
     assert chat.reasoning_effort is None and chat.documents is None
-    return found
+    return fields
 
 
 @pytest.mark.parametrize("merges_system", [False, True])

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM 0.33, of which there is no CPU build: the scheduler's side runs, on the Python files of its wheel. The tests of
-other files are run there as they are, with the router beside them, in a process of its own."""
+"""vLLM 0.33, which has no CPU build: its scheduler's side runs on the Python files of its wheel.
+
+The tests of other files run there unchanged, with the router beside them, in their own process.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ pytestmark = pytest.mark.engine
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 1_500.0
-# What is new there: hashes with lookahead under EAGLE, and the tier's events. KVROUTER_TEST_NEWEST_WHOLE=1: all of the
-# files, some ten minutes.
+# Only the novelties of 0.33 are tested: hashes with lookahead under EAGLE, and the tier's events.
+# KVROUTER_TEST_NEWEST_WHOLE=1 runs all of the files, which takes some ten minutes.
 WHOLE = os.environ.get("KVROUTER_TEST_NEWEST_WHOLE") == "1"
 FILES = {
     "test_hits.py": "hit_equals and eagle and not cpu and not simple",
@@ -32,11 +34,11 @@ MORE_FILES = ("test_simple_connector.py", "test_patch_reports.py", "test_patch_r
 
 @pytest.mark.parametrize("name", [*FILES, *MORE_FILES] if WHOLE else FILES)
 def test_the_same_claims_hold(name: str) -> None:
-    chosen = [] if WHOLE else ["-k", FILES[name]]
-    arguments = ["-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / name), *chosen]
-    said = run_under(NEWEST, HERE / "run_pytest.py", *arguments, timeout_s=TIMEOUT_S, hash_seed=None)
-    print(said)
-    assert "passed" in said and " failed" not in said
+    selection = [] if WHOLE else ["-k", FILES[name]]
+    arguments = ["-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / name), *selection]
+    output = run_under(NEWEST, HERE / "run_pytest.py", *arguments, timeout_s=TIMEOUT_S, hash_seed=None)
+    print(output)
+    assert "passed" in output and " failed" not in output
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +46,8 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dic
     folder = tmp_path_factory.mktemp("newest")
     out = folder / "out.json"
     run_under(NEWEST, HERE / "newest_probe.py", str(model), str(folder), str(out), timeout_s=TIMEOUT_S)
-    found: dict[str, dict[str, Any]] = json.loads(out.read_text())
-    return found
+    runs_by_name: dict[str, dict[str, Any]] = json.loads(out.read_text())
+    return runs_by_name
 
 
 @pytest.mark.parametrize("name", ["async", "sync"])

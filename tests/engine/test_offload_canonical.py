@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of every layout as pages of bytes: over the same storage, all of a block's bytes and no others."""
+"""Caches of every layout as pages of bytes, which share the storage and hold all bytes of a block and no others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: lay
 
 
 def pages(caches: CanonicalCaches, group: int) -> list[Any]:
-    """(num_blocks, bytes) of each of the group's refs."""
+    """Return a view of (num_blocks, bytes) for each of the group's refs."""
     return [caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes] for ref in caches.group_refs[group]]
 
 
@@ -37,7 +37,7 @@ def test_tensors_are_int8_pages_over_the_layers_own_storage(layout: Layout) -> N
         assert page.tensor.untyped_storage().data_ptr() in storages
     assert caches.page_bytes == tuple(tuple(ref.page_size_bytes for ref in refs) for refs in caches.group_refs)
     assert tuple(sum(refs) for refs in caches.page_bytes) == layout.block_bytes
-    # Looking at them changed nothing.
+    # Building the views has changed nothing.
     assert all(torch.equal(a, b) for a, b in zip(raw, before, strict=True))
 
 
@@ -46,18 +46,18 @@ def test_tensors_are_int8_pages_over_the_layers_own_storage(layout: Layout) -> N
 def test_what_is_written_to_a_page_is_in_that_block_of_the_layers_and_nowhere_else(layout: Layout, block: int) -> None:
     for group in range(len(layout.groups)):
         raw = layout.raw(2)
-        wanted = [storage.clone() for storage in raw]
-        for layer in layout.blocks(wanted, group):
-            # All bits of a block's elements, and of nothing else: torch's own indexing says where they are.
+        expected = [storage.clone() for storage in raw]
+        for layer in layout.blocks(expected, group):
+            # Flip all bits of the block's elements and no others; torch's own indexing says where they are.
             layer[block] = ~layer[block]
         caches = layout.caches(raw)
         for page in pages(caches, group):
             page[block] = ~page[block]
-        assert all(torch.equal(a, b) for a, b in zip(raw, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(raw, expected, strict=True))
 
 
 def vllm_caches(tensors: list[tuple[Any, int]], refs: list[list[tuple[int, int]]]) -> SimpleNamespace:
-    """As vLLM 0.32's CanonicalKVCaches."""
+    """Return caches in the form of vLLM 0.32's CanonicalKVCaches."""
     return SimpleNamespace(
         tensors=[SimpleNamespace(tensor=tensor, page_size_bytes=page) for tensor, page in tensors],
         group_data_refs=[
@@ -112,7 +112,7 @@ def test_vllms_tensors_that_do_not_fit_are_refused() -> None:
         from_vllm(vllm_caches([(cache, 8)], [[(0, 8)]]))
     with pytest.raises(ValueError, match=r"uses 5 bytes of tensor 0, whose pages have 4"):
         from_vllm(vllm_caches([(cache, 4)], [[(0, 5)]]))
-    # The last block's padding is not there.
+    # The storage ends before the last block's padding.
     short = take(torch.zeros(N * 10 - 2, dtype=torch.int8), torch.int8, (N, 8), (10, 1))
     with pytest.raises(
         ValueError, match=r"12 blocks of 10 bytes end at byte 120, .* has 118.*--num-gpu-blocks-override"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks to slots and back, byte for byte, for every kind of layout; and nothing else is touched."""
+"""Blocks are copied to slots and back, byte for byte, for every kind of layout, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from tests.engine.offload_layouts import LAYOUTS, NUM_BLOCKS, Layout  # noqa: E4
 from tests.engine.strided_pages import strided_pages  # noqa: E402
 
 NUM_SLOTS = 20
-# Of a device: a quarter of a second and more of work.
+# Work for a device: a quarter of a second or more.
 DEVICE_TURNS, DEVICE_SIZE = 200, 4_096
-# How often a copy of 64 KiB or more is repeated at most, until another thread got to run: half a second, where it never
-# does.
+# The most repetitions of a copy of 64 KiB or more until another thread runs. They take half a second if it never does.
 TURNS = 20_000
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-# Slots that the driver has not pinned work too, slower.
+# Slots that the driver has not pinned also work, but are slower.
 every_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=on_cuda), pytest.param("cuda, not pinned", marks=on_cuda)]
 )
@@ -61,7 +60,7 @@ class Cache:
         self.slots.copy_(torch.randint(-128, 128, self.slots.shape, dtype=torch.int8, generator=generator))
 
     def storages(self, seed: int) -> list[Any]:
-        """Random bytes for all of the caches."""
+        """Return random bytes for all of the caches."""
         return [storage.to(self.device) for storage in self.layout.raw(seed)]
 
     def store(self, plan: Plan) -> int:
@@ -73,7 +72,7 @@ class Cache:
 
 @contextmanager
 def opened(layout: Layout, blocks_per_chunk: int, device: str) -> Iterator[Cache]:
-    """Slots of one rank, with some bytes to spare."""
+    """Yield caches and the slots of one rank, which have some bytes to spare."""
     rank_bytes = max(layout.block_bytes) * blocks_per_chunk + 7
     region = Region.create_or_open(None, NUM_SLOTS, rank_bytes)
     yield Cache(layout, blocks_per_chunk, region, device)
@@ -86,7 +85,10 @@ def part(group: int, blocks: list[int], first: int, slots: list[int]) -> GroupPa
 
 @st.composite
 def transfers(draw: st.DrawFn, groups: int, blocks_per_chunk: int) -> tuple[Plan, Plan]:
-    """What goes to slots, and where the same chunks go afterwards: any blocks and slots, of each group none or some."""
+    """Draw the plan of a store and the plan of a load that moves the same chunks to other blocks.
+
+    The blocks and slots are random, and a group may have none.
+    """
     sources = draw(st.permutations(range(NUM_BLOCKS)))
     targets = draw(st.permutations(range(NUM_BLOCKS)))
     slots = draw(st.permutations(range(NUM_SLOTS)))
@@ -107,7 +109,7 @@ def transfers(draw: st.DrawFn, groups: int, blocks_per_chunk: int) -> tuple[Plan
 @every_device
 @every_layout
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3, 4])
-# Of each layout and chunk size; all of them together make more than a thousand.
+# Examples of each layout and chunk size; all of them together are more than a thousand.
 @settings(max_examples=30)
 @given(data=st.data(), sizes=st.sampled_from([(1, 2**20), (100, 2**20), (2**20, 2**20), (1, 1), (100, 60)]))
 def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(
@@ -115,8 +117,8 @@ def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(
 ) -> None:
     stored, loaded = data.draw(transfers(len(layout.groups), blocks_per_chunk))
     with pytest.MonkeyPatch.context() as patch:
-        # Pages of a layout are small: batches of one and of several, pages copied one by one, all of them or the
-        # larger.
+        # The pages of a layout are small, so the limits are small too: batches hold one page or several, and all pages
+        # or only the larger ones are copied one by one.
         patch.setattr(copier_module, "BATCH_BYTES", sizes[0])
         patch.setattr(copier_module, "DIRECT_BYTES", sizes[1])
         check_round_trip(layout, blocks_per_chunk, device, stored, loaded)
@@ -130,19 +132,19 @@ def check_round_trip(layout: Layout, blocks_per_chunk: int, device: str, stored:
         assert cache.store(stored) == blocks
         assert all(torch.equal(a, b) for a, b in zip(cache.raw, original, strict=True))
 
-        # Another life of the caches: other bytes everywhere.
+        # Fill the caches with other bytes, as in another life of the engine.
         for storage, other in zip(cache.raw, cache.storages(99), strict=True):
             storage.copy_(other)
-        wanted = [storage.clone() for storage in cache.raw]
+        expected = [storage.clone() for storage in cache.raw]
         for source, target in zip(stored, loaded, strict=True):
             for before, after in zip(
-                layout.blocks(original, source.group), layout.blocks(wanted, source.group), strict=True
+                layout.blocks(original, source.group), layout.blocks(expected, source.group), strict=True
             ):
                 after[torch.from_numpy(target.block_ids)] = before[torch.from_numpy(source.block_ids)]
         slots = cache.slots.clone()
 
         assert cache.load(loaded) == blocks
-        assert all(torch.equal(a, b) for a, b in zip(cache.raw, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(cache.raw, expected, strict=True))
         assert torch.equal(cache.slots, slots)
 
 
@@ -153,7 +155,7 @@ def test_a_page_lies_where_the_layout_says_and_the_rest_of_the_slots_stays(
     layout: Layout, blocks_per_chunk: int, device: str
 ) -> None:
     with opened(layout, blocks_per_chunk, device) as cache:
-        wanted = cache.slots.clone()
+        expected = cache.slots.clone()
         plan = []
         for group, refs in enumerate(cache.caches.group_refs):
             # Blocks 2, 3, 4 of a request: with chunks of four the end of chunk 0 and the beginning of chunk 1.
@@ -165,9 +167,9 @@ def test_a_page_lies_where_the_layout_says_and_the_rest_of_the_slots_stays(
                 for number, ref in enumerate(refs):
                     start = cache.slot_layout.offset(group, number, (2 + i) % blocks_per_chunk)
                     page = cache.caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes]
-                    wanted[slot, start : start + ref.page_size_bytes] = page
+                    expected[slot, start : start + ref.page_size_bytes] = page
         cache.store(tuple(plan))
-        assert torch.equal(cache.slots, wanted)
+        assert torch.equal(cache.slots, expected)
 
 
 @every_device
@@ -230,7 +232,7 @@ def test_the_interpreter_is_free_while_a_copy_runs(page_bytes: int, direction: s
 
     thread = threading.Thread(target=copy_until_told)
     interval = sys.getswitchinterval()
-    # Nobody is made to give the interpreter up: this thread gets on only when the copy itself lets it.
+    # No thread is forced to release the interpreter, so this thread continues only if the copy itself releases it.
     sys.setswitchinterval(1000)
     try:
         thread.start()
@@ -245,8 +247,11 @@ def test_the_interpreter_is_free_while_a_copy_runs(page_bytes: int, direction: s
 @on_cuda
 @pytest.mark.parametrize("device", ["cuda", "cuda, not pinned"])
 def test_a_copy_waits_for_what_the_device_was_told_before_and_for_nothing_after(device: str) -> None:
-    """Law: what is stored is what the engine had computed when it submitted; what is loaded is not written over by work
-    from before; a copy does not wait for work from after."""
+    """Submit device work before and after a copy, and check that the copy waits for the earlier work alone.
+
+    A store copies the bytes that the engine had computed when it submitted, and earlier work does not write over loaded
+    bytes.
+    """
     with opened(LAYOUTS[1], 1, device) as cache:
         plan = (part(0, list(range(NUM_BLOCKS)), 0, list(range(NUM_BLOCKS))),)
         held = LAYOUTS[1].block_bytes[0]
@@ -268,7 +273,7 @@ def test_a_copy_waits_for_what_the_device_was_told_before_and_for_nothing_after(
 
 
 def keep_busy() -> Any:
-    """Work on the current stream; the event after it."""
+    """Queue work on the current stream, and return the event after it."""
     matrix = torch.randn(DEVICE_SIZE, DEVICE_SIZE, device="cuda")
     for _ in range(DEVICE_TURNS):
         matrix = (matrix @ matrix).clamp_(-1, 1)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real engine with our CPU and disk tiers: what the router predicts of each tier is reused, and nothing else
-changes."""
+"""A real engine with our CPU and disk tiers: the predicted hit of each tier is reused, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our CPU tier under vLLM's scheduler, for every layout: the router's answer equals the engine's, with the patch and
-without it."""
+"""Our CPU tier under vLLM's scheduler, for every layout: the router's answer equals the engine's.
+
+This holds with the patch and without it.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ POLICIES = ("lru", "arc")
 def test_our_tiers_hits_are_predicted(
     offload_set: OffloadSet, router: RouterProcess, model: Path, seed: int, table: Callable[..., None]
 ) -> None:
-    """By turns with each policy; the stock topic's consumers get what vLLM's own tier would tell, and it is as
-    exact."""
+    """Compare with the patch and without it, alternating between the eviction policies.
+
+    Without it, consumers of the stock topic get the events that vLLM's own tier would send, and are as exact.
+    """
     for patch in (True, False):
         name = f"{'patched' if patch else 'stock'} {offload_set.name}"
         rng = Random(f"{seed} ours {name}")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines with our CPU and disk tiers that are killed, that share a folder, and that are reset: what the router predicts
-of each tier is still reused."""
+"""Engines with our CPU and disk tiers that are killed, that share a folder, and that are reset.
+
+The predicted hit of each tier is still reused.
+"""
 
 from __future__ import annotations
 
@@ -45,26 +47,27 @@ def test_after_a_kill_what_is_announced_is_there(
     seed: int,
     table: Callable[..., None],
 ) -> None:
-    """Killed in the middle of its work, three times; the next life on the same folder answers as if nothing had
-    been."""
+    """Kill an engine three times in the middle of its work, and compare the answers of the next life on its folder."""
     case = Case("windows", FEWER_PROMPTS, {"blocks_per_chunk": blocks_per_chunk})
     shape = SHAPES[case.shape]
     truth, work = plain(case.shape), list(workload(case.shape, seed))[:FEWER_PROMPTS]
     rng = Random(f"{seed} kills {blocks_per_chunk}")
     settings, model = offload(case, tmp_path / "disk"), models(shape.model)
-    found = []
+    blocks_on_disk = []
     for life in range(3):
         with OffloadEngine(tmp_path / f"life{life}", model, shape.gpu_blocks, settings) as engine:
-            found.append(sum(count for place, (count, _) in engine.do("resident").items() if ":STORAGE" in place))
-            assert bool(found[-1]) == (life > 0)
-            for one in work[:20]:
-                engine.run(one.token_ids, one.max_tokens)
+            blocks_on_disk.append(
+                sum(count for place, (count, _) in engine.do("resident").items() if ":STORAGE" in place)
+            )
+            assert bool(blocks_on_disk[-1]) == (life > 0)
+            for prompt in work[:20]:
+                engine.run(prompt.token_ids, prompt.max_tokens)
             killer = threading.Timer(rng.uniform(0.0, 0.5), engine.kill)
             killer.start()
             try:
                 with pytest.raises((AssertionError, BrokenPipeError)):
-                    for one in work[20:]:
-                        engine.run(one.token_ids, one.max_tokens)
+                    for prompt in work[20:]:
+                        engine.run(prompt.token_ids, prompt.max_tokens)
             finally:
                 killer.join()
     with OffloadEngine(tmp_path / "last", model, shape.gpu_blocks, settings) as engine:
@@ -72,15 +75,17 @@ def test_after_a_kill_what_is_announced_is_there(
         router.register(WORKER, MODEL, engine.endpoint, engine.replay_endpoint)
         try:
             settled(router, engine)
-            # Nothing has run: what it found is announced all the same.
+            # The engine has not run yet, but it has announced the blocks that it found on disk.
             assert engine.do("ledger") == engine.do("resident") != {}
-            for number, one in enumerate(work):
-                run.ask(number, one, truth[number])
+            for number, prompt in enumerate(work):
+                run.ask(number, prompt, truth[number])
             counts = engine.do("counts")
         finally:
             router.unregister(WORKER)
     assert not list((tmp_path / "slots").iterdir()), "memory of engines that are gone"
-    table("Killed three times, then queried", HEADINGS, run.row(f"{blocks_per_chunk} a chunk, found {found}", 0))
+    table(
+        "Killed three times, then queried", HEADINGS, run.row(f"{blocks_per_chunk} a chunk, found {blocks_on_disk}", 0)
+    )
     assert not run.wrong, "\n".join(run.wrong[:8])
     assert not run.other, "\n".join(run.other[:8])
     assert counts["vllm:kvrouter_offload_promotions"] > 10
@@ -95,7 +100,7 @@ def test_an_engine_that_reads_what_another_one_writes(
     seed: int,
     table: Callable[..., None],
 ) -> None:
-    """Both serve, one writes the folder and evicts from it; what each can read of it is predicted for each."""
+    """Let two engines serve, one of which writes the folder and evicts from it, and compare the other one's hits."""
     case, shape = Case("windows", FEWER_PROMPTS), SHAPES["windows"]
     truth, model = plain(case.shape), models(shape.model)
     writing = offload(case, tmp_path / "disk")
@@ -132,7 +137,10 @@ def test_an_engine_that_reads_what_another_one_writes(
 def test_resets_empty_both_tiers_at_once_and_on_the_stock_topic_too(
     router: RouterProcess, models: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
-    """vLLM's own tier says nothing when a reset empties it; ours does, also to those who know no patch."""
+    """Reset an engine, and check that the router empties both tiers, also without the patch.
+
+    vLLM's own tier reports nothing when a reset empties it; ours does, also to consumers that do not know the patch.
+    """
     case, shape = Case("windows", 0), SHAPES["windows"]
     settings = offload(case, tmp_path / "disk")
     everywhere = {"GPU", "CPU", "STORAGE:kvrouter"}
@@ -142,8 +150,8 @@ def test_resets_empty_both_tiers_at_once_and_on_the_stock_topic_too(
             router.register(WORKER, MODEL, engine.endpoint, engine.replay_endpoint)
             try:
                 (router.wait_proven if patch else router.wait_connected)(WORKER)
-                for one in list(workload("windows", seed))[:12]:
-                    engine.run(one.token_ids, one.max_tokens)
+                for prompt in list(workload("windows", seed))[:12]:
+                    engine.run(prompt.token_ids, prompt.max_tokens)
                 assert _media(engine.do("resident")) == everywhere
                 _until(router, everywhere)
                 assert engine.do("reset", connector=True)
@@ -154,8 +162,11 @@ def test_resets_empty_both_tiers_at_once_and_on_the_stock_topic_too(
 
 
 def _catch_up(reader: OffloadEngine, writer: OffloadEngine) -> None:
-    """An engine that rests looks when it steps again, and not too often. The keys alone may be the same while one of
-    them has moved to another record: a read of the old one is a miss."""
+    """Step the reader until it knows all that the writer has on disk.
+
+    A resting engine looks at the folder when it steps again, and not too often. Equal keys are not enough, because a
+    key may have moved to another record, and a read of the old record is a miss.
+    """
     deadline_s = time.monotonic() + 30.0
     while not reader.do("saw_all") or _on_disk(reader) != _on_disk(writer):
         assert time.monotonic() < deadline_s

@@ -22,7 +22,7 @@ from tests.engine.offload_layouts import LAYOUTS, NUM_BLOCKS  # noqa: E402
 LAYOUT = LAYOUTS[0]
 RANK_BYTES = LAYOUT.block_bytes[0]
 
-# A rank in a process of its own: stores its blocks 0 and 1 to the slots 2 and 0, then ends.
+# A rank in its own process, which stores its blocks 0 and 1 to the slots 2 and 0, and then ends.
 WORKER = """
 import sys
 from pathlib import Path
@@ -42,7 +42,7 @@ def work(path: Path, rank: int) -> None:
 
 
 def block_bytes(rank: int, block: int) -> bytes:
-    """All of a rank's bytes of a block, layer after layer, keys before values."""
+    """Return all of a rank's bytes of a block, layer after layer, keys before values."""
     keys_and_values = [layer.view(2, NUM_BLOCKS, -1)[half, block] for layer in LAYOUT.raw(rank) for half in (0, 1)]
     return b"".join(half.numpy().tobytes() for half in keys_and_values)
 
@@ -63,7 +63,7 @@ def test_two_ranks_in_two_processes_fill_a_slot_side_by_side(tmp_path: Path) -> 
 
 
 def test_a_ranks_tensor_is_its_part_of_every_slot_without_a_copy() -> None:
-    # As if it were a file, so that there are several ranks.
+    # Several ranks share this memory as if it were a file.
     memory = Region.create_or_open(None, 3, 12)
     assert memory._memory is not None
     regions = [Region(memory._memory, 3, 4, 3, rank, None, None) for rank in range(3)]
@@ -98,7 +98,7 @@ def test_the_scheduler_process_has_no_part_of_its_own(tmp_path: Path) -> None:
 
 
 class Driver:
-    """Stands in for the CUDA runtime: registers `pieces` pieces, then refuses."""
+    """A stand-in for the CUDA runtime, which registers `pieces` pieces and then refuses."""
 
     def __init__(self, pieces: int) -> None:
         self.pieces = pieces
@@ -120,7 +120,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver(3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    # Two slots and a half: pieces end with a slot.
+    # This is the size of two slots and a half, but a piece ends with a slot.
     monkeypatch.setattr("kvrouter.engine_patch.offload.memory.region.PIN_BYTES", 10_000)
     return driver
 
@@ -146,7 +146,7 @@ def test_where_the_driver_refuses_nothing_stays_registered(driver: Driver, caplo
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_the_cuda_driver_pins_the_region_and_lets_it_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrouter.engine_patch.offload.memory.region.PIN_BYTES", 10_000)
-    # A file as engines have it, in memory: the driver does not take one on a disk.
+    # The file is in memory, as for engines, because the driver does not pin a file on a disk.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         for path in (None, Path(folder) / "slots"):
             region = Region.create_or_open(path, 5, 8)

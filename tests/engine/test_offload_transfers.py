@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies in the background: every job ends with one result, a failed one too, and the engine's thread does not wait."""
+"""Copies in the background: each job ends with one result, even a failed job, and the engine's thread does not wait."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, Plan, Sl
 from kvrouter.engine_patch.offload.memory.transfers import TransferResult, Transfers  # noqa: E402
 from tests.engine.offload_layouts import LAYOUTS  # noqa: E402
 
-# Longer than any copy here takes: only a thread that never ends one waits for it.
+# Longer than any copy here takes; only a thread whose copy never ends waits this long.
 PATIENCE_S = 30.0
 
 
 def plan(number: int) -> Plan:
-    """A plan that the copier below knows by its number."""
+    """Return a plan that a `Gate` recognises by its number."""
     return (GroupPart(0, np.array([number]), 0, np.array([0])),)
 
 
@@ -37,7 +37,10 @@ def until(true: Callable[[], bool]) -> None:
 
 
 class Gate:
-    """A copier whose copies each wait for permission, and fail where it says so. Writes down what it did, in order."""
+    """A copier whose copies each wait for permission, and fail if their number is in `failing`.
+
+    `done` lists the finished copies, in order.
+    """
 
     def __init__(self, lanes: int = 1) -> None:
         self.lanes = lanes
@@ -78,7 +81,7 @@ Start = Callable[..., Transfers]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Transfers that are closed in the end, with all copies allowed."""
+    """Return a function that makes transfers, which are closed in the end with all copies allowed."""
     opened: list[tuple[Transfers, Gate]] = []
 
     def begin(gate: Gate, **more: Any) -> Transfers:
@@ -102,7 +105,7 @@ def test_a_submission_returns_while_the_copy_waits(start: Start) -> None:
     transfers.submit_store(7, plan(1))
     transfers.submit_store(8, plan(2))
     gate.wait_begun()
-    # Both are underway, neither has ended, and this thread is here.
+    # Both copies are under way, neither has ended, and this thread did not wait.
     assert transfers.finished() == []
     gate.let(2)
     transfers.wait([7, 8])
@@ -129,7 +132,7 @@ def test_loads_come_before_stores_and_what_is_awaited_before_both(start: Start) 
         submit(job, plan(job))
     gate.let(1)
     waiting = threading.Thread(target=transfers.wait, args=([3],))
-    # Job 4 may have begun before anybody waits; after it, 3 comes before 5.
+    # Job 4 may have begun before a thread waits; after it, 3 comes before 5.
     gate.wait_begun()
     waiting.start()
     until(lambda: 3 in transfers._awaited)
@@ -194,7 +197,7 @@ def test_waiting_for_jobs_that_are_not_there_returns(start: Start) -> None:
     transfers.wait([5])
     transfers.submit_store(5, plan(5))
     transfers.wait([4, 5])
-    # Ended and not yet taken, then taken: both times it is over.
+    # Job 5 has ended, so waiting returns before its result is taken and after that.
     transfers.wait([5])
     transfers.finished()
     transfers.wait([5])
@@ -236,7 +239,7 @@ def test_blocks_go_to_slots_and_come_back_with_a_real_copier(start: Start) -> No
     caches = layout.caches(raw)
     region = Region.create_or_open(None, 4, 4 * layout.block_bytes[0])
     copier = CpuCopier(caches, SlotLayout(caches.page_bytes, 4, region.rank_bytes), region.rank_tensor())
-    wanted = [block[[0, 1, 2]].clone() for block in layout.blocks(raw, 0)]
+    expected = [block[[0, 1, 2]].clone() for block in layout.blocks(raw, 0)]
     transfers = Transfers(copier)
     transfers.submit_store(1, (GroupPart(0, np.array([0, 1, 2]), 3, np.array([3, 1])),))
     transfers.wait([1])
@@ -247,7 +250,7 @@ def test_blocks_go_to_slots_and_come_back_with_a_real_copier(start: Start) -> No
     transfers.wait([2, 3])
     size = 3 * layout.block_bytes[0]
     assert numbers(transfers.finished()) == [(1, True, size), (2, True, size), (3, False, 0)]
-    for block, old in zip(layout.blocks(raw, 0), wanted, strict=True):
+    for block, old in zip(layout.blocks(raw, 0), expected, strict=True):
         assert torch.equal(block[[9, 4, 6]], old)
     transfers.close()
     region.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declared catalog says what the running coordinator does, for every layout, and follows what changes."""
+"""The declared catalog describes the running coordinator, for every layout, and follows its changes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def declared(oracle: WatchedOracle) -> DeclaredCatalog:
 
 
 def check(catalog: DeclaredCatalog, oracle: Oracle) -> None:
-    """Against the objects that decide: looked at one by one, not through the code that reads the catalog."""
+    """Compare a catalog with the objects that decide, read one by one and not by the code that reads the catalog."""
     scheduler = oracle.scheduler
     manager = scheduler.kv_cache_manager
     coordinator = manager.coordinator
@@ -112,7 +112,7 @@ def test_the_example_is_the_engines_own_hash(name: str, model: Path, seed: int) 
         request = oracle._request(Prompt((*example.token_ids, 0)), 1)
         assert len(example.token_ids) == oracle.hash_block_size
         assert example.block_hash == int.from_bytes(request.block_hashes[0][-8:], "big")
-        # And a router that knows nothing else computes it.
+        # A router that knows nothing else computes the same hash.
         scheme = HashScheme.from_bytes(str(catalog.hash_algo), bytes.fromhex(catalog.none_hash))
         assert reduce_hash(hash_block(scheme, None, example.token_ids, None)) == example.block_hash
 
@@ -128,8 +128,10 @@ def _lora(name: str, path: str, number: int = 1) -> Any:
 
 
 def test_adapters_are_declared_as_loaded(model: Path, seed: int) -> None:
-    """Loaded over the engine core, or first seen with a request; a name that is loaded from elsewhere has the new
-    path."""
+    """Declare adapters that are loaded over the engine core, or first seen with a request.
+
+    A name that is loaded again from elsewhere has the new path.
+    """
     with patched() as records, WatchedOracle(GPU_SETS[0], model, Random(seed)) as oracle:
         before = oracle.peer.hello()
         assert before.catalog_version == 1
@@ -146,12 +148,12 @@ def test_adapters_are_declared_as_loaded(model: Path, seed: int) -> None:
         engine.add_lora(_lora("a", "/adapters/other"))
         eventually(lambda: declared(oracle).lora_paths == {"a": "/adapters/other", "b": "/adapters/b"})
         assert oracle.peer.hello().catalog_version == 4
-        told: list[CatalogMessage] = []
-        while not told or told[-1].version < 4:
+        messages: list[CatalogMessage] = []
+        while not messages or messages[-1].version < 4:
             _, message = oracle.peer.next()
             if isinstance(message, CatalogMessage):
-                told.append(message)
-        assert told[-1].catalog == declared(oracle)
+                messages.append(message)
+        assert messages[-1].catalog == declared(oracle)
     assert records.texts == []
 
 
@@ -167,7 +169,7 @@ def test_none_hash_is_declared_as_soon_as_it_is_drawn(model: Path, seed: int, mo
     """The engine core builds its scheduler first, then draws NONE_HASH, before any request."""
     with patched() as records:
         monkeypatch.delattr(kv_cache_utils, "NONE_HASH")
-        # An oracle draws it beforehand; the engine core does not.
+        # An oracle draws NONE_HASH beforehand; the engine core does not.
         monkeypatch.setattr("oracle.init_none_hash", lambda function: None)
         stock = core.init_none_hash
         with WatchedOracle(GPU_SETS[0], model, Random(seed)) as oracle:

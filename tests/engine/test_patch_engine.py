@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine finds the patch by its entry point and reports everything, at the addresses that follow from its
-own."""
+"""A real vLLM engine finds the patch by its entry point, and reports at the addresses that follow from its own."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ PROMPTS = 24
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    # Nothing is set: the patch is on by being installed.
+    # No variable is set, because the patch is on once it is installed.
     with EngineProcess(tmp_path_factory.mktemp("engine"), free_port(), free_port()) as process:
         yield process
 
@@ -45,13 +44,13 @@ def peer(engine: EngineProcess) -> Iterator[Peer]:
         requests_endpoint=requests_endpoint(engine.endpoint), reports_endpoint=reports_endpoint(engine.endpoint)
     )
     with Peer(context, cast(Any, endpoints)) as peer:
-        peer.next_heartbeat()  # whoever hears one is subscribed
+        peer.next_heartbeat()  # a peer that has received one is subscribed
         yield peer
     context.term()
 
 
 def hear(peer: Peer, from_seq: int) -> list[Any]:
-    """The messages from one seq on to what the engine has said by now."""
+    """Return the messages from one seq up to the last one that the engine has sent by now."""
     until = peer.hello().next_seq
     messages = []
     while from_seq < until:
@@ -71,7 +70,7 @@ def prompt(rng: Random, stems: list[list[int]]) -> tuple[int, ...]:
 
 
 def held_by_stock(payloads: list[bytes]) -> Copies:
-    """What vLLM's own events say is resident: no reset and no offloading here, so that they are enough."""
+    """Return the resident copies according to vLLM's own events, which are enough without resets and offloading."""
     decoder = msgspec.msgpack.Decoder(KVEventBatch)
     held: Copies = Counter()
     for payload in payloads:
@@ -90,7 +89,7 @@ def test_the_catalog_is_there_before_the_first_request(engine: EngineProcess, pe
     assert catalog is not None
     kinds = Counter((group.kind, group.sliding_window, group.spec_class) for group in catalog.groups)
     assert kinds == {("sliding_window", 128, 1): 5, ("full_attention", None, 0): 1}
-    # The CPU backend chooses the size; it is one for all groups.
+    # The CPU backend chooses one block size for all groups.
     (block_size,) = {group.block_size for group in catalog.groups}
     assert (catalog.hash_block_size, catalog.scheduler_block_size, catalog.align) == (block_size,) * 3
     assert (catalog.max_model_len, catalog.num_gpu_blocks) == (MAX_MODEL_LEN, NUM_BLOCKS)
@@ -126,8 +125,8 @@ def test_messages_snapshot_and_heartbeat_say_what_the_engine_says(engine: Engine
     seq, beat = peer.next_heartbeat()
     while seq <= last:
         seq, beat = peer.next_heartbeat()
-    said = {(p.group_idx, p.medium, p.ownership): (p.blocks, p.copies, p.digest) for p in beat.places}
-    assert said == summed(held)
+    reported = {(p.group_idx, p.medium, p.ownership): (p.blocks, p.copies, p.digest) for p in beat.places}
+    assert reported == summed(held)
 
 
 @pytest.mark.parametrize("clear", [("reset_prefix_cache",), ("sleep", 1), ("sleep", 2)], ids=str)
@@ -138,7 +137,7 @@ def test_an_idle_engine_that_is_cleared_says_so(
     eventually(lambda: bool(copies_of(peer.snapshot())))
     seq = peer.hello().next_seq
     engine.call(*clear)
-    # The reporter's thread says it a moment later.
+    # The reporter's thread reports the clear a moment later.
     eventually(lambda: peer.hello().next_seq > seq)
     (message,) = hear(peer, seq)
     assert message.events == [ReportCleared("GPU", "prefix cache reset")]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switched off, the patch is not there; a place that looks different, or a failure of ours, costs one feature and no
-request."""
+"""The patch is absent when it is switched off, and a failure of ours costs one feature and no request.
+
+The same holds for a place in vLLM that looks different.
+"""
 
 from __future__ import annotations
 
@@ -47,18 +49,20 @@ SIMPLE = SIMPLE_SETS[0]
 
 
 def work(oracle: Oracle, rng: Random) -> None:
-    """Load with everything that is hooked in it; every request ends as it should."""
+    """Run a load that uses every hooked place, and check that each request ends as it should."""
     tree = PromptTree(rng, 512)
     requests: list[Any] = []
     make = oracle._request
 
-    def request(*given: Any) -> Any:
-        made = make(*given)
-        made.kv_cache_report_mode = "full"
+    def request(*args: Any) -> Any:
+        vllm_request = make(*args)
+        vllm_request.kv_cache_report_mode = "full"
         if len(requests) % 5 == 0:
-            made.lora_request = LoRARequest(lora_name="a", lora_int_id=1, lora_path=f"/adapters/{len(requests)}")
-        requests.append(made)
-        return made
+            vllm_request.lora_request = LoRARequest(
+                lora_name="a", lora_int_id=1, lora_path=f"/adapters/{len(requests)}"
+            )
+        requests.append(vllm_request)
+        return vllm_request
 
     oracle._request = request  # type: ignore[assignment, method-assign]
     for i in range(90):
@@ -70,7 +74,7 @@ def work(oracle: Oracle, rng: Random) -> None:
                 oracle.step(tree)
             assert oracle.scheduler.reset_prefix_cache(reset_connector=i == 59)
     assert len(requests) > 10
-    assert all(made.is_finished() for made in requests)
+    assert all(vllm_request.is_finished() for vllm_request in requests)
 
 
 def untouched() -> None:
@@ -93,7 +97,7 @@ def test_switched_off_nothing_is_exchanged(value: str, model: Path, seed: int) -
         pool = oracle.scheduler.kv_cache_manager.block_pool
         wrapped = (oracle.scheduler, pool, offload, offload.manager, offload._events_tracker)
         try:
-            # An instance has no function of its own, but for the oracle's count of what is published.
+            # No instance has a replaced function, except the publisher, whose batches the oracle counts.
             assert not [name for owner in wrapped for name, value in vars(owner).items() if callable(value)]
             assert type(oracle.scheduler.kv_event_publisher._event_queue).__name__ == "Queue"
             assert not hasattr(oracle.scheduler.kv_event_publisher, ATTRIBUTE)
@@ -104,7 +108,7 @@ def test_switched_off_nothing_is_exchanged(value: str, model: Path, seed: int) -
 
 def test_an_engine_without_events_starts_nothing() -> None:
     started: list[object] = []
-    with patched(start=lambda *given: started.append(given)):
+    with patched(start=lambda *args: started.append(args)):
         assert type(EventPublisherFactory.create(None, 0)).__name__ == "NullEventPublisher"
     assert started == []
 
@@ -163,7 +167,7 @@ def test_the_entry_point_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert len(records) == 1 and "runs without it" in records[0].getMessage()
 
 
-# Failures of ours: every hook, its feature
+# Failures of ours: every hook and its feature
 
 
 def fail(*_: Any, **__: Any) -> Any:
@@ -222,13 +226,13 @@ LATE_FAILURES: dict[str, tuple[Any, str, str, Scope]] = {
 def test_what_a_failed_feature_has_reported_is_taken_back(
     name: str, model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: after a failure of ours readers hold nothing that is not resident, however the engine goes on."""
+    """Fail after reports were sent, and check that readers hold only resident blocks, however the engine continues."""
     owner, attribute, feature, scope = LATE_FAILURES[name]
     rng = Random(seed)
     working, failing = getattr(owner, attribute), [False]
 
-    def place(*given: Any, **named: Any) -> Any:
-        return fail() if failing[0] else working(*given, **named)
+    def place(*args: Any, **kwargs: Any) -> Any:
+        return fail() if failing[0] else working(*args, **kwargs)
 
     monkeypatch.setattr(owner, attribute, place)
     announcing = {"kv_cache_report_mode": "full"}
@@ -250,7 +254,10 @@ def test_what_a_failed_feature_has_reported_is_taken_back(
 def test_a_host_pool_whose_resets_are_not_seen_is_withheld(
     model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's own clear, which comes with the next step, names no medium and is taken for the GPU's."""
+    """Fail to see a reset, and check that the host pool is withheld.
+
+    vLLM's own clear, which comes with the next step, names no medium and is taken for the GPU's.
+    """
     rng = Random(seed)
     tree = PromptTree(rng, 512)
 
@@ -320,7 +327,7 @@ def test_a_scheduler_of_another_shape_runs(model: Path, seed: int, monkeypatch: 
 
 
 def test_a_taken_port_leaves_a_publisher(model: Path, seed: int) -> None:
-    """The requests endpoint must be where readers look for it; where it is taken, nothing is reported."""
+    """Report nothing if the requests endpoint is taken, because readers look for it only there."""
     with patched():
         first = Oracle(GPU_SETS[0], model, Random(seed))
     taken = tap_of(first).reporter.requests_endpoint  # type: ignore[attr-defined]
@@ -341,15 +348,15 @@ def test_a_taken_port_leaves_a_publisher(model: Path, seed: int) -> None:
 
 
 def renamed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with its parameters called otherwise."""
+    """Return the same function with other names of its parameters."""
 
-    def other(self: Any, first: Any = None, *rest: Any, **named: Any) -> Any:
-        return stock(self, *(() if first is None else (first,)), *rest, **named)
+    def other(self: Any, first: Any = None, *rest: Any, **kwargs: Any) -> Any:
+        return stock(self, *(() if first is None else (first,)), *rest, **kwargs)
 
     return other
 
 
-# Name -> the owner of the method, the method, the feature that it costs.
+# By name: the owner of the method, the method, and the feature that is lost.
 PLACES_CHANGED: dict[str, tuple[Any, str, str]] = {
     "cache_full_blocks": (BlockPool, "cache_full_blocks", "positions"),
     "cache_partial_block": (BlockPool, "cache_partial_block", "positions"),
@@ -381,22 +388,22 @@ def test_a_place_with_other_parameters_is_left_alone(
 
 
 def test_another_queue_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A publisher that queues otherwise keeps its queue."""
+    """Leave a publisher with another class of queue its own queue."""
 
     class Own(queue.Queue[Any]):
         pass
 
     class Other(ZmqEventPublisher):
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
             self._event_queue = Own()
 
     monkeypatch.setitem(EventPublisherFactory._registry, "zmq", Other)
     with patched() as records:
-        made: Any = EventPublisherFactory.create(
+        event_publisher: Any = EventPublisherFactory.create(
             kv_events.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://*:0"), 0
         )
-    made.shutdown()
-    assert type(made._event_queue) is Own
+    event_publisher.shutdown()
+    assert type(event_publisher._event_queue) is Own
     (text,) = records.texts
     assert text.startswith("WARNING kvrouter: queue is off: ") and "_event_queue" in text

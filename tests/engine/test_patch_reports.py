@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the patch reports equals what the engine holds, block for block, copy for copy, at the right positions."""
+"""The patch's reports equal the engine's blocks, copy for copy, at the right positions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ ROUNDS = 40
 
 
 def work_with_resets(oracle: WatchedOracle, rng: Random) -> dict[str, int]:
-    """Random load and random resets, and after each phase everything is compared. Returns how many of the resets
-    cleared."""
+    """Run a random load with random resets, and return how many resets of each kind cleared a cache.
+
+    Everything is compared after every second phase, and in the end.
+    """
     done = {"gpu": 0, "running": 0, "connector": 0}
     for phase in range(PHASES):
         oracle.work(ROUNDS)
@@ -45,7 +47,7 @@ def work_with_resets(oracle: WatchedOracle, rng: Random) -> dict[str, int]:
             done[kind] += oracle.scheduler.connector is not None
         if phase % 2:
             oracle.drain()
-            # A request that runs holds blocks whose events wait for its step; an idle engine has reported everything.
+            # A running request holds blocks whose events wait for its step; an idle engine has reported everything.
             oracle.verify()
     oracle.drain()
     oracle.verify()
@@ -89,25 +91,27 @@ def test_gpu_and_cpu_blocks(offload_set: OffloadSet, model: Path, seed: int, tab
 
 
 def check_positions(oracle: WatchedOracle) -> int:
-    """Every block that was stored has its position and every event its parent, as a request has them. Returns how many
-    blocks."""
+    """Compare the position of each stored block and the parent of each event with the requests'.
+
+    Returns the number of stored blocks.
+    """
     ends, parents = oracle.ends(), oracle.parents()
     stored = 0
     for message in oracle.messages:
         for event in message.events:
             if not isinstance(event, ReportStored):
                 continue
-            told = list(positions_of(event))
-            assert len(told) == len(event.hashes) // 8
-            for block_hash, end in told:
+            positions = list(positions_of(event))
+            assert len(positions) == len(event.hashes) // 8
+            for block_hash, end in positions:
                 assert ends[block_hash] == end
-            assert event.parent_hash == parents[told[0][0], event.block_size]
-            stored += len(told)
+            assert event.parent_hash == parents[positions[0][0], event.block_size]
+            stored += len(positions)
     return stored
 
 
 def test_batches_carry_the_stock_seq(model: Path, seed: int) -> None:
-    """Every batch of the engine's topic has its message, in order; what was reported at once has no number."""
+    """Every batch of the engine's topic has its message, in order; a message that was sent at once has no batch seq."""
     rng = Random(seed)
     group_set = next(group_set for group_set in GPU_SETS if group_set.name == "full+window")
     with patched(), WatchedOracle(group_set, model, rng) as oracle:
@@ -123,8 +127,10 @@ def test_batches_carry_the_stock_seq(model: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["full+window", "full+mamba", "3-way"])
 def test_blocks_announced_again_are_not_counted(name: str, model: Path, seed: int) -> None:
-    """kv_cache_report_mode=full repeats resident blocks on the engine's topic, also null ones; ours counts what there
-    is."""
+    """Announce blocks again with kv_cache_report_mode=full, and count only the resident copies.
+
+    This mode repeats resident blocks on the engine's topic, also null ones.
+    """
     rng = Random(seed)
     group_set = next(group_set for group_set in GPU_SETS if group_set.name == name)
     with (
@@ -135,6 +141,6 @@ def test_blocks_announced_again_are_not_counted(name: str, model: Path, seed: in
             oracle.work(60)
             oracle.drain()
             oracle.verify()
-        told = sum(len(e.hashes) // 8 for m in oracle.messages for e in m.events if isinstance(e, ReportStored))
-        assert told < oracle.traffic.stored  # it did repeat some
+        reported = sum(len(e.hashes) // 8 for m in oracle.messages for e in m.events if isinstance(e, ReportStored))
+        assert reported < oracle.traffic.stored  # it did repeat some
     assert records.texts == []

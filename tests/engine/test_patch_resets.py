@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clears name their medium and are reported when they happen: no engine step follows in these tests."""
+"""Clears name their medium and are reported when they happen, without a following engine step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def records() -> Iterator[Records]:
 
 @pytest.fixture
 def oracle(records: Records, model: Path, seed: int) -> Iterator[WatchedOracle]:
-    """An engine with blocks on the GPU and on the CPU, idle."""
+    """Yield an idle engine with blocks on the GPU and on the CPU."""
     with WatchedOracle(FULL.group_set, model, Random(seed), FULL.connector_config()) as oracle:
         oracle.work(80)
         oracle.drain()
@@ -46,14 +46,14 @@ def oracle(records: Records, model: Path, seed: int) -> Iterator[WatchedOracle]:
 
 
 def cleared(oracle: WatchedOracle) -> list[tuple[str, str]]:
-    """(medium, reason) of the clears since the last time; nothing else was said."""
+    """Return (medium, reason) of the clears since the last call, and check that nothing else was reported."""
     events = [event for message in oracle.hear() for event in message.events]
     assert all(isinstance(event, ReportCleared) for event in events)
     return [(event.medium, event.reason) for event in events if isinstance(event, ReportCleared)]
 
 
 def told(oracle: WatchedOracle) -> list[tuple[str, str | None, type]]:
-    """(medium, owner, kind) of everything said since the last time."""
+    """Return (medium, owner, kind) of every event since the last call."""
     events = [event for message in oracle.hear() for event in message.events]
     return [(event.medium, getattr(event, "ownership", None), type(event)) for event in events]
 
@@ -74,7 +74,7 @@ def test_a_connector_reset_clears_the_cpu_tier_too(oracle: WatchedOracle) -> Non
 
 
 def test_a_refused_reset_clears_the_cpu_tier_all_the_same(oracle: WatchedOracle) -> None:
-    """While a request runs, the GPU's blocks stay and vLLM says False, but the connector has been emptied."""
+    """Reset while a request runs: the GPU's blocks stay and vLLM returns False, but the connector is emptied."""
     oracle.submit(oracle.tree.request())
     oracle.step()
     oracle.hear()
@@ -121,7 +121,7 @@ def test_sleep(oracle: WatchedOracle, level: int) -> None:
 
 
 def test_the_engines_topic_tells_it_later_and_ours_not_again(oracle: WatchedOracle) -> None:
-    """vLLM's own AllBlocksCleared comes with the next step; the batch is ours to count, but it says nothing new."""
+    """Receive vLLM's own AllBlocksCleared with the next step: its batch is counted, but its clear is not repeated."""
     assert oracle.scheduler.reset_prefix_cache()
     oracle.hear()
     assert [type(event).__name__ for event in oracle.scheduler.kv_cache_manager.block_pool.kv_event_queue] == [
@@ -140,7 +140,7 @@ def test_the_engines_topic_tells_it_later_and_ours_not_again(oracle: WatchedOrac
 def test_what_was_stored_and_not_told_before_a_reset_is_not_told_after_it(
     records: Records, model: Path, seed: int
 ) -> None:
-    """Between the scheduling of a step and its end, the pool holds events that no batch has yet."""
+    """Reset between the scheduling of a step and its end, when the pool holds events that are in no batch yet."""
     group_set = next(group_set for group_set in GPU_SETS if group_set.name == "full+window")
     with WatchedOracle(group_set, model, Random(seed)) as oracle:
         oracle.work(40)
@@ -156,7 +156,7 @@ def test_what_was_stored_and_not_told_before_a_reset_is_not_told_after_it(
 
 
 def test_held_events_reach_the_engines_topic_in_their_order(oracle: WatchedOracle) -> None:
-    """A reset of the connector takes the manager's events early; the engine's topic has them with its next batch."""
+    """Reset the connector, which takes the manager's events early; the engine's topic has them with its next batch."""
     offload = oracle.scheduler.connector.connector_scheduler
     manager = offload.manager
     key = make_offload_key(bytes(range(32)), 0)
@@ -165,10 +165,10 @@ def test_held_events_reach_the_engines_topic_in_their_order(oracle: WatchedOracl
     late = OffloadingEvent([key], Medium.CPU, False)
     manager.events += [early, other]
     oracle.scheduler.reset_connector_cache()
-    # On ours the event of the emptied tier is void, and the one of the other tier is reported at once.
+    # On our topic, the emptied tier's event is void, and the other tier's event is reported at once.
     assert told(oracle) == [("STORAGE", "disk", ReportStored), ("CPU", None, ReportCleared)]
     manager.events.append(late)
-    oracle.step()  # an empty step takes events as any other
+    oracle.step()  # an empty step takes events like any other step
     assert told(oracle) == [("CPU", None, ReportStored)]
     topic = StockTopic(oracle.endpoint, oracle.replay_endpoint)
     try:
@@ -180,8 +180,7 @@ def test_held_events_reach_the_engines_topic_in_their_order(oracle: WatchedOracl
 
 
 def test_two_pools_of_one_queue(oracle: WatchedOracle) -> None:
-    """A host pool that shares the device pool's queue (HiSparse) is cleared by its own medium; each is reported
-    once."""
+    """Clear a host pool that shares the device pool's queue (HiSparse), and report each clear once, by its medium."""
     from vllm.v1.hisparse.block_pool import SharedEventQueueBlockPool
 
     device = oracle.scheduler.kv_cache_manager.block_pool
@@ -201,7 +200,7 @@ def test_two_pools_of_one_queue(oracle: WatchedOracle) -> None:
 
 
 def test_nothing_wrapped_outlives_its_engine(oracle: WatchedOracle) -> None:
-    """Only the two places that every engine of the process shares are exchanged on classes."""
+    """Check that the block pool's class is stock: classes are patched only at the two places that all engines share."""
     pool = type(oracle.scheduler.kv_cache_manager.block_pool)
     methods: list[Callable[..., Any]] = [pool.reset_prefix_cache, pool.cache_full_blocks, pool.cache_partial_block]
     assert all(method.__module__ == "vllm.v1.core.block_pool" for method in methods)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router in front of vLLM with the engine patch: its answers equal the engine's, however late it came and whatever
-was lost."""
+"""A router in front of vLLM with the engine patch: its answers equal the engine's.
+
+This holds however late the router joins and whatever messages are lost.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,10 @@ WORKER = "w"
 # Batches before the router joins: twice vLLM's replay buffer.
 LATE_BATCHES = 20_000
 PROBES = 1_000
-# How many questions with a hit make the comparison worth its name. How many of a thousand have one depends on what the
-# copies to the CPU tier had finished when the work ended: 94 in one run of CI, above 100 in all before.
+# The comparison needs this many questions with a hit. How many of a thousand have one depends on the copies to the CPU
+# tier that had finished when the work ended: 94 in one run of CI, above 100 in all before.
 HITS = 100
-# Ask no more than this many times PROBES for them.
+# The most rounds of PROBES questions to find them.
 MOST_ROUNDS = 5
 
 
@@ -66,9 +68,9 @@ def registered(router: RouterProcess, oracle: Oracle) -> Iterator[None]:
 
 
 def proven(router: RouterProcess, oracle: Oracle) -> dict[str, Any]:
-    """The worker's row once it shows all that the engine has said so far, and a heartbeat has proven it."""
+    """Return the worker's row once it shows all that the engine has reported, and a heartbeat has proven it."""
     reporter: Any = tap_of(oracle).reporter
-    # Asleep: what was taken last is sent, too.
+    # A sleeping reporter has also sent the last message that it took.
     eventually(lambda: not len(reporter._queue) and reporter._queue._asleep)
     next_seq = reporter._stream.next_seq
     return router.wait_proven(WORKER, lambda row: row["seq"] == (next_seq - 1 if next_seq else None))
@@ -84,7 +86,7 @@ def work(oracle: Oracle, tree: PromptTree, rng: Random, batches: int) -> None:
 
 
 def idle(oracle: Oracle) -> None:
-    """Finish what runs; then transfers end, and nothing is left to publish."""
+    """Finish the running requests and their transfers, so that nothing is left to publish."""
     while oracle.unfinished:
         oracle.step()
     for _ in range(6):
@@ -92,7 +94,7 @@ def idle(oracle: Oracle) -> None:
 
 
 def resident(oracle: Oracle) -> dict[str, int]:
-    """Distinct blocks by place, from the pool that decides it."""
+    """Return the number of distinct blocks by place, from the pool that decides reuse."""
     counts: dict[str, int] = {}
     for key in oracle.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache:
         place = f"g{int.from_bytes(key[-4:], 'big')}:GPU"
@@ -101,16 +103,16 @@ def resident(oracle: Oracle) -> dict[str, int]:
 
 
 def compare(router: RouterProcess, oracle: Oracle, tree: PromptTree, probes: int) -> tuple[int, int]:
-    """(questions answered alike, those of them with a hit)."""
+    """Compare the answers to random questions, and return how many were equal and how many had a hit."""
     equal = hits = 0
     for _ in range(probes):
         prompt = tree.question()
         truth = oracle.ask(prompt)
-        found = router.query(MODEL, WORKER, prompt.token_ids, prompt.cache_salt)
-        assert found["gpu"] == truth.gpu, (prompt, truth, found)
-        assert found["cpu"] == truth.cpu, (prompt, truth, found)
+        answer = router.query(MODEL, WORKER, prompt.token_ids, prompt.cache_salt)
+        assert answer["gpu"] == truth.gpu, (prompt, truth, answer)
+        assert answer["cpu"] == truth.cpu, (prompt, truth, answer)
         equal += 1
-        hits += found["cpu"] > 0
+        hits += answer["cpu"] > 0
     return equal, hits
 
 
@@ -202,7 +204,7 @@ def test_resets_are_known_with_the_engine_idle(router: RouterProcess, model: Pat
         assert held("GPU") == held("CPU") == 0
         assert compare(router, oracle, tree, 20)[1] == 0
         assert oracle.traffic.batches == batches
-        # With a request running the GPU is not reset, and vLLM says so; the CPU tier is emptied all the same.
+        # While a request runs, vLLM does not reset the GPU and returns False, but it empties the CPU tier.
         work(oracle, tree, rng, 40)
         idle(oracle)
         oracle.submit(tree.request())
@@ -217,7 +219,7 @@ def test_resets_are_known_with_the_engine_idle(router: RouterProcess, model: Pat
 
 
 def test_a_subscriber_that_stops_reading_costs_only_itself(router: RouterProcess, model: Path, seed: int) -> None:
-    """Its own messages are dropped for it; the engine, the router and the stock topic's other readers go on."""
+    """Stop reading: the subscriber's messages are dropped, but the engine, the router and other readers go on."""
     case = next(case for case in GPU_SETS if case.name == "full+window dense")
     rng = Random(f"{seed} stuck")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -245,7 +247,7 @@ def test_a_subscriber_that_stops_reading_costs_only_itself(router: RouterProcess
 def test_a_full_queue_drops_marks_the_gap_and_the_router_recovers(
     router: RouterProcess, model: Path, seed: int
 ) -> None:
-    """The thread that reports is held up; the engine goes on, and what it could not report comes by snapshot."""
+    """Hold up the reporting thread: the engine goes on, and a snapshot brings the reports that were dropped."""
     case = next(case for case in GPU_SETS if case.name == "full+window")
     rng = Random(f"{seed} full")
     with engine(case, model, rng) as oracle, registered(router, oracle):
@@ -274,7 +276,7 @@ def real(tmp_path: Path) -> Iterator[EngineProcess]:
 
 
 def test_a_real_engine_declares_itself_and_its_resets(real: EngineProcess, router: RouterProcess, seed: int) -> None:
-    """Switched on by being installed: nothing in the engine's configuration names the patch."""
+    """Start an engine whose configuration does not name the patch, which is on because it is installed."""
     rng = Random(seed)
     prompt = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(600))
     router.register(WORKER, MODEL, real.endpoint, real.replay_endpoint)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own topic and replay are, byte for byte, those of an engine without the patch; and a full queue no longer
-blocks."""
+"""vLLM's own topic and replay are those of an unpatched engine, byte for byte, and a full queue no longer blocks."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ STEPS = 150
 
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches say when they were made; all at the same time."""
+    """Give all batches the same time, because each batch carries the time at which it was made."""
     monkeypatch.setattr(scheduler, "time", SimpleNamespace(time=lambda: 1.0, monotonic=time.monotonic))
 
 
 def run(group_set: GroupSet, model: Path, seed: int, offload: OffloadSet | None, patch: bool) -> Any:
-    """The frames of the engine's topic and of its replay: (live, replay, tokens by request)."""
+    """Return the frames of the engine's topic, the frames of its replay, and the tokens of each request."""
     rng = Random(seed)
     with patched() if patch else nullcontext():
         oracle = Oracle(group_set, model, rng, None if offload is None else offload.connector_config())
@@ -49,16 +48,16 @@ def run(group_set: GroupSet, model: Path, seed: int, offload: OffloadSet | None,
     requests: list[Any] = []
     make, model_run = oracle._request, oracle._run_model
 
-    def request(*given: Any) -> Any:
-        made = make(*given)
-        # Also what is announced twice must stay as it is.
+    def request(*args: Any) -> Any:
+        vllm_request = make(*args)
+        # Blocks that are announced twice must not change either.
         if len(requests) % 7 == 0:
-            made.kv_cache_report_mode = "full"
-        requests.append(made)
-        return made
+            vllm_request.kv_cache_report_mode = "full"
+        requests.append(vllm_request)
+        return vllm_request
 
     def run_model(output: Any) -> Any:
-        # In the middle of a step, when evictions of the CPU tier have been noted and not yet been taken.
+        # Reset in the middle of a step, when evictions of the CPU tier are noted but not yet taken.
         if offload is not None and len(requests) % 20 == 11:
             oracle.scheduler.reset_connector_cache()
         return model_run(output)
@@ -94,10 +93,10 @@ def test_the_same_bytes(group_set: GroupSet, offload: OffloadSet | None, model: 
     assert tokens == plain_tokens
     assert replay == plain_replay
     assert len(replay) > STEPS // 2
-    # Live, a subscriber may join late; from then on it gets what the replay has.
-    for heard, all_frames in ((live, replay), (plain_live, plain_replay)):
-        assert heard
-        assert heard == [frames[1:] for frames in all_frames[-1 - len(heard) : -1]]
+    # The live subscriber may join late; from then on it gets the replay's frames.
+    for received, all_frames in ((live, replay), (plain_live, plain_replay)):
+        assert received
+        assert received == [frames[1:] for frames in all_frames[-1 - len(received) : -1]]
 
 
 # The queue
@@ -119,7 +118,7 @@ def batch(number: int) -> KVEventBatch:
 
 
 class Stuck:
-    """A PUB socket whose `send_multipart` waits until it may go on."""
+    """A PUB socket whose `send_multipart` waits until `go_on` is set."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
@@ -135,7 +134,7 @@ class Stuck:
 
 
 def test_a_full_queue_drops_and_marks_the_gap() -> None:
-    """With the publisher's thread stuck, publishing goes on; what was dropped is missing in the seqs, at its place."""
+    """Publish while the publisher's thread is stuck: the dropped batches are missing in the seqs, at their places."""
     with patched():
         publisher = publisher_of(4)
     topic = StockTopic(publisher._endpoint, publisher._replay_endpoint)
@@ -143,7 +142,7 @@ def test_a_full_queue_drops_and_marks_the_gap() -> None:
     try:
         publisher.publish(batch(0))
         assert stuck.entered.wait(30)
-        for number in range(1, 20):  # 1 to 4 wait, 5 to 19 find no room
+        for number in range(1, 20):  # 1 to 4 wait, 5 to 19 do not fit
             publisher.publish(batch(number))
         assert publisher._event_queue.dropped == 15
         stuck.go_on.set()
@@ -153,7 +152,7 @@ def test_a_full_queue_drops_and_marks_the_gap() -> None:
         replay = topic.replay(21)
         seqs = [int.from_bytes(frames[2], "big") for frames in replay[:-1]]
         assert seqs == [0, 1, 2, 3, 4, 20, 21]
-        # And each seq stands before its own batch.
+        # Each seq stands before its own batch.
         assert [frames[3] for frames in replay[:-1]] == [publisher._pack.encode(with_rank(batch(n))) for n in seqs]
     finally:
         topic.close()
@@ -179,7 +178,7 @@ def test_a_full_queue_can_be_shut_down() -> None:
 
 
 def test_nothing_is_lost_while_the_queue_is_exchanged() -> None:
-    """The thread may be waiting for the queue that it was started with."""
+    """Exchange the queue while the publisher's thread may be waiting for the queue that it was started with."""
     with patched(), ExitStack() as stack:
         for _ in range(10):
             publisher = publisher_of(0)
@@ -192,7 +191,7 @@ def test_nothing_is_lost_while_the_queue_is_exchanged() -> None:
 
 
 def test_without_a_place_to_listen_the_queue_still_drops() -> None:
-    """An event endpoint that vLLM connects to has no port of its own to listen beside."""
+    """Use an event endpoint that vLLM connects to, so that there is no port of its own to listen beside."""
     environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("KVROUTER_PATCH_REQUESTS",)}
     with patched(environment) as records:
         config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://127.0.0.1:1")

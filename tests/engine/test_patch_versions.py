@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine patch under one version of vLLM of each generation that it supports, and under one that it refuses.
 
-Each version runs in a process of its own (`version_probe`): vLLM's scheduler, its offloading connector and its
-publisher, the patch, and a reader on its sockets. What is asserted here is that what the patch says is what those
-objects hold.
+Each version runs in its own process (`version_probe`): vLLM's scheduler, its offloading connector and its publisher,
+the patch, and a reader on its sockets. The tests assert that the patch's reports equal what those objects hold.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ TIMEOUT_S = 600.0
 AT_ONCE = 2
 
 VERSIONS = (INSTALLED, *SUPPORTED)
-# Nothing shows the patch where an offloaded chunk stands.
+# In these versions, nothing shows the patch the position of an offloaded chunk.
 WITHOUT_OFFLOAD_POSITIONS = ("0.23.0", "0.22.1", "0.20.2")
-# Their own topic does not say the group of offloaded blocks.
+# The own topic of these versions does not name the group of offloaded blocks.
 WITHOUT_OFFLOAD_GROUPS = ("0.23.0", "0.22.1", "0.20.2")
-# Their connector cannot be reset.
+# The connector of this version cannot be reset.
 WITHOUT_OFFLOAD_RESET = ("0.20.2",)
 CHANGED = [
     "vllm.distributed.kv_events.EventPublisherFactory._registry",
@@ -45,7 +44,7 @@ Reports = Callable[[str], Report]
 
 @pytest.fixture(scope="module")
 def reports(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reports]:
-    """`reports(version)` is what the probe wrote under this version. Two run at a time, from the first question on."""
+    """Return `reports(version)`, which returns the report of a version's probe; two probes run at a time."""
     folder = tmp_path_factory.mktemp("versions")
 
     def probe(version: str) -> Report:
@@ -122,7 +121,7 @@ def test_every_block_has_its_group_on_both_tiers(version: str, reports: Reports)
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_blocks_have_the_hashes_positions_and_parents_of_their_prompts(version: str, reports: Reports) -> None:
-    """Also those of sparse groups, and offloaded ones under the same hash as on the GPU."""
+    """Compare also the blocks of sparse groups, and offloaded blocks under the same hash as on the GPU."""
     for name, layout in each(reports(version)):
         assert layout["wrong"] == [], name
         placed = {
@@ -135,8 +134,7 @@ def test_blocks_have_the_hashes_positions_and_parents_of_their_prompts(version: 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_events_heartbeats_and_snapshots_say_what_is_resident(version: str, reports: Reports) -> None:
-    """After a load, after a reset of the device's cache while idle, after a load, after the connector's reset, after a
-    load."""
+    """Compare after each stage: a load, a reset of the idle device's cache, a load, the connector's reset, a load."""
     for name, layout in each(reports(version)):
         loaded, cleared, _, reset, _ = (stage["resident"] for stage in layout["stages"])
         assert any(place.startswith("GPU") for place in loaded), name
@@ -171,7 +169,7 @@ def test_vllms_own_topic_keeps_its_bytes(version: str, reports: Reports) -> None
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_vllms_own_topic_leaves_out(version: str, reports: Reports) -> None:
-    """The gap that the patch closes: without it, offloaded blocks have no group before 0.24."""
+    """Without the patch, offloaded blocks have no group before 0.24; the patch closes this gap."""
     for name, layout in offloading(reports(version)):
         offloaded = {place for place in layout["stock"]["stored"] if place.startswith("CPU")}
         assert ("CPU None" in offloaded) == (version in WITHOUT_OFFLOAD_GROUPS), name

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real vLLM servers behind `kvrouter serve`, queried by OpenAI's client: what is answered, where it goes, and what
-is reused."""
+"""Two real vLLM servers behind `kvrouter serve`, queried by OpenAI's client: answers, placement and reuse."""
 
 from __future__ import annotations
 
@@ -123,11 +122,12 @@ def test_conversations_stay_where_they_are(fleet: Fleet) -> None:
     for turn in range(4):
         for number, messages in enumerate(conversations):
             fleet.settle()
-            # Two begin at a worker by name, so that both have some, whichever is the faster on this machine.
+            # Two conversations name the worker of their first turn, so that both workers have some, whichever is the
+            # faster on this machine.
             begins = {"extra_headers": {"x-kvrouter-worker": f"w{number}"}} if turn == 0 and number < 2 else {}
             answer = ask(fleet, messages=messages, **begins)
-            said, reused, worker = predicted(answer)
-            assert said == reused
+            prediction, reused, worker = predicted(answer)
+            assert prediction == reused
             places[number].add(worker)
             if turn:
                 hits.append(reused)
@@ -139,7 +139,7 @@ def test_conversations_stay_where_they_are(fleet: Fleet) -> None:
 
 
 def prompts(rng: Random) -> Iterator[dict[str, Any]]:
-    """Chats and completions that grow, come again and branch; more than the caches keep."""
+    """Yield chats and completions that grow, come again and branch: more than the caches keep."""
     chats: list[list[dict[str, str]]] = [text(rng, rng.randint(60, 300)) for _ in range(4)]
     lists = [[rng.randrange(10, VOCAB_SIZE) for _ in range(rng.randint(60, 500))] for _ in range(4)]
     while True:
@@ -159,17 +159,17 @@ def prompts(rng: Random) -> Iterator[dict[str, Any]]:
 
 
 def told(fleet: Fleet, name: str, **labels: str) -> float:
-    """A metric of the router, over all workers."""
-    found = 0.0
+    """Return a metric of the router, summed over all workers."""
+    total = 0.0
     for line in fleet.router.text("/metrics").splitlines():
         named = line.startswith((f"kvrouter_{name} ", f"kvrouter_{name}{{"))
         if named and all(f'{label}="{value}"' in line for label, value in labels.items()):
-            found += float(line.rpartition(" ")[2])
-    return found
+            total += float(line.rpartition(" ")[2])
+    return total
 
 
 def quality(fleet: Fleet) -> dict[str, float]:
-    """What the router counts of predictions and of what became of them."""
+    """Return the router's counts of predictions and of their outcomes."""
     outcomes = {o: told(fleet, "predictions_total", outcome=o) for o in ("exact", "less", "more", "untold")}
     names = (
         "predicted_cached_tokens_total",
@@ -181,22 +181,23 @@ def quality(fleet: Fleet) -> dict[str, float]:
 
 
 def test_what_is_predicted_is_what_is_reused(fleet: Fleet) -> None:
-    found = []
+    outcomes = []
     before = quality(fleet)
     bodies = prompts(Random(4))
     for _ in range(REQUESTS):
         fleet.settle()
-        found.append(predicted(ask(fleet, **next(bodies))))
-    wrong = [(said, reused, worker) for said, reused, worker in found if said != reused]
-    hits = sum(reused > 0 for _, reused, _ in found)
+        outcomes.append(predicted(ask(fleet, **next(bodies))))
+    wrong = [(prediction, reused, worker) for prediction, reused, worker in outcomes if prediction != reused]
+    hits = sum(reused > 0 for _, reused, _ in outcomes)
     print(
-        f"{len(found)} requests, {hits} with a hit, {len(wrong)} predicted wrongly; by worker {Counter(w for *_, w in found)}"
+        f"{len(outcomes)} requests, {hits} with a hit, {len(wrong)} predicted wrongly; "
+        f"by worker {Counter(w for *_, w in outcomes)}"
     )
     assert not wrong
     assert hits >= MIN_HITS
     counted = {name: value - before[name] for name, value in quality(fleet).items()}
     print(f"as the router counts it: {counted}")
-    reused = sum(reused for _, reused, _ in found)
+    reused = sum(reused for _, reused, _ in outcomes)
     assert (counted["exact"], counted["less"], counted["more"], counted["untold"]) == (REQUESTS, 0, 0, 0)
     assert counted["predicted_cached_tokens_total"] == counted["delivered_cached_tokens_total"] == reused > 0
     assert counted["token_count_mismatches_total"] == 0
@@ -216,38 +217,39 @@ def test_a_stream_that_tells_its_usage_is_counted_too(fleet: Fleet) -> None:
     def counted() -> dict[str, float]:
         return {name: value - before[name] for name, value in quality(fleet).items()}
 
-    # A client has all it wants of a stream before the router has its end.
+    # The client has read its stream before the router has seen the end of it.
     until(lambda: counted()["untold"] == 1, "the stream that does not tell is counted")
     assert (counted()["exact"] + counted()["more"], counted()["less"]) == (2, 0)
     assert counted()["delivered_cached_tokens_total"] >= details.cached_tokens
 
 
 def test_under_concurrency_predictions_err_by_what_is_under_way(fleet: Fleet) -> None:
-    found: list[tuple[int | None, int, str]] = []
+    outcomes: list[tuple[int | None, int, str]] = []
     before = quality(fleet)
     lock = threading.Lock()
 
     def client(number: int) -> None:
         bodies = prompts(Random(100 + number % 5))
         for _ in range(15):
-            one = predicted(ask(fleet, **next(bodies)))
+            outcome = predicted(ask(fleet, **next(bodies)))
             with lock:
-                found.append(one)
+                outcomes.append(outcome)
 
     threads = [threading.Thread(target=client, args=(n,)) for n in range(CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == CLIENTS * 15
-    errors = sorted(reused - said for said, reused, _ in found if said is not None)
+    assert len(outcomes) == CLIENTS * 15
+    errors = sorted(reused - prediction for prediction, reused, _ in outcomes if prediction is not None)
     counted = Counter("exact" if e == 0 else "more reused" if e > 0 else "less reused" for e in errors)
     places = [errors[int(len(errors) * part)] for part in (0.01, 0.1, 0.5, 0.9, 0.99)]
-    # Siblings and evictions are no reason to doubt a worker. A machine at its limit is one to miss Redis, for a moment.
+    # Siblings and evictions must not make the router doubt a worker. On a machine at its limit, the router may miss
+    # Redis for a moment.
     until(lambda: fleet.router.request("GET", "/health") == {"status": "ok", "reasons": []}, "all is well")
     print(
         f"concurrency {CLIENTS}: {dict(counted)}; reused - predicted, tokens, p1 p10 p50 p90 p99: {places}; "
-        f"{sum(said is None for said, *_ in found)} without a prediction"
+        f"{sum(prediction is None for prediction, *_ in outcomes)} without a prediction"
     )
     judged = {name: value - before[name] for name, value in quality(fleet).items()}
     print(f"as the router counts it: {judged}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine reuses exactly what the router said it would, prompt after prompt, under eviction."""
+"""A real vLLM engine reuses exactly the tokens that the router predicts, prompt after prompt, under eviction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 PROMPTS = 80
 MODEL = "gemma3-tiny"
 WORKER = "real"
-# Below these the run would prove little.
+# Below these counts the run would prove little.
 MIN_HITS = 15
 MIN_MISLED = 5
 
@@ -33,7 +33,7 @@ def engine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EnginePro
 
 
 def prompts(rng: Random) -> Iterator[tuple[tuple[int, ...], str | None]]:
-    """Conversations that grow, are repeated, cut short and branched; too many for the cache to keep them all."""
+    """Yield prompts of conversations that grow, are repeated, cut short and branched: more than the cache keeps."""
     roots: list[tuple[tuple[int, ...], str | None]] = [
         (tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(100, 500))), None) for _ in range(4)
     ]
@@ -75,8 +75,8 @@ def test_a_real_engine_reuses_what_the_router_said(
             seq = engine.last_published(context, seq)
             if seq >= 0:
                 router.wait_seen(WORKER, seq)
-            found = router.query(MODEL, WORKER, token_ids, salt, explain=True)
-            predicted = found["gpu"]
+            prediction = router.query(MODEL, WORKER, token_ids, salt, explain=True)
+            predicted = prediction["gpu"]
             answer = engine.generate(token_ids, rng.randint(1, 6), salt)
             if predicted != answer["cached"]:
                 wrong.append(
@@ -84,8 +84,8 @@ def test_a_real_engine_reuses_what_the_router_said(
                     f"predicted {predicted}, engine reused {answer['cached']}\n  {router.worker(WORKER)}"
                 )
             hits += answer["cached"] > 0
-            # What a router would say that looks at full attention alone, as most do.
-            alone = [group["covered"] for group in found["groups"] if group["kind"] == "full_attention"]
+            # The prediction of a router that looks at full attention alone, as most do.
+            alone = [group["covered"] for group in prediction["groups"] if group["kind"] == "full_attention"]
             misled += max(alone, default=0) > answer["cached"]
             reused += answer["cached"]
             total += len(token_ids)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's SimpleCPUOffloadConnector: resets, what the patch declares of it, and two connectors in one.
+"""vLLM's SimpleCPUOffloadConnector: resets, the patch's declaration of it, and two connectors in one.
 
-`test_hits.py` compares the hits of every layout."""
+`test_hits.py` compares the hits of every layout.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ QUESTIONS = 6
 RESET_ROUNDS = 40
 
 
-# Every kind of layout, eager and lazy, in a part of the time.
+# Every kind of layout, eager and lazy, in a fraction of the time.
 SOME_SETS = SIMPLE_SETS[::4]
 
 
@@ -81,7 +82,10 @@ def test_the_patch_declares_the_connector_and_how_far_its_hits_may_reach(model: 
 
 
 def make_multi(model: Path, rng: Random) -> Oracle:
-    """Both connectors inside a MultiConnector: the first takes its offer, however little, and both are on the CPU."""
+    """Return an oracle with both connectors inside a MultiConnector.
+
+    The offer of the first connector is taken, however little it is, and both tiers are on the CPU.
+    """
     inner = [
         {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 100 * 4096}}
         for name in ("OffloadingConnector", "SimpleCPUOffloadConnector")
@@ -121,10 +125,10 @@ def test_two_tiers_of_a_multi_connector_earn_nothing_beside_the_gpu(
             for _ in range(4):
                 prompt = tree.question()
                 _, gpu, _ = oracle.scheduler.kv_cache_manager.get_computed_blocks(oracle._request(prompt, 1))
-                found = router.query("multi", "multi", prompt.token_ids, prompt.cache_salt)
-                # Before the second of them has sent anything, it is one connector to the router.
+                hits = router.query("multi", "multi", prompt.token_ids, prompt.cache_salt)
+                # Before the second connector has sent an event, the router sees only one connector.
                 if "earns no credit" in row["reason"]:
-                    assert found["gpu"] == found["cpu"] == found["disk"] == gpu
+                    assert hits["gpu"] == hits["cpu"] == hits["disk"] == gpu
                     on_gpu += gpu > 0
         assert on_gpu and row["residency"]["g0:CPU"]
         assert "those of OffloadingConnector and of SimpleCPUOffloadConnector" in row["reason"]

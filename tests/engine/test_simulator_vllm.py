@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator against vLLM's own Scheduler: the same requests must give the same hits and the same event batches."""
+"""The simulator gives the same hits and the same event batches as vLLM's own Scheduler for the same requests."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def count_events(counts: Counter[str], told: list[Batch]) -> None:
         counts["evicted"] += isinstance(event, EvictedChunk)
 
 
-# Steps without a token or the end of a transfer, after which nothing will ever come: in a pool that barely holds one
-# prompt, vLLM admits loads whose requests then cannot go on, and which it does not preempt.
+# After this many steps without a token or the end of a transfer, nothing will ever come. In a pool that barely holds
+# one prompt, vLLM admits loads whose requests then cannot go on, and it does not preempt these requests.
 STUCK_STEPS = 40
 
 KEEPS = [0, None, "every second boundary"]
@@ -80,8 +80,8 @@ def test_one_request_after_another(name: str, keep: int | str | None, tmp_path: 
         folder = tmp_path / str(chunk_tokens)
         folder.mkdir()
         engine = Engine(geometry, blocks, chunk_tokens, folder)
-        told: list[Batch] = []
-        replica = Replica(geometry, blocks, on_step=told.append, chunk_tokens=chunk_tokens)
+        batches: list[Batch] = []
+        replica = Replica(geometry, blocks, on_step=batches.append, chunk_tokens=chunk_tokens)
         for prompt, max_tokens, salt in requests(rng, 50):
             if rng.random() < 0.02:
                 assert replica.reset_prefix_cache() == engine.scheduler.reset_prefix_cache()
@@ -89,11 +89,11 @@ def test_one_request_after_another(name: str, keep: int | str | None, tmp_path: 
             where = f"{seed}, request {counts['requests']}, {len(prompt)} tokens"
             assert replica.find(prompt, cache_salt=salt).tokens == expected.reused_tokens, where
             assert replica.run(prompt, max_tokens=max_tokens, cache_salt=salt) == expected, where
-            assert told == [[tuplify(event, geometry) for event in batch] for batch in engine.batches], where
+            assert batches == [[tuplify(event, geometry) for event in batch] for batch in engine.batches], where
             counts["requests"] += 1
             counts["hits"] += expected.reused_tokens > 0
-            count_events(counts, told)
-            told.clear()
+            count_events(counts, batches)
+            batches.clear()
             engine.batches.clear()
     print(f"\n{seed}: {dict(counts)}")
     # A window of one token needs no earlier block, so sparse retention keeps none and vLLM's finder never hits.
@@ -160,7 +160,7 @@ class Twins:
 
 
 def sorted_arrivals(batch: Batch) -> Batch:
-    """vLLM walks a set where a store has ended: arrivals that follow one another have no order."""
+    """Sort the arrivals that follow one another, because vLLM iterates over a set when a store has ended."""
     ordered: Batch = []
     for _, run in itertools.groupby(batch, key=lambda event: isinstance(event, OffloadedChunk)):
         ordered += sorted(run, key=lambda event: (event.key,) if isinstance(event, OffloadedChunk) else ())
@@ -168,7 +168,7 @@ def sorted_arrivals(batch: Batch) -> Batch:
 
 
 def run_twins(twins: Twins, rng: random.Random, count: int, seed: str, *, aborts: bool = True) -> None:
-    """Requests come and go at random until all are done."""
+    """Submit and abort requests at random until all are done."""
     to_come = requests(rng, count)
     more = True
     while more or twins.live:
@@ -189,7 +189,7 @@ def run_twins(twins: Twins, rng: random.Random, count: int, seed: str, *, aborts
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_several_requests_at_once(name: str, keep: int | str | None, tmp_path: Path) -> None:
-    """Step by step: who is computed, in which order, how far, who is preempted, and what each step's batch says."""
+    """Compare each step: the computed requests, their order and progress, the preemptions, and the step's batch."""
     geometry = geometry_of(name, keep)
     seed = f"at once {name} {keep}"
     rng = random.Random(seed)
@@ -208,14 +208,14 @@ def test_several_requests_at_once(name: str, keep: int | str | None, tmp_path: P
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_with_a_cpu_tier(name: str, keep: int | str | None, tmp_path: Path) -> None:
-    """The same with vLLM's OffloadingConnector: what is stored, loaded and evicted, and who waits for it."""
+    """Compare the same with vLLM's OffloadingConnector: stores, loads, evictions, and requests that wait for them."""
     geometry = geometry_of(name, keep)
     seed = f"cpu {name} {keep}"
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
     for chunk_tokens, spare_blocks, prompts in ((72, 3, 1.5), (200, 12, 6)):
         blocks = 2 * fewest_blocks(geometry, LONGEST_TOKENS, chunk_tokens) + spare_blocks
-        # A tier for that many of the longest prompts.
+        # The tier holds that many of the longest prompts.
         cpu_chunks = int(prompts * fewest_blocks(geometry, LONGEST_TOKENS, LONGEST_TOKENS))
         twins = Twins(geometry, blocks, chunk_tokens, tmp_path / str(chunk_tokens), cpu_chunks)
         # A dense tail that an abort moves is not simulated.

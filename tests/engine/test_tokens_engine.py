@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's tokens of a text are those of a real vLLM, from the engine or made here; and what it predicts from them
-is what is reused."""
+"""The router's tokens of a text are those of a real vLLM, and its predictions from them equal the reuse.
+
+The tokens come from the engine or are made by the router itself.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def asked(seed: int) -> Asked:
 
 @pytest.fixture(scope="module")
 def expected(server: ChatServer, asked: Asked) -> list[list[int] | None]:
-    """What the engine made of each, None where it refuses it."""
+    """Return the engine's tokens of each request, or None for a request that it refuses."""
     return truths(server, asked)
 
 
@@ -104,32 +106,32 @@ def test_tokens_are_the_engines(
     table: Callable[..., None],
     request: pytest.FixtureRequest,
 ) -> None:
-    found = asyncio.run(prompts(server, asked, model if here else None))
+    router_prompts = asyncio.run(prompts(server, asked, model if here else None))
     wrong = []
     sources: Counter[str] = Counter()
-    for (path, body), truth, prompt in zip(asked, expected, found, strict=True):
+    for (path, body), truth, prompt in zip(asked, expected, router_prompts, strict=True):
         sources[prompt.source] += 1
         if truth is None:
-            # Where the engine refuses a request, no tokens are claimed; but for its limits, which need not be known
-            # here.
+            # The router claims no tokens of a request that the engine refuses, except for the engine's limits, which
+            # need not be known here.
             continue
         if prompt.token_ids is None or prompt.token_ids.tolist() != truth:
             wrong.append(f"seed {seed}, {path} {body}\n  engine {truth}\n  router {prompt}")
-    known = [truth for truth in expected if truth is not None]
+    served = [truth for truth in expected if truth is not None]
     table(
         "Tokens from text (vllm serve, tiny hybrid model, its own tokenizer and template)",
         ("ways", "requests", "served", "equal", "tokens", "given by"),
         (
             request.node.callspec.id,
             str(REQUESTS),
-            str(len(known)),
-            str(len(known) - len(wrong)),
-            str(sum(map(len, known))),
+            str(len(served)),
+            str(len(served) - len(wrong)),
+            str(sum(map(len, served))),
             ", ".join(f"{name} {count}" for name, count in sorted(sources.items())),
         ),
     )
     assert not wrong, "\n".join(wrong[:3])
-    assert len(known) >= 200
+    assert len(served) >= 200
     if here:
         assert sources["local"] >= 0.9 * REQUESTS
 
@@ -164,10 +166,10 @@ def test_conversations_reuse_what_the_router_said(
     wrong: list[str] = []
     hits: Counter[str] = Counter()
     reused = total = 0
-    # The name that requests to the router have, and the engine's own.
+    # The model's name in requests to the router, and its name in the engine.
     names = [("assistant", MODEL), ("assistant", MODEL), (ADAPTER, ADAPTER)]
     conversations = [(names[n % len(names)], chat(rng)["messages"][:4]) for n in range(CONVERSATIONS)]
-    # One that both the model and its adapter get: neither may be credited with the other's blocks.
+    # Both the model and its adapter get this conversation: neither may be credited with the other's blocks.
     conversations += [(name, list(conversations[0][1])) for name in names[1:]]
     with RouterProcess(tmp_path / "router", arguments) as router:
         try:
@@ -183,14 +185,17 @@ def test_conversations_reuse_what_the_router_said(
                     if seq >= 0:
                         router.wait_seen(WORKER, seq)
                     body: dict[str, Any] = {"messages": messages}
-                    said = router.request("POST", "/select", body | {"model": name})
+                    selection = router.request("POST", "/select", body | {"model": name})
                     sampling = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
                     status, answer = server.post("/v1/chat/completions", body | sampling | {"model": served})
                     assert status == 200, answer
                     usage = answer["usage"]
                     cached = usage["prompt_tokens_details"]["cached_tokens"]
-                    if (said["overlap"]["gpu"], said["tokens"]["num_tokens"]) != (cached, usage["prompt_tokens"]):
-                        wrong.append(f"seed {seed}, {served}: said {said}, the engine {usage}")
+                    if (selection["overlap"]["gpu"], selection["tokens"]["num_tokens"]) != (
+                        cached,
+                        usage["prompt_tokens"],
+                    ):
+                        wrong.append(f"seed {seed}, {served}: said {selection}, the engine {usage}")
                     hits[served] += cached > 0
                     reused += cached
                     total += usage["prompt_tokens"]
@@ -226,15 +231,17 @@ def test_a_completion_sent_on_with_ids_is_answered_alike(server: ChatServer, see
         body = completion(rng) | {"max_tokens": 8, "temperature": 0, "logprobs": 2, "return_token_ids": True}
         body["prompt"] *= 4
         sent.append(("/v1/completions", body))
-    found = asyncio.run(prompts(server, sent, None))
+    router_prompts = asyncio.run(prompts(server, sent, None))
     replaced = 0
-    for (path, body), prompt in zip(sent, found, strict=True):
+    for (path, body), prompt in zip(sent, router_prompts, strict=True):
         raw = msgspec.json.encode(body)
         forwarded = msgspec.json.decode(forwarded_body(path, raw, prompt))
         replaced += forwarded != body
-        # The first fills the cache, so that the two that are compared find the same.
-        _, (status, given), (_, with_ids) = (server.post(path, asked) for asked in (body, body, forwarded))
+        # The first request fills the cache, so that the two compared requests reuse the same blocks.
+        _, (status, plain_answer), (_, forwarded_answer) = (
+            server.post(path, request_body) for request_body in (body, body, forwarded)
+        )
         assert status == 200
-        assert with_ids["choices"] == given["choices"]
-        assert with_ids["usage"] == given["usage"]
+        assert forwarded_answer["choices"] == plain_answer["choices"]
+        assert forwarded_answer["usage"] == plain_answer["usage"]
     assert replaced >= 3

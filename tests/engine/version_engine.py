@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own scheduler, driven without a model, under any version from 0.20 on.
 
-The other tests' oracle is written against one version; this one asks each version's signatures what they accept. It
-drives, and reads what is resident; what is right is said by `version_probe`.
+The other tests' oracle is written against one version. This one inspects each version's signatures for the arguments
+that they accept. It drives the scheduler and reads the resident blocks; `version_probe` judges them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 from tests.engine.version_layouts import Layout
 from tests.engine.workload import PromptTree
 
-# The one that the tests' model folder names.
+# The architecture that the tests' model folder names.
 ARCHITECTURE = "LlamaForCausalLM"
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 512
 RETENTION_VARIABLE = "VLLM_PREFIX_CACHE_RETENTION_INTERVAL"
-# A chunk's bytes, whatever the layout: versions differ in how they round it, but none rounds a page.
+# A chunk's bytes in every layout. Versions differ in how they round it, but none rounds a page.
 CHUNK_BYTES = 4096
 # Far more than the longest load of the tests needs.
 MAX_DRAIN_STEPS = 2_000
@@ -55,7 +55,10 @@ IDLE_STEPS = 6
 
 
 class NoModel(torch.nn.Module):
-    """What vLLM asks of a text model's class; looking at a real one would cost it a process and ten seconds."""
+    """A class with the methods that vLLM requires of a text model.
+
+    To inspect a real model's class would cost vLLM a process and ten seconds.
+    """
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None: ...
 
@@ -69,9 +72,9 @@ class NoModel(torch.nn.Module):
 
 
 def accepted(call: Callable[..., Any], **arguments: Any) -> Any:
-    """`call` with those of the arguments that this version's signature has."""
-    known = inspect.signature(call).parameters
-    return call(**{name: value for name, value in arguments.items() if name in known})
+    """Call a function with those of the arguments that this version's signature has."""
+    parameters = inspect.signature(call).parameters
+    return call(**{name: value for name, value in arguments.items() if name in parameters})
 
 
 def vllm_config(layout: Layout, model: Path, endpoint: str, replay_endpoint: str) -> VllmConfig:
@@ -111,7 +114,7 @@ def vllm_config(layout: Layout, model: Path, endpoint: str, replay_endpoint: str
             enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, replay_endpoint=replay_endpoint
         ),
     )
-    # The CPU platform rewrites some of these while it checks a model's config; the layout decides here.
+    # The CPU platform rewrites some of these fields while it checks a model's config, so set the layout's values again.
     scheduler.disable_hybrid_kv_cache_manager = len(layout.groups) == 1
     cache.block_size = layout.block_size
     cache.num_gpu_blocks = layout.num_blocks
@@ -119,7 +122,7 @@ def vllm_config(layout: Layout, model: Path, endpoint: str, replay_endpoint: str
         cache.prefix_cache_retention_interval = layout.retention
     cache.mamba_cache_mode = "align" if any(group.kind == "mamba" for group in layout.groups) else "none"
     if layout.eagle_groups:
-        # The scheduler asks the method alone; a real eagle method would want a draft model to load.
+        # The scheduler reads only the method. A config with a real eagle method would need a draft model to load.
         speculative = SpeculativeConfig(
             method="ngram",
             num_speculative_tokens=1,
@@ -134,7 +137,7 @@ def vllm_config(layout: Layout, model: Path, endpoint: str, replay_endpoint: str
 def kv_cache_config(layout: Layout) -> KVCacheConfig:
     tensors = []
     if "shared_by" in inspect.signature(KVCacheTensor).parameters:
-        # The size of the offload tier follows from these; later versions go by the specs when there are none.
+        # The size of the offload tier follows from these tensors; later versions use the specs if there are no tensors.
         tensors = [KVCacheTensor(size=layout.num_blocks * CHUNK_BYTES, shared_by=["layer.0"])]
     groups = [
         KVCacheGroupSpec([f"layer.{i}"], group.spec(), is_eagle_group=i in layout.eagle_groups)
@@ -150,7 +153,7 @@ def kv_cache_config(layout: Layout) -> KVCacheConfig:
 
 
 class JobWorker:
-    """The worker side of the offloading, without memory: transfers end in their own step or later."""
+    """The worker side of offloading, without memory: transfers end in their own step or later."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -173,8 +176,10 @@ class JobWorker:
 
 
 class RequestWorker:
-    """The same for 0.20, whose transfers are known by their request: stores are reported once the request has
-    finished."""
+    """The worker side of offloading for vLLM 0.20, which knows transfers by their request.
+
+    Stores are reported once their request has finished.
+    """
 
     def __init__(self) -> None:
         self._storing: set[str] = set()
@@ -189,14 +194,17 @@ class RequestWorker:
 
 
 class Engine:
-    """One engine core without its model. The same seed gives the same events, byte for byte, but for their times."""
+    """An engine core without its model.
+
+    The same seed gives the same events, byte for byte, except their times.
+    """
 
     def __init__(self, layout: Layout, model: Path, endpoint: str, replay_endpoint: str, seed: int) -> None:
         self.layout = layout
         self.endpoint, self.replay_endpoint = endpoint, replay_endpoint
         # Batches that were handed to the publisher.
         self.batches = 0
-        # Of every hash unit of every request: where it ends (tokens), and the hash before it (None at the start).
+        # For every hash unit of every request: its end in tokens, and the hash before it (None at the start).
         self.ends: dict[int, int] = {}
         self._before: dict[int, int | None] = {}
         self._rng = Random(seed)
@@ -218,7 +226,7 @@ class Engine:
                 block_size=self.block_size,
                 hash_block_size=self.hash_block_size,
             )
-        # As the engine core does: after its scheduler is built.
+        # The engine core also draws NONE_HASH after its scheduler is built.
         kv_cache_utils.init_none_hash(sha256)
         # From 0.33 on, with EAGLE, a hash also covers the tokens that follow its block.
         self.lookahead_tokens = getattr(config, "num_hash_lookahead_tokens", 0)
@@ -240,7 +248,7 @@ class Engine:
         self.scheduler.shutdown()
 
     def work(self, steps: int) -> None:
-        """Steps of a random load; then until nothing is unfinished."""
+        """Run steps of a random load, and then until no request is unfinished."""
         for _ in range(steps):
             if self.scheduler.get_num_unfinished_requests() < 6:
                 self.submit()
@@ -272,7 +280,7 @@ class Engine:
         self.scheduler.add_request(request)
 
     def hash_before(self, block_hash: int, block_size: int) -> int | None:
-        """Hash of the block before this one; None at the start of its prompt, or when the hash is not known."""
+        """Return the hash of the block before this one; None at the start of its prompt, or if the hash is unknown."""
         before: int | None = block_hash
         for _ in range(block_size // self.hash_block_size):
             if before is None:
@@ -305,7 +313,7 @@ class Engine:
             self.scheduler.update_draft_token_ids(drafts)
 
     def _run_model(self, output: Any) -> ModelRunnerOutput:
-        """What a worker would return: a random token for each request whose known tokens are all computed now."""
+        """Return the output of a worker: a random token for each request whose known tokens are all computed now."""
         sampled: list[list[int]] = []
         for name in output.num_scheduled_tokens:
             request = self.scheduler.requests[name]
@@ -318,7 +326,7 @@ class Engine:
         names = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
 
-    # What is resident, from the objects that decide it: (group_idx, medium) -> hash (its last 8 bytes) -> copies.
+    # Resident blocks, from the objects that decide reuse: (group_idx, medium) -> hash (its last 8 bytes) -> copies.
 
     def gpu_blocks(self) -> dict[tuple[int, str], Counter[int]]:
         held: dict[tuple[int, str], Counter[int]] = {}
@@ -340,5 +348,5 @@ class Engine:
 
 
 def _short(key: bytes) -> int:
-    """Keys are a hash and 4 bytes of group index."""
+    """Return the last 8 bytes of a key's hash; a key is a hash and 4 bytes of group index."""
     return int.from_bytes(key[-12:-4], "big")

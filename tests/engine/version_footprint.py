@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What loading the patch changes in vLLM, before any scheduler is built; and as a script, `version_footprint.py OUT`,
-that alone.
+"""The changes that loading the patch makes in vLLM, before any scheduler is built.
 
-The script runs under versions that the patch refuses, so it needs nothing but their modules.
+As a script, `version_footprint.py OUT` writes these changes alone. It runs under versions that the patch refuses, so it
+needs nothing but their modules.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ MODULES = (
 
 
 def places() -> Places:
-    """(module, dotted name) -> value: everything in those modules, and in the classes that they define."""
-    found: Places = {}
+    """Return everything in those modules, and in the classes that they define, by (module, dotted name)."""
+    contents: Places = {}
     for module in map(importlib.import_module, MODULES):
         for name, value in vars(module).items():
-            found[module.__name__, name] = kept(value)
+            contents[module.__name__, name] = kept(value)
             if inspect.isclass(value) and value.__module__ == module.__name__:
                 for inner, inner_value in vars(value).items():
-                    found[module.__name__, f"{name}.{inner}"] = kept(inner_value)
-    return found
+                    contents[module.__name__, f"{name}.{inner}"] = kept(inner_value)
+    return contents
 
 
 def kept(value: Any) -> Any:
-    """A registry may be changed in place."""
+    """Return a value to compare with later: a copy of a registry, which may be changed in place, else the value."""
     return dict(value) if isinstance(value, dict) else value
 
 
@@ -62,15 +62,15 @@ def same(before: Places, after: Places, place: tuple[str, str]) -> bool:
 
 def main() -> None:
     before = places()
-    heard: list[list[str]] = []
+    log: list[list[str]] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append([record.levelname, record.getMessage()])  # type: ignore[method-assign]
+    handler.emit = lambda record: log.append([record.levelname, record.getMessage()])  # type: ignore[method-assign]
     from kvrouter.engine_patch import plugin
 
     logging.getLogger(plugin.LOGGER).addHandler(handler)
     plugin.register()
     version = importlib.import_module("vllm").__version__
-    report = {"version": version, "changed": changes(before), "log": heard}
+    report = {"version": version, "changed": changes(before), "log": log}
     Path(sys.argv[1]).write_text(json.dumps(report))
 
 

@@ -30,24 +30,23 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """What an engine caches. `num_blocks` is small beside the working set, so that blocks are evicted all the time.
-
-    cpu_chunks: size of the CPU tier over all groups; 0: no offloading. int_hashes: as
-    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES.
-    """
+    """The groups and tiers of one engine's cache."""
 
     name: str
     groups: tuple[Group, ...]
+    # Small compared to the working set, so that blocks are evicted all the time.
     num_blocks: int
+    # The size of the CPU tier over all groups; 0: no offloading.
     cpu_chunks: int = 0
     self_describing: bool = False
     eagle_groups: frozenset[int] = frozenset()
     retention: int | None = 0
+    # The value of VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES.
     int_hashes: bool = True
 
     @property
     def block_size(self) -> int:
-        """What `CacheConfig.block_size` would be: the Mamba block where there is one, else the largest block."""
+        """The value of `CacheConfig.block_size`: the Mamba block if there is one, else the largest block."""
         states = [group.block_size for group in self.groups if group.kind == "mamba"]
         return max(states or [group.block_size for group in self.groups])
 
@@ -64,11 +63,11 @@ LAYOUTS = (
     Layout("full+window dense", (FULL, WINDOW), 130, retention=None),
     Layout("3-way", (FULL, WINDOW, MAMBA), 140),
     Layout("full 32+window 16", MIXED, 80),
-    # Up to 0.23 the hash of the larger block is both hashes of its halves, one after the other.
+    # Up to 0.23 the hash of the larger block is the hashes of its two halves, one after the other.
     Layout("full 32+window 16, hashes as bytes", MIXED, 80, int_hashes=False),
     Layout("full 16+mamba 64", (FULL, Group("mamba", 64)), 100, retention=None),
     Layout("eagle, window flagged", (FULL, WINDOW), 120, eagle_groups=frozenset({1})),
-    # Two long requests that wait for their loads must fit: vLLM 0.20 lets them hold their blocks meanwhile.
+    # Two long requests that wait for their loads must fit, because vLLM 0.20 lets them hold their blocks meanwhile.
     Layout("cpu full", (FULL,), 96, cpu_chunks=140),
 )
 # From 0.21 on the OffloadingConnector takes several groups.
@@ -78,11 +77,11 @@ HYBRID_OFFLOAD = (
     Layout("cpu full+window, hashes as bytes", (FULL, WINDOW), 80, cpu_chunks=150, int_hashes=False),
     Layout("cpu full 32+window 16", MIXED, 64, cpu_chunks=110),
 )
-# And from 0.23 on Mamba groups too.
+# From 0.23 on the OffloadingConnector takes Mamba groups too.
 MAMBA_OFFLOAD = (Layout("cpu 3-way", (FULL, WINDOW, MAMBA), 110, cpu_chunks=150),)
 
 
 def layouts(version: tuple[int, int]) -> tuple[Layout, ...]:
-    """Those that this version of vLLM can run."""
+    """Return the layouts that this version of vLLM can run."""
     hybrid = HYBRID_OFFLOAD if version >= (0, 21) else ()
     return LAYOUTS + hybrid + (MAMBA_OFFLOAD if version >= (0, 23) else ())

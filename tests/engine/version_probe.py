@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine patch says under the vLLM version of this process, held against the objects that it speaks of.
+"""The engine patch's reports under the vLLM version of this process, compared with the objects that they describe.
 
-A script: `version_probe.py MODEL OUT` writes one JSON object. Each layout runs twice with the same load, first without
-the patch and then with it. Stages of a run: load, a reset of the device's cache, load, a reset of the connector's,
-load.
+This is a script: `version_probe.py MODEL OUT` writes one JSON object. Each layout runs twice with the same load, first
+without the patch and then with it. The stages of a run are a load, a reset of the device's cache, a load, a reset of
+the connector's cache, and a load.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ STEPS = 40
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 # The layout that listens on TCP, as engines do by default; the others need no free ports.
 ON_TCP = "full"
-# Below the ports that systems hand out themselves, also with our offsets.
+# Below the ports that systems assign by themselves, also with our offsets.
 PORTS = range(12_000, 20_000)
 
 
 class Ticks:
-    """Stands for the scheduler's `time` module: each batch has the time it had in the other run."""
+    """A stand-in for the scheduler's `time` module that gives each batch the same time in both runs."""
 
     def __init__(self) -> None:
         self._now = 1_700_000_000.0
@@ -69,8 +69,8 @@ class Ticks:
 
 
 def free_port() -> int:
-    """One that is free with both that the patch will want."""
-    # Probes that run at the same time begin to look at different ones.
+    """Return a port that is free together with the two other ports that the patch will use."""
+    # Probes that run at the same time begin their search at different ports.
     for i in range(len(PORTS)):
         port = PORTS[(os.getpid() + i) % len(PORTS)]
         try:
@@ -85,7 +85,7 @@ def free_port() -> int:
 
 def started(layout: Layout, model: Path, folder: str) -> Engine:
     scheduler_module.time = Ticks()
-    # Not drawn yet when an engine core builds its scheduler.
+    # NONE_HASH is not drawn yet when an engine core builds its scheduler.
     vars(kv_cache_utils).pop("NONE_HASH", None)
     endpoint = f"tcp://*:{free_port()}" if layout.name == ON_TCP else f"ipc://{folder}/events"
     return Engine(layout, model, endpoint, f"ipc://{folder}/replay", SEED)
@@ -104,7 +104,7 @@ STAGES = range(5)
 
 
 def replayed(engine: Engine, batches: int) -> list[list[bytes]]:
-    """(seq, payload) of every batch on vLLM's own topic, from its replay socket."""
+    """Return (seq, payload) of every batch on vLLM's own topic, from its replay socket."""
     give_up_s = time.monotonic() + PATIENCE_S
     while True:
         frames: list[list[bytes]] = []
@@ -126,8 +126,10 @@ def replayed(engine: Engine, batches: int) -> list[list[bytes]]:
 
 
 def run_stock(layout: Layout, model: Path) -> tuple[list[list[bytes]], list[str]]:
-    """Frames of the unpatched engine, and what is resident at the end of each stage, to see that the runs are the
-    same."""
+    """Return the frames of the unpatched engine, and the resident blocks at the end of each stage.
+
+    The resident blocks show whether both runs are the same.
+    """
     with tempfile.TemporaryDirectory() as folder:
         engine = started(layout, model, folder)
         try:
@@ -141,7 +143,7 @@ def run_stock(layout: Layout, model: Path) -> tuple[list[list[bytes]], list[str]
 
 
 def describe_stock(frames: list[list[bytes]]) -> dict[str, Any]:
-    """What our own decoder reads on vLLM's topic: which places its events name."""
+    """Return the counts of batches and the places of vLLM's own events, as our decoder reads them."""
     decoder = BatchDecoder()
     stored: Counter[str] = Counter()
     removed: Counter[str] = Counter()
@@ -161,13 +163,13 @@ def run_patched(layout: Layout, model: Path) -> tuple[dict[str, Any], list[list[
     with tempfile.TemporaryDirectory() as folder:
         engine = started(layout, model, folder)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        asked = (requests_endpoint(engine.endpoint) or "").replace("*", "127.0.0.1")
-        ends: Any = SimpleNamespace(requests_endpoint=asked, reports_endpoint=f"ipc://{folder}/none")
-        with Peer(context, ends) as probe:
+        address = (requests_endpoint(engine.endpoint) or "").replace("*", "127.0.0.1")
+        endpoints: Any = SimpleNamespace(requests_endpoint=address, reports_endpoint=f"ipc://{folder}/none")
+        with Peer(context, endpoints) as probe:
             hello = probe.hello()
-        ends.reports_endpoint = hello.reports.replace("*", "127.0.0.1")
-        with Peer(context, ends) as peer:
-            # Heard once, nothing more is missed.
+        endpoints.reports_endpoint = hello.reports.replace("*", "127.0.0.1")
+        with Peer(context, endpoints) as peer:
+            # Once one heartbeat has arrived, no message is missed.
             peer.next_heartbeat()
             listener = Listener(engine, peer)
             stages, residents = [], []
@@ -209,9 +211,9 @@ def main() -> None:
     model, out = map(Path, sys.argv[1:3])
     os.environ["KVROUTER_PATCH_HEARTBEAT_S"] = "0.05"
     stock = {layout.name: run_stock(layout, model) for layout in layouts(VERSION)}
-    heard: list[str] = []
+    warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger(plugin.LOGGER).addHandler(handler)
     before = places()
     plugin.register()
@@ -223,8 +225,8 @@ def main() -> None:
         report["stock"] = describe_stock(frames)
         report["same_run"] = residents == patched_residents
         report["same_bytes"] = frames == patched_frames
-        report["log"] = sorted(set(heard))
-        heard.clear()
+        report["log"] = sorted(set(warnings))
+        warnings.clear()
         reports[layout.name] = report
     out.write_text(json.dumps({"version": vllm.__version__, "changed": changed, "layouts": reports}))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the patch should say, read from the objects it speaks of, and a reader that checks every claim on its topic."""
+"""The reports that the patch should send, read from the objects that they describe, and a reader that checks them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.support.report_peer import Peer, apply
 
 _major, _minor, *_ = vllm.__version__.split(".")
 VERSION = int(_major), int(_minor)
-# For the reporter's thread to catch up with an engine that rests; it takes milliseconds.
+# Time for the reporter's thread to catch up with an idle engine; it takes milliseconds.
 PATIENCE_S = 20.0
 
 
 def held(engine: Engine) -> dict[tuple[int, str, None], tuple[int, int, int]]:
-    """(blocks, copies, digest) by place, from the pool and the offload tier."""
+    """Return (blocks, copies, digest) by place, from the pool and the offload tier."""
     return {
         (group_idx, medium, None): (len(copies), copies.total(), sum(copies) % 2**64)
         for (group_idx, medium), copies in sorted((engine.gpu_blocks() | engine.cpu_blocks()).items())
@@ -40,7 +40,7 @@ def held(engine: Engine) -> dict[tuple[int, str, None], tuple[int, int, int]]:
 
 
 def expected_catalog(engine: Engine) -> dict[str, Any]:
-    """The declared catalog, put together from the layout and the objects that look hits up."""
+    """Return the catalog that should be declared, from the layout and the objects that look hits up."""
     layout, scheduler = engine.layout, engine.scheduler
     coordinator = scheduler.kv_cache_manager.coordinator
     partial = bool(getattr(coordinator, "enable_partial_hash_hits", False))
@@ -68,7 +68,7 @@ def expected_catalog(engine: Engine) -> dict[str, Any]:
         "scheduler_block_size": engine.block_size,
         "align": engine.hash_block_size if partial else engine.block_size,
         "partial_hits": partial,
-        # Before 0.23 there is no such thing, and a layout of full attention alone must not ask for it until 0.29.
+        # Before 0.23 there is no interval, and until 0.29 a layout of full attention alone must not request one.
         "retention_interval": layout.retention if VERSION >= (0, 29) or (VERSION >= (0, 23) and sparse) else None,
         "hash_algo": "sha256",
         "none_hash": kv_cache_utils.NONE_HASH.hex(),
@@ -119,7 +119,7 @@ def resident_copies(engine: Engine) -> Counter[Any]:
 
 
 class Listener:
-    """Everything on our topic, applied the slow and obvious way, and every claim of a stored event checked."""
+    """A reader that applies every message of our topic in the slow and obvious way and checks each stored event."""
 
     def __init__(self, engine: Engine, peer: Peer) -> None:
         self._engine, self._peer = engine, peer
@@ -133,7 +133,7 @@ class Listener:
         self._on_gpu: set[tuple[int | None, int]] = set()
 
     def settle(self) -> tuple[Heartbeat, bool]:
-        """Read on until a heartbeat sums up what the engine holds; the last one, and whether it does."""
+        """Read until a heartbeat agrees with the engine's blocks, and return the last one and whether it agrees."""
         goal = held(self._engine)
         give_up_s = time.monotonic() + PATIENCE_S
         while True:
@@ -179,7 +179,8 @@ class Listener:
             if event.medium == "GPU":
                 self._on_gpu.add((event.group_idx, block_hash))
             elif group.kind == FULL.kind:
-                # Copied from the GPU, under the same hash. Sparse groups may offload what is not to be reused there.
+                # The block was copied from the GPU under the same hash. Sparse groups may offload blocks that the GPU
+                # does not keep for reuse.
                 seen = (event.group_idx, block_hash) in self._on_gpu
                 self._fault(not seen, f"{place}: {block_hash} never on the GPU")
         if event.runs:
@@ -190,7 +191,7 @@ class Listener:
         self._fault(len(ends) != len(hashes), f"{place}: {len(ends)} positions for {len(hashes)} hashes")
         for end, block_hash in zip(ends, hashes, strict=False):
             self.placed[place] += 1
-            known = self._engine.ends.get(block_hash)
-            self._fault(known != end, f"{place}: {block_hash} said to end at {end}, ends at {known}")
+            true_end = self._engine.ends.get(block_hash)
+            self._fault(true_end != end, f"{place}: {block_hash} said to end at {end}, ends at {true_end}")
         before = self._engine.hash_before(hashes[0], event.block_size)
         self._fault(event.parent_hash != before, f"{place}: parent {event.parent_hash}, not {before}")

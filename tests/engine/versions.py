@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other versions of vLLM for the tests: their Python files only, on the engine venv's own dependencies.
 
-What the scheduler is made of needs no compiled code: a version is one wheel, fetched by name and unpacked into a folder
-that shadows the installed vLLM in a process of its own. The engine venv is never changed. Standard library only, like
-`run`.
+The scheduler needs no compiled code, so a version is one wheel, fetched by name and unpacked into a folder that shadows
+the installed vLLM in its own process. The engine venv is never changed. Like `run`, this module uses the standard
+library alone.
 
 Unpacked, a version takes 30 to 60 MB; its wheel (75 to 130 MB, 336 for 0.33) is thrown away.
 """
@@ -22,16 +22,16 @@ from pathlib import Path
 from tests.engine.run import ROOT, cache_folder, pip
 
 INSTALLED = "0.32.0"
-# Not built for the CPU; of its 336 MB, the Python files are as good.
+# This version has no CPU build, but the Python files of its wheel of 336 MB work as well.
 NEWEST = "0.33.0"
 
 # One version of each generation of the events' wire format and of the code that the patch hooks into.
 SUPPORTED = (NEWEST, "0.31.0", "0.28.0", "0.25.1", "0.23.0", "0.22.1", "0.20.2")
-# The newest one that turns hybrid caching off when events are on.
+# The newest version that turns hybrid caching off when events are on.
 REFUSED = "0.19.1"
 
 _PACKAGES = {NEWEST: "vllm"}
-# What those versions import and 0.32 no longer asks for: small, pure Python.
+# Small, pure Python packages that those versions import and 0.32 no longer requires.
 _EXTRAS = {
     "0.23.0": ["gguf>=0.17,<1"],
     "0.22.1": ["gguf>=0.17,<1"],
@@ -54,7 +54,7 @@ def unpack(version: str, folder: Path) -> None:
 
 
 def fetch(version: str) -> Path:
-    """The folder that holds this version, filled if need be; one process fills it at a time."""
+    """Return the folder that holds this version, filled if it is missing; one process fills it at a time."""
     folder = cache_folder() / f"vllm-{version}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
@@ -68,14 +68,24 @@ def fetch(version: str) -> Path:
 
 
 def run_under(version: str, script: Path, *arguments: str, timeout_s: float, hash_seed: str | None = "0") -> str:
-    """Run a script of the tests under this version of vLLM; what it wrote. Raises RuntimeError with that when it fails.
+    """Run a script of the tests under this version of vLLM, and return the script's output.
 
-    hash_seed: PYTHONHASHSEED; None: none, so hashes are those of an engine without one."""
+    Args:
+        version: The version of vLLM.
+        script: The script's path.
+        *arguments: The script's arguments.
+        timeout_s: How long the script may run.
+        hash_seed: PYTHONHASHSEED; None leaves it unset, so that hashes are those of an engine without one.
+
+    Raises:
+        RuntimeError: The script failed; the message has the end of its output.
+    """
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     if version != INSTALLED:
         paths.insert(0, str(fetch(version)))
-    # Hashes of the versions before 0.29 start from a random number unless this is set, and sets of bytes have a fixed
-    # order. The patch's warnings are read, and they go through vLLM's logger.
+    # Hashes of the versions before 0.29 start from a random number unless PYTHONHASHSEED is set, which also fixes the
+    # order of sets of bytes. The log level lets the patch's warnings through, which go through vLLM's logger and are
+    # read by tests.
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

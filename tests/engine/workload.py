@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that share prefixes like a tree, and the questions about them."""
+"""Prompts that share prefixes like a tree, and questions about them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Prompt:
 
 
 class PromptTree:
-    """Every prompt it hands out may become the parent of later ones; the oldest are forgotten."""
+    """A tree of prompts, in which every prompt may become the parent of later ones, and older ones are forgotten."""
 
     def __init__(self, rng: Random, vocab_size: int) -> None:
         self._rng = rng
@@ -32,7 +32,7 @@ class PromptTree:
     def _remember(self, prompt: Prompt) -> Prompt:
         self._prompts.append(prompt)
         if len(self._prompts) > MAX_REMEMBERED:
-            # Forget one of the older half, so that long-lived prefixes and short-lived ones both occur.
+            # Forget a prompt of the older half, so that long-lived prefixes and short-lived ones both occur.
             del self._prompts[self._rng.randrange(MAX_REMEMBERED // 2)]
         return prompt
 
@@ -40,7 +40,7 @@ class PromptTree:
         return self._rng.choice(self._prompts)
 
     def request(self) -> Prompt:
-        """The prompt of a new request: a repeat, a longer one, a sibling, or a new root."""
+        """Return the prompt of a new request: a repeat, a longer one, a sibling, or a new root."""
         rng = self._rng
         kind = rng.random()
         if kind < 0.08:
@@ -61,7 +61,7 @@ class PromptTree:
             self._remember(Prompt(token_ids, cache_salt))
 
     def question(self) -> Prompt:
-        """A prompt to ask about, without ever sending it: unchanged, cut, longer, turned aside, salted, or new."""
+        """Return a prompt that is only queried and never sent: unchanged, cut, longer, diverging, salted, or new."""
         rng = self._rng
         prompt = self._pick()
         kind = rng.random()

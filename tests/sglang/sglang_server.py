@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's own HTTP server over a tiny Llama with random weights, on the CPU.
 
-With windows, three of four layers keep their KV in SGLang's pool for sliding windows: its scheduler, allocators and
-cache are then those of a hybrid model. The torch backend does not follow that pool's own places, so the pool is as
-large as the other one; what such a model says means nothing, what its cache reuses does.
+With windows, three of four layers keep their KV in SGLang's pool for sliding windows, so that its scheduler, allocators
+and cache are those of a hybrid model. The torch backend does not follow that pool's own places, so the pool is as large
+as the other one. The answers of such a model mean nothing, but the reuse of its cache is real.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tests.support.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 MODEL = "m"
 PAGE_TOKENS = 16
 WINDOW_TOKENS = 40
-# A few prompts of some hundred tokens.
+# Enough for a few prompts of some hundred tokens.
 MAX_TOTAL_TOKENS = 2_048
 HOST_RATIO = 2.0
-# Of `stubs/hicache_on_cpu.py`.
+# The switch of `stubs/hicache_on_cpu.py`.
 HICACHE_SWITCH = "KVROUTER_TEST_HICACHE"
 START_TIMEOUT_S = 240.0
 ANSWER_TIMEOUT_S = 60.0
@@ -59,8 +59,8 @@ WINDOWS = {
 }
 
 
-# Short convolutions and full attention, by turns: their states are what SGLang calls Mamba. Their kernels are Triton's,
-# which interprets them where there is no GPU.
+# Layers of short convolutions and of full attention alternate; SGLang calls the convolutions' states Mamba. The kernels
+# are Triton's, which interprets them if there is no GPU.
 STATES = {
     "architectures": ["Lfm2ForCausalLM"],
     "model_type": "lfm2",
@@ -72,16 +72,23 @@ STATES = {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": True,
 }
-# Fewer than the prompts that come back would want.
+# Fewer states than the prompts that come back would need.
 STATES_KEPT = 40
 INTERPRETER = "TRITON_INTERPRET"
-# Of `stubs/states_on_cpu.py`.
+# The switch of `stubs/states_on_cpu.py`.
 STATES_SWITCH = "KVROUTER_TEST_STATES"
 
 
 class SglangServer:
-    """Starts on entry, stops on exit. patched: whether the engine patch is on; has_host: whether it has a host tier, of
-    HOST_RATIO times the device's tokens."""
+    """A server that starts on entry and stops on exit.
+
+    Args:
+        folder: Where the model and the log are written.
+        windows: Whether the model has sliding windows.
+        states: Whether the model has states (short convolutions).
+        patched: Whether the engine patch is on.
+        has_host: Whether the server has a host tier, of HOST_RATIO times the device's tokens.
+    """
 
     def __init__(
         self,
@@ -116,7 +123,7 @@ class SglangServer:
         command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(model)]
         command += ["--served-model-name", MODEL, "--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
         command += ["--attention-backend", "torch_native"]
-        # A state stands at a token, unless each request has a second buffer for it.
+        # A state may be kept at any token unless each request has a second buffer for it, so a page is one token.
         command += ["--page-size", str(1 if self._states else PAGE_TOKENS)]
         command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"]
         command += ["--max-total-tokens", str(MAX_TOTAL_TOKENS), "--max-running-requests", "8"]
@@ -133,7 +140,7 @@ class SglangServer:
             command += ["--hicache-write-policy", "write_through"]
             environment[HICACHE_SWITCH] = "1"
         with self._log.open("w") as log:
-            # A session of its own: it has processes of its own, which end with it.
+            # In its own session, the server can be ended together with the processes that it starts.
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, cwd=self._folder, start_new_session=True
             )
@@ -161,13 +168,13 @@ class SglangServer:
             return False
 
     def generate(self, token_ids: list[int], count: int) -> int:
-        """Generates some tokens; how many of the prompt's it did not compute."""
+        """Generate `count` tokens, and return how many of the prompt's tokens the server did not compute."""
         body = {"input_ids": token_ids, "sampling_params": {"max_new_tokens": count, "ignore_eos": True}}
         return int(post(f"{self.url}/generate", body)[0]["meta_info"]["cached_tokens"])
 
 
 def post(url: str, body: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The answer and its headers; None where the request is refused."""
+    """Post a JSON body, and return the answer (None if the request is refused) and its headers."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:

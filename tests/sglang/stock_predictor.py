@@ -24,13 +24,13 @@ WORKER = WorkerKey("m", "w")
 
 
 def full_attention(page: int, *, bigrams: bool = False, group_idx: int | None = None) -> CatalogSpec:
-    """What a user registers of a model that has full attention alone."""
+    """Return the catalog that a user registers for a model with full attention alone."""
     groups = (GroupSpec(group_idx, "full_attention", page),)
     return CatalogSpec(groups=groups, hash_algo="sglang_bigram" if bigrams else None)
 
 
 class StockPredictor:
-    """Follows one worker by its engine's own events."""
+    """A router's view of one worker, followed by the engine's own events."""
 
     def __init__(self, catalog: CatalogSpec | None) -> None:
         epochs = itertools.count()
@@ -75,15 +75,15 @@ class StockPredictor:
 
     @property
     def why_not(self) -> str:
-        """Why its blocks earn nothing."""
+        """The reason why the worker's blocks earn no credit, or ""."""
         return self.ingest.profile.catalog.problem or ""
 
 
 def positional(events: list[Any]) -> list[list[Any]]:
-    """The events as SGLang wrote them before they were maps (up to 0.5.9): positions up to the medium."""
+    """Return events in SGLang's form before they were maps (up to 0.5.9): arrays of the fields up to the medium."""
     fields = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
-    found = []
+    arrays = []
     for event in events:
         names = [name for name in fields if hasattr(event, name)]
-        found.append([type(event).__name__, *(getattr(event, name) for name in names)])
-    return found
+        arrays.append([type(event).__name__, *(getattr(event, name) for name in names)])
+    return arrays

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: what a real SGLang server with a host tier (HiCache) reuses, loads back and evicts there is what the router
-says, prompt after prompt.
+"""The router predicts what a real SGLang server with a host tier (HiCache) reuses, prompt after prompt.
 
-Controller, tree, budgets and load-backs are SGLang's; `stubs/hicache_on_cpu.py` stands for what they ask of CUDA.
+It also predicts which tokens are loaded back from the host, while the host evicts. Controller, tree, budgets and
+load-backs are SGLang's; `stubs/hicache_on_cpu.py` replaces the parts of CUDA that they use.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from tests.sglang.sglang_server import MODEL, SglangServer
 from tests.support.router_process import RouterProcess
 from tests.support.tiny_tokenizer import VOCAB_SIZE
 
-# Of each server; 1,000 make 2,000 in all.
+# Prompts of each server; 1,000 make 2,000 in all.
 PROMPTS = int(os.environ.get("KVROUTER_TEST_SGLANG_HOST_PROMPTS", "120"))
 WORKER = "w"
 LONGEST_TOKENS = 700
-# Prompts that conversations are continued from: more than the device holds, and about what the host does.
+# The latest prompts, which conversations are continued from: more than the device holds, and about as many as the host
+# holds.
 RECENT = 60
-# Below these the run would prove little.
+# Below these shares the run would prove little.
 LEAST_HITS, LEAST_LOADED = 0.3, 0.04
 
 
@@ -35,15 +36,15 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SglangSer
 
 
 def prompts(rng: Random) -> Iterator[list[int]]:
-    """Conversations that grow, are cut short and branched, some of them long after their last turn."""
-    known: list[list[int]] = []
+    """Yield prompts of conversations that grow, are cut short and branched, some long after their last turn."""
+    conversations: list[list[int]] = []
     for _ in range(PROMPTS):
-        beginning = list(rng.choice(known[-RECENT:])) if known and rng.random() < 0.7 else []
+        beginning = list(rng.choice(conversations[-RECENT:])) if conversations and rng.random() < 0.7 else []
         if rng.random() < 0.4:
             beginning = beginning[: rng.randrange(len(beginning) + 1)]
         own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 120))]
-        known.append((beginning + own)[:LONGEST_TOKENS])
-        yield known[-1]
+        conversations.append((beginning + own)[:LONGEST_TOKENS])
+        yield conversations[-1]
 
 
 def test_every_load_back_is_predicted(server: SglangServer, seed: int, tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_every_load_back_is_predicted(server: SglangServer, seed: int, tmp_path:
             {"worker_id": WORKER, "model": MODEL, "url": server.url, "endpoint": server.endpoint},
         )
         for token_ids in prompts(rng):
-            # The engine ends its step after it has answered.
+            # Wait twice, because the engine ends its step after it has answered.
             router.wait_proven(WORKER)
             row = router.wait_proven(WORKER)
             before, held = held, sum(n for place, n in row["residency"].items() if place.endswith(":CPU"))

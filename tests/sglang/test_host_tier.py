@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: with HiCache the router predicts the match of SGLang's tree over device and host, and what the host evicts is
-reported.
+"""With HiCache, the router predicts the match of SGLang's tree over device and host, and host evictions are reported.
 
-Here blocks are put on the host as SGLang's own kit of fixtures does it, without a transfer, so that Mamba states go there
-too; `test_host_server.py` has its controller and its load-backs.
+Here blocks are put on the host as SGLang's own kit of fixtures does it, without a transfer, so that Mamba states go
+there too; `test_host_server.py` covers SGLang's controller and load-backs.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from tests.sglang.tree_predictor import TreePredictor
 
 PROBES = 350
 NAMES = ("full-1", "full-16", "swa-1-4", "swa-16-17", "swa-16-40", "mamba-16")
-# Matches that go on beyond the device; windows and states rarely let them.
+# Matches that continue beyond the device; windows and states rarely allow that.
 MIN_ON_HOST = 10
-# SGLang loads nothing back for less of full attention alone (unified_radix_cache.py:576).
+# With full attention alone, SGLang loads back no fewer tokens than these (unified_radix_cache.py:576).
 LOAD_BACK_TOKENS = 10
 
 
@@ -47,7 +46,7 @@ def test_every_match_over_both_tiers_is_predicted(layout: TreeLayout, seed: int)
         device, both = oracle.matched(prompt)
         oracle.end_step()
         if both - device < LOAD_BACK_TOKENS and layout.components == ("FULL",):
-            # Not worth a load.
+            # SGLang does not load so few tokens.
             both = device
         on_host += both > device
         if (hit.gpu, hit.cpu) != (device, both):

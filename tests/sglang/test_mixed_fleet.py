@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model name, served by a real vLLM and a real SGLang, both without the engine patch: each is recognised over HTTP,
-what either will reuse of ids, texts and chats is predicted exactly, and choices are explained in the same words."""
+"""One model name, served by a real vLLM and a real SGLang, both without the engine patch.
+
+Each engine is recognised over HTTP, its reuse of ids, texts and chats is predicted exactly, and choices are explained
+in the same words.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,17 @@ from tests.support.engine_tokens import tokenized
 from tests.support.router_process import RouterProcess
 from tests.support.tiny_tokenizer import VOCAB_SIZE
 
-# Each goes to either engine; then some through the proxy.
+# Prompts that go to both engines, and prompts that go through the proxy.
 PROMPTS, PROXIED = 60, 30
 REQUESTS = 80
 LONGEST_TOKENS = 700
 MIN_HITS = 20
 TIMEOUT_S = 60.0
-# vLLM's CPU build wants most of the machine's otherwise.
+# By default, vLLM's CPU build takes most of the machine's memory.
 LITTLE_MEMORY = ("--gpu-memory-utilization", "0.2")
 FULL_ATTENTION = {"groups": [{"kind": "full_attention", "block_size": PAGE_TOKENS}]}
 
-# Fields of a candidate that are there only where there is something to say.
+# Fields of a candidate that are left out where they have nothing to report.
 SOMETIMES = {"reason", "pending", "approximate"}
 
 Body = dict[str, Any]
@@ -52,7 +55,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with ExitStack() as stack:
         sglang = stack.enter_context(SglangServer(folder, windows=False, patched=False))
         with pytest.MonkeyPatch.context() as environment:
-            # Without SGLang's packages and the stand-in for torchvision.
+            # Keep SGLang's packages and the stand-in for torchvision out of vLLM's process.
             environment.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[0])
             environment.setenv("KVROUTER_PATCH", "0")
             model = write_chat_model(folder / "vllm")
@@ -60,20 +63,20 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         spec = f"vllm={vllm.url},events={vllm.endpoint},replay={vllm.replay_endpoint},model={MODEL}"
         flags = ["--worker", spec, "--tokenize-timeout-s", str(TIMEOUT_S)]
         router = stack.enter_context(RouterProcess(folder / "router", flags))
-        # Its kind is left out.
+        # The registration leaves out the kind of the engine.
         worker = {"worker_id": "sglang", "model": MODEL, "url": sglang.url, "catalog": FULL_ATTENTION}
         router.request(
             "POST", "/register", worker | {"endpoint": sglang.endpoint, "replay_endpoint": sglang.replay_endpoint}
         )
         engines: dict[str, Any] = {"vllm": vllm, "sglang": sglang}
-        made = Fleet(router, engines, stack.enter_context(zmq.Context()))
+        mixed_fleet = Fleet(router, engines, stack.enter_context(zmq.Context()))
         for engine in engines.values():
             post(f"{engine.url}{TEXT_PATH}", {"model": MODEL, "prompt": list(range(10, 200)), "max_tokens": 2})
         until(lambda: kinds_of(router) == {"vllm": ("vllm", "live"), "sglang": ("sglang", "live")}, "recognised")
-        # From the first text on both are verified, with requests of their own.
+        # The first text makes the router verify both engines, with requests of its own.
         tokens_of(router, {"prompt": "hello"})
         until(lambda: ways_of(router) == {"vllm": "tokenize", "sglang": "tokenize"}, "both are verified")
-        yield made
+        yield mixed_fleet
 
 
 def kinds_of(router: RouterProcess) -> dict[str, tuple[str, str]]:
@@ -88,12 +91,12 @@ def ways_of(router: RouterProcess) -> dict[str, str]:
 
 
 def tokens_of(router: RouterProcess, body: Body) -> int | None:
-    said = router.request("POST", "/select", body | {"model": MODEL, "dry_run": True})["tokens"]
-    return None if said["source"] == "none" else int(said["num_tokens"])
+    tokens = router.request("POST", "/select", body | {"model": MODEL, "dry_run": True})["tokens"]
+    return None if tokens["source"] == "none" else int(tokens["num_tokens"])
 
 
 def bodies(rng: Random, count: int) -> Iterator[Body]:
-    """Ids, texts and chats that go on, are repeated, and are cut short."""
+    """Yield requests with ids, texts and chats that go on, are repeated, and are cut short."""
     ids: list[list[int]] = []
     texts: list[str] = []
     talks: list[list[dict[str, str]]] = []
@@ -108,7 +111,7 @@ def bodies(rng: Random, count: int) -> Iterator[Body]:
             yield {"prompt": ids[-1]}
         elif kind == 1:
             texts.append(((rng.choice(texts[-4:]) if texts and rng.random() < 0.8 else "") + " " + own)[:1500])
-            # Log-probabilities of the prompt: either engine computes all of it.
+            # For log-probabilities of the prompt, either engine computes all of it.
             yield {"prompt": texts[-1]} | ({"echo": True, "logprobs": 1} if rng.random() < 0.2 else {})
         else:
             talk = list(rng.choice(talks[-4:])) if talks and rng.random() < 0.8 else []
@@ -133,14 +136,14 @@ def cached(answer: Any) -> int:
 
 
 def question(body: Body) -> Body:
-    """As `/select` has it: ids are no text."""
+    """Return a request in the form of `/select`, which has its own field for token ids."""
     if isinstance(body.get("prompt"), list):
         return {"token_ids": body["prompt"]}
     return body
 
 
 def words(reason: str) -> str:
-    """Without the names and numbers of the case."""
+    """Return a reason without the names and numbers of the case."""
     return re.sub(r"[0-9][0-9,.]*", "N", re.sub(r"\b(vllm|sglang)\b", "W", reason))
 
 
@@ -151,13 +154,13 @@ def test_each_engine_reuses_what_was_said(fleet: Fleet, seed: int) -> None:
     reasons: dict[str, set[str]] = {}
     for body in bodies(rng, PROMPTS):
         fleet.settle()
-        asked = question(body) | {"model": MODEL, "explain": True, "dry_run": True}
-        said = fleet.router.request("POST", "/select", asked)
-        reasons.setdefault(said["worker_id"], set()).add(words(said["reason"]))
-        # Of each engine the same is said, and why it is not more.
-        assert len({frozenset(one) - SOMETIMES for one in said["candidates"]}) == 1
-        predicted = {one["worker_id"]: one["overlap"]["gpu"] for one in said["candidates"]}
-        counted = said["tokens"]["num_tokens"] if "tokens" in said else len(asked["token_ids"])
+        query = question(body) | {"model": MODEL, "explain": True, "dry_run": True}
+        selection = fleet.router.request("POST", "/select", query)
+        reasons.setdefault(selection["worker_id"], set()).add(words(selection["reason"]))
+        # The answer has the same fields for each engine.
+        assert len({frozenset(candidate) - SOMETIMES for candidate in selection["candidates"]}) == 1
+        predicted = {candidate["worker_id"]: candidate["overlap"]["gpu"] for candidate in selection["candidates"]}
+        counted = selection["tokens"]["num_tokens"] if "tokens" in selection else len(query["token_ids"])
         assert predicted.keys() == fleet.engines.keys()
         for name, engine in fleet.engines.items():
             answer, _ = post(engine.url + path_of(body), sampled(body, rng))
@@ -179,7 +182,7 @@ def test_the_proxy_places_and_predicts_for_both(fleet: Fleet, seed: int) -> None
     wrong, hits = [], 0
     for body in bodies(rng, PROXIED):
         fleet.settle()
-        # Now and then something else is what one of them knows best.
+        # Sometimes let one engine compute the prompt first, so that it holds most of it.
         if rng.random() < 0.3:
             engine = fleet.engines[rng.choice(sorted(fleet.engines))]
             post(engine.url + path_of(body), sampled(body, rng))
@@ -216,17 +219,17 @@ def test_what_is_read_of_metrics_is_there(fleet: Fleet) -> None:
 
 
 def test_tokens_are_those_of_sglang(fleet: Fleet, seed: int) -> None:
-    """Chats with tools, parts, endings to be continued and arguments of the template; and texts."""
+    """Compare tokens of texts, and of chats with tools, parts, endings to be continued and template arguments."""
     rng = Random(seed)
     sglang = fleet.engines["sglang"]
-    asked = [(CHAT_PATH, chat(rng)) if rng.random() < 0.7 else (TEXT_PATH, completion(rng)) for _ in range(REQUESTS)]
+    sent = [(CHAT_PATH, chat(rng)) if rng.random() < 0.7 else (TEXT_PATH, completion(rng)) for _ in range(REQUESTS)]
 
-    prompts = asyncio.run(tokenized(MODEL, Engine(sglang.url, "1", ENGINES["sglang"].tokens), asked))
+    prompts = asyncio.run(tokenized(MODEL, Engine(sglang.url, "1", ENGINES["sglang"].tokens), sent))
     wrong, equal = [], 0
-    for (path, body), prompt in zip(asked, prompts, strict=True):
+    for (path, body), prompt in zip(sent, prompts, strict=True):
         answer, _ = post(sglang.url + path, body | {"model": MODEL, "max_tokens": 1, "return_token_ids": True})
         if answer is None:
-            # The engine refuses it.
+            # The engine refuses the request.
             continue
         truth = answer["choices"][0]["prompt_token_ids"]
         equal += prompt.token_ids is not None and prompt.token_ids.tolist() == truth

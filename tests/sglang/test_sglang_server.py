@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real SGLang server reuses exactly what the router said it would, prompt after prompt, under eviction; queried
-directly and through the router's proxy."""
+"""A real SGLang server reuses exactly the tokens that the router predicts, prompt after prompt, under eviction.
+
+It is queried directly and through the router's proxy.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from tests.sglang.sglang_server import MODEL, WINDOW_TOKENS, SglangServer, post
 from tests.support.router_process import RouterProcess
 from tests.support.tiny_tokenizer import VOCAB_SIZE
 
-# Of each server.
+# Prompts of each server.
 PROMPTS = int(os.environ.get("KVROUTER_TEST_SGLANG_PROMPTS", "100"))
 WORKER = "w"
 LONGEST_TOKENS = 700
-# Below these the run would prove little.
+# Below this share the run would prove little.
 MIN_HITS = 0.25
 FULL = {"group_idx": 0, "kind": "full_attention", "block_size": 16, "spec_class": 0}
 WINDOW = {
@@ -45,15 +47,15 @@ def server(tmp_path: Path, kind: str) -> Iterator[SglangServer]:
 
 
 def prompts(rng: Random) -> Iterator[list[int]]:
-    """Conversations that grow, are repeated, cut short and branched; too many for the cache to keep them all."""
-    known: list[list[int]] = []
+    """Yield prompts of conversations that grow, are repeated, cut short and branched: more than the cache keeps."""
+    conversations: list[list[int]] = []
     for _ in range(PROMPTS):
-        beginning = list(rng.choice(known[-10:])) if known and rng.random() < 0.8 else []
+        beginning = list(rng.choice(conversations[-10:])) if conversations and rng.random() < 0.8 else []
         if rng.random() < 0.5:
             beginning = beginning[: rng.randrange(len(beginning) + 1)]
         own = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randrange(1, 120))]
-        known.append((beginning + own)[:LONGEST_TOKENS])
-        yield known[-1]
+        conversations.append((beginning + own)[:LONGEST_TOKENS])
+        yield conversations[-1]
 
 
 def test_every_prompt_is_predicted(server: SglangServer, kind: str, seed: int, tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ def test_every_prompt_is_predicted(server: SglangServer, kind: str, seed: int, t
         assert (row["engine"], row["catalog_source"]) == ("sglang", "declared")
         assert row["catalog"]["groups"] == GROUPS[kind]
         for number, token_ids in enumerate(prompts(rng)):
-            # The engine ends its step after it has answered.
+            # Wait twice, because the engine ends its step after it has answered.
             router.wait_proven(WORKER)
             row = router.wait_proven(WORKER)
             predicted = router.query(MODEL, WORKER, tuple(token_ids), None)["gpu"]

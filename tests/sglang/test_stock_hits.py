@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: from SGLang's own events the router promises nothing that SGLang would not reuse, in any layout; and for full
-attention alone, stated as such, exactly what it reuses."""
+"""From SGLang's own events, the router promises nothing that SGLang would not reuse, in any layout.
+
+For full attention alone, registered as such, it promises exactly the tokens that SGLang reuses.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,13 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def followed(oracle: TreeOracle, form: str, group_idx: int | None = None) -> StockPredictor:
-    """Return a predictor that is given the oracle's events, as SGLang's publisher writes them. group_idx: as
-    registered."""
+    """Return a predictor that receives the oracle's events, as SGLang's publisher writes them.
+
+    Args:
+        oracle: The cache that publishes.
+        form: The form of an event; see `FORMS`.
+        group_idx: The registered number of the only group.
+    """
     is_stated = oracle.layout.components == ("FULL",)
     catalog = None
     if is_stated:
@@ -56,15 +63,17 @@ def test_nothing_is_promised_that_is_not_there(layout: TreeLayout, form: str, se
 
 
 @pytest.mark.parametrize("group_idx", [0, 3])
-@pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.components == ("FULL",)], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "layout", [layout for layout in LAYOUTS if layout.components == ("FULL",)], ids=lambda layout: layout.name
+)
 def test_the_registered_group_may_have_any_number(layout: TreeLayout, group_idx: int, seed: int) -> None:
-    """SGLang's events give the only group no number."""
+    """Register the only group under a number, although SGLang's events give it none."""
     oracle = TreeOracle(layout, Random(f"{layout.name} {seed}"))
     ask(oracle, followed(oracle, "maps", group_idx))
 
 
 def ask(oracle: TreeOracle, predictor: StockPredictor) -> None:
-    """Compare predictions with what the cache reuses."""
+    """Compare predictions with the reuse of the cache."""
     layout = oracle.layout
     counts: Counter[str] = Counter()
     wrong = []
@@ -78,7 +87,7 @@ def ask(oracle: TreeOracle, predictor: StockPredictor) -> None:
         reused = oracle.reused(prompt)
         oracle.end_step()
         counts["non-zero"] += reused > 0
-        # Which adapter a hash belongs to, SGLang's events do not show: its prompts earn nothing.
+        # SGLang's events do not show which adapter a hash belongs to, so prompts with an adapter earn no credit.
         is_exact = layout.components == ("FULL",) and prompt.lora is None
         if predicted != (reused if is_exact else 0):
             wrong.append((len(prompt.tokens), prompt.lora, predicted, reused))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's own publisher, in this process, over real sockets: its stream is followed from whatever point, with nothing
-lost and no life taken for another, and hits stay exact."""
+"""SGLang's own publisher in this process, over real sockets: its stream can be followed from any point.
+
+Nothing is lost, no life of the engine is taken for another one, and hits stay exact.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,17 @@ STEPS, PROBES = 60, 40
 
 
 class Engine:
-    """A radix cache and its publisher: what SGLang's scheduler has of both. They live as long as its process."""
+    """A radix cache and its publisher, as SGLang's scheduler has them; both live as long as the engine's process."""
 
     def __init__(self, port: int, replay_port: int | None, seed: str, rank: int = 0) -> None:
-        """The endpoints as configured; the publisher adds its rank to the ports."""
+        """Start the publisher at the configured ports, to which it adds its rank."""
         self.oracle = TreeOracle(LAYOUT, Random(seed))
         replay = None if replay_port is None else f"tcp://*:{replay_port}"
-        self._ports = [one + rank for one in (port, replay_port) if one is not None]
+        self._ports = [base + rank for base in (port, replay_port) if base is not None]
         self.publisher = ZmqEventPublisher(rank, f"tcp://*:{port}", replay, topic=TOPIC)
         self.oracle.publish = self.publish
         self.batches = 0
-        # The event of SGLang's cache when it was made, which its scheduler publishes after the first step.
+        # SGLang's cache has an event when it is made, which the scheduler publishes after the first step.
         self.oracle.end_step()
 
     def publish(self, events: list[Any]) -> None:
@@ -73,7 +75,7 @@ class Engine:
 
 
 class Follower:
-    """A subscriber, and the predictor that gets what it yields."""
+    """A subscriber, and the predictor that gets its items."""
 
     def __init__(self, context: Context, port: int, replay_port: int | None, predictor: StockPredictor) -> None:
         replay = None if replay_port is None else f"tcp://127.0.0.1:{replay_port}"
@@ -88,7 +90,7 @@ class Follower:
         self.said: list[Any] = []
 
     async def until(self, enough: Callable[[list[Any]], object]) -> None:
-        """Hands on what comes, until `enough` holds of all that came."""
+        """Pass items to the predictor until `enough` is true of all items so far."""
         while not enough(self.said):
             items = await self.stream.subscriber.next()
             for item in items:
@@ -96,12 +98,12 @@ class Follower:
             self.said += items
 
     async def until_seq(self, seq: int) -> None:
-        """And no replay is under way."""
+        """Wait until the predictor holds this seq and no replay is under way."""
         ingest = self.predictor.ingest
         await self.until(lambda _: (ingest.held.seq, ingest.state) == (seq, StreamState.LIVE))
 
     async def until_followed(self, engine: Engine, seq: int) -> None:
-        """Lets the engine go on until what it does arrives live, from `seq` on: PUB drops until it knows of us."""
+        """Step the engine until its batches arrive live, from `seq` on; PUB drops batches until it knows of us."""
         while True:
             engine.steps(1)
             with contextlib.suppress(TimeoutError):
@@ -111,16 +113,16 @@ class Follower:
 
 
 def wrong_hits(engine: Engine, predictor: StockPredictor) -> list[tuple[int, int]]:
-    """Predicted and real, where they differ."""
-    found, hits = [], 0
+    """Return the predicted and the real hit of each prompt for which they differ."""
+    wrong, hits = [], 0
     for _ in range(PROBES):
         prompt = engine.oracle.prompt()
         predicted, reused = predictor.hit(prompt).gpu, engine.oracle.reused(prompt)
         hits += reused > 0
         if predicted != reused:
-            found.append((predicted, reused))
+            wrong.append((predicted, reused))
     assert hits > PROBES // 4, "too few hits to show anything"
-    return found
+    return wrong
 
 
 @pytest.fixture
@@ -146,8 +148,8 @@ def test_a_stream_joined_late_is_replayed_and_followed(context: Context, seed: i
             engine.steps(STEPS)
             follower = Follower(context, port, replay_port, new_predictor())
             async with follower.stream:
-                await follower.until(lambda said: any(isinstance(item, CaughtUp) for item in said))
-                # Topic, seq and payload: four frames with the empty one, where older publishers send three.
+                await follower.until(lambda items: any(isinstance(item, CaughtUp) for item in items))
+                # The publisher sends topic, seq and payload, four frames with the empty one; older ones send three.
                 replayed = [item for item in follower.said if isinstance(item, Batch)]
                 assert replayed and all(item.replayed for item in replayed) and "Malformed" not in kinds(follower.said)
                 await follower.until_seq(engine.last_seq)
@@ -172,14 +174,14 @@ def test_what_was_missed_between_two_connections_is_replayed(context: Context, s
             first = Follower(context, port, replay_port, predictor)
             async with first.stream:
                 await first.until_seq(engine.last_seq)
-            known = engine.last_seq
+            last_seq = engine.last_seq
             predictor.ingest.pause("closed")
             engine.steps(STEPS)
             second = Follower(context, port, replay_port, predictor)
             async with second.stream:
                 await second.until_seq(engine.last_seq)
                 assert any(isinstance(item, Proven) for item in second.said)
-                assert seqs(second.said) == list(range(known + 1, engine.batches))
+                assert seqs(second.said) == list(range(last_seq + 1, engine.batches))
                 assert predictor.ingest.state is StreamState.LIVE
                 assert wrong_hits(engine, predictor) == []
         finally:
@@ -190,7 +192,7 @@ def test_what_was_missed_between_two_connections_is_replayed(context: Context, s
 
 @pytest.mark.parametrize("replays", [True, False])
 def test_another_life_voids_what_was_held(context: Context, seed: int, replays: bool) -> None:
-    """It begins with AllBlocksCleared at seq 0, as a cache is reset when it is made."""
+    """Restart the engine, whose stream begins with AllBlocksCleared at seq 0, as a cache is reset when it is made."""
 
     async def test() -> None:
         port, replay_port = free_port(), free_port() if replays else None
@@ -199,7 +201,7 @@ def test_another_life_voids_what_was_held(context: Context, seed: int, replays: 
         follower = Follower(context, port, replay_port, predictor)
         async with follower.stream:
             try:
-                await follower.until(lambda said: any(isinstance(item, Connected) for item in said))
+                await follower.until(lambda items: any(isinstance(item, Connected) for item in items))
                 await follower.until_followed(engine, STEPS // 4)
                 assert predictor.ingest.held.blocks.blocks
             finally:
@@ -221,10 +223,10 @@ def test_another_life_voids_what_was_held(context: Context, seed: int, replays: 
 
 
 def test_ranks_publish_on_ports_counted_up(context: Context, seed: int) -> None:
-    """DP attention: each rank has a cache of its own, on the base port and its rank."""
+    """Follow two ranks of DP attention, each with its own cache, at the base port plus the rank."""
 
     async def test() -> None:
-        # Given out one after another.
+        # Free ports are given out one after another.
         port, beside, replay_port, _ = (free_port() for _ in range(4))
         assert beside == port + 1
         ranks = [Engine(port, replay_port, f"{seed} {rank}", rank) for rank in (0, 1)]

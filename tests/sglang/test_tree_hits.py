@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: from the patch's reports the router predicts what SGLang's radix cache reuses, token for token, for every
-layout of components, while everything is evicted all the time."""
+"""From the patch's reports, the router predicts the reuse of SGLang's radix cache, token for token.
+
+This holds for every layout of components, while everything is evicted all the time.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ CORES = ("python", "rust")
 # inserted one may be gone again at its end.
 MOST_ACTIONS = 8
 LEAST_NON_ZERO = 0.3
-# Of each hybrid layout, and the share of them that full attention alone gets wrong at least.
+# Questions of each hybrid layout, and the least share of them that full attention alone gets wrong.
 ALONE_PROBES, LEAST_MISLED = 300, 0.1
 
 
 def followed(oracle: TreeOracle) -> TreePredictor:
-    """A predictor that the patch reports to."""
+    """Return a predictor that the patch reports to."""
     predictor = TreePredictor()
     oracle.tap = TreeTap(oracle.cache, predictor, Features(logging.getLogger("test"), FEATURES))
     assert oracle.tap.attach(0, "test", "m")
@@ -51,7 +53,7 @@ def test_every_hit_is_predicted_after_steps_of_many_changes(layout: TreeLayout, 
 
 
 def ask(oracle: TreeOracle) -> None:
-    """Compare predictions with what the cache reuses, between steps."""
+    """Compare predictions with the reuse of the cache, between steps."""
     predictor = followed(oracle)
     non_zero, wrong = 0, []
     for _ in range(40):
@@ -72,7 +74,7 @@ def ask(oracle: TreeOracle) -> None:
 
 
 def test_full_attention_alone_is_often_wrong(seed: int) -> None:
-    """What a router would say that follows SGLang's own events."""
+    """Predict from full attention alone, as a router would that follows SGLang's own events."""
     wrong: Counter[str] = Counter()
     probes: Counter[str] = Counter()
     for layout in LAYOUTS:

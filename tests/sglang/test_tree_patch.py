@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch in SGLang's process: its own events stay as they are, nothing of ours raises there, and what cannot be
-followed is said by name."""
+"""The patch in SGLang's process leaves SGLang's own events unchanged and raises nothing there.
+
+A cache that it cannot follow is named in the log.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,12 @@ def test_sglangs_own_events_are_the_same_with_the_patch(layout: TreeLayout, core
         oracle = TreeOracle(layout, Random(seed), core=core)
         if patched:
             assert tapped(oracle)[1].attach(0, "test", "m")
-        found: list[Any] = []
+        batches: list[Any] = []
         take = oracle.cache.take_events
-        oracle.cache.take_events = lambda: found.append(take())
+        oracle.cache.take_events = lambda: batches.append(take())
         for _ in range(STEPS):
             oracle.step()
-        return [repr(one) for some in found for one in some]
+        return [repr(event) for batch in batches for event in batch]
 
     plain = events(patched=False)
     assert len(plain) > STEPS // 2
@@ -62,7 +64,7 @@ def test_sglangs_own_events_are_the_same_with_the_patch(layout: TreeLayout, core
 def test_a_failure_of_ours_ends_the_reports_and_not_the_engine(
     core: str, where: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Law: no block stays credited that is no longer kept up to date."""
+    """Fail inside the patch, and check that no block stays credited that is no longer kept up to date."""
     oracle = TreeOracle(LAYOUT, Random(seed), core=core)
     predictor, tap = tapped(oracle)
     assert tap.attach(0, "test", "m")
@@ -77,14 +79,14 @@ def test_a_failure_of_ours_ends_the_reports_and_not_the_engine(
     for _ in range(60):
         oracle.step()
     assert predictor.withheld == f"components: {FAILED}" and not predictor.held
-    # The heartbeats say so, and the reporter stays open.
+    # The heartbeats report the failure, so the reporter stays open.
     assert not predictor.closed
     collected = ("_changed", "_alive", "_reported") if core == "python" else ("_nodes", "_by_slot", "_heads", "_named")
     assert not any(getattr(tap._residency, name) for name in collected), "it grows no more"
 
 
 def test_what_is_held_is_as_if_it_had_been_followed_from_the_start(seed: int) -> None:
-    """A patch that joins late, and one that was there from the beginning."""
+    """Compare a patch that joins late with one that was there from the beginning."""
     oracle = TreeOracle(LAYOUT, Random(seed))
     first, tap = tapped(oracle)
     assert tap.attach(0, "test", "m")
@@ -99,7 +101,7 @@ def test_what_is_held_is_as_if_it_had_been_followed_from_the_start(seed: int) ->
 
 
 class OtherCore:
-    """A core that is neither of those that are known."""
+    """A core that is neither of the two known ones."""
 
 
 def test_a_core_that_does_not_tell_what_it_frees_is_named(caplog: pytest.LogCaptureFixture, seed: int) -> None:
@@ -113,7 +115,7 @@ def test_a_core_that_does_not_tell_what_it_frees_is_named(caplog: pytest.LogCapt
 
 
 def test_a_rust_core_is_not_followed_with_a_host_tier(caplog: pytest.LogCaptureFixture, seed: int) -> None:
-    """Whether it has one at once or gets it later."""
+    """Refuse a core that has a host tier at once, and stop following a core that gets one later."""
     oracle = TreeOracle(LAYOUT, Random(seed), core="rust")
     predictor, tap = tapped(oracle)
     assert tap.attach(0, "test", "m")
@@ -186,7 +188,7 @@ RANKS = ("attn_dp_size", "attn_dp_rank", "dp_rank")
 def test_a_node_may_be_cut_several_times_in_one_step(
     eagle: bool, salt: str | None, lora: str | None, core: str, seed: int
 ) -> None:
-    """After each split, a page is on a node that no insertion names."""
+    """Split a node several times in one step; after each split, a page is on a node that no insertion names."""
     layout = TreeLayout("cut", ("FULL",), 16, eagle=eagle, salts=(salt,), loras=(lora,))
     oracle = TreeOracle(layout, Random(seed), core=core)
     predictor, tap = tapped(oracle)
@@ -208,7 +210,7 @@ def test_a_node_may_be_cut_several_times_in_one_step(
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize("salt", [None, "a"])
 def test_a_leaf_may_come_and_go_in_one_step_with_a_cut_that_stays(salt: str | None, core: str, seed: int) -> None:
-    """The upper part of the node that the leaf split can be found only through that leaf."""
+    """Insert and evict a leaf in one step, although only the leaf leads to the upper part of the node that it split."""
     layout = TreeLayout("cut", ("FULL",), 16, salts=(salt,))
     oracle = TreeOracle(layout, Random(seed), core=core)
     predictor, tap = tapped(oracle)

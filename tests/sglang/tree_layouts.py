@@ -7,13 +7,17 @@ from typing import NamedTuple
 
 
 class TreeLayout(NamedTuple):
-    """window: of SWA, in tokens. eagle: keys are pairs of tokens. salts, loras: namespaces of the prompts."""
+    """One layout of the cache, and the namespaces of its prompts."""
 
     name: str
     components: tuple[str, ...]
+    # Tokens of a page.
     page: int
+    # Tokens of the sliding window (SWA).
     window: int | None = None
+    # Whether keys are pairs of tokens.
     eagle: bool = False
+    # Namespaces of the prompts: salts and adapters.
     salts: tuple[str | None, ...] = (None,)
     loras: tuple[str | None, ...] = (None,)
 

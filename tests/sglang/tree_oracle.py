@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's own radix cache under a made-up workload: prompts that share beginnings, and evictions of every component
-all the time. Its allocators, pools and cache are SGLang's, built by SGLang's own kit of fixtures; what is called is what
-its scheduler calls (`match_prefix`, one token less than the prompt)."""
+"""SGLang's own radix cache under a made-up workload of prompts that share beginnings and of constant evictions.
+
+Every component is evicted all the time. Allocators, pools and cache are SGLang's, built by SGLang's own kit of
+fixtures. The oracle calls what SGLang's scheduler calls (`match_prefix`, with one token less than the prompt).
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ from kvrouter.engine_patch.sglang.tree_catalog import adapters_of
 from kvrouter.engine_patch.sglang.tree_tap import TreeTap
 from tests.sglang.tree_layouts import TreeLayout
 
-# There is no accelerator to ask for.
+# There is no accelerator to detect.
 kit.get_device = lambda: "cpu"
 
 VOCABULARY = 30_000
-# Prompts, in pages at most; and what the cache holds, in pages (of prompts of few tokens a page, more).
+# The most pages of a prompt, and the pages that the cache holds. A page of fewer than 4 tokens counts as 4 tokens here.
 PAGES, KV_PAGES = 16, 60
 STATES, HOST_STATES = 24, 400
 
@@ -39,7 +41,7 @@ class TreePrompt(NamedTuple):
     lora: str | None
 
 
-# The kit's Rust core is a build for inspection, which the wheel has not; what runs here is the one that engines run.
+# The kit's Rust core is a build for inspection, which the wheel lacks. The core that engines run takes its place here.
 RUST_INSPECTOR = "sglang.test.kits.unified_radix_cache.rust_unified_tree_core_inspector"
 
 
@@ -55,11 +57,11 @@ class TreeOracle:
     """One cache and its workload.
 
     Args:
-        tap: Follows the cache; None: nobody does.
-        publish: Gets SGLang's own events after each step that has any.
-        core: "python" or "rust".
+        layout: The layout of the cache.
+        rng: The source of the workload.
         has_host: Whether its nodes may be on the host too. They are put there without SGLang's controller, so no state
             is given up for one.
+        core: "python" or "rust".
         most_actions: The most insertions, matches and evictions in one step of the scheduler.
     """
 
@@ -104,21 +106,23 @@ class TreeOracle:
         )
         for lora in layout.loras:
             if lora is not None:
-                # As the scheduler does it with a request.
+                # The scheduler registers an adapter in the same way, with a request.
                 adapters_of(self.cache.tree_core)[lora] = f"name of {lora}"  # type: ignore[index]
         self._fixtures = UnifiedRadixCacheFixtures()
         self._fixtures.cfg = self._config
         if has_host:
             self.cache.tree_core.set_hicache_enabled()
-            # What SGLang would put there itself.
-            self.cache._execute_and_commit_kv_backup = lambda *given: 0
+            # Keep SGLang from putting nodes on the host by itself.
+            self.cache._execute_and_commit_kv_backup = lambda *args: 0
         self._known: list[TreePrompt] = []
+        # Follows the cache; None: nothing follows it.
         self.tap: TreeTap | None = None
+        # Receives SGLang's own events after each step that has any.
         self.publish: Callable[[list[Any]], None] = lambda events: None
 
     @property
     def is_bigram(self) -> bool:
-        """Mamba turns it off."""
+        """Whether keys are pairs of tokens; Mamba turns this off."""
         return bool(self.cache.tree_core.is_eagle)
 
     def key(self, prompt: TreePrompt, limit: int | None = None) -> Any:
@@ -130,7 +134,7 @@ class TreeOracle:
         )
 
     def prompt(self) -> TreePrompt:
-        """Often the beginning of a former one, and on from there."""
+        """Return a random prompt, which often continues the beginning of a former one."""
         rng = self._rng
         longest = PAGES * self._unit
         beginning: list[int] = []
@@ -138,10 +142,10 @@ class TreeOracle:
         if self._known and rng.random() < 0.9:
             former = rng.choice(self._known[-8:])
             # Cut where it is likely to matter: at its end, at pages, around them, anywhere.
-            at = len(former.tokens) if rng.random() < 0.5 else rng.randrange(len(former.tokens) + 1)
+            cut = len(former.tokens) if rng.random() < 0.5 else rng.randrange(len(former.tokens) + 1)
             if rng.random() < 0.4:
-                at = at // self.layout.page * self.layout.page + rng.choice((0, 0, 1, -1))
-            beginning = former.tokens[: max(0, at)]
+                cut = cut // self.layout.page * self.layout.page + rng.choice((0, 0, 1, -1))
+            beginning = former.tokens[: max(0, cut)]
             if rng.random() < 0.9:
                 salt, lora = former.salt, former.lora
         room = max(1, longest - len(beginning))
@@ -192,7 +196,7 @@ class TreeOracle:
         self._known.append(prompt)
 
     def _allocated(self, count: int) -> Any:
-        """Slots of the pools, for which the cache gives up others."""
+        """Return slots of the pools, for which the cache evicts others if needed."""
         return self._until(lambda: self._fixtures._alloc(self._allocator, count), count, count, 0)
 
     def _state(self) -> Any:
@@ -200,9 +204,9 @@ class TreeOracle:
 
     def _until(self, allocate: Callable[[], Any], tokens: int, window_tokens: int, states: int) -> Any:
         for _ in range(20):
-            found = allocate()
-            if found is not None:
-                return found
+            allocation = allocate()
+            if allocation is not None:
+                return allocation
             self.evict(tokens, window_tokens, states)
         raise AssertionError("the cache gives nothing up")
 
@@ -217,7 +221,7 @@ class TreeOracle:
         )
 
     def _move_on_host(self) -> None:
-        """Backs a path up there, gives tokens up on the device for it, and some of the host's."""
+        """Back a path up to the host, evict tokens from the device for it, and evict some from the host."""
         rng, core = self._rng, self.cache.tree_core
         nodes = [node.id for node in core._node_arena.values() if node.parent is not None]
         if nodes and rng.random() < 0.6:
@@ -225,7 +229,7 @@ class TreeOracle:
             self.evict(rng.randrange(6 * self._unit), 0, 0)
         if rng.random() < 0.2:
             result = core.drive_host_eviction(ComponentType.FULL, rng.randrange(1, 4 * self._unit))
-            # The places there are none of the host pool's.
+            # The freed places on the host do not belong to the host's pool.
             result.host_frees.clear()
             self.cache._drain_device_frees(result.device_frees)
             self.cache._apply_cache_actions(result.cache_actions)
@@ -233,7 +237,7 @@ class TreeOracle:
             result.cache_actions.clear()
 
     def matched(self, prompt: TreePrompt) -> tuple[int, int]:
-        """Tokens of the longest match: on the device, and on device or host."""
+        """Return the tokens of the longest match on the device, and of the longest match on device or host."""
         match = self.cache.match_prefix(MatchPrefixParams(key=self.key(prompt, len(prompt.tokens) - 1)))
         node, tokens = self.cache.tree_core.node_by_id(match.best_match_node), 0
         while node.parent is not None:
@@ -242,7 +246,7 @@ class TreeOracle:
         return int(match.device_prefix_len), tokens
 
     def reused(self, prompt: TreePrompt) -> int:
-        """Tokens that a request with this prompt would not compute."""
+        """Return the tokens that a request with this prompt would not compute."""
         match = self.cache.match_prefix(MatchPrefixParams(key=self.key(prompt, len(prompt.tokens) - 1)))
         return int(match.device_prefix_len)
 

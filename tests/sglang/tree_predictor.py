@@ -32,15 +32,16 @@ WORKER = WorkerKey("m", "w")
 
 
 class TreePredictor:
-    """Takes what a reporter takes (`Reports`), at once."""
+    """A stand-in for a reporter (`Reports`) that applies each report at once."""
 
     def __init__(self) -> None:
         self.catalog: DeclaredCatalog | None = None
-        # Of each place, the hashes that are held, and how many changes there were.
+        # The hashes that each place holds.
         self.held: dict[Place, set[int]] = {}
+        # How many hashes were stored and removed, and how many clears there were.
         self.stored = self.removed = self.clears = 0
         self.closed = False
-        # Why nothing is reported from now on.
+        # The reason why nothing is reported from now on, or "".
         self.withheld = ""
 
     def publish(self, make: Callable[[], Iterable[ReportEvent]], batch_seq: int | None) -> None:
@@ -75,7 +76,7 @@ class TreePredictor:
         self.closed = True
 
     def hit(self, tokens: list[int], salt: str | None, lora: str | None, *, alone: bool = False) -> Hit:
-        """alone: from full attention alone, as if there were nothing else."""
+        """Return the hit of a prompt; with `alone`, from full attention alone, as if there were no other group."""
         assert self.catalog is not None
         spec = ENGINES[self.catalog.engine].completed(declared_spec(self.catalog, CatalogSpec()))
         if alone:

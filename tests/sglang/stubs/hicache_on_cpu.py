@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang's HiCache asks of CUDA, done by the CPU: host memory is not registered, a stream does at once what it is
-given, and a transfer is a copy of rows.
+"""CPU stand-ins for the parts of CUDA that SGLang's HiCache uses.
 
-An entry point of `sglang.srt.plugins`, so that it is there in the scheduler's process too; it does nothing unless
-KVROUTER_TEST_HICACHE is set. All that decides (controller, tree, pools, budgets) is SGLang's own.
+Host memory is not registered, a stream does its work at once, and a transfer is a copy of rows.
+
+This is an entry point of `sglang.srt.plugins`, so that the scheduler's process loads it too. It does nothing unless
+KVROUTER_TEST_HICACHE is set. All code that decides (controller, tree, pools, budgets) is SGLang's own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ POOLS = ("mha", "mamba")
 
 
 class IdleEvent:
-    """Of a stream that has done everything."""
+    """An event of a stream that has done everything."""
 
     def __init__(self, **_: object) -> None: ...
 
@@ -47,7 +48,7 @@ class IdleStream:
 
 
 class Device:
-    """In place of `torch.cuda`, for those who copy between device and host."""
+    """A replacement of `torch.cuda` for code that copies between device and host."""
 
     __name__ = "cpu"
     Event = IdleEvent
@@ -66,7 +67,7 @@ class Device:
 def transfer_kv_direct(
     src_layers: list[Any], dst_layers: list[Any], src_indices: Any, dst_indices: Any, page_size: int
 ) -> None:
-    """Rows of tokens, layer by layer."""
+    """Copy rows of tokens, layer by layer."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices].to(target.dtype)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LFM2's short convolutions in torch: SGLang's are Triton's, whose interpreter does not take their masks.
+"""LFM2's short convolutions in torch, because Triton's interpreter does not take the masks of SGLang's kernels.
 
-An entry point of `sglang.srt.plugins`, so that it is there in the scheduler's process too; it does nothing unless
-KVROUTER_TEST_STATES is set. What keeps, copies and evicts the states is SGLang's own, with Triton's interpreter where it
-asks for Triton.
+This is an entry point of `sglang.srt.plugins`, so that the scheduler's process loads it too. It does nothing unless
+KVROUTER_TEST_STATES is set. The code that keeps, copies and evicts the states is SGLang's own, with Triton's
+interpreter where it uses Triton.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ def causal_conv1d_fn(
     activation: str | None = None,
     **_: object,
 ) -> Any:
-    """x: (channels, tokens of all requests); conv_states: (slots, channels, kernel - 1), with each request's last ones
-    after it."""
+    """Return the convolutions of all requests' tokens, and leave each request's last inputs in `conv_states`.
+
+    `x` is (channels, tokens of all requests), and `conv_states` is (slots, channels, kernel - 1).
+    """
     torch = importlib.import_module("torch")
     assert activation is None
     out = torch.empty_like(x)
@@ -51,7 +53,7 @@ def causal_conv1d_update(
     conv_state_indices: Any = None,
     **_: object,
 ) -> Any:
-    """One token of each request. x: (requests, channels)."""
+    """Return the convolutions of one token of each request; `x` is (requests, channels)."""
     torch = importlib.import_module("torch")
     assert activation is None
     rows = []

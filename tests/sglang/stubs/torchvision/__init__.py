@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands for torchvision, which has no build for this torch: SGLang's configurations import it, no text model uses
-it."""
+"""A stand-in for torchvision, which has no build for this torch.
+
+SGLang's configurations import torchvision, but no text model uses it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from typing import Any
 
 
 class Unused(types.ModuleType):
-    """Has every name and takes every call."""
+    """A module that has every name and accepts every call."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return Unused(f"{self.__name__}.{name}")
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self
 
 
