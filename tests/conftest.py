@@ -51,7 +51,7 @@ class Unhandled(logging.Handler):
 
 @pytest.fixture(autouse=True)
 def no_unhandled_error() -> Iterator[None]:
-    """A law of every test: no event loop of its process has an error that nobody handles."""
+    """Fail every test that leaves an unhandled error in an event loop of its process."""
     unhandled = Unhandled()
     logger = logging.getLogger("asyncio")
     logger.addHandler(unhandled)

@@ -170,7 +170,7 @@ def test_none_hash_is_declared_as_soon_as_it_is_drawn(model: Path, seed: int, mo
     with patched() as records:
         monkeypatch.delattr(kv_cache_utils, "NONE_HASH")
         # An oracle draws NONE_HASH beforehand; the engine core does not.
-        monkeypatch.setattr("oracle.init_none_hash", lambda function: None)
+        monkeypatch.setattr("tests.engine.oracle.init_none_hash", lambda function: None)
         stock = core.init_none_hash
         with WatchedOracle(GPU_SETS[0], model, Random(seed)) as oracle:
             eventually(lambda: oracle.peer.hello().catalog_version == 1)
@@ -187,7 +187,7 @@ def test_none_hash_of_an_unknown_engine_core_is_declared_with_the_first_request(
 ) -> None:
     with patched() as records:
         monkeypatch.delattr(kv_cache_utils, "NONE_HASH")
-        monkeypatch.setattr("oracle.init_none_hash", lambda function: None)
+        monkeypatch.setattr("tests.engine.oracle.init_none_hash", lambda function: None)
         with WatchedOracle(GPU_SETS[0], model, Random(seed)) as oracle:
             kv_cache_utils.init_none_hash(sha256)
             assert declared(oracle).none_hash is None
