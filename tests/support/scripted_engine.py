@@ -150,6 +150,8 @@ class ScriptedEngine:
         self._started.set()
         await self._stop.wait()
         server.close()
+        # A connection of this turn has a task whose coroutine has not begun, so it could not suppress a cancellation.
+        await asyncio.sleep(0)
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
