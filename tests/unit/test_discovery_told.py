@@ -13,7 +13,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.discovery.candidate import Candidate, candidate_of, completed, ranked
 from kvrouter.router.follow.discovery.files.workers_file import parse_workers
 from kvrouter.router.index.store.registry import decode
-from kvrouter.router.model.engines.vllm.event_sources import streams_in
+from kvrouter.router.model.engines.vllm.description import streams_in
 from kvrouter.router.model.workers.engine_answers import EngineAnswers, Stream, model_in
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.registration_bodies import RegisterBody, WorkerPatch

@@ -15,15 +15,22 @@ import msgspec
 
 from kvrouter.router.base.common.ids import CPU, STORAGE
 from kvrouter.router.model.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
-from kvrouter.router.model.engines.sglang.cache_info import cache_in
 from kvrouter.router.model.engines.sglang.server_info import SERVER_INFO_PATH, streams_in
 from kvrouter.router.model.kvcache.block_hash import HashScheme
 from kvrouter.router.model.kvcache.catalog import FULL_KINDS
 from kvrouter.router.model.kvcache.offload_connectors import HICACHE
+from kvrouter.router.model.workers.engine_cache import EngineCache, positive_count
 from kvrouter.router.model.workers.hash_algorithms import LOOKAHEAD_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec
 
 DEFAULT_ALGO = "sglang"
+
+# Source: SGLang 0.5.23 srt/observability/metrics_collector.py:1289.
+_CACHE_LINE = re.compile(
+    rb"^sglang:(page_size|num_pages|max_total_num_tokens)(?:\{([^}\n]*)\})? +([-+0-9.eE]+)(?: +-?\d+)?\r?$",
+    re.MULTILINE,
+)
+_RANK = re.compile(rb'(?:^|,) *dp_rank="(\d{1,9})"')
 
 
 def schemes(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
@@ -67,6 +74,25 @@ def skips_cache(fields: Mapping[str, object]) -> bool:
     Source: SGLang 0.5.23 entrypoints/openai/serving_completions.py, managers/schedule_batch.py:1774.
     """
     return fields.get("echo") is True and bool(fields.get("logprobs"))
+
+
+def cache_in(page: bytes, dp_rank: int) -> EngineCache | None:
+    """Return the KV cache of the core with this rank, None if the metrics page does not describe it.
+
+    The page does not say whether the radix cache is on.
+    """
+    cores: dict[int | None, dict[bytes, bytes]] = {}
+    for name, labels, value in _CACHE_LINE.findall(page):
+        rank = _RANK.search(labels)
+        cores.setdefault(int(rank[1]) if rank else None, {})[name] = value
+    core = next(iter(cores.values())) if len(cores) == 1 else cores.get(dp_rank)
+    if core is None:
+        return None
+    return EngineCache(
+        block_size=positive_count(core.get(b"page_size", b"")),
+        blocks=positive_count(core.get(b"num_pages", b"")),
+        tokens=positive_count(core.get(b"max_total_num_tokens", b"")),
+    )
 
 
 # SGLang has no process_start_time_seconds, because its metrics are gathered from several processes. The duration of its

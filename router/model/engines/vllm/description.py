@@ -6,12 +6,26 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import msgspec
+
 from kvrouter.router.model.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
-from kvrouter.router.model.engines.vllm.cache_info import cache_in
-from kvrouter.router.model.engines.vllm.event_sources import SOURCES_PATH, streams_in
 from kvrouter.router.model.kvcache.block_hash import HashScheme, known_schemes
+from kvrouter.router.model.workers.engine_answers import EngineAnswers, EventsConfig, streams_of
+from kvrouter.router.model.workers.engine_cache import EngineCache, positive_count
 from kvrouter.router.model.workers.hash_algorithms import LOOKAHEAD_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec
+
+SOURCES_PATH = "/kv_event_sources"
+
+# One KVEventsConfig for each data-parallel rank, in which the ports already include the rank. Source: vLLM 0.32.0
+# entrypoints/serve/instrumentator/basic.py:59, config/kv_events.py.
+_sources = msgspec.json.Decoder(dict[int, EventsConfig], strict=False)
+
+# The labels are all fields of CacheConfig as Python prints them, one line for each engine core. Source: vLLM 0.32.0
+# v1/metrics/loggers.py:1114 (log_metrics_info), config/cache.py:322 (metrics_info).
+_CACHE_LINE = re.compile(rb"^vllm:cache_config_info\{(.*)\} +1(?:\.0)?(?: +-?\d+)?\r?$", re.MULTILINE)
+_LABEL = re.compile(rb'([A-Za-z_]\w*)="((?:[^"\\\n]|\\.)*)"')
+_SWITCH = {b"True": True, b"False": False}
 
 
 def schemes(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
@@ -52,6 +66,35 @@ def skips_cache(fields: Mapping[str, object]) -> bool:
     """
     echoed = fields.get("echo") is True and fields.get("logprobs") is not None
     return fields.get("prompt_logprobs") is not None or echoed
+
+
+def streams_in(answer: bytes, url: str) -> EngineAnswers:
+    """Read the answer of the engine at `url` to `GET /kv_event_sources`, which vLLM has from 0.31 on.
+
+    The `streams` of the result are never None. Raises ValueError if the answer cannot be read.
+    """
+    try:
+        configs = _sources.decode(answer)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"its {SOURCES_PATH} cannot be read: {error}") from None
+    return streams_of(configs, url, f"start it with {FLAGS.events}")
+
+
+def cache_in(page: bytes, dp_rank: int) -> EngineCache | None:
+    """Return the KV cache of the core with this rank, None if the metrics page does not describe it."""
+    cores = [dict(_LABEL.findall(labels)) for labels in _CACHE_LINE.findall(page)]
+    own_cores = [core for core in cores if core.get(b"engine") == b"%d" % dp_rank]
+    if len(cores) != 1 and len(own_cores) != 1:
+        return None
+    (core,) = cores if len(cores) == 1 else own_cores
+    # Each core's line has the sum of the blocks of all cores (v1/engine/core_client.py:850).
+    blocks = positive_count(core.get(b"num_gpu_blocks", b""))
+    return EngineCache(
+        prefix_caching=_SWITCH.get(core.get(b"enable_prefix_caching", b"")),
+        block_size=positive_count(core.get(b"block_size", b"")),
+        blocks=None if blocks is None else blocks // len(cores) or None,
+        tokens=positive_count(core.get(b"kv_cache_size_tokens", b"")),
+    )
 
 
 GAUGES = EngineGauges(
