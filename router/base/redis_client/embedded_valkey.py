@@ -15,6 +15,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -24,7 +25,6 @@ from typing import Any
 from urllib.parse import quote
 
 from kvrouter.router.base.common.errors import SettingError
-from kvrouter.router.base.common.own_files import open_own, read_own, write_own
 from kvrouter.router.base.redis_client.connection import Connection
 from kvrouter.router.base.redis_client.errors import ReplyError, StoreUnavailable
 from kvrouter.router.base.redis_client.resp import command, info_field
@@ -46,6 +46,7 @@ _SOCKET = "valkey.sock"
 _SOCKET_RECORD = "valkey.sock.path"
 _LOG = "valkey.log"
 _PID = "valkey.pid"
+_FILE_MODE = 0o600
 
 
 class EmbeddedStoreError(SettingError):
@@ -165,7 +166,7 @@ class EmbeddedStore:
 
     def _spawn(self, lock: int) -> None:
         try:
-            opened = open_own(self.data_dir / _LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            opened = _open_own(self.data_dir / _LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             raise _not_opened(self.data_dir / _LOG, error) from None
         with os.fdopen(opened, "ab") as log:
@@ -235,12 +236,12 @@ class EmbeddedStore:
             self._router_lock = None
 
     def _last_log_line(self) -> str:
-        lines = read_own(self.data_dir / _LOG).decode(errors="replace").strip().splitlines()
+        lines = _read_own(self.data_dir / _LOG).decode(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else "its log is empty"
 
     def _recorded_pid(self) -> str:
         with suppress(OSError):
-            return read_own(self.data_dir / _PID).decode(errors="replace").strip()
+            return _read_own(self.data_dir / _PID).decode(errors="replace").strip()
         return "valkey-server"
 
 
@@ -274,7 +275,7 @@ def _prepared(data_dir: Path) -> Path:
 
 def _open_lock(path: Path) -> int:
     try:
-        return open_own(path, os.O_RDWR | os.O_CREAT)
+        return _open_own(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise _not_opened(path, error) from None
 
@@ -314,7 +315,7 @@ def _socket_path(data_dir: Path) -> Path:
         return own
     record = data_dir / _SOCKET_RECORD
     try:
-        recorded = Path(os.fsdecode(read_own(record)))
+        recorded = Path(os.fsdecode(_read_own(record)))
         if recorded.parent.is_dir() and recorded.parent.stat().st_uid == os.getuid():
             return recorded
     except FileNotFoundError:
@@ -322,9 +323,41 @@ def _socket_path(data_dir: Path) -> Path:
     except OSError as error:
         raise _not_opened(record, error) from None
     path = Path(tempfile.mkdtemp(prefix="kvrouter-", dir="/tmp")) / _SOCKET
-    write_own(record, os.fsencode(path))
+    _write_own(record, os.fsencode(path))
     return path
 
 
 def _quoted_path(path: Path) -> str:
     return quote(os.fsencode(path))
+
+
+def _open_own(path: Path, flags: int) -> int:
+    """Open a file of this user and return its descriptor; with O_CREAT, make it. Raises OSError for anything else.
+
+    Others may be able to write to the folder: a link, or another user's file, would make this process write elsewhere,
+    and a FIFO would block it.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, _FILE_MODE)
+    try:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+            raise OSError(None, "it is no plain file with this name alone; remove it")
+        if info.st_uid != os.geteuid():
+            raise OSError(None, f"it belongs to the user with id {info.st_uid}; remove it or change its owner")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _read_own(path: Path) -> bytes:
+    """Return the contents of a file of this user, opened by `_open_own`. Raises OSError."""
+    with os.fdopen(_open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def _write_own(path: Path, content: bytes) -> None:
+    """Replace the contents of a file of this user, opened by `_open_own`. Raises OSError."""
+    with os.fdopen(_open_own(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
+        file.truncate()
+        file.write(content)
