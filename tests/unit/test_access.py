@@ -15,13 +15,12 @@ from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.file_watch import FileWatch
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.model.config.settings import Config
-from kvrouter.router.serve.access.access import Access
+from kvrouter.router.serve.access.access import Access, TokenBucket
 from kvrouter.router.serve.access.access_metrics import AccessMetrics
 from kvrouter.router.serve.access.api_keys import MAX_KEYS, ApiKey, ApiKeys, digest_of, parse_keys
 from kvrouter.router.serve.access.certificate import Certificate
 from kvrouter.router.serve.access.key_bounds import KeyBounds
 from kvrouter.router.serve.access.scope import Scope
-from kvrouter.router.serve.access.token_bucket import TokenBucket
 from kvrouter.router.serve.access.validity import Validity
 
 KEY = "a-key-of-the-gateway"

@@ -20,7 +20,6 @@ from kvrouter.router.serve.access.api_keys import UNKNOWN_NAME, ApiKey, ApiKeys,
 from kvrouter.router.serve.access.browser_policy import BrowserPolicy
 from kvrouter.router.serve.access.certificate import CertificateFiles, GatewayPems, read_certificate, read_pems
 from kvrouter.router.serve.access.reloaded import Reloaded
-from kvrouter.router.serve.access.token_bucket import TokenBucket
 
 # The time between two checks of the files. A change counts once two checks in a row see it; a check is one `stat` per
 # file.
@@ -75,6 +74,30 @@ def read_keys(file: Path) -> list[ApiKey]:
         return parse_keys(read_regular(file, MAX_KEYS_BYTES).decode("utf-8"), f"api_keys_file {file}")
     except UnicodeDecodeError:
         raise SettingError(f"api_keys_file {file} is not UTF-8; write it as text") from None
+
+
+class TokenBucket:
+    """A token bucket, which admits a burst at once, then a steady rate.
+
+    It holds at most `burst` tokens and regains `rate_per_s` tokens each second. Times are in seconds of any clock
+    that does not go back.
+    """
+
+    __slots__ = ("_at_s", "_burst", "_rate_per_s", "_tokens")
+
+    def __init__(self, rate_per_s: float, burst: float, now_s: float) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = self._tokens = burst
+        self._at_s = now_s
+
+    def take(self, now_s: float) -> float:
+        """Take one token and return 0.0, or return the seconds until there is one without taking any."""
+        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_per_s)
+        self._at_s = now_s
+        if self._tokens >= 1.0:
+            self._tokens -= 1.0
+            return 0.0
+        return (1.0 - self._tokens) / self._rate_per_s
 
 
 class Access:
