@@ -22,8 +22,7 @@ from kvrouter.events.transport.holding_cursor import HoldingCursor
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.transport.settings import DEFAULT_MAX_HELD_BYTES
 from kvrouter.events.vllm.held_batches import DEFAULT_MAX_HELD, HeldBatches
-from kvrouter.events.vllm.replay_debt import ReplayDebt
-from kvrouter.events.vllm.replay_request import Purpose, Request
+from kvrouter.events.vllm.replay_request import Purpose, ReplayDebt, Request
 from kvrouter.events.vllm.seen_batches import REMEMBERED_BATCHES, SeenBatches
 from kvrouter.events.vllm.stream_items import (
     Batch,

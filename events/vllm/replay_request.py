@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One replay request: its range, its purpose, and the progress of its answer. State only; `batch_cursor.py` decides."""
+"""The state of a cursor's replays: the request under way, and the debt of an endpoint that did not answer. Pure."""
 
 from __future__ import annotations
 
 from enum import Enum, auto
 
 import msgspec
+
+# Answers between two readings of the whole ring. An endpoint that never sends all of the ring must not void the index
+# at every check.
+ANSWERS_BETWEEN_READINGS = 3
 
 
 class Purpose(Enum):
@@ -38,3 +42,28 @@ class Request(msgspec.Struct):
     # New batches in the whole answer, and since it was last requested again.
     batches: int = 0
     progress: int = 0
+
+
+class ReplayDebt:
+    """The debt for batches given up because no answer came, and the answers to await until the ring is read."""
+
+    def __init__(self, *, owed: bool) -> None:
+        self.owed = owed
+        self._answers_to_wait = 0
+
+    def is_due(self, request: Request) -> bool:
+        """Count an answer to `request`. Returns whether the whole ring must be requested instead."""
+        if request.purpose is Purpose.START:
+            self.owed = False
+        if not self.owed or request.paid:
+            return False
+        request.paid = True
+        if self._answers_to_wait:
+            self._answers_to_wait -= 1
+            return False
+        self._answers_to_wait = ANSWERS_BETWEEN_READINGS
+        return True
+
+    def stop_waiting(self) -> None:
+        """Let the next answer count at once."""
+        self._answers_to_wait = 0

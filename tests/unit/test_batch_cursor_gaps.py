@@ -7,7 +7,7 @@ import pytest
 
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.batch_cursor import Cursor
-from kvrouter.events.vllm.replay_debt import ANSWERS_BETWEEN_READINGS
+from kvrouter.events.vllm.replay_request import ANSWERS_BETWEEN_READINGS
 from kvrouter.events.vllm.stream_items import (
     Connected,
     GapClosed,
