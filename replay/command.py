@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,11 +24,10 @@ from kvrouter.replay.fleet.fleet_shape import (
     geometry_of,
 )
 from kvrouter.replay.policies.names import COMPARED, NAMES
-from kvrouter.replay.report.comparison import POOLED, FleetRow, compared
-from kvrouter.replay.report.files import write_csv
+from kvrouter.replay.report.comparison import POOLED, Comparison, FleetRow, compared
 from kvrouter.replay.report.plots import check_plots, write_plots
 from kvrouter.replay.report.table import text
-from kvrouter.replay.runs.policy_run import PolicyRun
+from kvrouter.replay.runs.policy_run import PolicyRun, Summary
 from kvrouter.replay.runs.pooled import pooled_reuse
 from kvrouter.replay.runs.simulate import simulate
 from kvrouter.replay.traces.formats import AUTO, FORMATS, read_trace, recognised
@@ -106,7 +106,7 @@ def run_replay(options: ReplayOptions) -> int:
     pooled = None if interrupted else _pooled(trace, shape)
     comparison = compared(fleet, [run.summary() for run in runs], pooled, [*trace.notes, *refusals])
     if options.csv is not None:
-        write_csv(options.csv, comparison)
+        _write_csv(options.csv, comparison)
     if options.json:
         balance = {run.policy: run.load.rows() for run in runs}
         answer = {**msgspec.to_builtins(comparison), "in_flight": balance}
@@ -209,6 +209,21 @@ def _pooled(trace: Trace, shape: FleetShape) -> list[int] | None:
             return pooled_reuse(trace, shape, on_request=lambda done: step(1))
         except KeyboardInterrupt:
             return None
+
+
+def _write_csv(path: Path, comparison: Comparison) -> None:
+    """Write one row for each policy and one for the bound, every number in full. Raises SettingError."""
+    names = [field.name for field in msgspec.structs.fields(Summary)]
+    try:
+        with path.open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(names)
+            rows.writerows([getattr(row, name) for name in names] for row in comparison.rows)
+            if comparison.pooled is not None:
+                bound = {"policy": POOLED, **msgspec.structs.asdict(comparison.pooled)}
+                rows.writerow([bound.get(name, "") for name in names])
+    except OSError as error:
+        raise SettingError(f"cannot write --csv {path}: {error.strerror}") from None
 
 
 @contextmanager
