@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from kvrouter.simulator.cache import tokenizer
 from kvrouter.simulator.engine.realtime import Engine
-from kvrouter.simulator.http import audio
 from kvrouter.simulator.http.refusals import Refused
-from kvrouter.simulator.http.replies import json_response
+from kvrouter.simulator.http.replies import DONE, json_response
 from kvrouter.simulator.http.scores import RerankBody, ScoreBody, pairs, rerank_reply, score_reply
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+
+# A recording counts as a prompt whose tokens follow from its length. 16 kHz WAV has 32 kB a second; Whisper makes 50
+# tokens of a second.
+AUDIO_BYTES_PER_SECOND = 32_000
+AUDIO_BYTES_PER_TOKEN = AUDIO_BYTES_PER_SECOND // 50
+AUDIO_ANSWER_TOKENS = 8
 
 
 class _Life(Protocol):
@@ -100,18 +105,18 @@ class PromptlessApi:
             raise Refused(400, "the form has no file")
         api.fail_once()
         sound = file.file.read()
-        tokens = await self._computed(request, list(sound[:: audio.BYTES_PER_TOKEN]) or [0], audio.ANSWER_TOKENS)
+        tokens = await self._computed(request, list(sound[::AUDIO_BYTES_PER_TOKEN]) or [0], AUDIO_ANSWER_TOKENS)
         text = tokenizer.decode(tokens)
         if str(form.get("stream", "")).lower() in ("true", "1"):
             response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
             await response.prepare(request)
-            await response.write(audio.stream(api.request_id(request), api.model, int(api.clock()), tokens))
+            await response.write(_transcription_events(api.request_id(request), api.model, int(api.clock()), tokens))
             await response.write_eof()
             return response
         if form.get("response_format") == "text":
             return web.json_response(text)
         translates = request.path.endswith("translations")
-        return json_response({"text": text} if translates else audio.reply(text, len(sound)))
+        return json_response({"text": text} if translates else _transcription(text, len(sound)))
 
     async def _compute_pairs(self, request: web.Request, scored: list[tuple[str, str]]) -> int:
         """Compute each pair, and return the number of prompt tokens of all."""
@@ -130,3 +135,19 @@ class PromptlessApi:
             async with engine.generate(engine.replica.text(ids, None), max_tokens) as (_, tokens):
                 return [token async for token in tokens]
         raise AssertionError("not reached")
+
+
+def _transcription(text: str, size_bytes: int) -> dict[str, Any]:
+    """Return a whole transcription in the shape of vLLM 0.32.0."""
+    return {"text": text, "usage": {"type": "duration", "seconds": -(-size_bytes // AUDIO_BYTES_PER_SECOND)}}
+
+
+def _transcription_events(request_id: str, model: str, created: int, tokens: Sequence[int]) -> bytes:
+    """Return a transcription as a stream of events in the shape of vLLM 0.32.0, one for each token."""
+    head = {"id": f"trsc-{request_id}", "object": "transcription.chunk", "created": created, "model": model}
+    events = []
+    for number, token in enumerate(tokens, 1):
+        finish = "stop" if number == len(tokens) else None
+        choice = {"delta": {"content": tokenizer.decode((token,))}, "finish_reason": finish, "stop_reason": None}
+        events.append(b"data: " + msgspec.json.encode(head | {"choices": [choice]}) + b"\n\n")
+    return b"".join([*events, DONE])
