@@ -84,7 +84,7 @@ class Fleet:
     def writes(self, model: str) -> ModelWrites:
         return self.mirror.writes.of(model)
 
-    def state_pools(self) -> None: ...
+    def take_pool_sizes(self) -> None: ...
 
     def hash_block_size(self, model: str) -> int:
         return BLOCK_TOKENS
@@ -118,7 +118,7 @@ def measure(workers: int, rounds: int) -> tuple[float, float, float]:
         new_id=lambda: "one",
     )
     for number, key in enumerate(fleet.keys):
-        placer.engine_said(key, EngineLoad(1, 4, 0.5))
+        placer.take_engine_load(key, EngineLoad(1, 4, 0.5))
         if number % 2:
             placer.weights.table.reserve(f"r{number}", key, 1_000 + number, 2_000, time.monotonic())
     copies = Copies([128.0 * piece for piece in range(NUM_TOKENS // 256)], 256)

@@ -36,7 +36,7 @@ from kvrouter.router.index.matching.cache_writes import ModelWrites
 from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
-from kvrouter.router.route.load.load_sync import LoadShare
+from kvrouter.router.route.load.load_sync import LoadSync
 from kvrouter.router.route.load.load_table import LoadTable
 from kvrouter.router.route.load.worker_load import LoadModel
 from kvrouter.router.route.placement.cost import NO_WRITES
@@ -74,7 +74,7 @@ class Fleet:
     def writes(self, model: str) -> ModelWrites:
         return NO_WRITES
 
-    def state_pools(self) -> None: ...
+    def take_pool_sizes(self) -> None: ...
 
     def hash_block_size(self, model: str) -> int:
         return BLOCK_TOKENS
@@ -97,7 +97,7 @@ async def hear(url: str, pipe: Connection) -> None:
         if not heard or requests > heard[-1][1]:
             heard.append((time.monotonic(), requests))
 
-    share = LoadShare(
+    share = LoadSync(
         weights,
         servers,
         process="b",

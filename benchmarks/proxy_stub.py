@@ -103,7 +103,7 @@ class Stub(asyncio.Protocol):
         prompt = read(path, read_client_body(path, raw))
         if not isinstance(prompt, TokenRequest):
             return [int(token) for token in prompt]
-        return [int(token) for token in self._tokenizer.ids(prompt, self._tokenizer.likely_habits()[0])]
+        return [int(token) for token in self._tokenizer.ids(prompt, self._tokenizer.likely_quirks()[0])]
 
 
 async def serve(port: int, tokenizer: LocalTokenizer | None) -> None:

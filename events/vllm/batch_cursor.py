@@ -35,10 +35,10 @@ from kvrouter.events.vllm.stream_items import (
     Incomplete,
     Malformed,
     Proven,
-    ReadAnew,
     ReplayFailed,
     Restarted,
     ResumePoint,
+    RingReread,
     StreamItem,
     fingerprint,
 )
@@ -367,8 +367,8 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         due = self._debt.is_due(request)
         if due:
             self._fall_behind()
-            self.items.append(ReadAnew())
-            self._begin_anew()
+            self.items.append(RingReread())
+            self._request_ring()
         return due
 
     def _lose_gap(self, reason: str) -> None:
@@ -414,7 +414,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self.items.append(Restarted(last_seq, seq, reason))
         if replaying:
             # The replay repeats the held batches of the new life; those of the old life must not pass for new ones.
-            self._begin_anew()
+            self._request_ring()
         else:
             self._forget()
             self._owe()
@@ -431,7 +431,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._held.drop_old()
         self.request = None
 
-    def _begin_anew(self) -> None:
+    def _request_ring(self) -> None:
         """Request the whole ring, which repeats the held batches."""
         self._forget()
         self._held.clear()

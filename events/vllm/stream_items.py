@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The items that a subscriber yields: batches in order, and every fact about what is missing or proven. Values only.
 
-`GapLost`, `ReadAnew` and `Restarted` void everything that the consumer knows; anything missing is announced by one of
+`GapLost`, `RingReread` and `Restarted` void everything that the consumer knows; anything missing is announced by one of
 them before the next `Batch`. From `FellBehind` to `CaughtUp` the publisher has sent more than the batches yielded so
 far. All seqs belong to the life that the surrounding items describe.
 """
@@ -87,7 +87,7 @@ class Incomplete(msgspec.Struct, frozen=True):
     """
 
 
-class ReadAnew(msgspec.Struct, frozen=True):
+class RingReread(msgspec.Struct, frozen=True):
     """An answer of a replay endpoint that did not answer when batches were lost. Its whole ring follows."""
 
 
@@ -140,7 +140,7 @@ StreamItem: TypeAlias = (
     | GapClosed
     | GapLost
     | Incomplete
-    | ReadAnew
+    | RingReread
     | Restarted
     | Proven
     | ReplayFailed

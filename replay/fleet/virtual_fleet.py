@@ -170,7 +170,7 @@ class VirtualFleet:
         """Return how often the model's caches were written."""
         return self._mirror.writes.of(model)
 
-    def state_pools(self) -> None:
+    def take_pool_sizes(self) -> None:
         """Do nothing, as the sizes of the pools are known from the start."""
 
     def hash_block_size(self, model: str) -> int:

@@ -105,7 +105,7 @@ class ThisRouter:
         if now_s >= self._gauge_s:
             self._gauge_s = now_s + GAUGE_EVERY_S
             for key, load in zip(self._fleet.keys, loads(), strict=True):
-                self._placer.engine_said(key, load)
+                self._placer.take_engine_load(key, load)
         if now_s >= self._tick_s:
             self._tick_s = now_s + 1.0
             self._placer.tick()

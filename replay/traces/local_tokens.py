@@ -31,13 +31,13 @@ def tokenizer_of(folder: Path) -> Tokenize:
     except ImportError as error:
         raise SettingError(f"--tokenizer needs {error.name}: {install_command('tokenizer')}") from None
     tokenizer = LocalTokenizer(folder, datetime.now)
-    habits = tokenizer.likely_habits()[0]
+    quirks = tokenizer.likely_quirks()[0]
 
     def tokenize(kind: str, body: dict[str, Any]) -> NDArray[np.int64]:
         path = PATHS[kind]
         try:
             request = read(path, read_client_body(path, msgspec.json.encode(body)))
-            return tokenizer.ids(request, habits) if isinstance(request, TokenRequest) else request
+            return tokenizer.ids(request, quirks) if isinstance(request, TokenRequest) else request
         except TokensUnknown as error:
             raise ValueError(error.problem) from None
         except (BadQuestion, TypeError, UnicodeEncodeError) as error:

@@ -166,7 +166,7 @@ class TinyCore:
     def writes(self, model: str) -> ModelWrites:
         return self.caches.of(model)
 
-    def state_pools(self) -> None:
+    def take_pool_sizes(self) -> None:
         pass
 
     def hash_block_size(self, model: str) -> int:

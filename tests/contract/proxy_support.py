@@ -178,7 +178,7 @@ class ProxyServer:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self._socket.getsockname()[1]
         self.admission = Admission(self.core.drains, time.monotonic, self.metrics.proxy)
-        self.placing = FirstFit(self.core, self.admission.problem)
+        self.placer = FirstFit(self.core, self.admission.problem)
         self.quality = Quality(self.metrics.quality, time.monotonic, tracing_of(self._config, self.metrics.quality))
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -206,7 +206,7 @@ class ProxyServer:
             new_id=lambda: "x",
         )
         proxy = Proxy(
-            placing=self.placing,  # type: ignore[arg-type]
+            placer=self.placer,  # type: ignore[arg-type]
             tokens=GivenTokens(),
             resolve=self.core.resolve,
             registrations=self.core.registrations,
@@ -324,7 +324,7 @@ def proxying(*registrations: Registration, limits: HttpLimits | None = None, **s
         yield server
     finally:
         server.close()
-    assert all("done" in placed.told for placed in server.placing.placed), "load that nobody releases"
+    assert all("done" in placed.told for placed in server.placer.placed), "load that nobody releases"
 
 
 @contextmanager

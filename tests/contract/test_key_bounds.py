@@ -205,5 +205,5 @@ def test_a_proxied_prompt_counts_for_its_key(file: Path) -> None:
         for keys_file, headers, fair_key in ((str(file), bearer("old"), "key old"), (None, {}, "salt .+")):
             with proxying(worker("w0", engine.url), api_keys_file=keys_file) as router:
                 assert router.post("/v1/completions", body, headers)[0] == 200
-                (request,) = router.placing.requests
+                (request,) = router.placer.requests
                 assert re.fullmatch(fair_key, request.fair_key)

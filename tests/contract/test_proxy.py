@@ -330,7 +330,7 @@ def test_the_first_token_and_the_end_of_an_answer_are_reported() -> None:
         engine.script = plain(b"{}")
         # The first byte of a whole answer comes with its last token, so no first token is reported.
         router.post(CHAT, BODY)
-        assert [placed.told for placed in router.placing.placed] == [["first token", "done"], ["done"]]
+        assert [placed.told for placed in router.placer.placed] == [["first token", "done"], ["done"]]
 
 
 @pytest.mark.parametrize("path", sorted(AUDIO))

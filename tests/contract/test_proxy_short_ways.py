@@ -208,7 +208,7 @@ def played(seed: int, steps: int) -> list[Any]:
                 assert asked_whole(router, name) == 200
         until(lambda: router.sample("proxy_open_requests") == 0, "all are over")
         results.append(counts(router))
-        results.append([(placed.worker, placed.told, placed.output_tokens) for placed in router.placing.placed])
+        results.append([(placed.worker, placed.told, placed.output_tokens) for placed in router.placer.placed])
         results.append([[(count.target, count.headers, count.body) for count in engine.asked] for engine in engines])
     return results
 

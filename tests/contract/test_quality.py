@@ -76,7 +76,7 @@ def test_what_was_reused_is_held_against_what_was_predicted(cached: int, outcome
         assert row["reuse"] == {"predicted_tokens": PREDICTED, "delivered_tokens": cached, "answers": 1}
         # An answer that comes as a whole has no first token.
         assert router.sample("ttft_seconds_count", worker="w0") == 0
-        (placed,) = router.placing.placed
+        (placed,) = router.placer.placed
         assert (placed.told, placed.output_tokens, placed.reused_tokens) == (["done"], 4, cached)
 
 
@@ -88,14 +88,14 @@ def test_a_stream_tells_at_its_end_and_its_times_are_kept() -> None:
         for name in ("ttft", "itl", "itl_max", "e2e"):
             assert router.sample(f"{name}_seconds_count", worker="w0") == 1
         assert 0 < router.sample("ttft_seconds_sum", worker="w0") <= router.sample("e2e_seconds_sum", worker="w0")
-        assert router.placing.placed[0].output_tokens == 4
+        assert router.placer.placed[0].output_tokens == 4
 
 
 def test_the_last_of_continuous_usages_counts() -> None:
     with fleet(stream(events(*(usage(PREDICTED, completion=n) for n in (1, 2, 3))))) as (router, _):
         router.post(COMPLETIONS, TOKENS | {"stream": True})
         until(lambda: counted(router) == {"exact": 1}, "it is counted")
-        assert router.placing.placed[0].output_tokens == 3
+        assert router.placer.placed[0].output_tokens == 3
 
 
 def test_the_responses_api_has_names_of_its_own() -> None:
@@ -103,7 +103,7 @@ def test_the_responses_api_has_names_of_its_own() -> None:
     with fleet(plain(json.dumps({"object": "response", "usage": usage_, "user": None}).encode())) as (router, _):
         router.post("/v1/responses", TOKENS)
         until(lambda: counted(router) == {"exact": 1}, "it is counted")
-        assert router.placing.placed[0].output_tokens == 7
+        assert router.placer.placed[0].output_tokens == 7
 
 
 async def cut(asked: Asked, wire: Wire) -> None:
@@ -161,7 +161,7 @@ def test_a_client_that_hangs_up_after_the_last_event_has_a_whole_answer() -> Non
         until(lambda: counted(router) == {"exact": 1}, "it is counted")
         assert router.sample("proxy_requests_total", path=COMPLETIONS, outcome="client_gone") == 1
         assert router.sample("e2e_seconds_count", worker="w0") == 1
-        assert router.placing.placed[0].output_tokens == 4
+        assert router.placer.placed[0].output_tokens == 4
 
 
 def test_a_client_that_hangs_up_before_says_nothing() -> None:

@@ -15,7 +15,7 @@ import msgspec
 from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.codec import BatchDecoder, HashForm, Layout, encode_batch
 from kvrouter.events.vllm.messages import AllBlocksCleared, BlockStored, EventBatch
-from kvrouter.events.vllm.stream_items import Batch, GapLost, Proven, ReadAnew, Restarted
+from kvrouter.events.vllm.stream_items import Batch, GapLost, Proven, Restarted, RingReread
 from kvrouter.events.vllm.wire import MAX_SEQ, WireCleared, WireRemoved, WireStored
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.index.ingest.counters import IngestCounters
@@ -52,7 +52,7 @@ def run(data: bytes) -> None:
             ingest.apply(item, 1.0)
             if isinstance(item, Batch):
                 _follow(recount, batch, ingest, before, tally)
-            elif isinstance(item, GapLost | Restarted | ReadAnew) or (
+            elif isinstance(item, GapLost | Restarted | RingReread) or (
                 isinstance(item, Proven) and item.how == "next_seq"
             ):
                 assert ingest.held.epoch != before, item

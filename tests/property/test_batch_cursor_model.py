@@ -21,9 +21,9 @@ from kvrouter.events.vllm.stream_items import (
     GapLost,
     GapOpened,
     Proven,
-    ReadAnew,
     Restarted,
     ResumePoint,
+    RingReread,
     fingerprint,
 )
 from tests.support.examples import examples
@@ -72,7 +72,7 @@ class Consumer:
                 self.last = self.gap = None
                 # An empty range says only that continuity could not be proven.
                 self.lost_next = following if first < following else None
-            case Restarted() | ReadAnew():
+            case Restarted() | RingReread():
                 self.last = self.gap = self.lost_next = None
                 self.handed.clear()
             case Proven(seq):

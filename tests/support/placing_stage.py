@@ -53,7 +53,7 @@ class Fleet:
     def writes(self, model: str) -> ModelWrites:
         return self.caches.of(model)
 
-    def state_pools(self) -> None:
+    def take_pool_sizes(self) -> None:
         pass
 
     def hash_block_size(self, model: str) -> int:
@@ -77,7 +77,7 @@ class Stage:
         self.metrics = MetricRegistry()
         self.out = unavailable or {}
         ids = itertools.count()
-        self.placing = Placer(
+        self.placer = Placer(
             self.fleet,
             config=Config(**settings),
             metrics=PlacementMetrics(self.metrics),
@@ -93,7 +93,7 @@ class Stage:
         return frozenset(worker for worker in self.fleet.workers() if worker.worker_id.startswith("p"))
 
     def load(self, name: str) -> tuple[int, int, int]:
-        burden = self.placing.weights.burden(WorkerKey("m", name))
+        burden = self.placer.weights.burden(WorkerKey("m", name))
         return burden.queued_tokens, burden.decode_tokens, burden.requests
 
     def counted(self, name: str, **labels: str) -> float:

@@ -15,10 +15,10 @@ from kvrouter.events.vllm.stream_items import (
     GapOpened,
     Incomplete,
     Proven,
-    ReadAnew,
     ReplayFailed,
     Restarted,
     ResumePoint,
+    RingReread,
 )
 from tests.support.batch_cursor_steps import again, asked, batch, following, live, point, replay
 
@@ -134,7 +134,7 @@ class TestGap:
         assert cursor.take()[-2:] == [batch(3), CaughtUp()]
         cursor.check()
         assert asked(cursor) == 3
-        assert replay(cursor, 3, end=False) == [FellBehind(), ReadAnew()]
+        assert replay(cursor, 3, end=False) == [FellBehind(), RingReread()]
         assert asked(cursor) == 0
         assert live(cursor, 4) == []
         assert replay(cursor, 0, 1, 2, 3, 4) == [*again(0, 1, 2, 3, 4), CaughtUp()]
@@ -148,7 +148,7 @@ class TestGap:
         cursor.disconnected()
         cursor.connected()
         cursor.take()
-        assert replay(cursor, end=True) == [ReadAnew()]
+        assert replay(cursor, end=True) == [RingReread()]
         assert replay(cursor, 1, 2, 3) == [*again(1, 2, 3), CaughtUp()]
 
     def test_an_endpoint_that_never_sends_all_is_read_from_its_start_every_few_answers(self) -> None:
@@ -162,9 +162,9 @@ class TestGap:
         for _ in range(ANSWERS_BETWEEN_READINGS):
             assert cursor.degraded
             cursor.check()
-            assert not any(isinstance(item, ReadAnew) for item in replay(cursor, 4))
+            assert not any(isinstance(item, RingReread) for item in replay(cursor, 4))
         cursor.check()
-        assert replay(cursor, 4, end=False) == [FellBehind(), ReadAnew()]
+        assert replay(cursor, 4, end=False) == [FellBehind(), RingReread()]
         assert replay(cursor, 0, 1, 2, 3, 4) == [*again(0, 1, 2, 3, 4), CaughtUp()]
         assert not cursor.degraded
         assert live(cursor, 5) == [batch(5)]
@@ -172,7 +172,7 @@ class TestGap:
     def test_an_incomplete_resume_is_completed_when_the_endpoint_answers(self) -> None:
         cursor = Cursor(replay=True, resume=ResumePoint(3, point(3).fingerprint, incomplete=True))
         cursor.connected()
-        assert replay(cursor, 3, end=False) == [FellBehind(), Connected(), ReadAnew()]
+        assert replay(cursor, 3, end=False) == [FellBehind(), Connected(), RingReread()]
 
     def test_batches_that_left_the_ring_are_not_requested_again(self) -> None:
         cursor = following(0)
@@ -180,7 +180,7 @@ class TestGap:
         replay(cursor, 0, 2)
         replay(cursor, 0, 2)
         cursor.check()
-        assert not any(isinstance(item, ReadAnew) for item in replay(cursor, 3))
+        assert not any(isinstance(item, RingReread) for item in replay(cursor, 3))
 
     def test_an_answer_that_stops_is_requested_again_from_there(self) -> None:
         cursor = following(0)

@@ -139,15 +139,15 @@ def test_a_saturated_worker_has_no_affinity_unless_all_are() -> None:
 
 def test_an_engine_with_nothing_waiting_is_not_saturated_by_what_is_reserved() -> None:
     load = weights(50, warm=60)
-    load.engine_said(key("warm"), EngineLoad(0, 1), 0.0)
+    load.take_engine_load(key("warm"), EngineLoad(0, 1), 0.0)
     assert not chosen(hit("warm", 192), weights=load).all_saturated
-    load.engine_said(key("warm"), EngineLoad(1, 1), 0.0)
+    load.take_engine_load(key("warm"), EngineLoad(1, 1), 0.0)
     assert chosen(hit("warm", 192), weights=load).all_saturated
 
 
 def test_an_engine_whose_cache_is_full_and_where_prompts_wait_is_saturated() -> None:
     load = weights()
-    load.engine_said(key("a"), EngineLoad(1, 5, 0.99), 0.0)
+    load.take_engine_load(key("a"), EngineLoad(1, 5, 0.99), 0.0)
     assert name_of(chosen(hit("a", 192), hit("b", 0), weights=load)) == "b"
 
 
@@ -158,7 +158,7 @@ def test_a_saturated_worker_is_not_skipped_for_one_with_a_longer_queue() -> None
     behind a queue that was twelve times as long as the other engines' queues.
     """
     load = weights(full=500, restarted=6_000)
-    load.engine_said(key("full"), EngineLoad(1, 5, 0.99), 0.0)
+    load.take_engine_load(key("full"), EngineLoad(1, 5, 0.99), 0.0)
     assert load.burden(key("full")).saturated and not load.burden(key("restarted")).saturated
     choice = chosen(hit("full", 0), hit("restarted", 0), weights=load)
     assert (name_of(choice), choice.all_saturated) == ("full", False) and "saturated" not in choice.reason
@@ -368,7 +368,7 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
         load.table.reserve(f"decoding at {name}", key(name), 0, rng.randrange(1_000_000), 0.0)
     load.slowness = {key("a"): rng.choice([2.0, 0.5])}
     for _ in range(2):
-        load.engine_said(key("b"), EngineLoad(rng.randrange(3), rng.randrange(3), rng.random()), 0.0)
+        load.take_engine_load(key("b"), EngineLoad(rng.randrange(3), rng.randrange(3), rng.random()), 0.0)
     gpu, cpu, disk = sorted(rng.randrange(TOKENS) for _ in range(3))
     hits = []
     for name in "abcd":

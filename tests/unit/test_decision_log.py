@@ -32,7 +32,7 @@ class Kept:
         metrics = WatchMetrics(MetricRegistry())
         self.log = DecisionLog(max_kept, self.feed, lambda: self.now, metrics, max_bytes)
         self.stage = Stage(*hits, record=self.log.record, **settings)
-        self.placing = self.stage.placing
+        self.placer = self.stage.placer
 
     @property
     def shown(self) -> list[Any]:
@@ -42,7 +42,7 @@ class Kept:
 def test_a_decision_is_kept_with_all_that_it_rested_on() -> None:
     kept = Kept(hit("a", 64), hit("b", 640), hit("c", state="suspect"))
     request = ask(session_id="s", max_tokens=9, exclude_worker_ids=frozenset({"b"}))
-    placement = kept.placing.reserve(request)
+    placement = kept.placer.reserve(request)
     result = kept.log.find(placement.selection_id)
     assert result is not None
     reply = decision_reply(*result)
@@ -65,10 +65,10 @@ def test_what_is_kept_of_the_candidates_is_what_explain_says() -> None:
         hits = [hit(f"w{i}", rng.randrange(TOKENS), rng.choice(["live", "suspect"])) for i in range(rng.randint(1, 9))]
         kept = Kept(*hits, policy=rng.choice(["kv", "round_robin", "random"]))
         for number in range(rng.randrange(4)):
-            kept.placing.reserve(ask(seed=100 + number))
+            kept.placer.reserve(ask(seed=100 + number))
         request = ask(seed=seed)
         question = request.question
-        explained = kept.placing.choose(
+        explained = kept.placer.choose(
             type(request)(type(question)(question.model, TOKENS, token_ids=question.token_ids, explain=True)), "now"
         )
         result = kept.log.find("now")
@@ -79,7 +79,7 @@ def test_what_is_kept_of_the_candidates_is_what_explain_says() -> None:
 
 def test_of_many_workers_the_chosen_and_the_cheapest_are_kept() -> None:
     kept = Kept(*[hit(f"w{i}", i) for i in range(200)])
-    placement = kept.placing.reserve(ask())
+    placement = kept.placer.reserve(ask())
     result = kept.log.find(placement.selection_id)
     assert result is not None
     choice = result[0].decision().choice
@@ -89,7 +89,7 @@ def test_of_many_workers_the_chosen_and_the_cheapest_are_kept() -> None:
 
 def test_a_request_is_found_by_its_id_with_the_attempts_before() -> None:
     kept = Kept()
-    first, second = kept.placing.reserve(ask(0)), kept.placing.reserve(ask(1))
+    first, second = kept.placer.reserve(ask(0)), kept.placer.reserve(ask(1))
     for placement in (first, second):
         kept.log.name(placement.selection_id, "req")
     kept.log.end(first.selection_id, Outcome("refused", None, None, None, None, None, 0.1))
@@ -106,7 +106,7 @@ def test_a_request_is_found_by_its_id_with_the_attempts_before() -> None:
 @pytest.mark.parametrize(("tokens", "state", "proof"), [(TOKENS, "live", "exact"), (TOKENS, "suspect", "assumed")])
 def test_the_proof_is_as_good_as_the_state(tokens: int, state: str, proof: str) -> None:
     kept = Kept(hit("a", 64, state))
-    result = kept.log.find(kept.placing.reserve(ask()).selection_id)
+    result = kept.log.find(kept.placer.reserve(ask()).selection_id)
     assert result is not None and decision_reply(*result).proof == proof
 
 
@@ -117,7 +117,7 @@ def test_the_oldest_go_first_whatever_the_bound_is() -> None:
         kept = Kept(max_kept=rng.choice([1, 7, 1_000]), max_bytes=rng.choice([2_000, 20_000, 1 << 20]))
         selection_ids = []
         for number in range(60):
-            placement = kept.placing.reserve(ask(number))
+            placement = kept.placer.reserve(ask(number))
             kept.log.name(placement.selection_id, f"r{rng.randrange(20)}")
             selection_ids.append(placement.selection_id)
             if rng.random() < 0.3:
@@ -133,9 +133,9 @@ def test_the_oldest_go_first_whatever_the_bound_is() -> None:
 
 def test_an_id_that_is_used_again_means_the_later_decision() -> None:
     kept = Kept()
-    kept.placing.choose(ask(0), "mine")
+    kept.placer.choose(ask(0), "mine")
     kept.log.name("mine", "req")
-    kept.placing.choose(ask(1, tokens=TOKENS // 2), "mine")
+    kept.placer.choose(ask(1, tokens=TOKENS // 2), "mine")
     result = kept.log.find("mine")
     assert result is not None and result[0].decision().num_tokens == TOKENS // 2
     assert kept.log.find("req") is None
@@ -143,35 +143,35 @@ def test_an_id_that_is_used_again_means_the_later_decision() -> None:
 
 def test_nothing_is_kept_where_nothing_is_to_be() -> None:
     kept = Kept(max_kept=0)
-    assert kept.log.find(kept.placing.reserve(ask()).selection_id) is None
+    assert kept.log.find(kept.placer.reserve(ask()).selection_id) is None
     assert kept.shown, "the stream has them all the same"
 
 
 def test_text_that_is_no_utf_8_fails_no_choice() -> None:
     kept = Kept(msgspec.structs.replace(hit("a"), reason="\ud800", state="suspect"))
-    assert kept.placing.reserve(ask()).worker.worker_id == "a"
+    assert kept.placer.reserve(ask()).worker.worker_id == "a"
     assert kept.shown
 
 
 def test_a_request_that_is_refused_is_no_decision() -> None:
     kept = Kept(hit("a"), saturation_tokens=1)
-    kept.placing.reserve(ask(0))
+    kept.placer.reserve(ask(0))
     with pytest.raises(Saturated):
-        kept.placing.reserve(ask(1))
+        kept.placer.reserve(ask(1))
     assert len(list(kept.log.last(10))) == 1
 
 
 def test_a_sample_of_decisions_is_published_and_says_how_many_are_not() -> None:
     kept = Kept()
     for number in range(100):
-        kept.placing.reserve(ask(number))
+        kept.placer.reserve(ask(number))
         kept.now += 0.1 / SHOWN_PER_S
     events = kept.shown
     assert all(event.type is EventType.DECISION for event in events) and 9 <= len(events) <= 12
     skipped = [event.skipped for event in events[1:]]
     assert skipped == [9] * len(skipped)
     kept.now += 60
-    kept.placing.reserve(ask(7_000))
-    kept.placing.reserve(ask(7_001))
+    kept.placer.reserve(ask(7_000))
+    kept.placer.reserve(ask(7_001))
     # A pause earns no burst of published decisions.
     assert len(kept.shown) == len(events) + 1

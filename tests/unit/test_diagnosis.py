@@ -21,7 +21,7 @@ from kvrouter.router.app.diagnosis.router_checks import router_findings
 from kvrouter.router.app.diagnosis.snapshot import (
     Contested,
     PromptCount,
-    RouterWord,
+    RouterStatement,
     Snapshot,
     StoreFacts,
     Unregistered,
@@ -104,7 +104,7 @@ def snapshot(*workers: WorkerFacts, server: dict[str, Any] | None = None, **more
         "endpoints": {EVENTS: PUBLISHES, REPLAY: REPLIES, URL: EndpointAnswer()},
         "engine_clocks": {URL: -CLOCK_S},
         "store": StoreFacts(servers={"h:6379": msgspec.structs.replace(WELL_SERVER, **(server or {}))}),
-        "routers": {token: RouterWord("1.0", {"policy": "kv"}) for token in ("me", "you")},
+        "routers": {token: RouterStatement("1.0", {"policy": "kv"}) for token in ("me", "you")},
     }
     return Snapshot(**(well | more))
 
@@ -172,9 +172,9 @@ FAULTS: dict[str, Snapshot] = {
     "KV506": snapshot(store=StoreFacts(unreadable=("Redis holds what no router writes",))),
     "KV507": snapshot(store=StoreFacts(schemas=("Redis also holds schema 3",))),
     "KV508": snapshot(store=StoreFacts(lost="no worker is registered, although some were")),
-    "KV601": snapshot(routers={"me": RouterWord("1.0", {}), "you": RouterWord("1.1", {})}),
+    "KV601": snapshot(routers={"me": RouterStatement("1.0", {}), "you": RouterStatement("1.1", {})}),
     "KV602": snapshot(
-        routers={"me": RouterWord("1.0", {"policy": "kv"}), "you": RouterWord("1.0", {"policy": "random"})}
+        routers={"me": RouterStatement("1.0", {"policy": "kv"}), "you": RouterStatement("1.0", {"policy": "random"})}
     ),
     "KV603": snapshot(server={"time_s": NOW_S - CLOCK_S - 1}),
     "KV604": snapshot(load_problems=["the load of other routers is not known"]),
@@ -343,15 +343,19 @@ def test_a_disk_that_takes_no_writes_is_no_persistence() -> None:
 
 
 def test_a_setting_that_a_router_of_another_version_lacks_is_no_difference() -> None:
-    routers = {"me": RouterWord("1.0", {"policy": "kv", "new": "1"}), "you": RouterWord("1.0", {"policy": "kv"})}
+    routers = {
+        "me": RouterStatement("1.0", {"policy": "kv", "new": "1"}),
+        "you": RouterStatement("1.0", {"policy": "kv"}),
+    }
     assert codes(snapshot(routers=routers)) == []
 
 
 def test_heartbeats_that_anybody_wrote_are_cut() -> None:
     forged = {
-        f"r{number}": RouterWord(str(number), {"policy": "x" * 10_000, "other": str(number)}) for number in range(99)
+        f"r{number}": RouterStatement(str(number), {"policy": "x" * 10_000, "other": str(number)})
+        for number in range(99)
     }
-    version, setting = findings(snapshot(routers={"me": RouterWord("1.0", {"policy": "kv"})} | forged))
+    version, setting = findings(snapshot(routers={"me": RouterStatement("1.0", {"policy": "kv"})} | forged))
     assert (version.code, setting.code) == ("KV601", "KV602")
     assert len(version.evidence) < 300 and len(setting.evidence) < 300
     assert version.evidence.startswith("this router has 1.0; router r0 has 0; ")

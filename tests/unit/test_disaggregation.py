@@ -46,7 +46,7 @@ def stage_of(*hits: Any, busy: str | None = "d", **settings: Any) -> Stage:
 
 def occupy(stage: Stage, name: str, queued_tokens: int = 0) -> None:
     for number in range(16):
-        stage.placing.weights.table.reserve(
+        stage.placer.weights.table.reserve(
             f"running-{name}-{number}", WorkerKey("m", name), queued_tokens // 16, 1_000, stage.now
         )
 
@@ -58,14 +58,14 @@ def decided(stage: Stage) -> dict[str, int]:
 
 def test_without_prefill_workers_nothing_is_decided_and_nothing_counted() -> None:
     stage = stage_of(hit("d"), hit("e"))
-    placement = stage.placing.reserve(ask(tokens=LONG))
+    placement = stage.placer.reserve(ask(tokens=LONG))
     assert placement.prefill is None and not decided(stage)
 
 
 def test_a_long_prompt_goes_to_the_prefill_worker_of_a_busy_decode_worker() -> None:
     stage = stage_of()
     before = stage.load("d")
-    placement = stage.placing.reserve(ask(tokens=LONG, max_tokens=100))
+    placement = stage.placer.reserve(ask(tokens=LONG, max_tokens=100))
     assert placement.worker.worker_id == "d" and placement.prefill is not None
     assert (placement.prefill.worker, placement.prefill.url) == (WorkerKey("m", "p"), "http://p")
     assert "computed at p and handed over" in placement.choice.reason
@@ -94,7 +94,7 @@ def test_a_long_prompt_goes_to_the_prefill_worker_of_a_busy_decode_worker() -> N
 )
 def test_each_reason_to_compute_it_where_it_is_decoded(hits: Any, fields: Any, outcome: str) -> None:
     stage = stage_of(*hits, **fields)
-    placement = stage.placing.reserve(ask(tokens=LONG))
+    placement = stage.placer.reserve(ask(tokens=LONG))
     assert (placement.worker.worker_id, placement.prefill) == ("d", None)
     assert decided(stage) == {outcome: 1}
 
@@ -108,31 +108,31 @@ def test_requests_that_cannot_be_handed_over_stay_at_the_decode_worker() -> None
         ({"may_hand_over": False}, "request"),
     ):
         before = decided(stage).get(outcome, 0)
-        assert stage.placing.choose(ask(tokens=LONG, **fields)).prefill is None
+        assert stage.placer.choose(ask(tokens=LONG, **fields)).prefill is None
         assert decided(stage)[outcome] == before + 1
 
 
 def test_a_prompt_is_ahead_of_others_where_it_is_computed_and_then_where_it_is_decoded() -> None:
     stage = stage_of()
-    first = stage.placing.reserve(ask(tokens=LONG))
+    first = stage.placer.reserve(ask(tokens=LONG))
     assert first.prefill is not None and first.expected_tokens == first.predicted_tokens == 0
     alone = msgspec.structs.replace(ask(tokens=LONG), dry_run=True, may_hand_over=False)
-    assert stage.placing.choose(alone).expected_tokens == 0
+    assert stage.placer.choose(alone).expected_tokens == 0
     first.handed_over()
-    sibling = stage.placing.choose(alone)
+    sibling = stage.placer.choose(alone)
     assert (sibling.hit.worker.worker_id, sibling.expected_tokens) == ("d", LONG - 16)
 
 
 def test_saturated_prefill_workers_are_left_alone() -> None:
     stage = stage_of(saturation_tokens=2 * LONG)
     occupy(stage, "p", 3 * LONG)
-    assert stage.placing.choose(ask(tokens=LONG)).prefill is None
+    assert stage.placer.choose(ask(tokens=LONG)).prefill is None
     assert decided(stage) == {"saturated": 1}
 
 
 def test_the_prefill_worker_with_the_prefix_is_taken_and_its_hit_is_what_is_predicted() -> None:
     stage = stage_of(hit("d", 100), hit("p1"), hit("p2", 4_096), hit("p3", 1_024))
-    placement = stage.placing.reserve(ask(tokens=LONG))
+    placement = stage.placer.reserve(ask(tokens=LONG))
     assert placement.prefill is not None and placement.prefill.worker.worker_id == "p2"
     assert placement.predicted_tokens == 4_096 and placement.choice.hit.disk == 100
 
@@ -141,16 +141,16 @@ def test_siblings_are_handed_over_too_while_the_first_is_computed_elsewhere() ->
     stage = stage_of(hit("d1"), hit("d2"), hit("p1"), hit("p2"), busy=None)
     occupy(stage, "d1")
     occupy(stage, "d2")
-    first = stage.placing.reserve(ask(tokens=LONG))
+    first = stage.placer.reserve(ask(tokens=LONG))
     assert first.prefill is not None
     for _ in range(4):
-        sibling = stage.placing.choose(ask(tokens=LONG))
+        sibling = stage.placer.choose(ask(tokens=LONG))
         # The prompt is not yet at the decode worker, which would have to compute all of it.
         assert sibling.hit.worker == first.worker
         assert sibling.prefill is not None
     first.handed_over()
     # From now on the prompt counts as being at the decode worker.
-    assert stage.placing.choose(ask(tokens=LONG)).prefill is None
+    assert stage.placer.choose(ask(tokens=LONG)).prefill is None
     assert decided(stage) == {"remote": 5, "short": 1}
 
 
@@ -158,7 +158,7 @@ def test_a_failed_prefill_is_looked_for_elsewhere_and_then_done_by_the_decode_wo
     stage = stage_of(hit("d"), hit("p1", 1_024), hit("p2"))
     before = stage.load("d")
     request = ask(tokens=LONG, max_tokens=0)
-    placement = stage.placing.reserve(request)
+    placement = stage.placer.reserve(request)
     assert placement.prefill is not None and placement.prefill.worker.worker_id == "p1"
     again = ask(tokens=LONG, max_tokens=0, exclude_workers=frozenset({WorkerKey("m", "p1")}))
     placement.prefill_failed(again)
@@ -176,7 +176,7 @@ def test_a_failed_prefill_is_looked_for_elsewhere_and_then_done_by_the_decode_wo
 
 def test_where_nobody_else_is_left_a_failed_prefill_is_the_decode_workers() -> None:
     stage = stage_of()
-    placement = stage.placing.reserve(ask(tokens=LONG))
+    placement = stage.placer.reserve(ask(tokens=LONG))
     placement.prefill_failed(ask(tokens=LONG, exclude_workers=frozenset({WorkerKey("m", "p")})))
     assert placement.prefill is None and stage.load("p") == (0, 0, 0)
 
@@ -184,10 +184,10 @@ def test_where_nobody_else_is_left_a_failed_prefill_is_the_decode_workers() -> N
 @pytest.mark.parametrize("end", ["done", "expired", "first_token"])
 def test_no_end_leaves_load_at_the_prefill_worker(end: str) -> None:
     stage = stage_of()
-    placement = stage.placing.reserve(ask(tokens=LONG))
+    placement = stage.placer.reserve(ask(tokens=LONG))
     if end == "expired":
         stage.now = 10_000.0
-        stage.placing.tick()
+        stage.placer.tick()
     else:
         getattr(placement, end)()
     assert stage.load("p") == (0, 0, 0)
@@ -200,11 +200,11 @@ def test_no_end_leaves_load_at_the_prefill_worker(end: str) -> None:
 def test_an_idle_decode_worker_does_not_void_what_is_about_to_come() -> None:
     stage = stage_of(hit("d"), hit("p"), busy=None)
     occupy(stage, "d", 4 * LONG)
-    placement = stage.placing.reserve(ask(tokens=LONG, max_tokens=0))
+    placement = stage.placer.reserve(ask(tokens=LONG, max_tokens=0))
     assert placement.prefill is not None
     # The prefill takes long, and the decode worker has become idle meanwhile.
     stage.now = IDLE_GRACE_S + 1.0
-    stage.placing.engine_said(WorkerKey("m", "d"), EngineLoad(0, 0))
+    stage.placer.take_engine_load(WorkerKey("m", "d"), EngineLoad(0, 0))
     assert stage.load("d") == (0, 0, 0)
     placement.handed_over()
     assert stage.load("d")[1:] == (LONG, 1)
@@ -215,35 +215,35 @@ def test_an_idle_decode_worker_does_not_void_what_is_about_to_come() -> None:
 def test_a_prefill_worker_alone_is_no_answer() -> None:
     for stage in (stage_of(hit("p"), busy=None), stage_of(hit("p"), hit("d", 0, "down"), busy=None)):
         with pytest.raises(NoWorker, match="p: role prefill; register a worker that decodes") as refused:
-            stage.placing.reserve(ask(tokens=LONG))
+            stage.placer.reserve(ask(tokens=LONG))
         assert refused.value.status == 503
     with pytest.raises(NoWorker, match="role prefill"):
-        stage_of().placing.reserve(ask(pinned="p"))
+        stage_of().placer.reserve(ask(pinned="p"))
 
 
 def test_a_gateway_that_has_chosen_may_count_load_at_a_prefill_worker() -> None:
     stage = stage_of()
-    placement = stage.placing.reserve(ask(tokens=LONG, pinned=Pin("p", 0)), anyway=True)
+    placement = stage.placer.reserve(ask(tokens=LONG, pinned=Pin("p", 0)), anyway=True)
     assert placement.worker.worker_id == "p" and placement.prefill is None and not decided(stage)
 
 
 def test_a_rank_is_named_exactly() -> None:
     stage = Stage(hit("w", 0), hit("w", 900, rank=1))
-    assert stage.placing.reserve(ask(pinned=Pin("w", 0))).worker.dp_rank == 0
-    assert stage.placing.reserve(ask(pinned="w@0")).worker.dp_rank == 0
+    assert stage.placer.reserve(ask(pinned=Pin("w", 0))).worker.dp_rank == 0
+    assert stage.placer.reserve(ask(pinned="w@0")).worker.dp_rank == 0
     for whichever in ("w", Pin("w")):
-        assert stage.placing.choose(ask(seed=1, pinned=whichever)).hit.worker.dp_rank == 1
+        assert stage.placer.choose(ask(seed=1, pinned=whichever)).hit.worker.dp_rank == 1
     with pytest.raises(UnknownWorker, match="w@2"):
-        stage.placing.reserve(ask(pinned=Pin("w", 2)))
+        stage.placer.reserve(ask(pinned=Pin("w", 2)))
     # This worker's own name looks like the name of a rank.
     stage = Stage(hit("w", 0), hit("w@0", 0), hit("w@0", 0, rank=3))
-    assert stage.placing.reserve(ask(pinned=Pin("w", 0))).worker == WorkerKey("m", "w", 0)
-    assert stage.placing.reserve(ask(pinned=Pin("w@0", 3))).worker == WorkerKey("m", "w@0", 3)
+    assert stage.placer.reserve(ask(pinned=Pin("w", 0))).worker == WorkerKey("m", "w", 0)
+    assert stage.placer.reserve(ask(pinned=Pin("w@0", 3))).worker == WorkerKey("m", "w@0", 3)
 
 
 def test_exactly_the_ranks_that_failed_are_left_out() -> None:
     stage = Stage(hit("w", 900), hit("w", 0, rank=1))
-    assert stage.placing.choose(ask(exclude_workers=frozenset({WorkerKey("m", "w", 0)}))).hit.worker.dp_rank == 1
+    assert stage.placer.choose(ask(exclude_workers=frozenset({WorkerKey("m", "w", 0)}))).hit.worker.dp_rank == 1
 
 
 tokens_st = st.integers(0, 40_000)
@@ -311,4 +311,4 @@ def test_the_question_with_hashes_alone_is_decided_alike() -> None:
     from msgspec.structs import replace
 
     request = replace(ask(), question=replace(question, token_ids=None, block_hashes=hashes))
-    assert stage.placing.choose(request).prefill is not None
+    assert stage.placer.choose(request).prefill is not None

@@ -22,9 +22,9 @@ from kvrouter.events.vllm.stream_items import (
     GapLost,
     Incomplete,
     Proven,
-    ReadAnew,
     Restarted,
     ResumePoint,
+    RingReread,
     fingerprint,
 )
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
@@ -106,7 +106,7 @@ def live(**options: Any) -> Ingest:
     [
         [Restarted(1, 0, "seq fell back")],
         [GapLost(1, 5, "no replay to ask")],
-        [ReadAnew()],
+        [RingReread()],
         [EngineRestarted("another start"), Restarted(1, 0, "another start")],
         [EngineLost("refused")],
     ],

@@ -160,18 +160,18 @@ def test_absurd_numbers_are_bounded() -> None:
 def test_requests_that_bypass_the_router_count_when_seen_twice() -> None:
     weights = LoadModel(LoadTable(), 10_000)
     weights.table.reserve("mine", A, 100, 500, 0.0)
-    weights.engine_said(A, EngineLoad(3, 2), 1.0)
+    weights.take_engine_load(A, EngineLoad(3, 2), 1.0)
     assert weights.burden(A).queued_tokens == 100
-    weights.engine_said(A, EngineLoad(3, 2), 2.0)
+    weights.take_engine_load(A, EngineLoad(3, 2), 2.0)
     # Four of the five requests are not this router's: three wait and one runs, each like those that this router placed.
     assert weights.burden(A).queued_tokens == 100 + 3 * 1_000
     assert weights.burden(A).decode_tokens == 500 + 2_000
     assert weights.burden(A).requests == 5
-    weights.engine_said(A, EngineLoad(0, 1), 3.0)
+    weights.take_engine_load(A, EngineLoad(0, 1), 3.0)
     assert weights.burden(A).queued_tokens == 100
-    weights.engine_said(A, EngineLoad(3, 2), 4.0)
+    weights.take_engine_load(A, EngineLoad(3, 2), 4.0)
     assert weights.burden(A).queued_tokens == 100
-    weights.engine_said(A, EngineLoad(3, 2), 5.0)
+    weights.take_engine_load(A, EngineLoad(3, 2), 5.0)
     assert weights.burden(A).queued_tokens == 100 + 3 * 1_000
     weights.tick([A], 5.0 + GAUGE_TTL_S + 0.1)
     assert weights.burden(A).queued_tokens == 100
@@ -182,7 +182,7 @@ def test_an_idle_engine_ends_what_was_reserved_there_a_while_ago() -> None:
     weights.table.reserve("old", A, 100, 10, 0.0)
     weights.table.reserve("elsewhere", B, 100, 10, 0.0)
     weights.table.reserve("new", A, 70, 10, IDLE_GRACE_S)
-    assert weights.engine_said(A, EngineLoad(0, 0), IDLE_GRACE_S + 1) == 1
+    assert weights.take_engine_load(A, EngineLoad(0, 0), IDLE_GRACE_S + 1) == 1
     assert (weights.burden(A).queued_tokens, weights.burden(B).queued_tokens) == (70, 100)
     assert "old" in weights.table
 

@@ -134,14 +134,14 @@ def test_a_request_is_alone_if_no_other_overlaps_until_its_first_token() -> None
     flights = Concurrency()
     first = flights.begun(W0)
     elsewhere = flights.begun(W1)
-    assert first.uncontested and elsewhere.uncontested
+    assert first.was_alone and elsewhere.was_alone
     second = flights.begun(W0)
-    assert not first.uncontested and not second.uncontested
+    assert not first.was_alone and not second.was_alone
     first.ended()
-    assert not second.uncontested
+    assert not second.was_alone
     second.ended()
     third = flights.begun(W0)
-    assert third.uncontested
+    assert third.was_alone
     flights.forget(W0)
     third.ended()
-    assert flights.begun(W0).uncontested
+    assert flights.begun(W0).was_alone

@@ -20,7 +20,7 @@ from kvrouter.router.follow.fleet.membership import HEARD_S
 from kvrouter.router.follow.fleet.router_peers import Claims, RouterPeers
 from kvrouter.router.follow.fleet.store_contact import StoreContact
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.follow.streams.held_workers import HeldWorkers, Holding
+from kvrouter.router.follow.streams.held_workers import HeldLease, HeldWorkers
 from kvrouter.router.follow.streams.stream_view import Position
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
 from kvrouter.router.index.store import keys
@@ -124,7 +124,7 @@ def world() -> World:
 def test_a_heartbeat_says_what_is_held_late_and_refused(world: World) -> None:
     first, second, _ = (world.add(name) for name in "abc")
     refused = world.add("d", "not allowed")
-    world.held.holdings |= {first.tag: Holding(7, 70), second.tag: Holding(8, 80)}
+    world.held.holdings |= {first.tag: HeldLease(7, 70), second.tag: HeldLease(8, 80)}
     # The worker was late for a moment, has been late for long, and is no longer held, in this order.
     world.held.unwritten_since_s |= {first.tag: world.now_s, second.tag: world.now_s - 2.0, refused.tag: 0.0}
     world.registry.leave_out({WorkerKey("m", "e"): "no room"})

@@ -83,7 +83,7 @@ def test_parts_are_one_text_or_stay_parts(folder: Path) -> None:
     body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]}
     assert text_of(folder, body, RenderQuirks(content_parts=True)) == "[a][b]"
     assert text_of(folder, body, RenderQuirks(content_parts=False)) == "a\nb"
-    assert LocalTokenizer(folder, now).likely_habits()[0] == RenderQuirks(content_parts=True)
+    assert LocalTokenizer(folder, now).likely_quirks()[0] == RenderQuirks(content_parts=True)
 
 
 def test_a_template_has_what_transformers_gives_it(folder: Path) -> None:

@@ -144,7 +144,7 @@ def test_each_hears_only_what_it_subscribed_to(registry: WorkerRegistry) -> None
     load = EngineLoad(1, 2, 0.5)
     registry.add(stream(ONE))
     registry.view_changed(ONE)
-    registry.engine_said(ONE, load)
+    registry.take_engine_load(ONE, load)
     assert (to_members.take(), to_load.take()) == ([[ONE]], [(ONE, load)])
 
 

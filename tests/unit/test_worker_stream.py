@@ -65,9 +65,9 @@ def test_the_reason_of_a_worker_that_is_not_live_stays(stage: Stage) -> None:
 
 def test_a_reason_that_lasts_is_said_again_after_what_happened_is_over(stage: Stage) -> None:
     stage.connect()
-    stage.stream.image_lost("its image is being loaded")
+    stage.stream.set_image_problem("its image is being loaded")
     stage.now += 2 * INCIDENT_SHOWN_S
     stage.stream.settle()
     assert stage.stream.view.reason == "its image is being loaded" and not stage.stream.view.credited
-    stage.stream.image_lost("")
+    stage.stream.set_image_problem("")
     assert "no replay endpoint" in stage.stream.view.reason

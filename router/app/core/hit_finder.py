@@ -80,7 +80,7 @@ class HitFinder:
         """Return what was stored lately in the GPU caches of the model's workers."""
         return self._mirror.writes.of(model)
 
-    def state_pools(self) -> None:
+    def take_pool_sizes(self) -> None:
         """Record the sizes of the GPU caches that engines have stated since the last call."""
         for worker, stream in self._registry.streams.items():
             if blocks := stream.cache.blocks:

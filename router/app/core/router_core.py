@@ -195,7 +195,7 @@ class Core:
                 services,
                 mine=self.peers.is_mine,
                 changed=lambda: self.registry.view_changed(worker),
-                engine_load=lambda load: self.registry.engine_said(worker, load),
+                engine_load=lambda load: self.registry.take_engine_load(worker, load),
             )
 
         self.fleet = Fleet(

@@ -19,7 +19,7 @@ from kvrouter.router.app.diagnosis.router_checks import router_findings
 from kvrouter.router.app.diagnosis.snapshot import (
     Contested,
     PromptCount,
-    RouterWord,
+    RouterStatement,
     Snapshot,
     StoreFacts,
     Unregistered,
@@ -96,7 +96,7 @@ class Diagnosis:
         self,
         *,
         core: Core,
-        placing: Placer,
+        placer: Placer,
         admission: Admission,
         quality: Quality,
         tokens: TokensSource,
@@ -109,7 +109,7 @@ class Diagnosis:
     ) -> None:
         self._core = core
         self._access = access
-        self._placing = placing
+        self._placer = placer
         self._admission = admission
         self._quality = quality
         self._tokens = tokens
@@ -184,9 +184,9 @@ class Diagnosis:
                 is_private=self._config.redis is None,
                 lost=core.registration_mark.problem,
             ),
-            routers={token: RouterWord(beat.software, beat.settings) for token, beat in beats.items()}
-            | {core.peers.token: RouterWord(VERSION, agreed_settings(self._config))},
-            load_problems=self._placing.health(),
+            routers={token: RouterStatement(beat.software, beat.settings) for token, beat in beats.items()}
+            | {core.peers.token: RouterStatement(VERSION, agreed_settings(self._config))},
+            load_problems=self._placer.health(),
             source_problems=self._sources.down(),
             task_problems=core.task_problems(),
             is_open=open_to_all(self._config),
@@ -200,7 +200,7 @@ class Diagnosis:
     def _unready(self) -> str:
         """Return why no request would be placed, in the words of /ready; "" if one would be."""
         try:
-            self._placing.takers(self._core.models())
+            self._placer.takers(self._core.models())
         except NoWorker as error:
             return error.message
         return ""
@@ -268,6 +268,6 @@ class Diagnosis:
         )
 
     def _prompts(self, worker: WorkerKey, stream: WorkerStream) -> PromptCount:
-        lengths, catalog = self._placing.weights.prompts, stream.profile.catalog
+        lengths, catalog = self._placer.weights.prompts, stream.profile.catalog
         unit = catalog.align if catalog.problem is None else stream.block_size or USUAL_UNIT_MAX_TOKENS
         return PromptCount(lengths.total(worker), lengths.below(worker, unit), lengths.above(worker, unit))

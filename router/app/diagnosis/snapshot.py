@@ -92,7 +92,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.state is StreamState.DOWN
 
 
-class RouterWord(msgspec.Struct, frozen=True):
+class RouterStatement(msgspec.Struct, frozen=True):
     """The version and settings that the heartbeat of a router states."""
 
     version: str
@@ -161,7 +161,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     missing_tokens: Sequence[MissingTokens] = ()
     store: StoreFacts = StoreFacts()
     # The routers on this Redis, by token.
-    routers: Mapping[str, RouterWord] = {}
+    routers: Mapping[str, RouterStatement] = {}
     # Why the load of other routers is unknown.
     load_problems: Sequence[str] = ()
     # The sources that cannot be read, each with its problem.

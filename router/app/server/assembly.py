@@ -156,7 +156,7 @@ class Assembly:
             watch = Watch(feed, decisions, siblings.decision)
         diagnosis = Diagnosis(
             core=core,
-            placing=placer,
+            placer=placer,
             admission=admission,
             quality=quality,
             tokens=tokenizer,
@@ -296,7 +296,9 @@ class Assembly:
             supervisor=self._supervisor,
         )
         decisions.send_notice = placer.send_notice
-        core.registry.subscribe(view=admission.on_view, load=placer.engine_said, life=placer.weights.prompts.forget)
+        core.registry.subscribe(
+            view=admission.on_view, load=placer.take_engine_load, life=placer.weights.prompts.forget
+        )
         return placer
 
     async def _start_discovery(self, core: Core, sources: Sequence[Source], http: aiohttp.ClientSession) -> Discovery:
@@ -347,7 +349,7 @@ class Assembly:
         access: Access,
     ) -> Proxy:
         proxy = Proxy(
-            placing=placer,
+            placer=placer,
             tokens=tokenizer,
             resolve=core.resolve,
             registrations=core.registry.registrations,

@@ -26,7 +26,7 @@ WHERE = "gateway"
 async def start_gateway(
     config: Config,
     core: Core,
-    placing: Placer,
+    placer: Placer,
     proxy: Proxy,
     admission: Admission,
     quality: Quality,
@@ -44,14 +44,14 @@ async def start_gateway(
         reason = core.readiness()
         if reason is None:
             try:
-                placing.takers(core.models())
+                placer.takers(core.models())
             except NoWorker as error:
                 reason = error.message
         return reason
 
     picker = Picker(
         proxy=proxy,
-        placing=placing,
+        placer=placer,
         admission=admission,
         quality=quality,
         metrics=metrics.gateway,

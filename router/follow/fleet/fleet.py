@@ -356,7 +356,7 @@ class Fleet:
         """
         for other in replaced:
             stream = self._streams[other]
-            stream.image_lost(REPLACED)
+            stream.set_image_problem(REPLACED)
             await stream.stop()
             await self._mirror.forget(other)
         try:

@@ -93,7 +93,7 @@ class Membership:
         self._garbage: dict[bytes, bytes] = {}
         self._first = True
         # When the last look was requested.
-        self._asked_s = -math.inf
+        self._requested_s = -math.inf
         # The last look that ended a longer absence of the store. Data read soon after it may be as old as the absence.
         self._back_s = -math.inf
         # The tokens of the routers that count, which always include this process's.
@@ -103,7 +103,7 @@ class Membership:
         # The number of values that were no heartbeats, each counted when it appears.
         self.ignored = 0
 
-    def look(self, fields: Mapping[bytes, bytes], asked_s: float, now_s: float) -> bool:
+    def look(self, fields: Mapping[bytes, bytes], requested_s: float, now_s: float) -> bool:
         """Take the heartbeats of one look; return whether the routers that count, or their refusals, changed.
 
         A heartbeat that is new in this look counts as written when the look before was requested, not later, because a
@@ -111,11 +111,11 @@ class Membership:
 
         Args:
             fields: The stored heartbeats by token.
-            asked_s: When the look was requested.
+            requested_s: When the look was requested.
             now_s: The current time.
         """
-        beaten_s, self._asked_s = self._asked_s, asked_s
-        if asked_s - beaten_s > HEARD_S and not self._first:
+        beaten_s, self._requested_s = self._requested_s, requested_s
+        if requested_s - beaten_s > HEARD_S and not self._first:
             self._back_s = now_s
         seen = self._decode(fields)
         for token, router in list(self._known.items()):
@@ -215,7 +215,7 @@ class Membership:
 
         The entry must have been read soon after it was written, which is unknown after an absence of the store.
         """
-        if now_s - self._asked_s > HEARD_S or shown.since_s - self._back_s <= HEARD_S:
+        if now_s - self._requested_s > HEARD_S or shown.since_s - self._back_s <= HEARD_S:
             return False
         if follower is None or follower.lease < shown.lease:
             return True

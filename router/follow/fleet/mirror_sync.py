@@ -132,7 +132,7 @@ class MirrorSync:
         self._reloads.pop(worker, None)
         await self._leave_log(worker)
         if (stream := self._streams.get(worker)) is not None:
-            stream.image_lost("")
+            stream.set_image_problem("")
 
     async def _leave_log(self, worker: WorkerKey) -> None:
         self._moved.add(worker)
@@ -188,7 +188,7 @@ class MirrorSync:
         self._load(worker, image.places)
         self._follower.add_image(image)
         self._streams[worker].take_image(image)
-        self._streams[worker].image_lost("")
+        self._streams[worker].set_image_problem("")
 
     def take_unreadable(self, worker: WorkerKey, problem: str) -> None:
         """Begin a new worker empty, because its values in Redis cannot be read, and retry the loading."""
@@ -307,7 +307,7 @@ class MirrorSync:
         """Have the worker loaded by `reload`. It earns no credit until then, as its changes are not known here."""
         if self._reads_log(worker):
             self._reloads[worker] = _Reloading(self._clock())
-            self._streams[worker].image_lost(reason)
+            self._streams[worker].set_image_problem(reason)
             self._reload_wanted.set()
 
     async def reload(self) -> None:
@@ -365,7 +365,7 @@ class MirrorSync:
     def _unreadable(self, stream: WorkerStream, problem: str) -> None:
         self._metrics.unreadable_values["worker"].inc()
         log.error("stored values not readable", extra={"worker": stream.worker, "reason": problem})
-        stream.image_lost(problem)
+        stream.set_image_problem(problem)
 
     async def sweep(self) -> None:
         """Free the memory of ended epochs, until cancelled."""

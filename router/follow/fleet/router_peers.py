@@ -120,10 +120,10 @@ class RouterPeers:
 
     async def beat(self) -> None:
         """Write this router's heartbeat, and judge those of the others. Raises StoreError."""
-        membership, ignored, asked_s = self._membership, self._membership.ignored, self._clock()
+        membership, ignored, requested_s = self._membership, self._membership.ignored, self._clock()
         fields = await self._store.peers.beat(self.token, encode_heartbeat(self._heartbeat()))
         self._contact.answered()
-        if membership.look(fields, asked_s, self._clock()):
+        if membership.look(fields, requested_s, self._clock()):
             log.info("routers changed", extra={"routers": len(membership.routers), "refused": len(membership.refusals)})
             self._mine_holds, self._mine_s = False, -math.inf
             self._is_alone = membership.routers == {self.token}

@@ -117,7 +117,7 @@ class WorkerRegistry:
         for subscriber in self._views:
             subscriber(worker, view)
 
-    def engine_said(self, worker: WorkerKey, said: EngineLoad) -> None:
+    def take_engine_load(self, worker: WorkerKey, said: EngineLoad) -> None:
         """Pass on a load report of a worker's engine."""
         for subscriber in self._loads:
             subscriber(worker, said)

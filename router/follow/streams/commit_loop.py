@@ -105,7 +105,7 @@ class CommitLoop:
         lead = self._record.lead
         waits = lead is not None and not lead.backlog.is_empty
         if waits or self._state_fields() != self._written_state:
-            self._record.have_written()
+            self._record.schedule_write()
 
     def _state_fields(self) -> dict[str, bytes]:
         """Return the state that other processes should show, with the number of the lease that it belongs to."""

@@ -118,12 +118,12 @@ class EnginePoller:
             number += 1
             async with services.polls:
                 sign = await self._ask(services.http, self._record.profile.engine.health_path)
-                asked_s = services.clock()
+                requested_s = services.clock()
                 if with_start and isinstance(sign, Pulse):
                     # This is no sign of life by itself, as /metrics is answered even while the engine core is gone.
                     metrics_sign = await self._ask(services.http, METRICS_PATH)
                     sign = metrics_sign if isinstance(metrics_sign, Pulse) else sign
-            for vital_sign in () if sign is None else facts.vitals.observe(sign, asked_s):
+            for vital_sign in () if sign is None else facts.vitals.observe(sign, requested_s):
                 self._take(vital_sign)
             # Not asyncio.timeout, because it would end every pause with two exceptions.
             pause_s = interval_s * services.rng.uniform(1 - JITTER, 1 + JITTER)
@@ -143,7 +143,7 @@ class EnginePoller:
             self.expire("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
             ingest.reports.wants_snapshot = None
         self._record.refresh()
-        self._record.have_written()
+        self._record.schedule_write()
 
     async def _ask(self, http: EngineClient, path: str) -> Pulse | NoPulse | None:
         """Request the path and return the sign of life, or None if this process was too slow to judge."""
@@ -185,5 +185,5 @@ class EnginePoller:
         if (cache := engine.cache_in(page, dp_rank)) is not None and cache != facts.cache:
             facts.cache = cache
             self._record.refresh()
-            self._record.have_written()
+            self._record.schedule_write()
         return Pulse(life)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Holding(msgspec.Struct):
+class HeldLease(msgspec.Struct):
     """A lease of this process, and how much of its worker's log is in the store."""
 
     # The number of the lease.
@@ -23,7 +23,7 @@ class HeldWorkers:
     """
 
     def __init__(self) -> None:
-        self.holdings: dict[str, Holding] = {}
+        self.holdings: dict[str, HeldLease] = {}
         # Workers for which the last attempt to write to the store failed.
         self.refused: set[str] = set()
         # For each worker with changes that the store lacks, the time of the oldest, by this process's clock.

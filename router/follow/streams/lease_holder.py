@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.redis_client.errors import StoredValueError, StoreError
-from kvrouter.router.follow.streams.held_workers import HeldWorkers, Holding
+from kvrouter.router.follow.streams.held_workers import HeldLease, HeldWorkers
 from kvrouter.router.follow.streams.lease_rounds import LOOKS_PER_TTL, LeaseRounds
 from kvrouter.router.follow.streams.stream_metrics import FAILED, StreamMetrics
 from kvrouter.router.index.ingest.net_changes import Hashes
@@ -158,7 +158,7 @@ class LeaseHolder:
     def _have(self, lease: Lease, head: Head) -> None:
         """Note that this process has `lease` now. `head` is the head of `meta` before the lease was taken."""
         self._lease, self._number = lease, lease.number
-        self._held.holdings[self._tag] = Holding(lease.number, head.commits)
+        self._held.holdings[self._tag] = HeldLease(lease.number, head.commits)
 
     def _end(self) -> None:
         """Note that this process has no lease."""

@@ -188,7 +188,7 @@ class SourceSwitch:
         Raises SourceChanged, HandedOver or LeaseLost, or CancelledError if the worker is being stopped.
         """
         # A new worker has an empty epoch to announce before its stream brings anything.
-        self._record.have_written()
+        self._record.schedule_write()
         try:
             async with asyncio.TaskGroup() as group:
                 for coroutine in (

@@ -164,9 +164,9 @@ class WorkerRecord:
         self.drained.set()
         self.refresh()
         # The lease may be a new one, under which nothing was written yet.
-        self.have_written()
+        self.schedule_write()
 
-    def have_written(self) -> None:
+    def schedule_write(self) -> None:
         """Schedule a write of the present state. Its waiting time counts from now, even if the writer is busy."""
         if self.lead is not None:
             waiting = self._services.held.unwritten_since_s
@@ -208,7 +208,7 @@ class WorkerRecord:
                     extra={"worker": view.worker, "state": view.state.value, "reason": view.reason},
                 )
                 # The other processes must learn this, even if the change does not come from the stream.
-                self.have_written()
+                self.schedule_write()
             self._changed()
 
     def _draw(self) -> None:

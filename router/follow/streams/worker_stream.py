@@ -304,7 +304,7 @@ class WorkerStream:
             if self._record.is_elsewhere:
                 self._record.refresh()
 
-    def image_lost(self, reason: str) -> None:
+    def set_image_problem(self, reason: str) -> None:
         """Note why the mirror lacks the worker's blocks in Redis, so the worker earns no credit; "" if it has them."""
         self._record.facts.image_problem = reason
         self._record.refresh()

@@ -61,7 +61,7 @@ class EngineSame(msgspec.Struct, frozen=True):
     """An answer from the same process as before."""
 
     # When the request was sent, on the clock of the stream.
-    asked_s: float
+    requested_s: float
     # When the engine's process started, on the engine's own clock.
     start_s: float
 
@@ -90,12 +90,12 @@ class EngineLiveness:
         self._lost = lost
         self._misses = 0
 
-    def observe(self, sign: Pulse | NoPulse, asked_s: float) -> list[VitalSign]:
+    def observe(self, sign: Pulse | NoPulse, requested_s: float) -> list[VitalSign]:
         """Return the signs of life or death that the next answer, or its absence, gives.
 
         Args:
             sign: The answer, or its absence.
-            asked_s: When the request was sent, on the clock of the stream.
+            requested_s: When the request was sent, on the clock of the stream.
         """
         if isinstance(sign, NoPulse):
             return self._missed(sign)
@@ -111,7 +111,7 @@ class EngineLiveness:
         if sign.start_s is not None:
             before, self.start_s = self.start_s, sign.start_s
             if before == sign.start_s:
-                signs.append(EngineSame(asked_s, sign.start_s))
+                signs.append(EngineSame(requested_s, sign.start_s))
             elif before is not None:
                 signs.append(
                     EngineRestarted(f"its start is {sign.start_s:.2f}, that of the process before {before:.2f}")

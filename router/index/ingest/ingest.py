@@ -125,7 +125,7 @@ class Ingest:
         contact = self.profile.contact
         contact.unproven = self.held.seq is not None
         contact.gap_open = contact.expired = contact.linked = contact.behind = contact.same_life = False
-        contact.next_seq_s = contact.told_start_s = None
+        contact.next_seq_s = contact.reported_start_s = None
         if not contact.missing:
             self.profile.wait_for(incident)
 

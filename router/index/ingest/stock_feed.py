@@ -28,9 +28,9 @@ from kvrouter.events.vllm.stream_items import (
     Incomplete,
     Malformed,
     Proven,
-    ReadAnew,
     ReplayFailed,
     Restarted,
+    RingReread,
     StreamItem,
 )
 from kvrouter.router.base.common.ids import Place
@@ -81,7 +81,7 @@ class StockFeed:
             contact.linked = contact.same_life = False
             # Without a batch there is nothing to prove.
             contact.unproven = self._epoch.seq is not None
-            contact.next_seq_s = contact.told_start_s = None
+            contact.next_seq_s = contact.reported_start_s = None
             if not contact.missing:
                 shown = "; the last known residency is shown" if contact.unproven else ""
                 lost = contact.flood or f"connection to {events} lost"
@@ -108,7 +108,7 @@ class StockFeed:
             )
         elif isinstance(item, Incomplete):
             contact.incomplete = True
-        elif isinstance(item, ReadAnew):
+        elif isinstance(item, RingReread):
             self._epoch.void_life(
                 "the replay endpoint answers again: all that it still has is read again, with what was given up"
             )
@@ -139,8 +139,8 @@ class StockFeed:
         """
         contact = self._contact
         if not contact.unproven:
-            contact.told_start_s = sign.start_s if contact.linked else None
-        elif contact.next_seq_s is not None and sign.asked_s >= contact.next_seq_s:
+            contact.reported_start_s = sign.start_s if contact.linked else None
+        elif contact.next_seq_s is not None and sign.requested_s >= contact.next_seq_s:
             if sign.start_s == contact.process_start_s:
                 contact.next_seq_s = None
                 self._profile.prove()
@@ -213,10 +213,10 @@ class StockFeed:
         profile, contact, epoch = self._profile, self._contact, self._epoch
         if contact.expired:
             return
-        if contact.told_start_s is not None:
+        if contact.reported_start_s is not None:
             # The engine still sends batches over the same connection, so its process is the one that answered over
             # HTTP.
-            contact.process_start_s, contact.told_start_s = contact.told_start_s, None
+            contact.process_start_s, contact.reported_start_s = contact.reported_start_s, None
         if contact.next_seq_s is not None and now - contact.next_seq_s > SAME_PROCESS_WAIT_S:
             self._void_unproven(item.seq, "the engine's HTTP did not say that its process is the same")
         contact.last_event_s = now

@@ -62,7 +62,7 @@ class WorkerEpoch:
     def void_life(self, incident: str) -> None:
         """Begin a new epoch because another life of the engine may have begun, and forget all that was learned."""
         self.void(incident)
-        self.profile.contact.process_start_s = self.profile.contact.told_start_s = None
+        self.profile.contact.process_start_s = self.profile.contact.reported_start_s = None
         self.profile.forget_learned()
 
     def rewrite_epoch(self) -> None:

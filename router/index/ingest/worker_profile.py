@@ -95,7 +95,7 @@ class Contact(msgspec.Struct):
     # The start of the process that sent the blocks held, as reported over its HTTP.
     process_start_s: float | None = None
     # The start of the engine's process, as reported over its HTTP since the last batch.
-    told_start_s: float | None = None
+    reported_start_s: float | None = None
     # When the next seq came after a new connection, while only the engine's HTTP can prove that it is the same life.
     next_seq_s: float | None = None
     # Why a connection was closed that brought more than it may; empty once there is another connection.

@@ -124,9 +124,9 @@ class _Reader:
         self._positions[keys.log(position.worker)] = position
         self._woken.set()
         if self._blocked and self._gathering is None:
-            self._gathering = asyncio.get_running_loop().call_later(GATHER_S, self._read_anew)
+            self._gathering = asyncio.get_running_loop().call_later(GATHER_S, self._restart_read)
 
-    def _read_anew(self) -> None:
+    def _restart_read(self) -> None:
         """End the read under way if it lacks a log that was added."""
         self._gathering = None
         is_behind = any(self._followed.get(log) is not position for log, position in self._positions.items())

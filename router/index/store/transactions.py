@@ -26,7 +26,7 @@ T = TypeVar("T")
 CONFLICTS_MAX = 8
 # The error for a key of another type, which can only be dropped.
 WRONG_TYPE = "WRONGTYPE"
-_OFWRONG_TYPE = "of a type that no router writes"
+_FOREIGN_TYPE = "of a type that no router writes"
 
 UNWATCH = command("UNWATCH")
 _MULTI = command("MULTI")
@@ -75,7 +75,7 @@ class Transactions:
                     # The other commands were executed, so the store is in neither of the two states. Only a new epoch
                     # mends that.
                     await self._drop_foreign(connection, worker)
-                    raise StoredValueError(meta, "a key of its worker", _OFWRONG_TYPE)
+                    raise StoredValueError(meta, "a key of its worker", _FOREIGN_TYPE)
                 raise StoreError(f"{meta}: the server refused a part of a commit: {reply}")
             return True, None
 
@@ -130,7 +130,7 @@ class Transactions:
         except ReplyError as error:
             if error.code != WRONG_TYPE:
                 raise
-            raise StoredValueError(key, field, _OFWRONG_TYPE) from None
+            raise StoredValueError(key, field, _FOREIGN_TYPE) from None
 
     async def reply(self, key: str, order: bytes) -> Any:
         """Return the reply to one command. Raises StoredValueError, as `read` does."""

@@ -20,11 +20,11 @@ Send = Callable[[list[bytes]], None]
 class AnswerTap:
     """The tap of one answer. Times are those of the clock.
 
-    `first_s` is the time of the first bytes, or of a stream's first event; None until then. `uncontested` is whether
+    `first_s` is the time of the first bytes, or of a stream's first event; None until then. `was_alone` is whether
     the request was alone at its worker at that time.
     """
 
-    __slots__ = ("_clock", "_flight", "_reader", "_send", "_streams", "first_s", "last_s", "pause_s", "uncontested")
+    __slots__ = ("_clock", "_flight", "_reader", "_send", "_streams", "first_s", "last_s", "pause_s", "was_alone")
 
     def __init__(
         self, send: Send, clock: Callable[[], float], flight: Flight, *, streams: bool, readable: bool
@@ -47,7 +47,7 @@ class AnswerTap:
         # The time of the last event, and the longest time between two.
         self.last_s = 0.0
         self.pause_s = 0.0
-        self.uncontested = False
+        self.was_alone = False
 
     def __call__(self, parts: list[bytes]) -> None:
         """Pass bytes on, and then examine them."""
@@ -65,7 +65,7 @@ class AnswerTap:
                 return
         if first_s is None:
             self.first_s = now
-            self.uncontested = self._flight.uncontested
+            self.was_alone = self._flight.was_alone
         elif now - self.last_s > self.pause_s:
             self.pause_s = now - self.last_s
         self.last_s = now

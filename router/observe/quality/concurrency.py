@@ -19,7 +19,7 @@ class Flight:
         self._turn = traffic.turns
 
     @property
-    def uncontested(self) -> bool:
+    def was_alone(self) -> bool:
         """Whether no request was there when this one came, and none has come since."""
         return self._alone and self._at.turns == self._turn
 

@@ -351,7 +351,7 @@ class RequestWatch:
         if same_life:
             placement.reused(report.delivered)
         if same_life and not placement.choice.hit.approximate:
-            judge.judge(report.predicted, report.delivered, alone=tap.uncontested)
+            judge.judge(report.predicted, report.delivered, alone=tap.was_alone)
 
 
 def _unjudged_reason(report: ReuseReport, tap: AnswerTap) -> str:

@@ -62,7 +62,7 @@ MAX_ENDINGS = 10_000
 MAX_NOTICES = 64
 
 
-class LoadShare:
+class LoadSync:
     """This process's side of the shared load: a task that publishes its load, and one that reads the others' load."""
 
     def __init__(
@@ -295,7 +295,7 @@ class LoadShare:
             self._whole_wanted = True
             self._news.set()
         for gauge in message.gauges:
-            self._weights.engine_said(gauge.worker, gauge.said, now)
+            self._weights.take_engine_load(gauge.worker, gauge.said, now)
         for ending in message.endings:
             self._answers.append((message.process, ending.number, self._end_here(ending.selection_id, ending.how)))
             self._news.set()

@@ -2,7 +2,7 @@
 """The load that the cost function uses: the routers' count, corrected by the engines' reports. Pure.
 
 It also knows each worker's measured speed. An instance belongs to one process: the load of other processes comes from
-`LoadTable`, and the engines' reports arrive through `engine_said`.
+`LoadTable`, and the engines' reports arrive through `take_engine_load`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LoadModel:
         self._prefill_tokens += (prefill_tokens - self._prefill_tokens) / TYPICAL_REQUESTS
         self._context_tokens += (context_tokens - self._context_tokens) / TYPICAL_REQUESTS
 
-    def engine_said(self, worker: WorkerKey, said: EngineLoad, now: float) -> int:
+    def take_engine_load(self, worker: WorkerKey, said: EngineLoad, now: float) -> int:
         """Apply an engine's report of its load, and return how many reservations it ended in this process."""
         ended = 0
         if said.requests == 0:

@@ -82,7 +82,7 @@ class HitSource(Protocol):
         """Return the blocks that were stored lately in the GPU caches of the model's workers."""
         ...
 
-    def state_pools(self) -> None:
+    def take_pool_sizes(self) -> None:
         """Apply the sizes of GPU caches that engines have stated since the last call."""
 
     def resume_rule(self, worker: WorkerKey) -> ResumeRule | None:

@@ -99,6 +99,7 @@ class Placement:
         "_ends",
         "choice",
         "decode_tokens",
+        "first_token_s",
         "has_moved",
         "names",
         "num_tokens",
@@ -109,7 +110,6 @@ class Placement:
         "prefilling",
         "queued_s",
         "selection_id",
-        "told_s",
         "url",
         "worker",
     )
@@ -149,7 +149,7 @@ class Placement:
         # Whether the first token is still to come.
         self.prefilling = True
         # When the first token came.
-        self.told_s: float | None = None
+        self.first_token_s: float | None = None
 
     def handed_over(self) -> None:
         """End the load at the prefill worker, which has computed the prompt; the decode worker is next."""

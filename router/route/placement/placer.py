@@ -21,7 +21,7 @@ from kvrouter.router.base.redis_client.servers import Servers
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
 from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE, RELEASE
-from kvrouter.router.route.load.load_sync import LoadShare
+from kvrouter.router.route.load.load_sync import LoadSync
 from kvrouter.router.route.load.load_table import LoadTable
 from kvrouter.router.route.load.prompts_ahead import PromptAhead
 from kvrouter.router.route.load.worker_load import Correction, LoadModel, WorkerBacklog
@@ -112,9 +112,9 @@ class Placer:
         metrics.before_page(self._measure)
         supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
         self._line = AdmissionQueue(self.reserve, self.tick, config, metrics, clock, supervisor)
-        self._share: LoadShare | None = None
+        self._share: LoadSync | None = None
         if servers is not None:
-            self._share = LoadShare(
+            self._share = LoadSync(
                 self.weights,
                 servers,
                 process=process,
@@ -311,9 +311,9 @@ class Placer:
                 f"no reservation {printable(selection_id)!r}: it was released, has expired, or was never made"
             )
 
-    def engine_said(self, worker: WorkerKey, said: EngineLoad) -> None:
+    def take_engine_load(self, worker: WorkerKey, said: EngineLoad) -> None:
         """Apply the load that an engine reported to this process."""
-        ended = self.weights.engine_said(worker, said, self._clock())
+        ended = self.weights.take_engine_load(worker, said, self._clock())
         self._metrics.load.voided.inc(ended)
         if self._share is not None:
             self._share.gauge(worker, said)
@@ -379,7 +379,7 @@ class Placer:
         self._reservations.expire(now)
         self.weights.tick(workers, now)
         self._decider.expire(now)
-        self._fleet.state_pools()
+        self._fleet.take_pool_sizes()
         self._selections.expire(now)
         if self._share is not None:
             self._share.tick()

@@ -127,7 +127,7 @@ class Reservations:
         if not placement.prefilling:
             return
         placement.prefilling = False
-        now = placement.told_s = self._clock()
+        now = placement.first_token_s = self._clock()
         self._computed(placement)
         if (part := placement.prefill) is not None:
             # The client that sent both requests did not report the end of the prefill.
@@ -180,8 +180,8 @@ class Reservations:
             if placement.prefill is not None:
                 self._decider.failed(placement.prefill.worker, placement.names, now)
                 self._end_prefill(placement, now)
-        elif output_tokens is not None and placement.told_s is not None:
-            self._weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.told_s)
+        elif output_tokens is not None and placement.first_token_s is not None:
+            self._weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.first_token_s)
         self._metrics.ended["released"].inc()
         self._freed()
 

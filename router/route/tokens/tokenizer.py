@@ -386,7 +386,7 @@ class TextTokenizer:
             answer = await self._client.post(url, path, render_body(request, model), authorization)
             ids, items = await self._parsed(answer, lambda: rendered(request.kind, answer))
             return FoundTokens(ids, "render", items)
-        body = tokenize_body(request, verdict.tokenize_habits, verdict.ways)
+        body = tokenize_body(request, verdict.tokenize_quirks, verdict.ways)
         answer = await self._client.post(url, TOKENIZE_PATH, body, authorization)
         return FoundTokens(await self._parsed(answer, lambda: tokenized_ids(answer)), "tokenize")
 
@@ -401,10 +401,10 @@ class TextTokenizer:
         """Return the quirks with which the local tokenizer agrees with all engines, or None if it does not."""
         if not self._engines.of(model):
             # There is no engine to compare with; `health` reports that.
-            return self._local[model].likely_habits()[0]
+            return self._local[model].likely_quirks()[0]
         verdicts = list((await self._engines.verdicts(model)).values())
         trusted = all(verdict.local.get(feature) == EQUAL for verdict in verdicts for feature in request.features)
-        return verdicts[0].local_habits if verdicts and trusted else None
+        return verdicts[0].local_quirks if verdicts and trusted else None
 
 
 def _whole(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:

@@ -25,7 +25,7 @@ STOPPING = "this router is shutting down; send new requests to another one"
 
 def watch_routes(
     core: CorePort,
-    placing: Placer,
+    placer: Placer,
     tokens: TokensPort | None,
     proxy: Proxy | None,
     sources: SourcesPort | None,
@@ -41,7 +41,7 @@ def watch_routes(
     @router.get("/health", summary="Does the process serve?", operation_id="health", responses=gives(HealthReply))
     async def health(request: Request) -> Response:
         """200 as long as the process serves; `degraded` comes with its reasons; warnings degrade nothing."""
-        reasons = [*core.health(), *placing.health(), *(() if tokens is None else tokens.health())]
+        reasons = [*core.health(), *placer.health(), *(() if tokens is None else tokens.health())]
         reasons += () if proxy is None else proxy.health()
         reasons += () if sources is None else sources.health()
         reasons += access.health()
@@ -60,7 +60,7 @@ def watch_routes(
         if reason is not None:
             raise NoWorker(f"not ready: {reason}", code="not_ready")
         try:
-            takers = placing.takers(core.models())
+            takers = placer.takers(core.models())
         except NoWorker as error:
             raise NoWorker(f"not ready: {error.message}", code="not_ready") from None
         return respond(request, ReadyReply("ready", True, len({worker[:2] for worker in takers})))

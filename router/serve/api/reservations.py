@@ -40,7 +40,7 @@ ENDED = EndedReply("ok")
 OneModel = Annotated[str | None, Query(alias="model_name", description="only this model")]
 
 
-def end_here(placing: Placer, method: str, path: str) -> str | None:
+def end_here(placer: Placer, method: str, path: str) -> str | None:
     """End a reservation of this process without waiting, and return the route of the request that ends it.
 
     Return None if the request is another one or the reservation belongs to another process; nothing has changed then.
@@ -48,10 +48,10 @@ def end_here(placing: Placer, method: str, path: str) -> str | None:
     selection_id, slash, part = path.removeprefix("/reservations/").partition("/")
     route = f"{RELEASE_ROUTE}{slash}{part}"
     how = ENDINGS.get((method, route))
-    return route if how is not None and placing.end_here(selection_id, how) else None
+    return route if how is not None and placer.end_here(selection_id, how) else None
 
 
-def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> APIRouter:
+def load_routes(core: CorePort, placer: Placer, selecting: SelectRoutes) -> APIRouter:
     """Return the routes, bound to the placer. `core` has the workers' ids as they were registered."""
     router = APIRouter(tags=["load"])
 
@@ -85,7 +85,7 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
     )
     async def release(request: Request, selection_id: str) -> Response:
         """Works at any router process, whichever made the reservation."""
-        await placing.release(selection_id)
+        await placer.release(selection_id)
         return respond(request, ENDED)
 
     @router.post(
@@ -96,7 +96,7 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
     )
     async def prefill_complete(request: Request, selection_id: str) -> Response:
         """Repeating it changes nothing."""
-        await placing.prefill_complete(selection_id)
+        await placer.prefill_complete(selection_id)
         return respond(request, ENDED)
 
     @router.post(
@@ -110,7 +110,7 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
 
         The expected length of an answer was counted with its prompt, so a block adds nothing.
         """
-        await placing.prefill_complete(selection_id)
+        await placer.prefill_complete(selection_id)
         return respond(request, ENDED)
 
     @router.get(
@@ -118,16 +118,16 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
     )
     async def loads(request: Request, model: OneModel = None) -> Response:
         by_model: dict[str, list[WorkerLoadView]] = {}
-        for view in placing.burdens():
+        for view in placer.burdens():
             if model in (None, view.worker.model):
                 by_model.setdefault(view.worker.model, []).append(view)
         return respond(request, [_model_load(name, views) for name, views in by_model.items()])
 
     def _model_load(name: str, views: list[WorkerLoadView]) -> ModelLoadReply:
         """Return the entry of one model."""
-        block_tokens = placing.hash_block_size(name)
-        waiting, tokens = placing.waiting(name)
-        loads = [_worker_load(view, core.given_id(view.worker), block_tokens, placing.now()) for view in views]
+        block_tokens = placer.hash_block_size(name)
+        waiting, tokens = placer.waiting(name)
+        loads = [_worker_load(view, core.given_id(view.worker), block_tokens, placer.now()) for view in views]
         return ModelLoadReply(name, ROUTING_GROUP, loads, waiting, tokens)
 
     return router

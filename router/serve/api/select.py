@@ -58,14 +58,14 @@ class SelectRoutes:
     def __init__(
         self,
         core: CorePort,
-        placing: Placer,
+        placer: Placer,
         tokens: TokensPort | None,
         asking: QueryRoutes,
         metrics: HttpMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._core = core
-        self._placing = placing
+        self._placer = placer
         # Tokenizes texts; with None, texts are refused.
         self._tokens = tokens
         self._asking = asking
@@ -107,14 +107,14 @@ class SelectRoutes:
         prefill_tokens = 0 if body.track_prefill_tokens is False else body.effective_prefill_tokens
         if prefill_tokens is not None and prefill_tokens > question.num_tokens:
             raise BadQuestion(f"effective_prefill_tokens exceeds the prompt's {question.num_tokens} tokens")
-        return self._placing.reserve(ask, anyway=True, prefill_tokens=prefill_tokens)
+        return self._placer.reserve(ask, anyway=True, prefill_tokens=prefill_tokens)
 
     def _claim(self, body: Any) -> Placement:
         """Reserve the place that an earlier `/select` chose under this selection id."""
         check_group(body.routing_group)
         if body.selection_id is None:
             raise BadQuestion("give worker_id, or only selection_id to claim what an earlier /select chose under it")
-        return self._placing.claim(body.selection_id, model_of(body))
+        return self._placer.claim(body.selection_id, model_of(body))
 
     def _select(
         self, request: HotRequest, decide: Callable[[PlacementRequest], SelectReply]
@@ -193,9 +193,9 @@ class SelectRoutes:
 
     def _choose(self, ask: PlacementRequest) -> SelectReply:
         """Choose a worker without reserving it, and return the reply."""
-        selection_id = ask.selection_id or self._placing.new_id()
+        selection_id = ask.selection_id or self._placer.new_id()
         start = self._clock()
-        choice = self._placing.choose(ask, selection_id)
+        choice = self._placer.choose(ask, selection_id)
         if not ask.dry_run:
             self._observe(self._clock() - start)
         return self._reply(ask.question, choice, selection_id, reserved=False)
@@ -203,13 +203,13 @@ class SelectRoutes:
     def _reserve(self, ask: PlacementRequest) -> SelectReply:
         """Choose and reserve a worker, and return the reply."""
         start = self._clock()
-        placement = self._placing.reserve(ask)
+        placement = self._placer.reserve(ask)
         self._observe(self._clock() - start)
         return self._reply(ask.question, placement.choice, placement.selection_id, reserved=True)
 
     def _reply(self, question: Question, choice: Choice, selection_id: str, *, reserved: bool) -> SelectReply:
         worker = choice.hit.worker
-        decode_tokens = self._placing.decode_tokens(worker) + (0 if reserved else question.num_tokens)
+        decode_tokens = self._placer.decode_tokens(worker) + (0 if reserved else question.num_tokens)
         block_size = self._core.hash_block_size(question.model)
         reply = SelectReply(
             selection_id=selection_id,

@@ -62,7 +62,7 @@ class Picker:
         self,
         *,
         proxy: Proxy,
-        placing: Placer,
+        placer: Placer,
         admission: Admission,
         quality: Quality,
         metrics: GatewayMetrics,
@@ -75,7 +75,7 @@ class Picker:
         rng: random.Random,
     ) -> None:
         self._proxy = proxy
-        self._placing = placing
+        self._placer = placer
         self._admission = admission
         self._quality = quality
         self._metrics = metrics
@@ -128,7 +128,7 @@ class Picker:
         """Return a route to any worker that takes requests, for a request without a prompt. Raises NoWorker."""
         outside, endpoints = self._endpoints().outside(request.subset), self._endpoints()
         usable = endpoints.of.keys() - outside
-        takers = [worker for worker in self._placing.takers(self._models()) if worker in usable]
+        takers = [worker for worker in self._placer.takers(self._models()) if worker in usable]
         if not takers:
             raise _nobody(None, endpoints, request.subset)
         self._metrics.requests(OTHER_PATH, "passed").inc()
@@ -165,7 +165,7 @@ class Picker:
         for _ in range(2):
             outside = self._endpoints().outside(subset)
             try:
-                placement = await self._placing.place(excluding(ask, outside) if outside else ask)
+                placement = await self._placer.place(excluding(ask, outside) if outside else ask)
             except NoWorker:
                 model, usable = ask.question.model, self._endpoints().of.keys()
                 if outside and not any(worker.model == model for worker in usable - outside):

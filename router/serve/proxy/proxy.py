@@ -63,7 +63,7 @@ class Proxy:
     def __init__(
         self,
         *,
-        placing: Placer,
+        placer: Placer,
         tokens: Tokens,
         # Returns the model that a request's `model` means.
         resolve: Callable[[str], ServedModel],
@@ -85,7 +85,7 @@ class Proxy:
         shows_hits: bool = True,
     ) -> None:
         """Build the parts of the proxy. Nothing is connected yet."""
-        self._placing = placing
+        self._placer = placer
         self.reader = RequestReader(tokens, resolve, lambda: sorted(self.addresses().models), self.client_authorization)
         self._registrations = registrations
         self._admission = admission
@@ -238,13 +238,13 @@ class Proxy:
 
         Raises NoWorker if there is none, and the errors of `Placer.place`.
         """
-        placement = await self._placing.place(ask)
+        placement = await self._placer.place(ask)
         addresses = self.addresses()
         if placement.worker in addresses.targets:
             return placement
         placement.done()
         if ask.pinned is None:
-            placement = await self._placing.place(excluding(ask, addresses.unreachable))
+            placement = await self._placer.place(excluding(ask, addresses.unreachable))
             if placement.worker in addresses.targets:
                 return placement
             placement.done()

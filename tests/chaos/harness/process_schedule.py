@@ -219,7 +219,7 @@ class ProcessSchedule(Stage):
                 continue
             engine = self._rng_free_choice()
             tokens = engine.prompts[self.outcome.samples % len(engine.prompts)]
-            asked_s = time.monotonic()
+            requested_s = time.monotonic()
             try:
                 before = await router.rows()
                 hits = await router.gpu_hits(tokens)
@@ -229,7 +229,7 @@ class ProcessSchedule(Stage):
                 continue
             for name in before.keys() & hits.keys() & after.keys():
                 self._look(router, self._engine(name), tokens, before[name], hits[name], after[name])
-                self._look_how_old(router, self._engine(name), before[name], after[name], asked_s)
+                self._look_how_old(router, self._engine(name), before[name], after[name], requested_s)
 
     def _rng_free_choice(self) -> Engine:
         # The engines are chosen in turn, not at random: the number of samples depends on time, and must not change the
@@ -281,14 +281,16 @@ class ProcessSchedule(Stage):
                 )
 
     def _look_how_old(
-        self, router: ProcessRouter, engine: Engine, before: dict[str, Any], after: dict[str, Any], asked_s: float
+        self, router: ProcessRouter, engine: Engine, before: dict[str, Any], after: dict[str, Any], requested_s: float
     ) -> None:
         """Check that a live worker shows messages that are two seconds old, whatever the store does."""
         undisturbed = self.outcome.fault in (STORE_HANGS, ROUTER_REFUSES) and not engine.news_blocked
         if not undisturbed or not (_settled(before) and _settled(after)) or before["epoch"] != after["epoch"]:
             return
         ages_s = [
-            life.behind_s(after["seq"], asked_s) for life in engine.history.current if life.at(after["seq"]) is not None
+            life.behind_s(after["seq"], requested_s)
+            for life in engine.history.current
+            if life.at(after["seq"]) is not None
         ]
         if ages_s and min(ages_s) > NEWS_S:
             self.outcome.behind += 1

@@ -47,7 +47,7 @@ from kvrouter.router.route.tokens.token_request import Feature, TokenRequest
 EQUAL = ""
 
 # The quirks that can matter with /tokenize, which handles a template's content parts itself.
-TOKENIZE_HABITS = tuple(
+TOKENIZE_QUIRKS = tuple(
     RenderQuirks(keeps_unused_tools=keeps, merges_system=merges) for merges in (False, True) for keeps in (True, False)
 )
 
@@ -62,7 +62,7 @@ class LocalMaker(Protocol):
         """The memory held by its cache."""
         ...
 
-    def ids(self, asked: TokenRequest, habits: RenderQuirks) -> NDArray[np.int64]:
+    def ids(self, asked: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
         """Return the tokens that an engine with these quirks makes.
 
         Raises:
@@ -70,7 +70,7 @@ class LocalMaker(Protocol):
         """
         ...
 
-    def likely_habits(self) -> tuple[RenderQuirks, ...]:
+    def likely_quirks(self) -> tuple[RenderQuirks, ...]:
         """Return the quirks that an engine may have with this tokenizer's template, the most likely first."""
         ...
 
@@ -86,10 +86,10 @@ class Verdict(msgspec.Struct, frozen=True, eq=False):
     # For each feature, EQUAL if /tokenize makes the engine's tokens, or the reason why not; and the quirks with which
     # it does.
     tokenizes: dict[Feature, str] = {}
-    tokenize_habits: RenderQuirks = RenderQuirks()
+    tokenize_quirks: RenderQuirks = RenderQuirks()
     # The same for the local tokenizer.
     local: dict[Feature, str] = {}
-    local_habits: RenderQuirks = RenderQuirks()
+    local_quirks: RenderQuirks = RenderQuirks()
     # The engine's own result for each probe.
     truths: dict[Feature, Truth] = {}
 
@@ -126,18 +126,18 @@ class Verifier:
             renders_messages, truths[feature] = await self._truth(model, engine, probe, renders_messages)
         probes |= message_probes
         tokenizes: dict[Feature, str] = {}
-        tokenize_habits = RenderQuirks()
+        tokenize_quirks = RenderQuirks()
         if not renders_messages:
             unrendered = message_probes if renders else probes
-            tokenizes, tokenize_habits = await self._tokenizes(engine, unrendered, truths)
+            tokenizes, tokenize_quirks = await self._tokenizes(engine, unrendered, truths)
         local: dict[Feature, str] = {}
-        local_habits = RenderQuirks()
+        local_quirks = RenderQuirks()
         maker = self._local.get(model)
         if maker is not None:
-            local, local_habits = best(
-                [(compared(maker.ids, quirks, probes, truths), quirks) for quirks in maker.likely_habits()]
+            local, local_quirks = best(
+                [(compared(maker.ids, quirks, probes, truths), quirks) for quirks in maker.likely_quirks()]
             )
-        return Verdict(ways, renders, renders_messages, tokenizes, tokenize_habits, local, local_habits, truths)
+        return Verdict(ways, renders, renders_messages, tokenizes, tokenize_quirks, local, local_quirks, truths)
 
     async def _truth(self, model: str, engine: Engine, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
         """Return whether the engine renders, and its own result for the probe.
@@ -169,7 +169,7 @@ class Verifier:
     ) -> tuple[dict[Feature, str], RenderQuirks]:
         """Return the results of /tokenize with the quirks that explain the most probes, and these quirks."""
         attempts: list[tuple[dict[Feature, str], RenderQuirks]] = []
-        for quirks in TOKENIZE_HABITS:
+        for quirks in TOKENIZE_QUIRKS:
             results: dict[Feature, str] = {}
             for feature, probe in probes.items():
                 results[feature] = await self._tokenized(engine, probe, truths[feature], quirks)
@@ -198,20 +198,20 @@ class Verifier:
 
 
 def compared(
-    make: Make, habits: RenderQuirks, probes: dict[Feature, TokenRequest], truths: dict[Feature, Truth]
+    make: Make, quirks: RenderQuirks, probes: dict[Feature, TokenRequest], truths: dict[Feature, Truth]
 ) -> dict[Feature, str]:
     """Return for each feature EQUAL, or how the tokens made here differ from the engine's.
 
     Args:
         make: Makes the tokens of a probe.
-        habits: The quirks to make them with.
+        quirks: The quirks to make them with.
         probes: The probe of each feature.
         truths: The engine's own result for each probe.
     """
     results: dict[Feature, str] = {}
     for feature, probe in probes.items():
         try:
-            ids = make(probe, habits)
+            ids = make(probe, quirks)
         except (TokensUnknown, BadQuestion) as error:
             results[feature] = f"not read here: {error}"
         else:

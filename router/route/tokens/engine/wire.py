@@ -60,7 +60,7 @@ def count_body(asked: TokenRequest, model: str) -> bytes:
     return msgspec.json.encode(asked.fields | {"model": model})
 
 
-def tokenize_body(asked: TokenRequest, habits: RenderQuirks, ways: TokenEndpoints) -> bytes:
+def tokenize_body(asked: TokenRequest, quirks: RenderQuirks, ways: TokenEndpoints) -> bytes:
     """Return the body for the /tokenize of an engine with these quirks and endpoints.
 
     Raises:
@@ -69,7 +69,7 @@ def tokenize_body(asked: TokenRequest, habits: RenderQuirks, ways: TokenEndpoint
     if asked.kind == "messages":
         if not ways.reads_messages:
             raise TokensUnknown("unsupported", "what this engine makes of messages of Anthropic's API is not known")
-        asked = as_chat(asked, merges_system=habits.merges_system)
+        asked = as_chat(asked, merges_system=quirks.merges_system)
     for name in ONLY_RENDERED:
         if asked.has(name):
             raise TokensUnknown(
@@ -85,7 +85,7 @@ def tokenize_body(asked: TokenRequest, habits: RenderQuirks, ways: TokenEndpoint
         )
     names = asked.fields.keys() - ways.ignored_fields if ways.chat_fields is None else ways.chat_fields
     body = {name: asked.fields[name] for name in names if name in asked.fields}
-    if drops_tools(asked, habits):
+    if drops_tools(asked, quirks):
         body.pop("tools", None)
     if not ways.names_arguments:
         return msgspec.json.encode(body)
@@ -97,9 +97,9 @@ def tokenize_body(asked: TokenRequest, habits: RenderQuirks, ways: TokenEndpoint
     return msgspec.json.encode(body)
 
 
-def drops_tools(asked: TokenRequest, habits: RenderQuirks) -> bool:
+def drops_tools(asked: TokenRequest, quirks: RenderQuirks) -> bool:
     """Return whether the engine leaves the tools out of the prompt."""
-    return not habits.keeps_unused_tools and asked.value("tool_choice") == "none"
+    return not quirks.keeps_unused_tools and asked.value("tool_choice") == "none"
 
 
 def template_arguments(asked: TokenRequest) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class LocalTokenizer:
         """The memory held by the cache of pieces."""
         return self._pieces.held_bytes
 
-    def ids(self, asked: TokenRequest, habits: RenderQuirks) -> NDArray[np.int64]:
+    def ids(self, asked: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
         """Return the tokens that an engine with these quirks makes of a request.
 
         Raises:
@@ -87,7 +87,7 @@ class LocalTokenizer:
             if asked.has(name):
                 raise TokensUnknown("unsupported", f"{name} is not read by the tokenizer here; the engine reads it")
         if asked.kind == "messages":
-            asked = as_chat(asked, merges_system=habits.merges_system)
+            asked = as_chat(asked, merges_system=quirks.merges_system)
         special = asked.value("add_special_tokens")
         if asked.kind == "text":
             text = asked.value("prompt")
@@ -96,7 +96,7 @@ class LocalTokenizer:
             return self._encoded(text, special is not False)
         if asked.kind != "chat":
             raise TokensUnknown("unsupported", "the tokenizer here reads chats and completions alone")
-        return self._encoded(self._chat(asked, habits), special is True)
+        return self._encoded(self._chat(asked, quirks), special is True)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> NDArray[np.int64]:
         """Return the ids of a text; raise TokensUnknown if there are none."""
@@ -125,7 +125,7 @@ class LocalTokenizer:
         template_context |= {"tools": tool_definitions, "add_generation_prompt": generation}
         return template.render(messages, continued=continued, arguments=template_context)
 
-    def likely_habits(self) -> tuple[RenderQuirks, ...]:
+    def likely_quirks(self) -> tuple[RenderQuirks, ...]:
         """Return the quirks that an engine with this template may have, the most likely first.
 
         If the template loops over a message's content, it probably reads parts.

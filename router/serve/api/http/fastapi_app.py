@@ -112,7 +112,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 def build_api(
     core: CorePort,
-    placing: Placer,
+    placer: Placer,
     config: Config,
     metrics: HttpMetrics,
     clock: Callable[[], float],
@@ -129,7 +129,7 @@ def build_api(
 
     Args:
         core: The index and its workers.
-        placing: Places prompts.
+        placer: Places prompts.
         config: The settings.
         metrics: The metrics of HTTP.
         clock: Returns monotonic seconds; measures decisions.
@@ -160,14 +160,14 @@ def build_api(
             Exception: _on_bug,
         },
     )
-    watching = watch_routes(core, placing, tokens, proxy, sources, metrics, shutdown, app, access)
+    watching = watch_routes(core, placer, tokens, proxy, sources, metrics, shutdown, app, access)
     asking = QueryRoutes(core, metrics, clock)
-    selecting = SelectRoutes(core, placing, tokens, asking, metrics, clock)
+    selecting = SelectRoutes(core, placer, tokens, asking, metrics, clock)
     pages = page_files()
     app.state.routes = []
     for router in (
         worker_routes(core, tokens, proxy, sources),
-        load_routes(core, placing, selecting),
+        load_routes(core, placer, selecting),
         model_routes(core),
         watching,
         *([] if watch is None else [decision_routes(watch)]),
@@ -189,7 +189,7 @@ def build_api(
     return HttpApi(
         hot,
         streams,
-        partial(end_here, placing),
+        partial(end_here, placer),
         app,
         config,
         metrics,
