@@ -47,13 +47,13 @@ class Here:
         self.wrong = wrong
         self.made = 0
 
-    def ids(self, asked: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
+    def ids(self, request: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
         self.made += 1
-        if asked.kind == "responses" or asked.has("chat_template"):
+        if request.kind == "responses" or request.has("chat_template"):
             raise TokensUnknown("unsupported", "chat_template is not read here")
-        body = {name: asked.value(name) for name in asked.fields}
+        body = {name: request.value(name) for name in request.fields}
         tokens = tokens_of(body, drop_tools=not quirks.keeps_unused_tools)
-        return np.array([7, *tokens] if self.wrong in asked.features else tokens, np.int64)
+        return np.array([7, *tokens] if self.wrong in request.features else tokens, np.int64)
 
     def likely_quirks(self) -> tuple[RenderQuirks, ...]:
         return (RenderQuirks(), RenderQuirks(keeps_unused_tools=False))

@@ -22,7 +22,7 @@ BILLING = "x-anthropic-billing-header"
 TEXT, THINKING, REDACTED = "text", "thinking", "redacted_thinking"
 
 
-def as_chat(asked: TokenRequest, *, merges_system: bool) -> TokenRequest:
+def as_chat(request: TokenRequest, *, merges_system: bool) -> TokenRequest:
     """Return the chat that an engine makes of a message.
 
     With `merges_system`, later system messages move to the front, because the engine's template accepts none elsewhere.
@@ -30,12 +30,12 @@ def as_chat(asked: TokenRequest, *, merges_system: bool) -> TokenRequest:
     Raises:
         TokensUnknown: Only the engine can read the message.
     """
-    effort = asked.value("output_config")
+    effort = request.value("output_config")
     if isinstance(effort, dict) and effort.get("effort") is not None:
         raise _left("output_config.effort")
-    leading = _system(asked.value("system"))
+    leading = _system(request.value("system"))
     messages: list[dict[str, Any]] = []
-    for message in asked.messages:
+    for message in request.messages:
         if is_inline_system(message):
             text = _system_text(message.get("content"))
             if merges_system:
@@ -47,12 +47,12 @@ def as_chat(asked: TokenRequest, *, merges_system: bool) -> TokenRequest:
     if any(leading):
         messages.insert(0, {"role": "system", "content": "".join(leading)})
     fields: dict[str, Any] = {"messages": messages}
-    if (tools := asked.value("tools")) is not None:
+    if (tools := request.value("tools")) is not None:
         fields["tools"] = _tools(tools)
-    choice = asked.value("tool_choice")
+    choice = request.value("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "none":
         fields["tool_choice"] = "none"
-    if (arguments := asked.value("chat_template_kwargs")) is not None:
+    if (arguments := request.value("chat_template_kwargs")) is not None:
         fields["chat_template_kwargs"] = arguments
     return TokenRequest("chat", {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()})
 

@@ -62,7 +62,7 @@ class LocalMaker(Protocol):
         """The memory held by its cache."""
         ...
 
-    def ids(self, asked: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
+    def ids(self, request: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
         """Return the tokens that an engine with these quirks makes.
 
         Raises:

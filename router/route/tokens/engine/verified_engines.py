@@ -175,7 +175,7 @@ class VerifiedEngines:
         verdicts = [judged.verdict for judged in states if judged is not None and judged.verdict is not None]
         return 0 < len(verdicts) == len(states) and all(same_truths(verdicts[0], other) for other in verdicts[1:])
 
-    def why_none(self, model: str, asked: TokenRequest, verdicts: Mapping[str, Verdict]) -> TokensUnknown:
+    def why_none(self, model: str, request: TokenRequest, verdicts: Mapping[str, Verdict]) -> TokensUnknown:
         """Return the error that says why none of the model's engines can make a request's tokens."""
         if not verdicts:
             failed = [judged for (judged_model, _), judged in self._judged.items() if judged_model == model]
@@ -187,7 +187,7 @@ class VerifiedEngines:
             reason = failed[0].reason if failed[0].reason == "unauthorized" else "unreachable"
             return TokensUnknown(reason, failed[0].problem)
         verdict = next(iter(verdicts.values()))
-        for feature in asked.features:
+        for feature in request.features:
             result = verdict.tokenizes.get(feature, EQUAL)
             if result != EQUAL:
                 return TokensUnknown(
@@ -255,11 +255,11 @@ class VerifiedEngines:
         return problems
 
 
-def token_path(verdict: Verdict, asked: TokenRequest) -> Source | None:
+def token_path(verdict: Verdict, request: TokenRequest) -> Source | None:
     """Return the way in which this engine can be queried for the request's tokens, or None if there is none."""
-    if verdict.renders_messages if asked.kind == "messages" else verdict.renders:
+    if verdict.renders_messages if request.kind == "messages" else verdict.renders:
         return "render"
-    if all(verdict.tokenizes.get(feature) == EQUAL for feature in asked.features) and _tokenizable(asked):
+    if all(verdict.tokenizes.get(feature) == EQUAL for feature in request.features) and _tokenizable(request):
         return "tokenize"
     return None
 

@@ -46,63 +46,63 @@ class RenderQuirks(msgspec.Struct, frozen=True):
     merges_system: bool = False
 
 
-def render_body(asked: TokenRequest, model: str) -> bytes:
+def render_body(request: TokenRequest, model: str) -> bytes:
     """Return the body for a render endpoint.
 
     Its mm_payload makes the engine return only the places and the hashes of images and other media.
     """
-    added = {"model": model, "max_tokens": 1} if asked.kind == "messages" else {}
-    return msgspec.json.encode(asked.fields | added | {"mm_payload": "none"})
+    added = {"model": model, "max_tokens": 1} if request.kind == "messages" else {}
+    return msgspec.json.encode(request.fields | added | {"mm_payload": "none"})
 
 
-def count_body(asked: TokenRequest, model: str) -> bytes:
+def count_body(request: TokenRequest, model: str) -> bytes:
     """Return the body that queries the length of a message."""
-    return msgspec.json.encode(asked.fields | {"model": model})
+    return msgspec.json.encode(request.fields | {"model": model})
 
 
-def tokenize_body(asked: TokenRequest, quirks: RenderQuirks, ways: TokenEndpoints) -> bytes:
+def tokenize_body(request: TokenRequest, quirks: RenderQuirks, ways: TokenEndpoints) -> bytes:
     """Return the body for the /tokenize of an engine with these quirks and endpoints.
 
     Raises:
         TokensUnknown: /tokenize cannot show how the real endpoint would read the request.
     """
-    if asked.kind == "messages":
+    if request.kind == "messages":
         if not ways.reads_messages:
             raise TokensUnknown("unsupported", "what this engine makes of messages of Anthropic's API is not known")
-        asked = as_chat(asked, merges_system=quirks.merges_system)
+        asked = as_chat(request, merges_system=quirks.merges_system)
     for name in ONLY_RENDERED:
-        if asked.has(name):
+        if request.has(name):
             raise TokensUnknown(
                 "unsupported", f"{name} is read by the engine's render endpoint alone ({ways.how_to_render})"
             )
-    if asked.kind == "text":
-        body: dict[str, Any] = {name: asked.fields[name] for name in ways.text_fields if name in asked.fields}
+    if request.kind == "text":
+        body: dict[str, Any] = {name: request.fields[name] for name in ways.text_fields if name in request.fields}
         return msgspec.json.encode(body)
-    if asked.kind != "chat":
+    if request.kind != "chat":
         raise TokensUnknown(
             "unsupported",
             f"{REAL_PATHS.get(asked.kind, asked.kind)} has a render endpoint alone ({ways.how_to_render})",
         )
-    names = asked.fields.keys() - ways.ignored_fields if ways.chat_fields is None else ways.chat_fields
-    body = {name: asked.fields[name] for name in names if name in asked.fields}
-    if drops_tools(asked, quirks):
+    names = request.fields.keys() - ways.ignored_fields if ways.chat_fields is None else ways.chat_fields
+    body = {name: request.fields[name] for name in names if name in request.fields}
+    if drops_tools(request, quirks):
         body.pop("tools", None)
     if not ways.names_arguments:
         return msgspec.json.encode(body)
-    if any("reasoning_content" in message for message in asked.messages):
-        body["messages"] = [with_reasoning(message) for message in asked.messages]
-    arguments = template_arguments(asked)
+    if any("reasoning_content" in message for message in request.messages):
+        body["messages"] = [with_reasoning(message) for message in request.messages]
+    arguments = template_arguments(request)
     if arguments:
         body["chat_template_kwargs"] = arguments
     return msgspec.json.encode(body)
 
 
-def drops_tools(asked: TokenRequest, quirks: RenderQuirks) -> bool:
+def drops_tools(request: TokenRequest, quirks: RenderQuirks) -> bool:
     """Return whether the engine leaves the tools out of the prompt."""
-    return not quirks.keeps_unused_tools and asked.value("tool_choice") == "none"
+    return not quirks.keeps_unused_tools and request.value("tool_choice") == "none"
 
 
-def template_arguments(asked: TokenRequest) -> dict[str, Any]:
+def template_arguments(request: TokenRequest) -> dict[str, Any]:
     """Return the template's further arguments: the client's own, and those made of fields of the chat.
 
     Source: vLLM 0.32.0 ChatCompletionRequest.build_chat_params.
@@ -110,12 +110,12 @@ def template_arguments(asked: TokenRequest) -> dict[str, Any]:
     Raises:
         BadQuestion: chat_template_kwargs is not an object.
     """
-    client_arguments = asked.value("chat_template_kwargs") or {}
+    client_arguments = request.value("chat_template_kwargs") or {}
     if not isinstance(client_arguments, dict):
         raise BadQuestion("chat_template_kwargs is no object")
     arguments = dict(client_arguments)
-    effort = asked.value("reasoning_effort")
-    for name, value in (("documents", asked.value("documents")), ("reasoning_effort", effort)):
+    effort = request.value("reasoning_effort")
+    for name, value in (("documents", request.value("documents")), ("reasoning_effort", effort)):
         if value not in UNSET:
             arguments[name] = value
     if effort is not None and "enable_thinking" not in client_arguments:

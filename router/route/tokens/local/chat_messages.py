@@ -24,13 +24,13 @@ TOOL_KEYS = frozenset({"type", "function"})
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 
 
-def conversation(asked: TokenRequest, quirks: RenderQuirks) -> list[dict[str, Any]]:
+def conversation(request: TokenRequest, quirks: RenderQuirks) -> list[dict[str, Any]]:
     """Return the messages.
 
     Raises:
         TokensUnknown: Only the engine can read the messages.
     """
-    return [_message(with_reasoning(message), quirks) for message in asked.messages]
+    return [_message(with_reasoning(message), quirks) for message in request.messages]
 
 
 def _message(message: dict[str, Any], quirks: RenderQuirks) -> dict[str, Any]:
@@ -115,14 +115,14 @@ def _arguments(text: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-def tools(asked: TokenRequest, quirks: RenderQuirks) -> list[dict[str, Any]] | None:
+def tools(request: TokenRequest, quirks: RenderQuirks) -> list[dict[str, Any]] | None:
     """Return the tools as vLLM's own types write them, or None if the prompt has none.
 
     Raises:
         TokensUnknown: Only the engine can read the tools.
     """
-    definitions = asked.value("tools")
-    if definitions is None or drops_tools(asked, quirks):
+    definitions = request.value("tools")
+    if definitions is None or drops_tools(request, quirks):
         return None
     if not isinstance(definitions, list) or not definitions:
         raise _left("tools that are no list")

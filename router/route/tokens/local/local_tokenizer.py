@@ -77,26 +77,26 @@ class LocalTokenizer:
         """The memory held by the cache of pieces."""
         return self._pieces.held_bytes
 
-    def ids(self, asked: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
+    def ids(self, request: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
         """Return the tokens that an engine with these quirks makes of a request.
 
         Raises:
             TokensUnknown: Only the engine can read the request, or its prompt has no tokens.
         """
         for name in LEFT_TO_THE_ENGINE:
-            if asked.has(name):
+            if request.has(name):
                 raise TokensUnknown("unsupported", f"{name} is not read by the tokenizer here; the engine reads it")
-        if asked.kind == "messages":
-            asked = as_chat(asked, merges_system=quirks.merges_system)
-        special = asked.value("add_special_tokens")
-        if asked.kind == "text":
-            text = asked.value("prompt")
+        if request.kind == "messages":
+            request = as_chat(request, merges_system=quirks.merges_system)
+        special = request.value("add_special_tokens")
+        if request.kind == "text":
+            text = request.value("prompt")
             if not isinstance(text, str):
                 raise TokensUnknown("unsupported", "the tokenizer here reads text alone")
             return self._encoded(text, special is not False)
-        if asked.kind != "chat":
+        if request.kind != "chat":
             raise TokensUnknown("unsupported", "the tokenizer here reads chats and completions alone")
-        return self._encoded(self._chat(asked, quirks), special is True)
+        return self._encoded(self._chat(request, quirks), special is True)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> NDArray[np.int64]:
         """Return the ids of a text; raise TokensUnknown if there are none."""
