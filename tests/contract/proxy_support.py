@@ -124,12 +124,12 @@ class FirstFit:
         self.requests: list[PlacementRequest] = []
         self.placed: list[Placed] = []
 
-    async def place(self, ask: PlacementRequest) -> Placed:
-        self.requests.append(ask)
-        question, why = ask.question, ""
+    async def place(self, request: PlacementRequest) -> Placed:
+        self.requests.append(request)
+        question, why = request.question, ""
         candidates = [r for r in self._core.registrations() if r.worker.model == question.model]
-        if ask.pinned is not None:
-            candidates = [r for r in candidates if r.worker.route_name == ask.pinned]
+        if request.pinned is not None:
+            candidates = [r for r in candidates if r.worker.route_name == request.pinned]
             if not candidates:
                 raise UnknownWorker("no such worker")
         for registration in candidates:

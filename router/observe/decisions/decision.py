@@ -82,9 +82,9 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     expected_tokens: int | None = None
 
 
-def decision_of(selection_id: str, time_s: float, ask: PlacementRequest, choice: Choice) -> Decision:
+def decision_of(selection_id: str, time_s: float, request: PlacementRequest, choice: Choice) -> Decision:
     """Return a decision as it is kept. `choice` must have its comparison."""
-    question = ask.question
+    question = request.question
     known_tokens = 0 if question.is_blind else None if question.token_ids is None else len(question.token_ids)
     return Decision(
         selection_id,
@@ -92,9 +92,13 @@ def decision_of(selection_id: str, time_s: float, ask: PlacementRequest, choice:
         question.model,
         question.num_tokens,
         known_tokens,
-        ask.session_id,
-        ask.max_tokens,
-        None if ask.pinned is None else ask.pinned if isinstance(ask.pinned, str) else ask.pinned.worker_id,
+        request.session_id,
+        request.max_tokens,
+        None
+        if request.pinned is None
+        else request.pinned
+        if isinstance(request.pinned, str)
+        else request.pinned.worker_id,
         _kept(choice),
         None if choice.prefill is None else _kept(choice.prefill),
     )

@@ -83,18 +83,18 @@ class DecisionLog:
         metrics.decisions_kept.set_function(lambda: len(self._kept))
         metrics.decisions_bytes.set_function(lambda: self._bytes)
 
-    def record(self, selection_id: str, ask: PlacementRequest, choice: Choice) -> None:
+    def record(self, selection_id: str, request: PlacementRequest, choice: Choice) -> None:
         """Record the decision to send a request to a worker. `choice` must have its comparison."""
         if self._max_kept:
             # Text that is not valid UTF-8 could not be shown either.
             with contextlib.suppress(UnicodeEncodeError):
-                self._keep(selection_id, _encode(decision_of(selection_id, self._feed.now(), ask, choice)))
+                self._keep(selection_id, _encode(decision_of(selection_id, self._feed.now(), request, choice)))
         now = self._clock()
         if now < self._show_at_s:
             self._skipped += 1
             return
         self._show_at_s = now + 1 / SHOWN_PER_S
-        event = self._event(selection_id, ask, choice)
+        event = self._event(selection_id, request, choice)
         self._feed.publish(event)
         with contextlib.suppress(UnicodeEncodeError):
             self.send_notice(_encode(event))
@@ -112,7 +112,7 @@ class DecisionLog:
         if event.type is EventType.DECISION:
             self._feed.publish(event)
 
-    def _event(self, selection_id: str, ask: PlacementRequest, choice: Choice) -> FleetEvent:
+    def _event(self, selection_id: str, request: PlacementRequest, choice: Choice) -> FleetEvent:
         hit = choice.hit
         return FleetEvent(
             EventType.DECISION,
@@ -120,7 +120,7 @@ class DecisionLog:
             *hit.worker,
             reason=choice.reason,
             selection_id=selection_id,
-            num_tokens=ask.question.num_tokens,
+            num_tokens=request.question.num_tokens,
             predicted_tokens=hit.disk,
             best_tokens=choice.best_hit_tokens,
             lost_by=choice.lost or msgspec.UNSET,

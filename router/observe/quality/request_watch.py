@@ -159,15 +159,15 @@ class RequestWatch:
         self._status = 0
         self._told: ReuseReport | None = None
 
-    def asked(self, ask: PlacementRequest) -> None:
+    def asked(self, request: PlacementRequest) -> None:
         """Report that the lookup of the prompt's tokens has ended, with or without tokens."""
-        question = ask.question
+        question = request.question
         # If only the beginning of a prompt is known, more may be reused than can be predicted.
         self._predicted = question.token_ids is not None and len(question.token_ids) == question.num_tokens
         if self._quality.logs_access:
             self._question = question
         if self._trace is not None:
-            self._trace.asked(ask, self._quality.clock())
+            self._trace.asked(request, self._quality.clock())
 
     def placed(self, placement: Placement) -> None:
         """Report that a worker was chosen."""

@@ -209,12 +209,12 @@ class RequestTrace:
         )
         span.end(self._ns(ended_s))
 
-    def asked(self, ask: PlacementRequest, now: float) -> None:
+    def asked(self, request: PlacementRequest, now: float) -> None:
         """Record that the model is resolved and the lookup of the prompt's tokens has ended, with or without tokens."""
-        question = ask.question
+        question = request.question
         self._span.set_attribute("gen_ai.request.model", question.model)
-        if ask.max_tokens is not None:
-            self._span.set_attribute("gen_ai.request.max_tokens", ask.max_tokens)
+        if request.max_tokens is not None:
+            self._span.set_attribute("gen_ai.request.max_tokens", request.max_tokens)
         known_tokens = 0 if question.token_ids is None else len(question.token_ids)
         attributes = {"kvrouter.prompt_tokens": question.num_tokens, "kvrouter.known_tokens": known_tokens}
         self._child("tokens", self._step_s, now, attributes)

@@ -66,7 +66,7 @@ class AdmissionQueue:
         """Return how many prompts wait for a model, and the sum of their tokens."""
         return self._waiting.of(model)
 
-    async def place(self, ask: PlacementRequest) -> Placement:
+    async def place(self, request: PlacementRequest) -> Placement:
         """Place a request as soon as there is room.
 
         All errors of `reserve` but Saturated are raised as soon as they occur.
@@ -75,15 +75,15 @@ class AdmissionQueue:
             QueueFull: Too many prompts wait already.
             Saturated: No worker had room before the deadline.
         """
-        began_s, model = self._clock(), ask.question.model
+        began_s, model = self._clock(), request.question.model
         retry_after_s = RETRY_AFTER_S
         if not self._waiting.waits_for(model):
             try:
-                return self._placed(self._reserve(ask), began_s)
+                return self._placed(self._reserve(request), began_s)
             except Saturated as error:
                 retry_after_s = error.retry_after_s or RETRY_AFTER_S
         future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
-        waiter = Waiter(model, ask.question.num_tokens, (ask, began_s, future))
+        waiter = Waiter(model, request.question.num_tokens, (request, began_s, future))
         try:
             self._waiting.join(waiter, retry_after_s)
             self._joined.set()
@@ -131,11 +131,11 @@ class AdmissionQueue:
 
     def _attempt(self, waiting: tuple[PlacementRequest, float, asyncio.Future[Placement]]) -> bool:
         """Try to place one waiting prompt; return False if there is no room for it."""
-        ask, began_s, future = waiting
+        request, began_s, future = waiting
         if future.done():
             return True
         try:
-            future.set_result(self._placed(self._reserve(ask), began_s))
+            future.set_result(self._placed(self._reserve(request), began_s))
         except Saturated:
             return False
         except RouterError as error:

@@ -147,11 +147,11 @@ class Decider:
         self._popular = PrefixPopularity()
         self._models: defaultdict[str, _ModelTraffic] = defaultdict(_ModelTraffic)
 
-    def decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
+    def decide(self, request: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
         """Choose a worker; return the choice, and the prompt in the form with which later prompts are compared.
 
         Args:
-            ask: The request.
+            request: The request.
             now: The current time on the clock of the load.
             anyway: Whether to ignore the workers' roles.
 
@@ -160,19 +160,19 @@ class Decider:
             UnknownWorker: The request names a worker that does not exist.
             NoWorker: No worker may take the prompt now.
         """
-        question, unavailable = ask.question, self._unavailable
+        question, unavailable = request.question, self._unavailable
         everybody = self._fleet.hits(question)
-        eligible = candidates(everybody, question, ask.pinned, unavailable)
+        eligible = candidates(everybody, question, request.pinned, unavailable)
         prefillers = NOBODY if anyway else self._prefillers(question.model)
         hits, prefill_hits = split_by_role(eligible.hits, prefillers) if prefillers else (eligible.hits, [])
         if not hits:
             prefill_only = [hit.worker for hit in eligible.wanted if hit.worker in prefillers]
             raise no_worker_error(question.model, eligible, RETRY_AFTER_S, prefill_only)
         names, step_tokens = self._names(question)
-        context = self._context(ask, names, step_tokens, now)
+        context = self._context(request, names, step_tokens, now)
         if not prefillers:
             choice = choose(hits, context, self._rng)
-            if not ask.dry_run:
+            if not request.dry_run:
                 count_losses(self._metrics, choice, everybody, eligible.wanted)
         else:
             arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
@@ -180,7 +180,7 @@ class Decider:
                 msgspec.structs.replace(context, pending=_furthest(context.pending, arriving)) if arriving else context
             )
             choice = choose(hits, decode_context, self._rng)
-            if not ask.dry_run:
+            if not request.dry_run:
                 count_losses(
                     self._metrics,
                     choice,
@@ -188,9 +188,14 @@ class Decider:
                     split_by_role(eligible.wanted, prefillers)[0],
                 )
             choice = self._with_prefill(
-                ask, choice, prefill_hits, context, arriving, any(hit.worker in prefillers for hit in eligible.wanted)
+                request,
+                choice,
+                prefill_hits,
+                context,
+                arriving,
+                any(hit.worker in prefillers for hit in eligible.wanted),
             )
-        if context.key_share is not None and not ask.dry_run:
+        if context.key_share is not None and not request.dry_run:
             self._metrics.over_share(question.model).inc()
         prompt = PromptAhead(question, names, self._fleet.hash_block_size(question.model))
         computing = choice if choice.prefill is None else choice.prefill
@@ -216,22 +221,22 @@ class Decider:
         """Return the names of the prompt's prefixes, and the tokens between them."""
         return names_of(question, self._fleet.hash_block_size(question.model), self._pending_seed)
 
-    def _context(self, ask: PlacementRequest, names: list[int], step_tokens: int, now: float) -> ChoiceContext:
+    def _context(self, request: PlacementRequest, names: list[int], step_tokens: int, now: float) -> ChoiceContext:
         """Return the context of a choice for the request."""
-        question = ask.question
+        question = request.question
         writes, traffic = self._fleet.writes(question.model), self._models[question.model]
         return ChoiceContext(
             num_tokens=question.num_tokens,
             weights=self._weights,
             pending=self._pending.tokens(names, step_tokens, question.num_tokens, now),
-            session=self._sessions.find(question.model, ask.session_id, now) if ask.session_id else None,
+            session=self._sessions.find(question.model, request.session_id, now) if request.session_id else None,
             policy=self._policy,
             turn=traffic.turns,
             blind=question.is_blind,
             now=now,
             writes=writes,
             copies=copies_of(self._popular.counts(names), step_tokens, len(writes.workers)),
-            key_share=traffic.keys.share(ask.fair_key),
+            key_share=traffic.keys.share(request.fair_key),
             busy=traffic.busy.at_least(self._busy_now(question.model, len(writes.workers))),
         )
 
@@ -243,7 +248,7 @@ class Decider:
 
     def _with_prefill(
         self,
-        ask: PlacementRequest,
+        request: PlacementRequest,
         choice: Choice,
         prefill_hits: list[Hit],
         context: ChoiceContext,
@@ -253,31 +258,31 @@ class Decider:
         """Add a prefill worker to the choice where that is worth it, and count the outcome.
 
         Args:
-            ask: The request.
+            request: The request.
             choice: The choice of the worker that decodes.
             prefill_hits: Hits of the prefill workers that take requests now.
             context: The context of the choice.
             arriving: Tokens of the prompt on their way to each worker by a hand-over.
             wants_any: Whether the client left any prefill worker in.
         """
-        if not ask.may_hand_over or ask.pinned is not None:
+        if not request.may_hand_over or request.pinned is not None:
             outcome = PrefillOutcome.REQUEST
         elif prefill_hits:
             choice, outcome = with_prefill(choice, prefill_hits, context, self._rules, self._rng, arriving=arriving)
         else:
             outcome = PrefillOutcome.UNAVAILABLE if wants_any else PrefillOutcome.EXCLUDED
-        if not ask.dry_run:
+        if not request.dry_run:
             self._metrics.prefill_decisions[outcome].inc()
         if choice.prefill is None:
             return choice
         url = self._fleet.url(choice.prefill.hit.worker)
         return msgspec.structs.replace(choice, prefill=msgspec.structs.replace(choice.prefill, url=url))
 
-    def another_prefill(self, ask: PlacementRequest, choice: Choice, now: float) -> Choice | None:
+    def another_prefill(self, request: PlacementRequest, choice: Choice, now: float) -> Choice | None:
         """Return another worker to compute the prompt for the chosen one, or None if none is worth it."""
-        question = ask.question
+        question = request.question
         try:
-            eligible = candidates(self._fleet.hits(question), question, ask.pinned, self._unavailable)
+            eligible = candidates(self._fleet.hits(question), question, request.pinned, self._unavailable)
         except RouterError:
             # All workers of the model, or the pinned one, may have been removed since the choice.
             return None
@@ -287,18 +292,18 @@ class Decider:
         names, step_tokens = self._names(question)
         arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
         alone = msgspec.structs.replace(choice, prefill=None)
-        context = self._context(ask, names, step_tokens, now)
+        context = self._context(request, names, step_tokens, now)
         combined, _ = with_prefill(alone, prefill_hits, context, self._rules, self._rng, arriving=arriving)
         prefill = combined.prefill
         return prefill and msgspec.structs.replace(prefill, url=self._fleet.url(prefill.hit.worker))
 
     def record_choice(
-        self, ask: PlacementRequest, choice: Choice, prompt: PromptAhead, now: float, *, reserved: bool
+        self, request: PlacementRequest, choice: Choice, prompt: PromptAhead, now: float, *, reserved: bool
     ) -> None:
         """Remember that a prompt goes to the chosen worker now.
 
         Args:
-            ask: The request.
+            request: The request.
             choice: The chosen worker.
             prompt: The prompt, as `decide` returned it.
             now: The current time.
@@ -306,27 +311,27 @@ class Decider:
         """
         worker, names = choice.hit.worker, prompt.names
         ttl_s = PENDING_TTL_S if reserved else SELECTED_TTL_S
-        self._fleet.sent(ask.question, worker)
+        self._fleet.sent(request.question, worker)
         self._popular.placed(prompt)
         writes, traffic = self._fleet.writes(worker.model), self._models[worker.model]
         traffic.turns += 1
         computing = choice if choice.prefill is None else choice.prefill
-        key = ask.fair_key
+        key = request.fair_key
         traffic.keys.wrote(key, computing.hit.worker, prompt.new_tokens, writes.writings)
         traffic.busy.observe(self._busy_now(worker.model, len(writes.workers)), now)
         if choice.prefill is None:
             self._pending.sent(worker, names, now + ttl_s)
         else:
             prefill_worker = choice.prefill.hit.worker
-            traffic.keys.wrote(key, worker, ask.question.num_tokens - choice.hit.gpu, writes.writings)
-            self._fleet.sent(ask.question, prefill_worker)
+            traffic.keys.wrote(key, worker, request.question.num_tokens - choice.hit.gpu, writes.writings)
+            self._fleet.sent(request.question, prefill_worker)
             self._pending.sent(prefill_worker, names, now + ttl_s)
             self._arriving.sent(worker, names, now + ttl_s)
         if choice.expected is not None:
             prompt.checkpoints = choice.expected.checkpoints
         self._ahead.add(computing.hit.worker, prompt, now + (AHEAD_TTL_S if reserved else SELECTED_TTL_S))
-        if ask.session_id:
-            self._sessions.record_choice(ask.session_id, worker, ask.question.num_tokens, now)
+        if request.session_id:
+            self._sessions.record_choice(request.session_id, worker, request.question.num_tokens, now)
 
     # -- expected reuse beside the hit
 

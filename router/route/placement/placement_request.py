@@ -62,8 +62,8 @@ class PlacementOwner(Protocol):
         """Note that the prefill worker has computed the prompt."""
         ...
 
-    def prefill_failed(self, placement: Placement, ask: PlacementRequest | None) -> None:
-        """Note that the prefill worker did not compute the prompt, and choose another one for `ask`, if given."""
+    def prefill_failed(self, placement: Placement, request: PlacementRequest | None) -> None:
+        """Note that the prefill worker did not compute the prompt, and choose another one for `request`, if given."""
         ...
 
     def served_by(self, placement: Placement, hit: Hit) -> None:
@@ -155,14 +155,14 @@ class Placement:
         """End the load at the prefill worker, which has computed the prompt; the decode worker is next."""
         self._ends.handed_over(self)
 
-    def prefill_failed(self, ask: PlacementRequest | None) -> None:
+    def prefill_failed(self, request: PlacementRequest | None) -> None:
         """Report that the prefill worker did not compute the prompt.
 
         Args:
-            ask: The request, for which another prefill worker is chosen if one is worth it. With None, or without such
+            request: The request, for which another prefill worker is chosen if one is worth it. With None, or without such
                 a worker, the decode worker computes the prompt itself.
         """
-        self._ends.prefill_failed(self, ask)
+        self._ends.prefill_failed(self, request)
 
     def first_token(self) -> None:
         """Report the first token, which ends the prefill; repeating it changes nothing."""

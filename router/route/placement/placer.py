@@ -67,7 +67,7 @@ class Placer:
         new_id: Callable[[], str],
         unavailable: Callable[[WorkerKey], str | None] = lambda worker: None,
         prefillers: Callable[[str], frozenset[WorkerKey]] = lambda model: NOBODY,
-        record: Callable[[str, PlacementRequest, Choice], None] = lambda selection_id, ask, choice: None,
+        record: Callable[[str, PlacementRequest, Choice], None] = lambda selection_id, request, choice: None,
         noticed: Callable[[bytes], None] = lambda notice: None,
         servers: Servers | None = None,
         process: str = "",
@@ -155,14 +155,14 @@ class Placer:
             raise NoWorker("; ".join(problems[:MODELS_SHOWN]) or "no worker is registered")
         return workers
 
-    def choose(self, ask: PlacementRequest, selection_id: str | None = None) -> Choice:
+    def choose(self, request: PlacementRequest, selection_id: str | None = None) -> Choice:
         """Return the choice of a worker for a prompt, without a reservation.
 
         If all workers are saturated, the cheapest is chosen, and the choice's reason says so. A dry run is neither kept
         nor counted.
 
         Args:
-            ask: The request.
+            request: The request.
             selection_id: The id under which the choice can be reserved later with `claim`; None if it cannot.
 
         Raises:
@@ -171,24 +171,26 @@ class Placer:
             NoWorker: No worker may take the prompt now.
         """
         now = self._clock()
-        choice, prompt = self._decide(ask, now)
-        if ask.dry_run:
+        choice, prompt = self._decide(request, now)
+        if request.dry_run:
             return choice
         if selection_id is not None:
-            self._record(selection_id, ask, choice)
-        self._decider.record_choice(ask, choice, prompt, now, reserved=False)
+            self._record(selection_id, request, choice)
+        self._decider.record_choice(request, choice, prompt, now, reserved=False)
         if selection_id is not None:
             kept_choice = choice.alone()
-            model, num_tokens, until_s = ask.question.model, ask.question.num_tokens, now + SELECTION_TTL_S
-            selected = Selected(model, kept_choice, prompt.names, num_tokens, ask.max_tokens, until_s)
+            model, num_tokens, until_s = request.question.model, request.question.num_tokens, now + SELECTION_TTL_S
+            selected = Selected(model, kept_choice, prompt.names, num_tokens, request.max_tokens, until_s)
             self._selections.keep(selection_id, selected)
         return choice
 
-    def reserve(self, ask: PlacementRequest, *, anyway: bool = False, prefill_tokens: int | None = None) -> Placement:
+    def reserve(
+        self, request: PlacementRequest, *, anyway: bool = False, prefill_tokens: int | None = None
+    ) -> Placement:
         """Choose a worker for a prompt, and count the load there from now on.
 
         Args:
-            ask: The request.
+            request: The request.
             anyway: Whether to ignore saturation and roles, because the client has already decided.
             prefill_tokens: The tokens to compute according to the client, or None.
 
@@ -200,10 +202,10 @@ class Placer:
             Conflict: The id is in use.
         """
         now = self._clock()
-        if ask.dry_run:
+        if request.dry_run:
             # A reservation is a request, never a dry run.
-            ask = msgspec.structs.replace(ask, dry_run=False)
-        choice, prompt = self._decide(ask, now, anyway=anyway)
+            request = msgspec.structs.replace(request, dry_run=False)
+        choice, prompt = self._decide(request, now, anyway=anyway)
         if choice.all_saturated and not anyway:
             raise Saturated(
                 f"every worker that may take this prompt is saturated (over {self.weights.saturation_tokens} tokens queued, or its "
@@ -212,13 +214,13 @@ class Placer:
             )
         if prefill_tokens is not None:
             choice = msgspec.structs.replace(choice, prefill_tokens=prefill_tokens)
-        selection_id = ask.selection_id or self.new_id()
-        kept_choice = choice if ask.question.explain or ask.keeps_comparison else choice.alone()
+        selection_id = request.selection_id or self.new_id()
+        kept_choice = choice if request.question.explain or request.keeps_comparison else choice.alone()
         placement = self._reservations.book(
-            selection_id, kept_choice, prompt.names, ask.question.num_tokens, ask.max_tokens, now
+            selection_id, kept_choice, prompt.names, request.question.num_tokens, request.max_tokens, now
         )
-        self._record(selection_id, ask, choice)
-        self._decider.record_choice(ask, choice, prompt, now, reserved=True)
+        self._record(selection_id, request, choice)
+        self._decider.record_choice(request, choice, prompt, now, reserved=True)
         return placement
 
     def claim(self, selection_id: str, model: str | None) -> Placement:
@@ -247,7 +249,7 @@ class Placer:
         self._decider.mark_pending(selected.choice.hit.worker, selected.names, now)
         return placement
 
-    async def place(self, ask: PlacementRequest) -> Placement:
+    async def place(self, request: PlacementRequest) -> Placement:
         """Choose and reserve as `reserve` does, but wait in line while all workers are saturated.
 
         All errors of `reserve` but Saturated are raised as soon as they occur.
@@ -256,14 +258,14 @@ class Placer:
             QueueFull: Too many prompts wait already.
             Saturated: No worker had room before the deadline.
         """
-        if ask.question.is_long:
-            await self._fleet.hash_ahead(ask.question)
-        return await self._line.place(ask)
+        if request.question.is_long:
+            await self._fleet.hash_ahead(request.question)
+        return await self._line.place(request)
 
-    def _decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
+    def _decide(self, request: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, PromptAhead]:
         """Decide, and measure how long that took unless it is a dry run."""
-        choice, prompt = self._decider.decide(ask, now, anyway=anyway)
-        if not ask.dry_run:
+        choice, prompt = self._decider.decide(request, now, anyway=anyway)
+        if not request.dry_run:
             self._metrics.choice_seconds.observe(self._clock() - now)
         return choice, prompt
 

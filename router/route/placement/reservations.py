@@ -93,12 +93,12 @@ class Reservations:
         self._decider.mark_pending(placement.worker, placement.names, now)
         self._freed()
 
-    def prefill_failed(self, placement: Placement, ask: PlacementRequest | None) -> None:
+    def prefill_failed(self, placement: Placement, request: PlacementRequest | None) -> None:
         """Choose another prefill worker, or have the decode worker compute the prompt.
 
         Args:
             placement: The placement whose prefill worker did not compute the prompt.
-            ask: The request, or None to choose no other prefill worker.
+            request: The request, or None to choose no other prefill worker.
         """
         part = placement.prefill
         if part is None:
@@ -106,7 +106,7 @@ class Reservations:
         now = self._clock()
         self._decider.failed(part.worker, placement.names, now)
         self._end_prefill(placement, now)
-        prefill = None if ask is None else self._decider.another_prefill(ask, placement.choice, now)
+        prefill = None if request is None else self._decider.another_prefill(request, placement.choice, now)
         if prefill is not None:
             self._decider.mark_pending(prefill.hit.worker, placement.names, now)
             self._begin_prefill(placement, prefill, now)

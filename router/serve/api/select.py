@@ -191,21 +191,21 @@ class SelectRoutes:
         reply.tokens = TokensReply(prompt.source, prompt.num_tokens, known_tokens, prompt.problem)
         return reply
 
-    def _choose(self, ask: PlacementRequest) -> SelectReply:
+    def _choose(self, request: PlacementRequest) -> SelectReply:
         """Choose a worker without reserving it, and return the reply."""
-        selection_id = ask.selection_id or self._placer.new_id()
+        selection_id = request.selection_id or self._placer.new_id()
         start = self._clock()
-        choice = self._placer.choose(ask, selection_id)
-        if not ask.dry_run:
+        choice = self._placer.choose(request, selection_id)
+        if not request.dry_run:
             self._observe(self._clock() - start)
-        return self._reply(ask.question, choice, selection_id, reserved=False)
+        return self._reply(request.question, choice, selection_id, reserved=False)
 
-    def _reserve(self, ask: PlacementRequest) -> SelectReply:
+    def _reserve(self, request: PlacementRequest) -> SelectReply:
         """Choose and reserve a worker, and return the reply."""
         start = self._clock()
-        placement = self._placer.reserve(ask)
+        placement = self._placer.reserve(request)
         self._observe(self._clock() - start)
-        return self._reply(ask.question, placement.choice, placement.selection_id, reserved=True)
+        return self._reply(request.question, placement.choice, placement.selection_id, reserved=True)
 
     def _reply(self, question: Question, choice: Choice, selection_id: str, *, reserved: bool) -> SelectReply:
         worker = choice.hit.worker

@@ -160,14 +160,14 @@ class Picker:
             placement.done()
             raise
 
-    async def _place(self, ask: PlacementRequest, subset: tuple[str, ...] | None) -> Placement:
+    async def _place(self, request: PlacementRequest, subset: tuple[str, ...] | None) -> Placement:
         """Place the request at a worker that the gateway can reach and that `subset` allows. Raises RouterError."""
         for _ in range(2):
             outside = self._endpoints().outside(subset)
             try:
-                placement = await self._placer.place(excluding(ask, outside) if outside else ask)
+                placement = await self._placer.place(excluding(request, outside) if outside else request)
             except NoWorker:
-                model, usable = ask.question.model, self._endpoints().of.keys()
+                model, usable = request.question.model, self._endpoints().of.keys()
                 if outside and not any(worker.model == model for worker in usable - outside):
                     break
                 raise
@@ -175,7 +175,7 @@ class Picker:
                 return placement
             # The worker was registered while the request waited.
             placement.done()
-        raise _nobody(ask.question.model, self._endpoints(), subset)
+        raise _nobody(request.question.model, self._endpoints(), subset)
 
     def _destination(self, placement: Placement, endpoints: Endpoints, addresses: Addresses) -> Destination:
         """Return the endpoints of the placement's worker and of its fallbacks, the cheapest first."""

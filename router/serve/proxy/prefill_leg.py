@@ -153,7 +153,9 @@ class PrefillLeg:
         self._metrics.handovers[outcome].inc()
 
 
-def excluding(ask: PlacementRequest, workers: Iterable[WorkerKey]) -> PlacementRequest:
+def excluding(request: PlacementRequest, workers: Iterable[WorkerKey]) -> PlacementRequest:
     """Return a copy of the request that also excludes these workers."""
-    excluded = ask.question.exclude_workers.union(workers)
-    return msgspec.structs.replace(ask, question=msgspec.structs.replace(ask.question, exclude_workers=excluded))
+    excluded = request.question.exclude_workers.union(workers)
+    return msgspec.structs.replace(
+        request, question=msgspec.structs.replace(request.question, exclude_workers=excluded)
+    )

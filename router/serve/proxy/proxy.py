@@ -233,18 +233,18 @@ class Proxy:
             if spare is not None:
                 spare.connection.close()
 
-    async def _place(self, ask: PlacementRequest) -> Placement:
+    async def _place(self, request: PlacementRequest) -> Placement:
         """Place the request at a worker that has an address to send it to.
 
         Raises NoWorker if there is none, and the errors of `Placer.place`.
         """
-        placement = await self._placer.place(ask)
+        placement = await self._placer.place(request)
         addresses = self.addresses()
         if placement.worker in addresses.targets:
             return placement
         placement.done()
-        if ask.pinned is None:
-            placement = await self._placer.place(excluding(ask, addresses.unreachable))
+        if request.pinned is None:
+            placement = await self._placer.place(excluding(request, addresses.unreachable))
             if placement.worker in addresses.targets:
                 return placement
             placement.done()
