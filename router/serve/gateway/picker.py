@@ -135,14 +135,18 @@ class Picker:
         endpoint = endpoints.of[self._rng.choice(takers)]
         return Route(endpoint, [(ENDPOINT_HEADER, endpoint.encode())], _removed(request.headers, []))
 
-    async def _route(self, request: Request, ask: PlacementRequest, subset: tuple[str, ...] | None) -> Route:
+    async def _route(
+        self, request: Request, placement_request: PlacementRequest, subset: tuple[str, ...] | None
+    ) -> Route:
         """Place the request, have its prompt computed elsewhere if needed, and return its route. Raises RouterError."""
-        may_hand_over = ask.question.model in self._proxy.addresses().prefillers
+        may_hand_over = placement_request.question.model in self._proxy.addresses().prefillers
         may_hand_over = may_hand_over and can_be_handed_over(request.client.path, request.body)
-        ask = msgspec.structs.replace(
-            ask, keeps_comparison=self._fallbacks > 0 and ask.pinned is None, may_hand_over=may_hand_over
+        placement_request = msgspec.structs.replace(
+            placement_request,
+            keeps_comparison=self._fallbacks > 0 and placement_request.pinned is None,
+            may_hand_over=may_hand_over,
         )
-        placement = await self._place(ask, subset)
+        placement = await self._place(placement_request, subset)
         # The addresses may have changed while the request waited in line.
         addresses, endpoints = self._proxy.addresses(), self._endpoints()
         try:
@@ -151,8 +155,10 @@ class Picker:
             given = Given(request.body, h.NOTHING)
             if placement.prefill is not None:
                 # `directly` is needed because gRPC's tasks are plain asyncio tasks.
-                given = await directly(self._proxy.prefill_leg.hand_over(request, ask, placement, addresses, set()))
-            return self._sent(request, ask, placement, destination, given, addresses)
+                given = await directly(
+                    self._proxy.prefill_leg.hand_over(request, placement_request, placement, addresses, set())
+                )
+            return self._sent(request, placement_request, placement, destination, given, addresses)
         except AttemptsSpent as spent:
             placement.done()
             raise error_of(spent.failure) from None
@@ -190,7 +196,7 @@ class Picker:
     def _sent(
         self,
         request: Request,
-        ask: PlacementRequest,
+        placement_request: PlacementRequest,
         placement: Placement,
         destination: Destination,
         given: Given,
@@ -209,7 +215,7 @@ class Picker:
         if sent is not client.headers:
             headers += [header for header in sent if header not in client.headers]
         body = given.body if given.body is not client.body else None
-        predicted = ask.question.token_ids is not None and self._proxy.shows_hits
+        predicted = placement_request.question.token_ids is not None and self._proxy.shows_hits
         observer = PickedRequest(
             request, placement, destination, self._endpoints, self._admission, self._metrics, predicted=predicted
         )

@@ -60,7 +60,7 @@ class PrefillLeg:
     async def hand_over(
         self,
         request: Request,
-        ask: PlacementRequest,
+        placement_request: PlacementRequest,
         placement: Placement,
         addresses: Addresses,
         failed: set[WorkerKey],
@@ -72,7 +72,7 @@ class PrefillLeg:
 
         Args:
             request: The request of the client.
-            ask: The placed request, from which another prefill worker is chosen.
+            placement_request: The placed request, from which another prefill worker is chosen.
             placement: The placement whose prefill worker is used. It is notified of successes and failures.
             addresses: The addresses of the workers.
             failed: The workers to leave out; workers that fail are added.
@@ -80,7 +80,7 @@ class PrefillLeg:
         while (part := placement.prefill) is not None:
             if part.worker not in addresses.targets:
                 failed.add(part.worker)
-                placement.prefill_failed(excluding(ask, failed))
+                placement.prefill_failed(excluding(placement_request, failed))
                 continue
             if placement.worker in addresses.by_header:
                 # The decode worker's sidecar calls the prefill worker; the load there ends with the first token.
@@ -93,7 +93,7 @@ class PrefillLeg:
                 self._count(FAILED)
                 failed |= addresses.sharing(part.worker)
                 may_try_another = request.attempts.prefill_failed(named(part.worker), failure)
-                placement.prefill_failed(excluding(ask, failed) if may_try_another else None)
+                placement.prefill_failed(excluding(placement_request, failed) if may_try_another else None)
             except _Declined as declined:
                 self._count(declined.outcome)
                 failed.add(part.worker)

@@ -172,7 +172,7 @@ class Proxy:
             return None
         return h.header(headers, b"authorization")
 
-    async def _answer(self, request: Request, ask: PlacementRequest) -> _Answer:
+    async def _answer(self, request: Request, placement_request: PlacementRequest) -> _Answer:
         """Return the first good answer of a worker, after as many attempts as `Attempts` allows.
 
         If every attempt fails, return the last gateway's answer that its engine is gone, if there is one. Raises
@@ -182,13 +182,13 @@ class Proxy:
         spare: _Answer | None = None
         error: RouterError | None = None
         failed: set[WorkerKey] = set()
-        if ask.question.model in self.addresses().prefillers:
+        if placement_request.question.model in self.addresses().prefillers:
             may_hand_over = can_be_handed_over(request.client.path, request.body)
-            ask = msgspec.structs.replace(ask, may_hand_over=may_hand_over)
+            placement_request = msgspec.structs.replace(placement_request, may_hand_over=may_hand_over)
         try:
             while True:
                 try:
-                    placement = await self._place(ask)
+                    placement = await self._place(placement_request)
                 except (NoWorker, Saturated):
                     if spare is not None:
                         answer, spare = spare, None
@@ -202,7 +202,7 @@ class Proxy:
                     spare.connection.close()
                     spare = None
                 try:
-                    answer = await self._attempt(request, ask, placement, failed)
+                    answer = await self._attempt(request, placement_request, placement, failed)
                 except AttemptsSpent as spent:
                     raise error_of(spent.failure) from None
                 except Failure as caught:
@@ -221,14 +221,14 @@ class Proxy:
                         return answer
                     if handed_over and (placement.prefill is not None or not is_gone):
                         # The sidecar or the blocks could not be reached; the worker can compute the prompt alone.
-                        ask = msgspec.structs.replace(ask, may_hand_over=False)
+                        placement_request = msgspec.structs.replace(placement_request, may_hand_over=False)
                     else:
                         failed |= self.addresses().sharing(placement.worker)
                     placement.done()
                     request.watch.failed(failure.kind.value, failure.text)
                     spare = answer
                 self._metrics.retries.labels(failure.kind.value).inc()
-                ask = excluding(ask, failed)
+                placement_request = excluding(placement_request, failed)
         finally:
             if spare is not None:
                 spare.connection.close()
@@ -259,7 +259,7 @@ class Proxy:
         return self._known_addresses
 
     async def _attempt(
-        self, request: Request, ask: PlacementRequest, placement: Placement, failed: set[WorkerKey]
+        self, request: Request, placement_request: PlacementRequest, placement: Placement, failed: set[WorkerKey]
     ) -> _Answer:
         """Send the request to the placement's worker and return the beginning of its answer.
 
@@ -268,14 +268,16 @@ class Proxy:
 
         Args:
             request: The request of the client.
-            ask: The placed request, for another prefill worker if the first one fails.
+            placement_request: The placed request, for another prefill worker if the first one fails.
             placement: The worker for the request, and its prefill worker if it has one.
             failed: The workers that failed; prefill workers that fail are added.
         """
         body, added = request.body, h.NOTHING
         try:
             if placement.prefill is not None:
-                given = await self.prefill_leg.hand_over(request, ask, placement, self.addresses(), failed)
+                given = await self.prefill_leg.hand_over(
+                    request, placement_request, placement, self.addresses(), failed
+                )
                 body, added = given.body, given.headers
             sent = await self._sending.send(request, placement.worker, body, request.headers, added)
         except BaseException:
