@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from pathlib import Path, PosixPath
 from typing import Any, NamedTuple
 
 import pytest
@@ -153,6 +153,104 @@ def test_a_file_of_workers_that_hangs_is_a_problem_until_it_is_read(tmp_path: Pa
         while source.problem:
             await source.look()
         assert source.shown == ()
+
+    asyncio.run(change())
+
+
+class Mount(PosixPath):
+    """A path whose `stat` hangs while `feed` is a pipe."""
+
+    feed: Pipe | None = None
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        if (feed := Mount.feed) is not None:
+            feed.read()
+        return super().stat(follow_symlinks=follow_symlinks)
+
+
+# The looks after which a state that is awaited does not come.
+LOOKS = 1_000
+
+
+@pytest.fixture
+def mount(tmp_path: Path, pipe: Pipe) -> Iterator[Mount]:
+    yield Mount(tmp_path / "mounted")
+    Mount.feed = None
+
+
+def test_a_file_of_workers_whose_mount_comes_back_unchanged_is_no_problem(mount: Mount, pipe: Pipe) -> None:
+    mount.write_text("good")
+
+    def read(text: str) -> tuple[()]:
+        if text != "good":
+            raise SettingError("the text is wrong")
+        return ()
+
+    source = FileSource("file", mount, read, hang_s=HANG_S)
+    source.begin()
+
+    async def until(holds: Callable[[], bool]) -> None:
+        for _ in range(LOOKS):
+            await source.look()
+            if holds():
+                return
+        raise AssertionError(source.problem)
+
+    async def hang_and_come_back() -> None:
+        Mount.feed = pipe
+        await until(lambda: "no answer" in source.problem)
+        Mount.feed = None
+        pipe.write(b"1")
+        await until(lambda: "no answer" not in source.problem)
+
+    async def change() -> None:
+        await hang_and_come_back()
+        assert (source.problem, source.shown) == ("", ())
+        mount.write_text("wrong")
+        await until(lambda: source.problem == "the text is wrong")
+        await hang_and_come_back()
+        assert source.problem == "the text is wrong", "the mount is back, and the text still wrong"
+
+    asyncio.run(change())
+
+
+def test_a_file_of_keys_whose_mount_comes_back_unchanged_is_no_problem(mount: Mount, pipe: Pipe) -> None:
+    mount.write_text("good")
+    registry = MetricRegistry()
+
+    def read() -> str:
+        text = mount.read_text()
+        if text != "good":
+            raise SettingError("the text is wrong")
+        return text
+
+    reloaded = Reloaded("api_keys", [mount], read, AccessMetrics(registry), hang_s=HANG_S)
+
+    def stale() -> float | None:
+        return registry.get_sample_value("kvrouter_access_file_stale", {"file": "api_keys"})
+
+    async def until(holds: Callable[[], bool]) -> None:
+        for _ in range(LOOKS):
+            assert not await reloaded.look()
+            if holds():
+                return
+        raise AssertionError(reloaded.problem)
+
+    async def hang_and_come_back() -> None:
+        Mount.feed = pipe
+        await until(lambda: "no answer" in reloaded.problem)
+        assert stale() == 1
+        Mount.feed = None
+        pipe.write(b"1")
+        await until(lambda: "no answer" not in reloaded.problem)
+
+    async def change() -> None:
+        await hang_and_come_back()
+        assert (reloaded.problem, stale()) == ("", 0)
+        mount.write_text("wrong")
+        await until(lambda: reloaded.problem == "the text is wrong")
+        await hang_and_come_back()
+        assert (reloaded.problem, stale()) == ("the text is wrong", 1)
 
     asyncio.run(change())
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from pathlib import Path
 
 import pytest
 
+from kvrouter.router.base.common import file_watch
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.discovery.files.file_source import FileSource
@@ -167,6 +169,25 @@ def test_one_that_is_too_large_keeps_what_was_known(tmp_path: Path, monkeypatch:
     source = watched(file)
     file.write_text("- b=http://h:1\n" + "#" * 100)
     assert look(source) == ["a"] and "at most 100 are read" in source.problem
+
+
+def test_one_that_could_not_be_read_is_tried_again_though_it_does_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rights that are given back, or a mount's error that passes, leave the time of modification unchanged."""
+    file = tmp_path / "w.yaml"
+    file.write_text("- a=http://h:1\n")
+    source = watched(file)
+    file.write_text("- b=http://h:1\n")
+    with monkeypatch.context() as refused:
+        refused.setattr(file_watch, "read_regular", refuse)
+        assert look(source) == ["a"] and "Permission denied" in source.problem
+        assert look(source, 3) == ["a"] and "Permission denied" in source.problem
+    assert look(source) == ["b"] and source.problem == ""
+
+
+def refuse(path: Path, max_bytes: int) -> bytes:
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
 
 def settings(path: Path, flags: dict[str, str | list[str]], environ: dict[str, str]) -> FileSource:

@@ -40,7 +40,7 @@ class FileWatch:
         self._read = self._seen = None
 
     def begin(self) -> None:
-        """Mark the current state as read; call it before reading. Raises OSError.
+        """Mark the current state as read; call it before reading, and `forget` if that fails. Raises OSError.
 
         A change during the read is thus seen at the next poll.
         """
@@ -51,8 +51,14 @@ class FileWatch:
 
         Raises OSError and UnicodeDecodeError.
         """
-        self.begin()
-        return read_regular(self._paths[0], max_bytes).decode("utf-8")
+        try:
+            self.begin()
+            content = read_regular(self._paths[0], max_bytes)
+        except OSError:
+            # What prevented the read may end without a change that `stat` shows: rights, or an error of a mount.
+            self.forget()
+            raise
+        return content.decode("utf-8")
 
     def _stamps(self) -> list[_Stamp]:
         results = [path.stat() for path in self._paths]

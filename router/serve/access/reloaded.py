@@ -54,6 +54,8 @@ class Reloaded(Generic[T]):
         self._watch = FileWatch(*paths)
         self._changed = HangingCall(f"read {name}", self._read_changed)
         self.problem = ""
+        # The problem that the last look found that got an answer.
+        self._file_problem = ""
         metrics.stale.labels(name).set(0)
         for outcome in ("taken", "refused"):
             metrics.reloads.labels(name, outcome)
@@ -75,15 +77,19 @@ class Reloaded(Generic[T]):
             self._refuse(f"{self._hang()}; restore its mount, or put it back")
             return False
         except OSError as error:
-            self._refuse(f"cannot read {_place(error)}; put it back")
+            self._file_problem = f"cannot read {_place(error)}; put it back"
+            self._refuse(self._file_problem)
             return False
         except SettingError as error:
-            self._refuse(error.message)
+            self._file_problem = error.message
+            self._refuse(self._file_problem)
             return False
         if not values:
+            if self.problem != self._file_problem:
+                self._answers_again()
             return False
         [self.value] = values
-        self.problem = ""
+        self.problem = self._file_problem = ""
         self._metrics.stale.labels(self._name).set(0)
         self._metrics.reloads.labels(self._name, "taken").inc()
         log.info("read again", extra={"file": self._name})
@@ -104,6 +110,12 @@ class Reloaded(Generic[T]):
 
     def _hang(self) -> str:
         return f"cannot read {', '.join(map(str, self._paths))}: no answer in {self._hang_s:g} s"
+
+    def _answers_again(self) -> None:
+        """Note that the files hung and have not changed: they have the problem that they had before."""
+        self.problem = self._file_problem
+        self._metrics.stale.labels(self._name).set(int(bool(self.problem)))
+        log.info("answers again, unchanged", extra={"file": self._name})
 
     def _refuse(self, problem: str) -> None:
         if problem == self.problem:

@@ -42,6 +42,8 @@ class FileSource:
         self.name = name
         self.shown: Sequence[Candidate] | None = None
         self.problem = ""
+        # The problem that the last look found that got an answer.
+        self._file_problem = ""
         self._path = path
         self._read = read
         self._poll_s = poll_s
@@ -71,15 +73,18 @@ class FileSource:
             contents = await self._changed.result(self._hang_s)
         except CallHangs:
             self.problem = f"{self._hang()}; restore its mount, or put it back"
+            return
         except SettingError as error:
-            self.problem = error.message
+            self._file_problem = error.message
         except OSError as error:
-            self.problem = f"cannot read {self._path}: {error.strerror or error}; put it back"
+            self._file_problem = f"cannot read {self._path}: {error.strerror or error}; put it back"
         else:
             for content in contents:
                 # A settings file that no longer has a list of workers counts as an empty list.
                 self.shown = () if content is None and self.shown is not None else content
-                self.problem = ""
+                self._file_problem = ""
+        # A file that has not changed has the problem that it had before it hung.
+        self.problem = self._file_problem
 
     def _read_changed(self) -> list[Sequence[Candidate] | None]:
         """Return the new content as the only element, or an empty list if the file has not changed."""
