@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -86,6 +87,22 @@ def test_two_fields_cannot_collide_with_one() -> None:
 def test_a_message_with_more_than_text_is_seen(part: Any, media: bool) -> None:
     request = asked({"messages": [USER, {"role": "user", "content": ["x", part]}]})
     assert request.media_at == (1 if media else None)
+
+
+@pytest.mark.parametrize("params", [["prompt_token_ids"], "prompt_token_ids", [{"prompt_token_ids": [1]}]])
+def test_transfer_params_that_are_no_object_have_no_ids(params: Any) -> None:
+    """The engine refuses such a body, or ignores the field."""
+    assert asked(CHAT | {"kv_transfer_params": params}).key == asked(CHAT).key
+
+
+@pytest.mark.parametrize("ids", [["a"], [None], [-1], [2**70], [1.5], [[1]]])
+def test_transferred_ids_that_are_none_are_the_clients_error(ids: Any) -> None:
+    with pytest.raises(BadQuestion, match="token_ids"):
+        read(CHAT_PATH, read_client_body(CHAT_PATH, json.dumps({**CHAT, **transferred(ids)}).encode()))
+
+
+def transferred(ids: Any) -> dict[str, Any]:
+    return {"kv_transfer_params": {"prompt_token_ids": ids}}
 
 
 def test_features_are_those_that_the_probes_prove() -> None:

@@ -232,7 +232,9 @@ def _chat(relevant: dict[str, msgspec.Raw], fields: dict[str, msgspec.Raw]) -> T
     transfer = bytes(fields.get("kv_transfer_params", NULL))
     # Such ids replace the messages. Source: vLLM 0.32.0 renderers/online_renderer.py, _reused_prompt_token_ids.
     if b"prompt_token_ids" in transfer:
-        ids = _decoded(msgspec.Raw(transfer), "kv_transfer_params").get("prompt_token_ids")
+        # The engine reports what is wrong with a value that is no object.
+        params = _decoded(msgspec.Raw(transfer), "kv_transfer_params")
+        ids = params.get("prompt_token_ids") if isinstance(params, dict) else None
         if isinstance(ids, list) and ids and bytes(fields.get("echo", NULL)) != b"true":
             return token_array(msgspec.Raw(msgspec.json.encode(ids)), is_msgpack=False)
     request = TokenRequest("chat", relevant)
