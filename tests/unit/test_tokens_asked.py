@@ -12,7 +12,7 @@ import pytest
 
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.model.engines.vllm.description import VLLM
-from kvrouter.router.route.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.route.tokens.client_body import CHAT_PATH, MESSAGES_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks, refusal_of, tokenize_body
 from kvrouter.router.route.tokens.forward_ids import MIN_TOKENS, forwarded_body
 from kvrouter.router.route.tokens.prompt_tokens import Prompt, TokensUnknown, estimated_tokens
@@ -103,6 +103,18 @@ def test_transferred_ids_that_are_none_are_the_clients_error(ids: Any) -> None:
 
 def transferred(ids: Any) -> dict[str, Any]:
     return {"kv_transfer_params": {"prompt_token_ids": ids}}
+
+
+def test_a_result_within_results_is_descended_without_recursion() -> None:
+    block: dict[str, Any] = {"type": "image"}
+    for _ in range(300):
+        block = {"type": "tool_result", "content": [block]}
+    message = {"role": "user", "content": [block]}
+    assert asked({"messages": [message]}, MESSAGES_PATH).media_at == 0
+    deep = b'[{"type":"tool_result","content":' * 450 + b"[]" + b"}]" * 450
+    body = read_client_body(MESSAGES_PATH, b'{"messages":[{"role":"user","content":' + deep + b"}]}")
+    request = read(MESSAGES_PATH, body)
+    assert isinstance(request, TokenRequest) and request.media_at is None
 
 
 def test_features_are_those_that_the_probes_prove() -> None:

@@ -137,6 +137,8 @@ def test_a_model_may_have_a_template_of_its_own_for_tools(folder: Path) -> None:
     [
         {"messages": [USER | {"role": "critic"}]},
         {"messages": [USER | {"role": "developer"}]},
+        {"messages": [USER | {"role": ["user"]}]},
+        {"messages": [USER | {"role": {"user": 1}}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]},
         {"messages": [{"role": "user", "content": 3}]},
         {"messages": [{"role": "system", "content": "x-anthropic-billing-header: 1\nBe brief"}]},
@@ -154,6 +156,16 @@ def test_ambiguous_chats_are_left_to_the_engine(folder: Path, body: dict[str, An
     with pytest.raises(TokensUnknown) as caught:
         LocalTokenizer(folder, now).ids(asked(body), RenderQuirks())
     assert caught.value.reason == "unsupported"
+
+
+def test_a_deep_message_to_be_continued_is_refused(folder: Path) -> None:
+    arguments = '{"a":' * 600 + "1" + "}" * 600
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": "It is", "tool_calls": [call]}
+    body = {"messages": [USER, message], "continue_final_message": True, "add_generation_prompt": False}
+    with pytest.raises(TokensUnknown, match="nested too deeply") as caught:
+        LocalTokenizer(folder, now).ids(asked(body), RenderQuirks())
+    assert caught.value.reason == "refused"
 
 
 def test_a_text_has_its_special_tokens_unless_they_are_not_wanted(folder: Path) -> None:

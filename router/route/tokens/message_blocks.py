@@ -24,10 +24,15 @@ def blocks_of(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def has_media(message: dict[str, Any]) -> bool:
     """Return whether a message has an image, including one in a tool's result."""
-    return any(
-        block.get("type") == MEDIA or (block.get("type") == TOOL_RESULT and has_media(block))
-        for block in blocks_of(message)
-    )
+    # A client may nest results deeper than Python recurses.
+    unread = [message]
+    while unread:
+        for block in blocks_of(unread.pop()):
+            if block.get("type") == MEDIA:
+                return True
+            if block.get("type") == TOOL_RESULT:
+                unread.append(block)
+    return False
 
 
 def is_inline_system(message: dict[str, Any]) -> bool:

@@ -36,7 +36,7 @@ def conversation(request: TokenRequest, quirks: RenderQuirks) -> list[dict[str, 
 def _message(message: dict[str, Any], quirks: RenderQuirks) -> dict[str, Any]:
     """Return one message as vLLM passes it to the template."""
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise _left(f"the role {role!r}")
     content = _content(message.get("content"), as_parts=quirks.content_parts and role != "tool")
     if role == "system" and BILLING_LINE in str(content):

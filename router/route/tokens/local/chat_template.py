@@ -97,7 +97,10 @@ class ChatTemplate:
         """
         last_text = ""
         if continued:
-            messages, last_text = _marked(messages)
+            try:
+                messages, last_text = _marked(messages)
+            except RecursionError:
+                raise TokensUnknown("refused", "the last message is nested too deeply") from None
         try:
             text = self._template.render(messages=messages, **arguments)
         except RecursionError:
