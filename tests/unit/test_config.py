@@ -16,7 +16,10 @@ from kvrouter.router.base.telemetry.log_format import Formatter
 from kvrouter.router.model.config.cautions import open_to_pages
 from kvrouter.router.model.config.loading import load_config
 from kvrouter.router.model.config.settings import FIELDS, Config, describe, flag_of, without_password
+from kvrouter.router.model.engines.vllm.description import VLLM
 from kvrouter.router.model.workers.registration import CatalogSpec, Registration
+from kvrouter.router.model.workers.registration_bodies import CatalogBody
+from kvrouter.router.model.workers.registration_from_body import catalog_of
 from kvrouter.router.model.workers.role import HandoverWay, Role
 from kvrouter.router.model.workers.worker_spec import WorkerSpec, parse_worker
 
@@ -267,6 +270,16 @@ def test_a_worker_spec_has_a_role() -> None:
     assert parse_worker("w0=http://h:8000").registration("m").role is Role.BOTH
 
 
+def test_a_worker_spec_states_hashes_as_a_registration_does() -> None:
+    root = "0x" + "AB" * 16
+    spec = f"w0=http://h:8000,hash_algo=xxhash,none_hash={root},hash_lookahead_tokens=0"
+    stated = CatalogBody(hash_algo="xxhash", none_hash=root, hash_lookahead_tokens=0)
+    expected = CatalogSpec(hash_algo="xxhash", none_hash="ab" * 16, hash_lookahead_tokens=0)
+    assert parse_worker(spec).catalog == catalog_of(stated) == expected
+    [scheme] = VLLM.schemes(expected, None)
+    assert scheme.none_hash == b"\xab" * 16
+
+
 def test_the_shortest_worker_spec() -> None:
     assert parse_worker("w0=http://h:8000") == WorkerSpec("w0", "http://h:8000")
 
@@ -290,6 +303,12 @@ def test_the_shortest_worker_spec() -> None:
         ("w0=http://h:1,block_size=0", "block_size"),
         ("w0=http://h:1,hash_algo=md5", "sha256"),
         ("w0=http://h:1,none_hash=zz", "none_hash"),
+        ("w0=http://h:1,none_hash=0x" + "ab" * 16, "none_hash must be 64 hex digits, as hash_algo is sha256"),
+        ("w0=http://h:1,hash_algo=xxhash,none_hash=" + "ab" * 32, "none_hash must be 32 hex digits"),
+        ("w0=http://h:1,hash_lookahead_tokens=-1", "hash_lookahead_tokens must be a whole number, 0 to"),
+        ("w0=http://h:1,hash_block_size=0", "hash_block_size must be a whole number, 1 to"),
+        ("w0=http://h:1,lora_name=" + "l" * 513, "lora_name has a text of 513 characters; at most 512 are possible"),
+        ("w0=http://h:1,none_hash_seed=" + "s" * 513, "none_hash_seed has a text of 513 characters"),
         ("w0=http://h:1,offload_connector=a b", "offload_connector must be the class name"),
         ("w0=http://h:1,role=prefiller", "role must be one of both, prefill, decode"),
         ("w0=http://h:1,handover=nixl", "handover must be one of kv_transfer_params, header"),

@@ -145,6 +145,9 @@ def test_a_lease_that_no_router_wrote_is_nobodys(value: bytes, token: str | None
 
 def test_a_registration_is_read_as_it_was_written() -> None:
     assert registry.decode(WORKER, registry.encode(GOOD)) == GOOD
+    catalog = CatalogSpec(hash_lookahead_tokens=0, none_hash="ab" * 16, hash_algo="xxhash_cbor")
+    stated = msgspec.structs.replace(GOOD, catalog=catalog)
+    assert registry.decode(WORKER, registry.encode(stated)) == stated
 
 
 def changed(**fields: object) -> bytes:
@@ -176,6 +179,10 @@ def group(**fields: object) -> CatalogSpec:
         changed(catalog=group(sliding_window=2**40)),
         changed(catalog=CatalogSpec(groups=tuple(GroupSpec(i % 9, "mamba", 16) for i in range(MAX_GROUPS + 1)))),
         changed(catalog=CatalogSpec(hash_block_size=0)),
+        changed(catalog=CatalogSpec(hash_lookahead_tokens=-1)),
+        changed(catalog=CatalogSpec(hash_algo="md5")),
+        changed(catalog=CatalogSpec(none_hash="0x" + "ab" * 32)),
+        changed(catalog=CatalogSpec(none_hash="ab" * 16)),
     ],
 )
 def test_a_registration_that_no_router_writes_is_refused_by_name(raw: bytes) -> None:

@@ -17,11 +17,14 @@ from kvrouter.router.base.redis_client.resp import command
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.commit import unlink_all
 from kvrouter.router.index.store.transactions import Transactions, pairs
+from kvrouter.router.model.workers.hash_algorithms import HASH_ALGOS
 from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, Registration
 from kvrouter.router.model.workers.worker_spec import (
     endpoint_problem,
+    none_hash_problem,
     patch_key_problem,
     patch_problem,
+    plain_none_hash,
     url_problem,
     worker_id_problem,
 )
@@ -72,10 +75,14 @@ def _catalog_problems(catalog: CatalogSpec) -> Iterator[str | None]:
     for size in (
         catalog.hash_block_size,
         catalog.scheduler_block_size,
-        catalog.hash_lookahead_tokens,
         catalog.offload_blocks_per_chunk,
     ):
         yield _size_problem(size)
+    yield _size_problem(catalog.hash_lookahead_tokens, least=0)
+    yield None if catalog.hash_algo in (None, *HASH_ALGOS) else "no algorithm"
+    if catalog.none_hash is not None:
+        yield none_hash_problem(catalog.none_hash, catalog.hash_algo)
+        yield None if catalog.none_hash == plain_none_hash(catalog.none_hash) else "no plain hash"
     for group in catalog.groups:
         if group.group_idx is not None and not 0 <= group.group_idx < MAX_GROUPS:
             yield "no group"
@@ -83,8 +90,8 @@ def _catalog_problems(catalog: CatalogSpec) -> Iterator[str | None]:
             yield _size_problem(size)
 
 
-def _size_problem(size: int | None) -> str | None:
-    return None if size is None or 0 < size <= MAX_TOKENS else "no size"
+def _size_problem(size: int | None, least: int = 1) -> str | None:
+    return None if size is None or least <= size <= MAX_TOKENS else "no size"
 
 
 class Registry:

@@ -49,6 +49,9 @@ ALGORITHMS = {
     "xxhash_cbor": HashAlgorithm(cbored, b"\xf6", xxhash.xxh3_128_digest, 16, True),
 }
 
+# The algorithm of an engine that declares none. Source: vLLM 0.32.0 config/cache.py, prefix_caching_hash_algo.
+DEFAULT_ALGO = "sha256"
+
 # By SGLang's algorithm, the number of tokens after a page that its hash covers too; `kvcache/page_hash.py` computes them.
 LOOKAHEAD_TOKENS = {"sglang": 0, "sglang_bigram": 1}
 

@@ -22,13 +22,14 @@ from kvrouter.router.model.workers.registration_bodies import (
 from kvrouter.router.model.workers.role import HandoverWay, Role, handover_problem, role_problem
 from kvrouter.router.model.workers.worker_spec import (
     MAX_DP_RANK,
-    MAX_NAME_CHARS,
     connector_problem,
     endpoint_problem,
+    length_problem,
     name_problem,
     none_hash_problem,
     patch_key_problem,
     patch_problem,
+    plain_none_hash,
     url_problem,
     worker_id_problem,
 )
@@ -182,7 +183,7 @@ def catalog_of(body: CatalogBody) -> CatalogSpec:
         raise BadQuestion("catalog.groups names one group_idx twice; give each group its own")
     _check_number("catalog.hash_block_size", body.hash_block_size)
     _check_number("catalog.scheduler_block_size", body.scheduler_block_size)
-    _check_number("catalog.hash_lookahead_tokens", body.hash_lookahead_tokens)
+    _check_number("catalog.hash_lookahead_tokens", body.hash_lookahead_tokens, 0)
     _check_number("catalog.offload_blocks_per_chunk", body.offload_blocks_per_chunk)
     if body.offload_connector is not None:
         _check("catalog.offload_connector", connector_problem(body.offload_connector))
@@ -192,17 +193,17 @@ def catalog_of(body: CatalogBody) -> CatalogSpec:
     if len(loras) > MAX_LORAS:
         raise BadQuestion(f"catalog.lora_paths has {len(loras)} entries; at most {MAX_LORAS} are possible")
     for name, path in loras.items():
-        _check_length("catalog.lora_paths", name, MAX_NAME_CHARS)
-        _check_length("catalog.lora_paths", path, MAX_PATH_CHARS)
-    _check_length("catalog.none_hash_seed", str(body.none_hash_seed or ""), MAX_NAME_CHARS)
+        _check("catalog.lora_paths", length_problem(name))
+        _check("catalog.lora_paths", length_problem(path, MAX_PATH_CHARS))
+    _check("catalog.none_hash_seed", length_problem(str(body.none_hash_seed or "")))
     if body.none_hash is not None:
-        _check("catalog.none_hash", none_hash_problem(body.none_hash))
+        _check("catalog.none_hash", none_hash_problem(body.none_hash, body.hash_algo))
     return CatalogSpec(
         groups=specs,
         hash_block_size=body.hash_block_size,
         scheduler_block_size=body.scheduler_block_size,
         hash_algo=body.hash_algo,
-        none_hash=None if body.none_hash is None else body.none_hash.removeprefix("0x").lower(),
+        none_hash=None if body.none_hash is None else plain_none_hash(body.none_hash),
         none_hash_seed=None if body.none_hash_seed is None else str(body.none_hash_seed),
         hash_lookahead_tokens=body.hash_lookahead_tokens,
         partial_hits=body.partial_hits,
@@ -245,17 +246,12 @@ def _check_addresses(registration: Registration) -> None:
     if registration.url is not None:
         _check("url", url_problem(registration.url))
     _check_number("block_size", registration.block_size)
-    _check_length("lora_name", registration.lora_name or "", MAX_NAME_CHARS)
+    _check("lora_name", length_problem(registration.lora_name or ""))
 
 
 def _check_number(field: str, value: int | None, least: int = 1, most: int = MAX_TOKENS) -> None:
     if value is not None and not least <= value <= most:
         raise BadQuestion(f"{field} must be a whole number, {least} to {most}")
-
-
-def _check_length(field: str, text: str, most: int) -> None:
-    if len(text) > most:
-        raise BadQuestion(f"{field} has a text of {len(text)} characters; at most {most} are possible")
 
 
 def _check(field: str, problem: str | None) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.workers.engine_name import engine_problem
-from kvrouter.router.model.workers.hash_algorithms import HASH_ALGOS
+from kvrouter.router.model.workers.hash_algorithms import ALGORITHMS, DEFAULT_ALGO, HASH_ALGOS
 from kvrouter.router.model.workers.registration import MAX_TOKENS, NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.model.workers.role import HandoverWay, Role, handover_problem, role_problem
 
@@ -27,7 +27,13 @@ MAX_NAME_CHARS = 512
 MAX_DP_RANK = 65_535
 
 SHAPE = "ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
-CATALOG_NUMBERS = ("hash_block_size", "scheduler_block_size", "hash_lookahead_tokens", "offload_blocks_per_chunk")
+# Each with the least number that it may have.
+CATALOG_NUMBERS = {
+    "hash_block_size": 1,
+    "scheduler_block_size": 1,
+    "hash_lookahead_tokens": 0,
+    "offload_blocks_per_chunk": 1,
+}
 CATALOG_TEXTS = ("hash_algo", "none_hash", "none_hash_seed", "offload_connector")
 KEYS = (
     "events",
@@ -153,9 +159,26 @@ def url_problem(url: str) -> str | None:
     return None if good else wanted
 
 
-def none_hash_problem(text: str) -> str | None:
-    """Return why `text` is no root hash in hex, or None if it is one; vLLM's has 32 bytes (sha256) or 16 (xxhash)."""
-    return None if re.fullmatch(r"(0x)?([0-9a-fA-F]{2}){8,32}", text) else "must be 16 to 64 hex digits"
+def none_hash_problem(text: str, algo: str | None) -> str | None:
+    """Return why `text` is no root hash in hex of the algorithm `algo` (None: the default), or None if it is one."""
+    # The names of SGLang's algorithms stand for no length, because its hashes have no root.
+    name = algo if algo is not None and algo in ALGORITHMS else DEFAULT_ALGO
+    digits = 2 * ALGORITHMS[name].digest_bytes
+    return (
+        None
+        if re.fullmatch(rf"(0x)?[0-9a-fA-F]{{{digits}}}", text)
+        else f"must be {digits} hex digits, as hash_algo is {name}"
+    )
+
+
+def plain_none_hash(text: str) -> str:
+    """Return a root hash in the form in which registrations have it: hex digits in lower case, without 0x."""
+    return text.removeprefix("0x").lower()
+
+
+def length_problem(text: str, most: int = MAX_NAME_CHARS) -> str | None:
+    """Return why `text` is too long, or None if it is not."""
+    return f"has a text of {len(text)} characters; at most {most} are possible" if len(text) > most else None
 
 
 def connector_problem(name: str) -> str | None:
@@ -200,14 +223,17 @@ def parse_worker(spec: str) -> WorkerSpec:
         _check("engine", engine_problem(values["engine"]))
     if "model" in values:
         _check("model", name_problem(values["model"]))
+    for key in ("lora_name", "none_hash_seed"):
+        _check(key, length_problem(values.get(key, "")))
+    if values.get("hash_algo", DEFAULT_ALGO) not in HASH_ALGOS:
+        raise SettingError(f"hash_algo must be one of {', '.join(HASH_ALGOS)}")
     if "none_hash" in values:
-        _check("none_hash", none_hash_problem(values["none_hash"]))
+        _check("none_hash", none_hash_problem(values["none_hash"], values.get("hash_algo")))
+        values["none_hash"] = plain_none_hash(values["none_hash"])
     if "offload_connector" in values:
         _check("offload_connector", connector_problem(values["offload_connector"]))
-    if values.get("hash_algo", HASH_ALGOS[0]) not in HASH_ALGOS:
-        raise SettingError(f"hash_algo must be one of {', '.join(HASH_ALGOS)}")
     catalog: dict[str, str | int] = {key: values[key] for key in CATALOG_TEXTS if key in values}
-    catalog |= {key: _number(values, key) for key in CATALOG_NUMBERS if key in values}
+    catalog |= {key: _number(values, key, least) for key, least in CATALOG_NUMBERS.items() if key in values}
     return WorkerSpec(
         worker_id=worker_id,
         url=url,

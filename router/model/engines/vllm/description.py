@@ -12,7 +12,7 @@ from kvrouter.router.model.engines.engine import Engine, EngineGauges, OperatorF
 from kvrouter.router.model.kvcache.block_hash import HashScheme, known_schemes
 from kvrouter.router.model.workers.engine_answers import EngineAnswers, EventsConfig, streams_of
 from kvrouter.router.model.workers.engine_cache import EngineCache, positive_count
-from kvrouter.router.model.workers.hash_algorithms import LOOKAHEAD_TOKENS
+from kvrouter.router.model.workers.hash_algorithms import DEFAULT_ALGO, LOOKAHEAD_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec
 
 SOURCES_PATH = "/kv_event_sources"
@@ -40,12 +40,12 @@ def schemes(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
     # An algorithm of SGLang is ignored; one that no engine has raises ValueError.
     algo = None if spec.hash_algo in LOOKAHEAD_TOKENS else spec.hash_algo
     if spec.none_hash is not None:
-        return (HashScheme.from_bytes(algo or "sha256", bytes.fromhex(spec.none_hash)),)
+        return (HashScheme.from_bytes(algo or DEFAULT_ALGO, bytes.fromhex(spec.none_hash)),)
     stated_seed = spec.none_hash_seed if spec.none_hash_seed is not None else seed
     candidates = known_schemes(() if stated_seed is None else (stated_seed,))
     if stated_seed is not None:
         # The scheme of the stated seed comes first; an engine with vLLM's default seed is still recognised.
-        candidates = tuple(dict.fromkeys((HashScheme.from_seed(algo or "sha256", stated_seed), *candidates)))
+        candidates = tuple(dict.fromkeys((HashScheme.from_seed(algo or DEFAULT_ALGO, stated_seed), *candidates)))
     return tuple(scheme for scheme in candidates if algo is None or scheme.algo == algo) or candidates
 
 
