@@ -198,6 +198,51 @@ def test_a_wrong_folder_says_what_is_wrong(folder: Path, tmp_path: Path) -> None
         LocalTokenizer(folder, now)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("added_tokens_decoder", [1]),
+        ("added_tokens_decoder", {"x": {"content": "a"}}),
+        ("added_tokens_decoder", {"1": "a"}),
+        ("added_tokens_decoder", {"1": {}}),
+        ("added_tokens_decoder", {"1": {"content": 3}}),
+        ("chat_template", ["a"]),
+        ("chat_template", [{"name": "default"}]),
+        ("chat_template", [{"name": ["default"], "template": "a"}]),
+        ("chat_template", [{"name": "default", "template": 3}]),
+        ("bos_token", {}),
+        ("eos_token", {"content": None}),
+        ("pad_token", 3),
+    ],
+)
+def test_malformed_settings_of_a_model_name_the_field(folder: Path, field: str, value: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(SettingError, match=rf"tokenizer_config.json: {field} is malformed: write .+"):
+        LocalTokenizer(folder, now)
+
+
+@pytest.mark.parametrize("content", [b'{"a": "\xff"}', b"\xff", b"[" * 100_000, b""])
+def test_settings_of_a_model_that_are_no_json_are_named(folder: Path, content: bytes) -> None:
+    (folder / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(SettingError, match=r"cannot read .*tokenizer_config.json"):
+        LocalTokenizer(folder, now)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ " + "(" * 3_000 + "1" + ")" * 3_000 + " }}",
+        "{% for x in y %}" * 25 + "{% endfor %}" * 25,
+        "{% if x %}" * 150 + "{% endif %}" * 150,
+    ],
+)
+def test_a_template_that_is_nested_too_deeply_is_refused(folder: Path, template: str) -> None:
+    with_template(folder, template)
+    with pytest.raises(SettingError, match="no Jinja"):
+        LocalTokenizer(folder, now)
+
+
 def test_a_model_without_a_template_has_no_chats(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(TokensUnknown, match="chat template"):

@@ -83,6 +83,9 @@ class ChatTemplate:
             self._template = environment.from_string(text)
         except jinja2.TemplateError as error:
             raise SettingError(f"its chat template is no Jinja: {error}") from None
+        except (RecursionError, SyntaxError, MemoryError):
+            # Jinja compiles to Python, whose own limits are narrower.
+            raise SettingError("its chat template is no Jinja that can be compiled: it is nested too deeply") from None
 
     def render(self, messages: list[dict[str, Any]], *, continued: bool, arguments: dict[str, Any]) -> str:
         """Return the text of a chat.

@@ -31,6 +31,9 @@ from kvrouter.router.route.tokens.token_request import TRUNCATION, TokenRequest
 # The names of special tokens that templates may use. Source: transformers 5, SPECIAL_TOKENS_ATTRIBUTES.
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
+# The file of the tokenizer's settings.
+SETTINGS = "tokenizer_config.json"
+
 # The limit on the size of one file; the largest tokenizers have some 35 MB.
 MAX_FILE_BYTES = 256 * 1024**2
 
@@ -58,7 +61,7 @@ class LocalTokenizer:
             SettingError: A file cannot be read.
         """
         self.folder = folder
-        config = _read_json(folder / "tokenizer_config.json")
+        config = _read_json(folder / SETTINGS)
         try:
             tokenizer = Tokenizer.from_buffer(read_regular(folder / "tokenizer.json", MAX_FILE_BYTES))
         except Exception as error:
@@ -66,9 +69,9 @@ class LocalTokenizer:
             raise SettingError(f"cannot read {folder / 'tokenizer.json'}: {error}; name a folder with one") from None
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        tokenizer.add_tokens(_further_tokens(tokenizer, config))
+        tokenizer.add_tokens(_further_tokens(tokenizer, folder, config))
         texts = _templates(folder, config)
-        self._special = {name: _content(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
+        self._special = _named_tokens(folder, config)
         self._templates = {name: ChatTemplate(text, now) for name, text in texts.items()}
         self._pieces = PieceCache(tokenizer, "".join([*texts.values(), *self._special.values()]))
 
@@ -146,35 +149,73 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = msgspec.json.decode(read_regular(path, MAX_FILE_BYTES))
     except FileNotFoundError:
         return {}
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise SettingError(f"cannot read {path}: {error}") from None
     return content if isinstance(content, dict) else {}
 
 
-def _content(token: Any) -> str:
-    """Return the text of a special token, which the settings give as its text or with its properties."""
-    return str(token["content"] if isinstance(token, dict) else token)
+def _malformed(folder: Path, field: str, form: str) -> SettingError:
+    """Return the error for a field of the settings that has another form than tokenizers read."""
+    return SettingError(f"{folder / SETTINGS}: {field} is malformed: write {form}, or remove it")
 
 
-def _further_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> list[AddedToken]:
-    """Return the tokens of the settings that tokenizer.json lacks, in the order of their ids."""
-    listed = config.get("added_tokens_decoder") or {}
+def _content(token: Any) -> str | None:
+    """Return the text of a special token, given as its text or with its properties, or None if it has none."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens that the settings name. Raises SettingError."""
+    texts: dict[str, str] = {}
+    for name in NAMED_TOKENS:
+        if config.get(name) is not None:
+            text = _content(config[name])
+            if text is None:
+                raise _malformed(folder, name, 'the token\'s text, or {"content": TEXT}')
+            texts[name] = text
+    return texts
+
+
+def _further_tokens(tokenizer: Tokenizer, folder: Path, config: dict[str, Any]) -> list[AddedToken]:
+    """Return the tokens of the settings that tokenizer.json lacks, in the order of their ids. Raises SettingError."""
+    field = "added_tokens_decoder"
+    wrong = _malformed(folder, field, 'an object like {"ID": {"content": TEXT}} with a number as each ID')
+    listed = config.get(field) or {}
+    if not isinstance(listed, dict):
+        raise wrong
+    try:
+        listed_tokens = [token for _, token in sorted(listed.items(), key=lambda item: int(item[0]))]
+    except ValueError:
+        raise wrong from None
     tokens = []
-    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
-        if tokenizer.token_to_id(token["content"]) is None:
+    for token in listed_tokens:
+        text = _content(token)
+        if not isinstance(token, dict) or text is None:
+            raise wrong
+        if tokenizer.token_to_id(text) is None:
             properties = ("single_word", "lstrip", "rstrip", "normalized", "special")
-            tokens.append(AddedToken(token["content"], **{name: bool(token.get(name, False)) for name in properties}))
+            tokens.append(AddedToken(text, **{name: bool(token.get(name, False)) for name in properties}))
     return tokens
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the templates by name: `default`, and `tool_use` if the model has a separate one for tools."""
+    """Return the templates by name: `default`, and `tool_use` if the model has a separate one for tools.
+
+    Raises SettingError.
+    """
     configured = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(configured, str):
         templates["default"] = configured
     elif isinstance(configured, list):
-        templates = {str(entry["name"]): str(entry["template"]) for entry in configured}
+        for entry in configured:
+            name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise _malformed(
+                    folder, "chat_template", 'a template, or a list like [{"name": NAME, "template": TEXT}]'
+                )
+            templates[name] = text
     for path in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
         try:
             templates["default" if path.parent == folder else path.stem] = read_regular(path, MAX_FILE_BYTES).decode(
