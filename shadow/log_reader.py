@@ -94,37 +94,50 @@ class LogReader:
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         # A named pipe opens once another process writes to it.
         file = self._file or self._opened()
-        pending = bytearray()
-        is_long = False
-        while not self._pause.is_set():
-            part = file.readline(MAX_LINE_BYTES)
-            if part.endswith(b"\n") or (not part and not self._follows):
-                line = bytes(pending + part).strip()
-                pending.clear()
-                if is_long:
-                    loop.call_soon_threadsafe(self._on_long)
-                elif line:
-                    self._permits.acquire()
-                    loop.call_soon_threadsafe(self._on_line, line)
-                is_long = False
-                if not part:
-                    return
-            elif part:
-                is_long = is_long or len(pending) + len(part) > MAX_LINE_BYTES
-                pending = bytearray() if is_long else pending + part
-            else:
-                self._pause.wait(POLL_S)
-                if self._is_replaced(file):
-                    file.close()
-                    file = self._opened()
+        # The file that has replaced `file`, whose rest is read first.
+        successor: BinaryIO | None = None
+        try:
+            pending = bytearray()
+            is_long = False
+            while not self._pause.is_set():
+                part = file.readline(MAX_LINE_BYTES)
+                if part.endswith(b"\n") or (not part and not self._follows):
+                    line = bytes(pending + part).strip()
                     pending.clear()
+                    if is_long:
+                        loop.call_soon_threadsafe(self._on_long)
+                    elif line:
+                        self._permits.acquire()
+                        loop.call_soon_threadsafe(self._on_line, line)
+                    is_long = False
+                    if not part:
+                        return
+                elif part:
+                    is_long = is_long or len(pending) + len(part) > MAX_LINE_BYTES
+                    pending = bytearray() if is_long else pending + part
+                elif successor is not None:
+                    file.close()
+                    file, successor = successor, None
+                    pending.clear()
+                    is_long = False
+                else:
+                    self._pause.wait(POLL_S)
+                    successor = self._successor(file)
+        finally:
+            for opened in (file, successor):
+                if opened is not None and self._source != STDIN:
+                    opened.close()
+
+    def _successor(self, file: BinaryIO) -> BinaryIO | None:
+        """Return the file at the path if it is another one by now, or was cut, opened at its beginning."""
+        try:
+            return self._opened() if self._is_replaced(file) else None
+        except FileNotFoundError:
+            # The path can be missing between the two steps of a rotation, also after the look at it.
+            return None
 
     def _is_replaced(self, file: BinaryIO) -> bool:
-        """Return whether the path names another file by now, or the file was cut."""
-        try:
-            named = Path(self._source).stat()
-        except FileNotFoundError:
-            # The path can be missing between the two steps of a rotation.
-            return False
+        """Return whether the path names another file by now, or the file was cut. Raises FileNotFoundError."""
+        named = Path(self._source).stat()
         opened = os.fstat(file.fileno())
         return (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino) or opened.st_size < file.tell()
