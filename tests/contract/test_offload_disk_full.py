@@ -96,7 +96,7 @@ def fills_and_goes_on(desk: Desk, give_room: Callable[[], object], caplog: pytes
         held += 1
     assert held > 1 and desk.tier.state is State.FULL
     (line,) = [record.getMessage() for record in caplog.records if "is full" in record.getMessage()]
-    assert why in line and str(desk.folder) in line and f"tried again in {2 * RETRY_S:g} s" in line
+    assert why in line and str(desk.folder) in line and f"tried again in {RETRY_S:g} s" in line
     # The held records can be read, and their space is used again.
     assert all(desk.read(name) for name in NAMES[:held])
     assert desk.write(NAMES[held]) and desk.read(NAMES[held]) and not desk.tier.holds(NAMES[0])

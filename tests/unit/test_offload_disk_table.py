@@ -211,7 +211,7 @@ def test_states_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         disk_health.no_space(True, "ENOSPC")
         disk_health.turn_off("EIO")
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", "kvrouter: disk tier /d is full (ENOSPC): no new room is taken; tried again in 20 s at the latest"),
+        ("WARNING", "kvrouter: disk tier /d is full (ENOSPC): no new room is taken; tried again in 10 s at the latest"),
         (
             "WARNING",
             "kvrouter: disk tier /d is off (EIO): it is left alone, and what it holds is withdrawn; tried again in 20 s",

@@ -111,11 +111,13 @@ class Health:
 
     def no_space(self, grows: bool, reason: str) -> None:
         """Note that a write failed for lack of space; `grows` says whether it presumably needed new space."""
-        if self.state is State.ON:
-            self._wait()
-        if self.state in (State.ON, State.FULL):
+        was_on = self.state is State.ON
+        if was_on or self.state is State.FULL:
             self._no_writes = self._no_writes or not grows
             self.become(State.FULL, reason)
+        if was_on:
+            # The log names the time until the trial that is set now, which doubles the one after.
+            self._wait()
 
     def failed(self, reason: str) -> bool:
         """Note that a read or write failed for another reason, and return whether that turned the state OFF."""
