@@ -55,8 +55,8 @@ READ_BLOCK_MS = 2_000
 ENDING_ANSWER_S = 2.0
 RETRY_FIRST_S = 0.1
 RETRY_LAST_S = 2.0
-# Requests to end reservations of other processes that may be pending at once; more are refused, because the store is
-# not keeping up.
+# Requests to end reservations of other processes that may be pending at once, and answers to those of others; more are
+# refused or dropped, because the store is not keeping up.
 MAX_ENDINGS = 10_000
 # Notices in one message: as many as one process sends in some seconds.
 MAX_NOTICES = 64
@@ -107,7 +107,8 @@ class LoadSync:
         self._whole_wanted = True
         self._gauges: dict[WorkerKey, EngineLoad] = {}
         self._endings: list[ReservationEnd] = []
-        self._answers: list[tuple[str, int, bool]] = []
+        # Answers to the endings of others, each with the time of its ending. They stay until a message with them is sent.
+        self._answers: list[tuple[float, tuple[str, int, bool]]] = []
         self._notices: list[bytes] = []
         self._numbers = itertools.count(1)
         # Pending requests to end a reservation, by number: the future, and the processes that have not yet denied
@@ -202,6 +203,7 @@ class LoadSync:
                 retry_s = min(2 * retry_s, RETRY_LAST_S)
             else:
                 retry_s = RETRY_FIRST_S
+                del self._answers[: len(message.answers)]
                 if message.whole:
                     whole_due = now + WHOLE_EVERY_S
 
@@ -213,13 +215,15 @@ class LoadSync:
                 pending[0].set_exception(_unasked(reason))
 
     def _message(self, whole: bool) -> LoadMessage:
-        """Return the next message, and clear everything that it contains."""
+        """Return the next message, and clear everything that it contains but the answers."""
         self._news.clear()
         self._whole_wanted = False
         totals_by_worker = self._table.own() if whole else self._table.own_changes()
         gauges, self._gauges = self._gauges, {}
         endings, self._endings = self._endings, []
-        answers, self._answers = self._answers, []
+        # Nobody waits for an older answer.
+        oldest = self._clock() - ENDING_ANSWER_S
+        self._answers = [(since, answer) for since, answer in self._answers if since > oldest]
         notices, self._notices = self._notices, []
         return LoadMessage(
             self._process,
@@ -227,7 +231,7 @@ class LoadSync:
             [WorkerTotals.of(worker, totals) for worker, totals in totals_by_worker.items()],
             [WorkerGauge(*worker, load) for worker, load in gauges.items()],
             endings,
-            answers,
+            [answer for _, answer in self._answers],
             notices=notices,
         )
 
@@ -297,8 +301,10 @@ class LoadSync:
         for gauge in message.gauges:
             self._weights.take_engine_load(gauge.worker, gauge.said, now)
         for ending in message.endings:
-            self._answers.append((message.process, ending.number, self._end_here(ending.selection_id, ending.how)))
-            self._news.set()
+            answer = (message.process, ending.number, self._end_here(ending.selection_id, ending.how))
+            if len(self._answers) < MAX_ENDINGS:
+                self._answers.append((now, answer))
+                self._news.set()
         for notice in message.notices:
             self._noticed(notice)
         for process, number, ended in message.answers:

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared load while the store refuses messages: what is kept for the next one, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvrouter.router.base.redis_client.errors import StoreError
+from kvrouter.router.route.load import load_sync
+from kvrouter.router.route.load.load_messages import RELEASE, LoadMessage, ReservationEnd
+from kvrouter.router.route.load.load_sync import ENDING_ANSWER_S, LoadShare
+from kvrouter.router.route.load.load_table import LoadTable
+from kvrouter.router.route.load.worker_load import LoadModel
+
+# Long enough for any machine; a passing test does not wait for it.
+TIMEOUT_S = 30.0
+
+
+class Share(LoadShare):
+    """A share whose first `failures` messages the store refuses; `sent` has the others."""
+
+    def __init__(self, failures: int, clock: Callable[[], float]) -> None:
+        super().__init__(
+            LoadModel(LoadTable(), 10_000),
+            cast(Any, SimpleNamespace()),
+            process="p",
+            clock=clock,
+            rng=random.Random(1),
+            end_here=lambda selection_id, how: selection_id == "ours",
+            changed=lambda: None,
+        )
+        self.failures = failures
+        self.sent: list[LoadMessage] = []
+        self.tries = asyncio.Condition()
+
+    async def _send(self, message: LoadMessage) -> None:
+        async with self.tries:
+            self.tries.notify_all()
+            if self.failures:
+                self.failures -= 1
+                raise StoreError("no answer")
+            self.sent.append(message)
+
+    def ask(self, *endings: ReservationEnd) -> None:
+        self._take(LoadMessage("q", True, endings=list(endings)))
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Publish until the condition holds."""
+        writing = asyncio.create_task(self._write())
+        try:
+            async with asyncio.timeout(TIMEOUT_S), self.tries:
+                await self.tries.wait_for(holds)
+            # The last message is dealt with.
+            await asyncio.sleep(0)
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+
+
+def answers(share: Share) -> list[tuple[str, int, bool]]:
+    return [answer for message in share.sent for answer in message.answers]
+
+
+def test_an_answer_that_could_not_be_sent_goes_with_the_next_message() -> None:
+    async def body() -> None:
+        share = Share(2, asyncio.get_running_loop().time)
+        share.ask(ReservationEnd(1, "ours", RELEASE), ReservationEnd(2, "theirs", RELEASE))
+        await share.until(lambda: len(share.sent) == 1)
+        assert answers(share) == [("q", 1, True), ("q", 2, False)]
+        share.ask(ReservationEnd(3, "ours", RELEASE))
+        await share.until(lambda: len(share.sent) == 2)
+        assert answers(share)[2:] == [("q", 3, True)], "each is sent once"
+
+    asyncio.run(body())
+
+
+def test_an_answer_for_which_nobody_waits_is_dropped() -> None:
+    async def body() -> None:
+        now = 100.0
+        share = Share(1, lambda: now)
+        share.ask(ReservationEnd(1, "ours", RELEASE))
+        await share.until(lambda: not share.failures)
+        now += ENDING_ANSWER_S
+        share.ask(ReservationEnd(2, "ours", RELEASE))
+        await share.until(lambda: len(share.sent) == 1)
+        assert answers(share) == [("q", 2, True)]
+
+    asyncio.run(body())
+
+
+def test_answers_that_cannot_be_sent_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_sync, "MAX_ENDINGS", 3)
+
+    async def body() -> None:
+        share = Share(0, lambda: 100.0)
+        share.ask(*(ReservationEnd(number, "ours", RELEASE) for number in range(9)))
+        await share.until(lambda: len(share.sent) == 1)
+        assert [number for _, number, _ in answers(share)] == [0, 1, 2]
+
+    asyncio.run(body())
