@@ -14,7 +14,7 @@ import pytest
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.route.load import load_sync
 from kvrouter.router.route.load.load_messages import RELEASE, LoadMessage, ReservationEnd
-from kvrouter.router.route.load.load_sync import ENDING_ANSWER_S, LoadShare
+from kvrouter.router.route.load.load_sync import ENDING_ANSWER_S, LoadSync
 from kvrouter.router.route.load.load_table import LoadTable
 from kvrouter.router.route.load.worker_load import LoadModel
 
@@ -22,7 +22,7 @@ from kvrouter.router.route.load.worker_load import LoadModel
 TIMEOUT_S = 30.0
 
 
-class Share(LoadShare):
+class Share(LoadSync):
     """A share whose first `failures` messages the store refuses; `sent` has the others."""
 
     def __init__(self, failures: int, clock: Callable[[], float]) -> None:
