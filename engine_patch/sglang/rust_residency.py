@@ -90,9 +90,9 @@ class Node(NamedTuple):
     slots: tuple[tuple[int, int], ...]
 
 
-# The namespace of an `extra_key`; and the digests of a key's pages behind a page with this digest (None: from the key's
-# beginning).
+# Returns the namespace of an `extra_key`.
 SeedOf: TypeAlias = Callable[[str | None], bytes | None]
+# Returns the digests of a key's pages that follow the page with this digest, or all of them for None.
 DigestsAfter: TypeAlias = Callable[[Any, str | None], list[str]]
 
 

@@ -36,7 +36,7 @@ class UnknownTree(Exception):
 
 
 def component_types(cache: Any) -> Mapping[int, Any]:
-    """Return SGLang's components of a cache, by their numbers."""
+    """Return the type of each of SGLang's components of a cache, by the component's number."""
     return {int(component): component for component in cache.components}
 
 

@@ -34,7 +34,8 @@ class RequestClient(ABC):
         self._settings = settings
         self._permits = permits
         self._wake = wake
-        # The number of the request that the link and the permit are for; 0 for none.
+        # The number of the request for which the connection is open and its place among concurrent requests is taken; 0
+        # for none.
         self._number = 0
         self._permit: Permit | None = None
         self._link: Link | None = None

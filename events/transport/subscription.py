@@ -164,8 +164,8 @@ class Subscription(ABC, Generic[Item]):
         more, failure = False, None
         try:
             if self._outbox.full:
-                # `on_room` schedules the next turn. This check clears the descriptors' notices, which would call again
-                # and again.
+                # `on_room` schedules the next turn. Reading the sockets' state makes their descriptors unreadable;
+                # otherwise the loop would call this at once again.
                 self._is_readable()
             else:
                 more = self._read()

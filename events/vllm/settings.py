@@ -13,9 +13,10 @@ class SubscriberSettings(StreamSettings, frozen=True, kw_only=True):
     max_held: int = DEFAULT_MAX_HELD
     # Batches that PUB sent before it learned of a subscription are found only by a check.
     settle_s: float = 0.5
-    # More than a whole ring, because the publisher's socket drops messages beyond this number.
+    # More messages than the publisher's replay buffer has: with a lower high-water mark ZMQ would drop a part of a full
+    # replay.
     answer_hwm: int = 20_000
     # How often to check for missed batches while the stream is silent or its replay does not answer; 0 for never.
     idle_check_s: float = 10.0
-    # How often the socket is opened again after a lost connection that does not come back.
+    # The interval at which the socket is opened again after a lost connection that does not come back.
     reopen_s: float = 5.0

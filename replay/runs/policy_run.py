@@ -80,7 +80,7 @@ class Summary(msgspec.Struct, frozen=True):
     ttft_p99_s: float
     # Time that workers take to compute the prompt tokens that are not reused.
     computed_gpu_s: float
-    # The same as a share of all workers' time.
+    # The computing time as a share of the time of all workers.
     prefill_share: float
     # See `LoadProfile.mean_balance`.
     balance: float

@@ -141,7 +141,7 @@ class Group:
         return None
 
     def take_states(self) -> list[tuple[Job, int]]:
-        """Return the Mamba states cached since the last call, each with its job and its end in tokens."""
+        """Return the Mamba states cached since the last call, each with the job that computed it and the token at which it ends."""
         return []
 
     def forget_states(self, job: Job) -> None:
@@ -288,7 +288,7 @@ class ChunkedGroup(Group):
         return computed // self.chunk * self.chunk
 
     def drops_at(self, computed: int) -> int | None:
-        """Return where the next token's chunk ends."""
+        """Return the token at which the group next drops blocks: the end of the next token's chunk."""
         return (computed // self.chunk + 1) * self.chunk
 
     def admission_cap(self, chunk_tokens: int, max_text_tokens: int) -> int | None:
@@ -318,7 +318,7 @@ class MambaGroup(Group):
         self._states.clear()
 
     def take_states(self) -> list[tuple[Job, int]]:
-        """Return the states cached since the last call, each with its job and its end in tokens."""
+        """Return the states cached since the last call, each with the job that computed it and the token at which it ends."""
         states, self._states = self._states, []
         return states
 

@@ -81,7 +81,8 @@ def token_array(raw: NDArray[np.uint64] | msgspec.Raw, *, is_msgpack: bool) -> N
         except struct.error:
             index = next(i for i, token in enumerate(ids) if not 0 <= token <= MAX_TOKEN_ID)
             raise _bad_token(index) from None
-    # Seen as unsigned, a negative id is over the limit too, which is all ones.
+    # The limit has all lower bits set, and a negative id read as unsigned has the highest bit, so one comparison of all
+    # bits finds both.
     if all_bits(ids) > MAX_TOKEN_ID:
         raise _bad_token(int(np.argmax(ids > MAX_TOKEN_ID)))
     return ids.view(np.int64)

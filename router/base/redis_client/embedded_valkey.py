@@ -309,7 +309,11 @@ def _lock_as_router(data_dir: Path) -> int:
 
 
 def _socket_path(data_dir: Path) -> Path:
-    """Return the socket's path: in the data directory, as recorded there, or in a new private directory under /tmp."""
+    """Return the path of the store's socket.
+
+    It is in the data directory, unless that path is too long for a socket. Then it is the path that a record in the data
+    directory names, or else one in a new private directory under /tmp.
+    """
     own = data_dir / _SOCKET
     if len(os.fsencode(own)) <= SOCKET_PATH_MAX_BYTES:
         return own

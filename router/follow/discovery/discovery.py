@@ -117,7 +117,7 @@ class Discovery:
         self._claimed_s = 0.0
 
     async def start(self) -> None:
-        """Register the workers that are known already, and start the tasks that keep on. Raises StoreError."""
+        """Register the workers that are known already, and start the tasks that keep looking. Raises StoreError."""
         if self._sources:
             await self.look()
             with contextlib.suppress(TimeoutError):

@@ -56,7 +56,10 @@ class RoundMember(Protocol):
 
 
 class LeaseRounds:
-    """The renewals and looks of one process, on one event loop. `run` is a task of the process."""
+    """The rounds in which one process renews its lease and reads the leases of other routers' workers.
+
+    It belongs to one event loop; `run` is a task of the process.
+    """
 
     def __init__(self, leases: Leases, token: str, ttl_s: float, assignment: Callable[[], int]) -> None:
         """Begin without members.

@@ -89,7 +89,8 @@ class WorkerRecord:
         # Ends the credit of a state in doubt.
         self._credit_end: asyncio.TimerHandle | None = None
         self.lives = EngineLives()
-        # Since when no proof supports the shown blocks, None while one does.
+        # The time since which nothing (an event, a heartbeat, a snapshot) has confirmed the shown blocks; None while they are
+        # confirmed.
         self._doubted_since_s: float | None = None
         self.ingest = self._ingest()
         word = self._word()
@@ -269,8 +270,8 @@ class WorkerRecord:
     def _time_credit(self, state: StreamState) -> None:
         """Set the timer that ends the credit of a doubtful worker, or stop it.
 
-        Credit lasts for `suspect_credit_s` from the beginning of the doubt. A doubt that stops and returns without a
-        proof in between keeps its first beginning.
+        Credit lasts for `suspect_credit_s` from the beginning of the doubt. A doubt that stops and returns
+        while nothing confirmed the blocks in between keeps its first beginning.
         """
         if state in PROVEN:
             self._doubted_since_s = None

@@ -24,7 +24,7 @@ class Pulse(msgspec.Struct, frozen=True):
 
 
 class NoPulse(msgspec.Struct, frozen=True):
-    """A request that the engine did not answer."""
+    """A poll of the engine's HTTP address that the engine did not answer."""
 
     reason: str
     # Whether nobody listens at the address, so that there is nothing to wait for.

@@ -84,7 +84,8 @@ class Contact(msgspec.Struct):
     expired: bool = False
     # Why the engine is down, as its HTTP shows; empty: it is not.
     down: str = ""
-    # Why the engine's URL has never answered; empty: it has. A connected stream counts for more.
+    # Why the engine's URL has never answered; empty: it has. It is ignored while the event stream is connected, because
+    # a connected stream shows that the engine runs.
     absent: str = ""
     # Whether a gap was counted that is neither filled nor lost yet.
     gap_open: bool = False
@@ -308,7 +309,7 @@ class WorkerProfile:
         self.settle()
 
     def settle(self) -> None:
-        """Forget an incident that ended when the worker became live."""
+        """Forget the recorded incident if it is of a kind that ends when the worker becomes live."""
         if self._is_passing:
             self.forget_incident()
 

@@ -44,7 +44,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     last_digest: bytes
     # The raw token ids of all blocks.
     tokens: bytes
-    # The memory that the segment keeps alive.
+    # The memory that is held as long as this segment is remembered.
     size_bytes: int
 
 

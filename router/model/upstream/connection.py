@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
         self._take: Take | None = None
         # The time of the last progress of the answer, on the loop's clock.
         self._heard_s = 0.0
-        # The size of the request.
+        # The size of the request, head and body.
         self._sent_bytes = 0
         # The part of the request that the engine's side had not received when it closed the connection.
         self._untaken_bytes = 0

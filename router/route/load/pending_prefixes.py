@@ -131,9 +131,9 @@ class PendingPrefixes:
         return tokens
 
     def expire(self, now: float) -> None:
-        """Drop expired names.
+        """Drop the names of prompts' pieces that have expired, oldest first.
 
-        It stops at the oldest name that is still pending: lifetimes are bounded, so the names behind that one end soon,
+        It stops at the first name that has not expired: lifetimes are bounded, so the names behind that one end soon,
         too.
         """
         while self._expiry_s:

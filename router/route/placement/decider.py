@@ -361,7 +361,10 @@ class Decider:
         self._ahead.move(worker, names, now + AHEAD_TTL_S)
 
     def computed(self, worker: WorkerKey, names: list[int], now: float) -> None:
-        """Note that a worker has computed the prompt: from now on the engine's events count."""
+        """Note that a worker has computed the prompt.
+
+        From now on the engine's events say what it holds, and the assumptions about the prompt under way end soon.
+        """
         self._pending.settle(worker, names, now + SETTLE_S)
         self._arriving.settle(worker, names, now)
         self._ahead.settle(worker, names, now + ARRIVAL_S)

@@ -58,7 +58,10 @@ class Share:
 
     @property
     def value(self) -> float:
-        """The share, from 0 to 1; 0 if answers lost more of their hits than they gained."""
+        """The share of offered tokens that were reused, from 0 to 1.
+
+        It is 0 if evictions took more tokens than were reused.
+        """
         return max(0.0, self._came / self._offered) if self._offered else self._prior
 
     def add(self, offered_tokens: int, came_tokens: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# Types of blocks that have no text of their own in a chat. Source: vLLM 0.32.0 entrypoints/anthropic/protocol.py,
+# Types of content blocks that do not become text of a chat message. Source: vLLM 0.32.0 entrypoints/anthropic/protocol.py,
 # AnthropicContentBlock.
 MEDIA = "image"
 TOOL_USE, TOOL_RESULT = "tool_use", "tool_result"

@@ -362,7 +362,7 @@ class TextTokenizer:
             try:
                 return await self._ask(model, url, verdicts[url], request, authorization)
             except Absent:
-                # The engine had the endpoint when it was judged.
+                # The engine had its endpoint for tokens when its tokens were verified.
                 self._engines.doubt(model, url)
                 problem = TokensUnknown("unreachable", f"{url} has changed and is being verified again")
             except TokensUnknown as unknown:

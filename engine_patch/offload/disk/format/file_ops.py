@@ -30,7 +30,7 @@ class FileOps:
         os.close(fd)
 
     def size(self, fd: int) -> int:
-        """Return the file's bytes."""
+        """Return the file's size in bytes."""
         return os.fstat(fd).st_size
 
     def truncate(self, fd: int, size: int) -> None:
