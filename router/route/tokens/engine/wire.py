@@ -69,7 +69,7 @@ def tokenize_body(request: TokenRequest, quirks: RenderQuirks, ways: TokenEndpoi
     if request.kind == "messages":
         if not ways.reads_messages:
             raise TokensUnknown("unsupported", "what this engine makes of messages of Anthropic's API is not known")
-        asked = as_chat(request, merges_system=quirks.merges_system)
+        request = as_chat(request, merges_system=quirks.merges_system)
     for name in ONLY_RENDERED:
         if request.has(name):
             raise TokensUnknown(
@@ -81,7 +81,7 @@ def tokenize_body(request: TokenRequest, quirks: RenderQuirks, ways: TokenEndpoi
     if request.kind != "chat":
         raise TokensUnknown(
             "unsupported",
-            f"{REAL_PATHS.get(asked.kind, asked.kind)} has a render endpoint alone ({ways.how_to_render})",
+            f"{REAL_PATHS.get(request.kind, request.kind)} has a render endpoint alone ({ways.how_to_render})",
         )
     names = request.fields.keys() - ways.ignored_fields if ways.chat_fields is None else ways.chat_fields
     body = {name: request.fields[name] for name in names if name in request.fields}
