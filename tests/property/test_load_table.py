@@ -95,7 +95,8 @@ class Machine(RuleBasedStateMachine):
         for name in old:
             del self.held[name]
         for held in self.held.values():
-            if held.made_s <= self.now - PREFILL_TTL_S:
+            # A voided prefill is over already, so it does not expire, and a renewal brings it back.
+            if held.counts and held.made_s <= self.now - PREFILL_TTL_S:
                 held.prefill = 0
 
     @rule(process=processes, said=st.dictionaries(workers, totals, max_size=3), whole=st.booleans())
