@@ -23,7 +23,7 @@ from benchmarks.http_client import HttpClient
 from benchmarks.workload import BLOCK_TOKENS, CHAIN_BLOCKS, MODEL, Chain
 from tests.support.ports import free_port
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 VISIBLE_TIMEOUT_S = 120.0
@@ -74,6 +74,8 @@ def child(command: list[str], log: Path, **pipes: Any) -> Iterator[subprocess.Po
     # KVROUTER_CACHE is a setting of the benchmarks, and a router refuses a KVROUTER_ variable that is no setting of its
     # own.
     environment = {name: value for name, value in os.environ.items() if name != "KVROUTER_CACHE"}
+    # Commands of this folder run as modules, and not in the repository's root.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     with log.open("ab") as out:
         output: dict[str, Any] = {"stdout": out, **pipes}
         process: subprocess.Popen[bytes] = subprocess.Popen(

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.processes import HERE
+from benchmarks.processes import ROOT
 from benchmarks.report import PAGE, Result, Row, machine, table, write_part
 
 NAMES = ("match_in_process", "mirror_load")
-RESULTS = HERE / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN = "<!-- table: written by make bench -->"
 
 

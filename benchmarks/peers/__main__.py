@@ -28,7 +28,7 @@ import msgspec
 from benchmarks.peers import ingest, memory, proxy, query, selection, two_processes
 from benchmarks.peers.packages import VERSIONS, Package, PeerSettings, environment
 from benchmarks.peers.table import Findings, Group, PeerRow, page_part, table
-from benchmarks.processes import HERE
+from benchmarks.processes import ROOT
 from benchmarks.report import PAGE, Others, machine, progress, write_part
 from benchmarks.workload import SIX_GROUPS
 from kvrouter.router.base.common.compiled import caution, wanted
@@ -43,7 +43,7 @@ MEASURES: dict[str, Callable[[PeerSettings], Findings]] = {
     "memory-many": memory.measure_many,
     "processes": two_processes.measure,
 }
-RESULTS = HERE / "results" / "peers.json"
+RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
 BEGIN = "<!-- table: written by make bench-peers -->"
 
 
