@@ -62,8 +62,9 @@ class Wire:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
         self.cut()
         for task in list(self._tasks):
             task.cancel()
@@ -86,15 +87,27 @@ class Wire:
             if pair.poisoned:
                 pair.abort()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Start the task of a connection, whose end cuts the connection even if its first step never came."""
         pair = _Pair(writer)
+        if self._server is None:
+            pair.abort()
+            return
+        task = asyncio.get_running_loop().create_task(self._proxy(reader, writer, pair))
         self._pairs.add(pair)
-        try:
-            if self.refusing or (self.target is None and not self.swallowing):
-                return
+        self._tasks.add(task)
+
+        def end(task: asyncio.Task[None]) -> None:
+            pair.abort()
+            self._pairs.discard(pair)
+            self._tasks.discard(task)
+
+        task.add_done_callback(end)
+
+    async def _proxy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pair: _Pair) -> None:
+        if self.refusing or (self.target is None and not self.swallowing):
+            return
+        with contextlib.suppress(OSError):
             if self.swallowing or self.target is None:
                 pair.poisoned = True
                 while await reader.read(CHUNK_BYTES):
@@ -109,15 +122,6 @@ class Wire:
                 near.cancel()
                 far.cancel()
                 await asyncio.gather(near, far, return_exceptions=True)
-        except OSError:
-            pass
-        except asyncio.CancelledError:
-            # The stream server logs a cancelled handler as a failure.
-            pass
-        finally:
-            pair.abort()
-            self._pairs.discard(pair)
-            self._tasks.discard(task)
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pair: _Pair, *, answers: bool
