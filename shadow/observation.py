@@ -67,7 +67,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     # As the other router names it.
     worker: str | None = None
-    # By the engine.
+    # The tokens that the engine reported as reused.
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
 

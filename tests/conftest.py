@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Unhandled(logging.Handler):
-    """What an event loop says of an error that nobody took."""
+    """The errors that event loops reported because nobody handled them."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)

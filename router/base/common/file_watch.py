@@ -55,7 +55,7 @@ class FileWatch:
             self.begin()
             content = read_regular(self._paths[0], max_bytes)
         except OSError:
-            # What prevented the read may end without a change that `stat` shows: rights, or an error of a mount.
+            # The obstacle to the read (rights, an error of a mount) may end without a change that `stat` shows.
             self.forget()
             raise
         return content.decode("utf-8")

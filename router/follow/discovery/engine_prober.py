@@ -67,7 +67,7 @@ class ProbeFailed(Exception):
 
     def __init__(self, problem: str, fix: str = START) -> None:
         super().__init__(problem)
-        # What the operator should change, as a text, so that the engine gives a usable answer.
+        # A text that says what to change so that the engine gives a usable answer.
         self.fix = fix
 
 
