@@ -21,6 +21,8 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from prose import page_lines
+
 ROOT = Path(__file__).resolve().parents[1]
 FOREIGN_NAMES = Path(__file__).with_name("foreign_names.txt")
 PROSE = {".py", ".pyx", ".pxd", ".md"}
@@ -64,12 +66,7 @@ def prose_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a page outside blocks of code, or those of a module's comments and docstrings, by number."""
     text = path.read_text()
     if path.suffix == ".md":
-        is_code = False
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.lstrip().startswith("```"):
-                is_code = not is_code
-            elif not is_code:
-                yield number, line
+        yield from page_lines(text)
     elif path.suffix == ".py":
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# Types of content blocks that do not become text of a chat message. Source: vLLM 0.32.0 entrypoints/anthropic/protocol.py,
-# AnthropicContentBlock.
+# Types of content blocks that do not become text of a chat message. Source: vLLM 0.32.0
+# entrypoints/anthropic/protocol.py, AnthropicContentBlock.
 MEDIA = "image"
 TOOL_USE, TOOL_RESULT = "tool_use", "tool_result"
 
