@@ -18,6 +18,7 @@ RUN apt-get update -qq \
  && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml README.md LICENSE setup.py ./
 COPY client/ client/
+COPY contract/ contract/
 COPY events/ events/
 COPY router/ router/
 COPY engine_patch/ engine_patch/

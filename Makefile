@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof choice-live floods lint format chart-readme bench bench-peers docs audit lock sbom image-check clean
+.PHONY: help demo test test-all test-uncompiled test-engine fuzz sanitize chaos takeover soak live-proof choice-live floods lint format chart-readme http-page bench bench-peers docs audit lock sbom image-check clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what four replicas reuse"
@@ -112,8 +112,12 @@ lint: $(VENV)/installed
 	$(BIN)/codespell
 	$(BIN)/python .ci/prose.py
 	$(BIN)/python .ci/names.py
-	$(BIN)/mypy -p kvrouter.client -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator -p kvrouter.replay -p kvrouter.shadow
+	$(BIN)/mypy -p kvrouter.client -p kvrouter.contract -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator -p kvrouter.replay -p kvrouter.shadow
 	$(BIN)/mypy tests benchmarks
+
+# The tables of docs/reference/http.md, made of the contract.
+http-page: $(VENV)/installed
+	$(BIN)/python -m tests.unit.test_contract
 
 # The chart's table of values, made of what values.yaml says of each.
 chart-readme: $(VENV)/installed

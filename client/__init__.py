@@ -1,37 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client of the router's HTTP API: `Client` blocks, `AsyncClient` is for asyncio."""
 
-from kvrouter.client.answers import (
-    CandidateReply,
-    CostTerms,
-    GroupCover,
-    HealthReply,
-    HeldRuns,
-    HitLimit,
-    InstanceReply,
-    Overlap,
-    PatchStatus,
-    PrefillReply,
-    QueryReply,
-    Recovery,
-    RegisteredReply,
-    ReuseStatus,
-    SelectReply,
-    TokensReply,
-    TokensStatus,
-    WorkerStatus,
-)
 from kvrouter.client.async_client import AsyncClient
-from kvrouter.client.bodies import (
-    CatalogBody,
-    GroupBody,
-    PinnedBody,
-    QueryBody,
-    QueryByHashBody,
-    RegisterBody,
-    SelectBody,
-    UnregisterBody,
-)
 from kvrouter.client.errors import (
     AnswerLate,
     AnswerLost,
@@ -48,8 +18,15 @@ from kvrouter.client.errors import (
     Unavailable,
 )
 from kvrouter.client.retries import Retries
+from kvrouter.client.select_body import SelectBody
 from kvrouter.client.sync_client import Client
 from kvrouter.client.transport import Timeouts
+from kvrouter.contract.choices import CandidateReply, CostTerms, PinnedBody, PrefillReply, SelectReply, TokensReply
+from kvrouter.contract.health import HealthReply
+from kvrouter.contract.hits import GroupCover, HeldRuns, HitLimit, Overlap
+from kvrouter.contract.queries import InstanceReply, QueryBody, QueryByHashBody, QueryReply
+from kvrouter.contract.registrations import CatalogBody, GroupBody, RegisterBody, RegisteredReply, UnregisterBody
+from kvrouter.contract.worker_status import PatchStatus, Recovery, ReuseStatus, TokensStatus, WorkerStatus
 
 __all__ = [
     "AnswerLate",

@@ -12,12 +12,16 @@ from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
 from kvrouter.client import calls
-from kvrouter.client.answers import HealthReply, QueryReply, RegisteredReply, SelectReply, WorkerStatus
-from kvrouter.client.bodies import QueryBody, QueryByHashBody, RegisterBody, SelectBody, UnregisterBody
 from kvrouter.client.calls import Call, Reply
 from kvrouter.client.errors import NotFound, RouterError
 from kvrouter.client.retries import Retries
+from kvrouter.client.select_body import SelectBody
 from kvrouter.client.transport import DEFAULT_URL, Timeouts, failure, httpx2, options
+from kvrouter.contract.choices import SelectReply
+from kvrouter.contract.health import HealthReply
+from kvrouter.contract.queries import QueryBody, QueryByHashBody, QueryReply
+from kvrouter.contract.registrations import RegisterBody, RegisteredReply, UnregisterBody
+from kvrouter.contract.worker_status import WorkerStatus
 
 log = logging.getLogger(__name__)
 

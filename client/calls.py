@@ -10,9 +10,14 @@ from uuid import uuid4
 
 import msgspec
 
-from kvrouter.client.answers import EndedReply, HealthReply, QueryReply, RegisteredReply, SelectReply, WorkersReply
-from kvrouter.client.bodies import QueryBody, QueryByHashBody, RegisterBody, SelectBody, UnregisterBody
 from kvrouter.client.errors import AnswerUnreadable, NotFound, refusal
+from kvrouter.client.select_body import SelectBody
+from kvrouter.contract.choices import SelectReply
+from kvrouter.contract.health import HealthReply
+from kvrouter.contract.queries import QueryBody, QueryByHashBody, QueryReply
+from kvrouter.contract.registrations import RegisterBody, RegisteredReply, UnregisterBody
+from kvrouter.contract.reservations import EndedReply
+from kvrouter.contract.worker_status import WorkersReply
 
 VERSION = "/v1"
 SELECTION = "{selection_id}"

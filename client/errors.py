@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from kvrouter.client.answers import ErrorReply
+from kvrouter.contract.errors import ErrorReply
 
 # Enough of an answer that is not this API's to recognise its sender.
 SHOWN_CHARS = 200

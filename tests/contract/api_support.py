@@ -19,19 +19,20 @@ import msgspec
 import numpy as np
 from uvicorn.server import ServerState
 
+from kvrouter.contract.hits import GroupCover
+from kvrouter.contract.worker_status import Recovery, TokensStatus, WorkerStatus
 from kvrouter.router.base.common.errors import UnknownModel
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
 from kvrouter.router.index.matching.cache_writes import CacheWrites, ModelWrites
-from kvrouter.router.index.matching.question import GroupCover, Hit, Limiter, Question
+from kvrouter.router.index.matching.question import Hit, Limiter, Question
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.kvcache.catalog import GroupRule
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
 from kvrouter.router.model.workers.model_names import ServedModel
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.role import HandoverWay, Role
-from kvrouter.router.model.workers.worker_status import Recovery, TokensStatus, WorkerStatus
 from kvrouter.router.observe.decisions.decision_log import DecisionLog
 from kvrouter.router.observe.decisions.watch import Watch
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics

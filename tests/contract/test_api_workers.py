@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrouter.contract.worker_status import WorkerStatus
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.redis_client.errors import StoreUnavailable
 from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.model.workers.registration_from_body import MAX_LORAS, MAX_PATH_CHARS
-from kvrouter.router.model.workers.worker_status import WorkerStatus
 from kvrouter.router.serve.api.workers import ROWS_A_TURN
 from tests.contract.api_support import TinyCore, ask_app, build, call, status
 

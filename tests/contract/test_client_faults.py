@@ -39,7 +39,8 @@ from kvrouter.client import (
     TooManyRequests,
     Unavailable,
 )
-from kvrouter.client.answers import EndedReply, Overlap
+from kvrouter.contract.hits import Overlap
+from kvrouter.contract.reservations import EndedReply
 from tests.support.client_callers import CALLERS, Caller
 from tests.support.ports import free_port
 from tests.support.scripted_engine import Asked, Script, ScriptedEngine, Wire, hang, plain, reset
@@ -72,6 +73,11 @@ def choice(selection_id: str) -> bytes:
             overlap=Overlap(0, 0, 0, 0, {}),
             effective_prefill_tokens=1,
             reason="",
+            model_name="m",
+            routing_group="default",
+            isl_tokens=1,
+            block_size=16,
+            potential_decode_blocks=1,
             reserved=True,
         )
     )
@@ -349,4 +355,4 @@ def test_without_its_library_the_client_says_what_to_install() -> None:
 def test_the_client_loads_nothing_of_the_router() -> None:
     program = "import sys, kvrouter.client; print(*sorted({n.split('.')[1] for n in sys.modules if n.startswith('kvrouter.')}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["client"]
+    assert done.stdout.split() == ["client", "contract"]

@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from vllm.config.cache import CacheConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.model.engines.vllm.description import VLLM
-from kvrouter.router.model.workers.engine_cache import EngineCache
 
 pytestmark = pytest.mark.engine
 

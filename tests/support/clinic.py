@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from kvrouter.contract.diagnosis import Finding
 from kvrouter.router.app.cli.api_client import Client
 from kvrouter.router.app.cli.doctor_report import DoctorReport, diagnose
-from kvrouter.router.observe.findings.finding import Finding
 from tests.support.router_process import RouterError, RouterProcess
 
 TIMEOUT_S = 40.0

@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 import zmq
 
+from kvrouter.contract.diagnosis import Severity
 from kvrouter.router.app.diagnosis.endpoint_probe import GREETING
 from kvrouter.router.app.diagnosis.event_checks import UNHEARD_PROMPTS
 from kvrouter.router.app.diagnosis.prediction_checks import COUNTED_PROMPTS
 from kvrouter.router.base.common import compiled
-from kvrouter.router.observe.findings.finding import Severity
 from kvrouter.router.observe.quality.prediction_judge import ALONE_MIN, COUNTED_MIN, SILENT_MIN
 from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN
 from kvrouter.simulator.cache.shapes import make_geometry

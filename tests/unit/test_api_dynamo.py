@@ -8,11 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrouter.contract.registrations import RegisterBody, WorkerPatch
 from kvrouter.router.base.common.errors import BadQuestion
-from kvrouter.router.model.workers.registration_bodies import (
-    RegisterBody,
-    WorkerPatch,
-)
 from kvrouter.router.model.workers.registration_from_body import registration_of
 from kvrouter.router.serve.api.dynamo_shapes import patch_in, registrations_in
 

@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvrouter.contract.choices import CostTerms
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.cache_writes import ModelWrites
 from kvrouter.router.index.matching.question import Hit
@@ -33,7 +34,6 @@ from kvrouter.router.route.placement.cost import (
     SESSION_SHARE_BLIND,
     SESSION_SHARE_KNOWN,
     ChoiceContext,
-    CostTerms,
     weigh,
 )
 from kvrouter.router.route.placement.policies import KV, OTHERS, policy

@@ -14,10 +14,11 @@ import msgspec
 import pytest
 from rich.text import Text
 
+from kvrouter.contract.diagnosis import DiagnosisReport, Finding, Severity
 from kvrouter.router.app.cli.commands import run
 from kvrouter.router.app.cli.doctor_report import DoctorReport, findings_text
 from kvrouter.router.base.common.version import VERSION
-from kvrouter.router.observe.findings.finding import ROUTER, DiagnosisReport, Finding, Severity, found
+from kvrouter.router.observe.findings.finding import ROUTER, found
 from tests.support.ports import free_port
 
 # This time is far from the actual time, which the doctor's own clock shows.

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrouter.contract.registrations import CatalogBody
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.log_format import Formatter
@@ -18,7 +19,6 @@ from kvrouter.router.model.config.loading import load_config
 from kvrouter.router.model.config.settings import FIELDS, Config, describe, flag_of, without_password
 from kvrouter.router.model.engines.vllm.description import VLLM
 from kvrouter.router.model.workers.registration import CatalogSpec, Registration
-from kvrouter.router.model.workers.registration_bodies import CatalogBody
 from kvrouter.router.model.workers.registration_from_body import catalog_of
 from kvrouter.router.model.workers.role import HandoverWay, Role
 from kvrouter.router.model.workers.worker_spec import WorkerSpec, parse_worker

@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from msgspec import UnsetType
 
+from kvrouter.contract.decisions import Outcome, Proof
+from kvrouter.contract.fleet_event import EventType
 from kvrouter.router.base.common.errors import Saturated
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.follow.feed.fleet_event import EventType
 from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
-from kvrouter.router.observe.decisions.decision import KEPT_CANDIDATES, Outcome
+from kvrouter.router.observe.decisions.decision import KEPT_CANDIDATES
 from kvrouter.router.observe.decisions.decision_log import ENTRY_BYTES, MAX_ATTEMPTS, SHOWN_PER_S, DecisionLog
-from kvrouter.router.serve.api.decision_reply import Proof, decision_reply
+from kvrouter.router.serve.api.decision_reply import decision_reply
 from tests.support.bare_services import bare_feed
 from tests.support.placing_stage import TOKENS, Stage, ask, hit
 
@@ -50,7 +50,7 @@ def test_a_decision_is_kept_with_all_that_it_rested_on() -> None:
     assert (reply.worker_id, reply.endpoint, reply.reason) == ("a", "http://a", choice.reason)
     assert reply.overlap.disk == 64 and reply.effective_prefill_tokens == TOKENS - 64 and reply.time_s == 1_000.0
     assert (reply.session_id, reply.max_tokens, reply.num_tokens, reply.proof) == ("s", 9, TOKENS, Proof.EXACT)
-    assert not isinstance(reply.candidates, UnsetType)
+    assert reply.candidates is not None
     assert [candidate.worker_id for candidate in reply.candidates] == ["a", "c"] and reply.compared == 2
     assert [candidate.state for candidate in reply.candidates] == ["live", "suspect"]
     assert reply.outcome is None and reply.request_id == ""

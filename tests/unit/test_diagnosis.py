@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrouter.contract.diagnosis import Finding, Severity
+from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.app.diagnosis.cache_checks import SHOWN_BLOCKS, cache_findings
 from kvrouter.router.app.diagnosis.clocks import CLOCK_S
 from kvrouter.router.app.diagnosis.endpoint_probe import EndpointAnswer
@@ -37,10 +39,10 @@ from kvrouter.router.model.config.settings import FIELDS, Config
 from kvrouter.router.model.kvcache.catalog import Catalog, Group, build_catalog
 from kvrouter.router.model.kvcache.scheme_verification import SchemeState
 from kvrouter.router.model.workers.engine_answers import Stream
-from kvrouter.router.model.workers.engine_cache import CACHING_OFF, EngineCache
+from kvrouter.router.model.workers.engine_cache import CACHING_OFF
 from kvrouter.router.model.workers.registration import CatalogSpec, Registration
 from kvrouter.router.model.workers.stream_state import StreamState
-from kvrouter.router.observe.findings.finding import CODES, PAGE, Finding, Severity
+from kvrouter.router.observe.findings.finding import CODES, PAGE
 from kvrouter.router.observe.quality.prediction_judge import Doubt, DoubtKind
 from kvrouter.router.route.load.prompt_lengths import PromptLengths
 from kvrouter.router.route.tokens.unknown_prompts import MissingTokens

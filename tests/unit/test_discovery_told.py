@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrouter.contract.registrations import RegisterBody, WorkerPatch
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.discovery.candidate import Candidate, candidate_of, completed, ranked
 from kvrouter.router.follow.discovery.files.workers_file import parse_workers
@@ -16,7 +17,6 @@ from kvrouter.router.index.store.registry import decode
 from kvrouter.router.model.engines.vllm.description import streams_in
 from kvrouter.router.model.workers.engine_answers import EngineAnswers, Stream, model_in
 from kvrouter.router.model.workers.registration import Registration
-from kvrouter.router.model.workers.registration_bodies import RegisterBody, WorkerPatch
 from kvrouter.router.model.workers.registration_from_body import patched, registration_of
 from kvrouter.router.model.workers.source_precedence import STATIC
 from kvrouter.router.model.workers.worker_spec import parse_worker

@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+from kvrouter.contract.worker_status import MAX_COUNT, EngineCache
 from kvrouter.router.follow.streams.peer_view import engine_cache, state_fields
 from kvrouter.router.model.engines.sglang.description import SGLANG
 from kvrouter.router.model.engines.vllm.description import VLLM
-from kvrouter.router.model.workers.engine_cache import CACHING_OFF, MAX_COUNT, EngineCache
+from kvrouter.router.model.workers.engine_cache import CACHING_OFF, cache_problem
 from kvrouter.router.model.workers.stream_state import StreamState
 
 # Fields of CacheConfig as vLLM 0.32.0 prints them, including values with quotes, braces and commas.
@@ -43,7 +44,7 @@ def test_vllm_describes_its_cache() -> None:
     assert VLLM.cache_in(page, 0) == cache
     # The only core on a page belongs to the worker, whatever its number is; the load is read in the same way.
     assert VLLM.cache_in(page, 3) == cache
-    assert not cache.problem
+    assert not cache_problem(cache)
 
 
 def test_of_several_cores_each_has_its_share_of_their_blocks() -> None:
@@ -54,7 +55,7 @@ def test_of_several_cores_each_has_its_share_of_their_blocks() -> None:
 
 def test_an_engine_without_prefix_caching_says_so() -> None:
     cache = VLLM.cache_in(vllm_page({"engine": "0", "enable_prefix_caching": "False"}), 0)
-    assert cache is not None and cache.problem == CACHING_OFF
+    assert cache is not None and cache_problem(cache) == CACHING_OFF
 
 
 @pytest.mark.parametrize("value", ["None", "", "many", "-1", "0", "nan", "inf", "1e400", str(2 * MAX_COUNT)])

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvrouter.contract.registrations import RegisterBody
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.messages import BlockStored
 from kvrouter.router.base.common.errors import BadQuestion, SettingError
@@ -24,7 +25,6 @@ from kvrouter.router.model.kvcache.scheme_verification import HashIdentity, Sche
 from kvrouter.router.model.workers.engine_answers import Stream
 from kvrouter.router.model.workers.engine_name import ENGINE_NAMES
 from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
-from kvrouter.router.model.workers.registration_bodies import RegisterBody
 from kvrouter.router.model.workers.registration_from_body import registration_of
 from kvrouter.router.model.workers.worker_spec import parse_worker
 from kvrouter.router.route.tokens.engine.wire import RenderQuirks, tokenize_body

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvrouter.contract.fleet_event import EventType, FleetEvent
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
@@ -18,7 +19,7 @@ from kvrouter.router.follow.feed import event_feed
 from kvrouter.router.follow.feed.backlog import PIECE_BYTES, Chunk
 from kvrouter.router.follow.feed.event_feed import EventFeed
 from kvrouter.router.follow.feed.event_ring import EVENT_BYTES, EventRing
-from kvrouter.router.follow.feed.fleet_event import EventFilter, EventType, FleetEvent
+from kvrouter.router.follow.feed.fleet_event import EventFilter
 from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
 from kvrouter.router.serve.api.events import _Subscriber, filter_of
 from tests.support.bare_services import bare_feed

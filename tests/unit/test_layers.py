@@ -14,21 +14,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("client", "events", "router", "engine_patch", "simulator", "replay", "shadow")
+PACKAGES = ("contract", "client", "events", "router", "engine_patch", "simulator", "replay", "shadow")
 
 # Packages of this project that each package may import.
 ALLOWED_PACKAGES = {
+    # The bodies and answers of the HTTP API, for both of its sides.
+    "contract": {"contract"},
     # A client of a router needs nothing of the router.
-    "client": {"client"},
+    "client": {"client", "contract"},
     "events": {"events"},
-    "router": {"router", "events"},
+    "router": {"router", "contract", "events"},
     "engine_patch": {"engine_patch", "events"},
     "simulator": {"simulator", "events"},
     # The replay lets the router's rule choose among simulated replicas, so it stands above both, and neither knows it:
     # a simulator that knew the router could agree with its mistakes.
-    "replay": {"replay", "router", "simulator", "events"},
+    "replay": {"replay", "router", "contract", "simulator", "events"},
     # The shadow runs a router of its own to find the reuse that another router's choices miss.
-    "shadow": {"shadow", "router", "events"},
+    "shadow": {"shadow", "router", "contract", "events"},
 }
 
 # The tools beside the product. Only the command line imports them, inside functions, so that no other command waits for
@@ -39,6 +41,7 @@ COMMANDS = "app.cli"
 # The rooms of each package, from the bottom up: a room imports only the rooms before it. A room inside another room
 # stands with it, and "" is the package's root. The docstring of each room's `__init__.py` says what the room is for.
 ROOMS: dict[str, tuple[str, ...]] = {
+    "contract": ("",),
     "client": ("",),
     "events": ("transport", "vllm", "patch"),
     # Eight wings, from `base` to `app`: a wing imports only the wings before it. The entry points are in no wing,

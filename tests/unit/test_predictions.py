@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from kvrouter.contract.worker_status import ReuseStatus
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.model.workers.worker_status import ReuseStatus
 from kvrouter.router.observe.quality.concurrency import Concurrency
 from kvrouter.router.observe.quality.prediction_judge import (
     ALONE_MIN,

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from kvrouter.contract.store import FollowedWorker
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.heartbeat import VERSION, Heartbeat, Hold
 from kvrouter.router.index.store.keys import worker_tag
 from kvrouter.router.index.store.server_settings import ServerSettings
-from kvrouter.router.observe.findings.store_view import FollowedWorker, store_reply
+from kvrouter.router.observe.findings.store_view import store_reply
 
 A, B, C = (WorkerKey("m", "a"), WorkerKey("m", "b", 1), WorkerKey("n/{x}", "c"))
 

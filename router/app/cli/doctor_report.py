@@ -12,11 +12,12 @@ from typing import Any
 import msgspec
 from rich.text import Text
 
+from kvrouter.contract.diagnosis import DiagnosisReport, Finding, Severity
 from kvrouter.router.app.cli.api_client import Client, ClientError
 from kvrouter.router.app.diagnosis.clocks import SET_CLOCKS, clock_difference
 from kvrouter.router.base.common.escaping import masked
 from kvrouter.router.base.common.version import VERSION
-from kvrouter.router.observe.findings.finding import ROUTER, DiagnosisReport, Finding, Severity, argument, found
+from kvrouter.router.observe.findings.finding import ROUTER, argument, found
 
 INDENT = "      "
 # In a narrower text, lines would consist of single words.

@@ -18,6 +18,8 @@ import aiohttp
 import msgspec
 import zmq
 
+from kvrouter.contract.fleet_event import EventType
+from kvrouter.contract.worker_status import WorkerStatus
 from kvrouter.events.transport.permits import Permits
 from kvrouter.router.app.core.core_metrics import CoreMetrics
 from kvrouter.router.app.core.hit_finder import HitFinder
@@ -30,7 +32,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.follow.feed.event_feed import EventFeed
-from kvrouter.router.follow.feed.fleet_event import UNREGISTERED, EventType
+from kvrouter.router.follow.feed.fleet_event import UNREGISTERED
 from kvrouter.router.follow.fleet.adoption import Adoption
 from kvrouter.router.follow.fleet.fleet import Fleet
 from kvrouter.router.follow.fleet.mirror_sync import MirrorSync
@@ -61,7 +63,6 @@ from kvrouter.router.model.workers.model_names import ModelNames, ServedModel, p
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.role import HandoverWay
 from kvrouter.router.model.workers.stream_state import StreamState
-from kvrouter.router.model.workers.worker_status import WorkerStatus
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,14 @@ import contextlib
 
 import msgspec
 
+from kvrouter.contract.worker_status import PatchStatus, Recovery, WorkerStatus
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.mirror_sync import MirrorSync
 from kvrouter.router.follow.streams.stream_metrics import RESYNCS, StreamMetrics
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
 from kvrouter.router.index.ingest.worker_profile import WorkerProfile
+from kvrouter.router.model.workers.engine_cache import cache_problem
 from kvrouter.router.model.workers.stream_state import HEARD, StreamState
-from kvrouter.router.model.workers.worker_status import PatchStatus, Recovery, WorkerStatus
 
 
 def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, now: float) -> WorkerStatus:
@@ -34,7 +35,7 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         stream.note,
         stream.refused,
         stream.disk_problem,
-        stream.cache.problem,
+        cache_problem(stream.cache),
     )
     catalog = profile.catalog
     return WorkerStatus(

@@ -6,12 +6,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from kvrouter.contract.diagnosis import Finding
 from kvrouter.router.app.diagnosis.snapshot import Snapshot, WorkerFacts
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.model.kvcache.catalog import FULL_KINDS, Catalog
 from kvrouter.router.model.kvcache.scheme_verification import SchemeState
 from kvrouter.router.model.workers.stream_state import StreamState
-from kvrouter.router.observe.findings.finding import WARNING, Finding, found
+from kvrouter.router.observe.findings.finding import WARNING, found
 
 # The number of blocks after which all groups of an engine have shown themselves, because a prompt stores into each of
 # them.

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import aiohttp
 
+from kvrouter.contract.diagnosis import DiagnosisReport, Finding, Severity
+from kvrouter.contract.store import StoreReply
 from kvrouter.router.app.core.router_core import Core
 from kvrouter.router.app.diagnosis.cache_checks import cache_findings
 from kvrouter.router.app.diagnosis.endpoint_probe import EndpointAnswer, probe_endpoints, probe_engines
@@ -40,8 +42,8 @@ from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.provenance import own_streams
 from kvrouter.router.model.workers.unregistered_worker import UnregisteredWorker
-from kvrouter.router.observe.findings.finding import CODES, DiagnosisReport, Finding, Severity
-from kvrouter.router.observe.findings.store_view import StoreReply, store_reply
+from kvrouter.router.observe.findings.finding import CODES
+from kvrouter.router.observe.findings.store_view import store_reply
 from kvrouter.router.observe.quality.request_watch import Quality
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.tokens.unknown_prompts import MissingTokens

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvrouter.contract.diagnosis import Finding
 from kvrouter.router.app.diagnosis.clocks import SET_CLOCKS, clock_difference
 from kvrouter.router.app.diagnosis.snapshot import Snapshot, WorkerFacts
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.model.engines.known import engine_named
 from kvrouter.router.model.workers.provenance import registered_twice
-from kvrouter.router.observe.findings.finding import ROUTER, Finding, argument, found
+from kvrouter.router.observe.findings.finding import ROUTER, argument, found
 
 
 def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from kvrouter.contract.diagnosis import Finding
 from kvrouter.router.app.diagnosis.endpoint_probe import PUBLISHERS, REPLIERS, EndpointAnswer
 from kvrouter.router.app.diagnosis.snapshot import PromptCount, Snapshot, WorkerFacts
 from kvrouter.router.model.engines.known import engine_named
 from kvrouter.router.model.workers.engine_answers import Stream
+from kvrouter.router.model.workers.engine_cache import cache_problem
 from kvrouter.router.model.workers.provenance import same_endpoint
 from kvrouter.router.model.workers.registration import NO_PATCH, Registration
 from kvrouter.router.model.workers.source_precedence import REGISTER
 from kvrouter.router.model.workers.stream_state import StreamState
-from kvrouter.router.observe.findings.finding import Finding, argument, found
+from kvrouter.router.observe.findings.finding import argument, found
 
 # How many prompts of whole blocks an engine must have computed without an event before it counts as unheard: the events
 # of the last prompt may still be under way.
@@ -42,13 +44,15 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
     engine = engine_named(registration.engine)
     flags = engine.flags
     if worker.is_silent:
-        reasons = (registration.note or worker.reason or "it was registered without one", worker.cache.problem)
+        reasons = (registration.note or worker.reason or "it was registered without one", cache_problem(worker.cache))
         yield found("KV201", worker.name, "; ".join(filter(None, reasons)), _publishing(worker))
         return
-    if worker.cache.problem:
+    if cache_problem(worker.cache):
         # An engine without prefix caching stores no block and so sends no event. Other problems of its events do not
         # matter then.
-        yield found("KV202", worker.name, worker.cache.problem, f"{flags.serve} {flags.prefix_cache} {flags.events}")
+        yield found(
+            "KV202", worker.name, cache_problem(worker.cache), f"{flags.serve} {flags.prefix_cache} {flags.events}"
+        )
         return
     if worker.state is StreamState.MISMATCHED:
         yield found(
@@ -89,7 +93,7 @@ def _publishing(worker: WorkerFacts) -> str:
     flags = engine_named(registration.engine).flags
     if worker.published:
         return f"register {_endpoints_text(worker.published[0])}: its engine publishes there"
-    caching = f"{flags.prefix_cache} " if worker.cache.problem else ""
+    caching = f"{flags.prefix_cache} " if cache_problem(worker.cache) else ""
     start = f"{flags.serve} {caching}{flags.events}"
     if not worker.names_streams:
         # The engine is a vLLM before 0.31, or cannot be reached.

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import msgspec
 
+from kvrouter.contract.diagnosis import Finding
 from kvrouter.router.app.diagnosis.snapshot import Snapshot
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.model.engines.known import engine_named
-from kvrouter.router.observe.findings.finding import Finding, found
+from kvrouter.router.observe.findings.finding import found
 from kvrouter.router.observe.quality.prediction_judge import DoubtKind
 from kvrouter.router.route.tokens.prompt_tokens import Reason
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvrouter.contract.diagnosis import Finding, Severity
 from kvrouter.router.app.diagnosis.snapshot import Snapshot
 from kvrouter.router.base.common.escaping import printable
-from kvrouter.router.observe.findings.finding import Finding, Severity, found
+from kvrouter.router.observe.findings.finding import found
 
 # How many characters of differing values, and how many values, are shown: enough to see the difference. Any program may
 # have written a heartbeat in Redis.

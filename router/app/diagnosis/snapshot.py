@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.app.diagnosis.endpoint_probe import EndpointAnswer
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
@@ -14,7 +15,6 @@ from kvrouter.router.index.store.server_settings import ServerSettings
 from kvrouter.router.model.kvcache.catalog import Catalog
 from kvrouter.router.model.kvcache.scheme_verification import SchemeState
 from kvrouter.router.model.workers.engine_answers import Stream
-from kvrouter.router.model.workers.engine_cache import EngineCache
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.quality.prediction_judge import Doubt

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvrouter.contract.diagnosis import Finding
 from kvrouter.router.app.diagnosis.clocks import SET_CLOCKS, clock_difference
 from kvrouter.router.app.diagnosis.snapshot import Snapshot, StoreFacts
 from kvrouter.router.index.store.server_settings import ServerSettings
 from kvrouter.router.model.config.cautions import evicting
-from kvrouter.router.observe.findings.finding import Finding, argument, found
+from kvrouter.router.observe.findings.finding import argument, found
 
 # The share of the limit from which memory counts as short. A fleet's index grows with the blocks of its engines, and a
 # server at its limit refuses commits.

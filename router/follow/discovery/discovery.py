@@ -15,6 +15,7 @@ from functools import partial
 
 import aiohttp
 
+from kvrouter.contract.worker_status import WorkerStatus
 from kvrouter.router.base.common.errors import HostNotAllowed, RouterError, WorkerUnreachable
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
@@ -31,7 +32,6 @@ from kvrouter.router.model.workers.engine_answers import EngineAnswers
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.unregistered_worker import UnregisteredWorker, Waiting
-from kvrouter.router.model.workers.worker_status import WorkerStatus
 
 log = logging.getLogger(__name__)
 
@@ -274,10 +274,7 @@ class Discovery:
 
     def statuses(self) -> list[WorkerStatus]:
         """Return the statuses of the workers that a source shows and that are not registered yet."""
-        return [
-            WorkerStatus.unregistered(unregistered.registration, f"not registered yet: {unregistered.waiting.reason}")
-            for unregistered in self.unregistered()
-        ]
+        return [worker.status() for worker in self.unregistered()]
 
     def unregistered(self) -> list[UnregisteredWorker]:
         """Return the workers that a source shows and that are not registered yet."""

@@ -12,17 +12,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from kvrouter.contract.fleet_event import EventType, FleetEvent
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.feed.backlog import Chunk, HeldChunks
 from kvrouter.router.follow.feed.event_ring import EventRing
-from kvrouter.router.follow.feed.fleet_event import (
-    EventFilter,
-    EventType,
-    FleetEvent,
-    NumberedEvent,
-    event_id,
-    sse,
-)
+from kvrouter.router.follow.feed.fleet_event import EventFilter, NumberedEvent, event_id, sse
 from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
 from kvrouter.router.index.ingest.net_changes import Hashes
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from kvrouter.router.follow.feed.fleet_event import FleetEvent, NumberedEvent
+from kvrouter.contract.fleet_event import FleetEvent
+from kvrouter.router.follow.feed.fleet_event import NumberedEvent
 from kvrouter.router.index.ingest.net_changes import Hashes
 
 # Holds some seconds of events of a fleet that stores 50,000 blocks a second, and hours of a quiet fleet's. A client that

@@ -3,77 +3,13 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
-from msgspec import UNSET, UnsetType
 
+from kvrouter.contract.fleet_event import EventType, FleetEvent
 from kvrouter.router.index.ingest.net_changes import Hashes
-
-
-class EventType(StrEnum):
-    """The type of an event, as clients see it."""
-
-    # Blocks became resident at one place; a block that came and went in between is not reported.
-    STORED = "stored"
-    # Blocks stopped being resident at one place; net, as for STORED.
-    REMOVED = "removed"
-    # The engine dropped a whole cache; a REMOVED event with the blocks follows.
-    CLEARED = "cleared"
-    # The index of a worker is void, and an empty epoch begins.
-    EPOCH = "epoch"
-    # Batches of a worker's event stream are missing.
-    GAP = "gap"
-    # The index agrees with the engine again: by a replay, a snapshot, or because everything is learned again.
-    RESYNC = "resync"
-    # A worker's state or credit changed.
-    STATE = "state"
-    # A request was placed. Only a sample of the decisions is sent.
-    DECISION = "decision"
-    # Events that the client missed are no longer kept.
-    LOST = "lost"
-
 
 # Stands in place of a state for a worker that was dropped.
 UNREGISTERED = "unregistered"
-
-
-class FleetEvent(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event. A field that the event does not have is UNSET and left out of the JSON."""
-
-    type: EventType
-    # Seconds since 1970.
-    time_s: float
-    model: str | UnsetType = UNSET
-    worker_id: str | UnsetType = UNSET
-    dp_rank: int | UnsetType = UNSET
-    epoch: str | UnsetType = UNSET
-    # The worker's last batch that is part of the event.
-    seq: int | UnsetType = UNSET
-    # None is the one group of an engine that names no groups.
-    group_idx: int | UnsetType | None = UNSET
-    medium: str | UnsetType = UNSET
-    # The owner of a secondary tier.
-    owner: str | UnsetType = UNSET
-    # The number of blocks.
-    blocks: int | UnsetType = UNSET
-    # How often it happened since the event before (gap, resync, cleared); how many events are gone (lost).
-    count: int | UnsetType = UNSET
-    state: str | UnsetType = UNSET
-    # Whether predictions count the worker's blocks.
-    credited: bool | UnsetType = UNSET
-    reason: str | UnsetType = UNSET
-    # The fields below are those of a decision.
-    selection_id: str | UnsetType = UNSET
-    num_tokens: int | UnsetType = UNSET
-    # The predicted hit at the chosen worker.
-    predicted_tokens: int | UnsetType = UNSET
-    # The longest predicted hit of all workers.
-    best_tokens: int | UnsetType = UNSET
-    # Why the worker with the longest hit was not chosen.
-    lost_by: str | UnsetType = UNSET
-    # How many decisions before this one were not sent.
-    skipped: int | UnsetType = UNSET
 
 
 class EventFilter(msgspec.Struct, frozen=True):

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from kvrouter.contract.fleet_event import EventType
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.follow.feed.fleet_event import EventType
 
 
 class WatchMetrics:

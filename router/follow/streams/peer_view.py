@@ -12,6 +12,7 @@ import math
 
 import msgspec
 
+from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import Place
 from kvrouter.router.follow.streams.stream_view import Position
@@ -28,7 +29,6 @@ from kvrouter.router.index.ingest.worker_profile import (
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.commit import WorkerImage
 from kvrouter.router.index.store.log_entry import LogEntry
-from kvrouter.router.model.workers.engine_cache import EngineCache
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
 

@@ -11,12 +11,12 @@ import math
 
 import msgspec
 
+from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.follow.streams.cpu_tier_watch import CpuTierWatch
 from kvrouter.router.follow.streams.disk_watch import DiskWatch
 from kvrouter.router.follow.streams.lease_holder import ELSEWHERE
 from kvrouter.router.follow.streams.stream_machine import Phase
 from kvrouter.router.index.ingest.engine_liveness import EngineLiveness
-from kvrouter.router.model.workers.engine_cache import EngineCache
 from kvrouter.router.model.workers.stream_state import CREDITED, SHOWN, StreamState, credited
 
 NO_FOLLOWER_YET = "no other router has been heard yet that follows this worker"

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
+from kvrouter.contract.fleet_event import EventType
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.follow.feed.event_feed import EventFeed
-from kvrouter.router.follow.feed.fleet_event import EventType
 from kvrouter.router.index.ingest.net_changes import NO_HASHES, Hashes, ResidencyDelta
 from kvrouter.router.index.matching.matcher import WorkerView
 from kvrouter.router.model.workers.stream_state import StreamState

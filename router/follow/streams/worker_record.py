@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvrouter.contract.worker_status import EngineCache
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.router.follow.streams.engine_lives import EngineLives
 from kvrouter.router.follow.streams.mirror_lead import MirrorLead
@@ -27,7 +28,7 @@ from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.index.ingest.worker_profile import WorkerProfile
 from kvrouter.router.index.matching.matcher import WorkerView
 from kvrouter.router.index.store import keys
-from kvrouter.router.model.workers.engine_cache import EngineCache
+from kvrouter.router.model.workers.engine_cache import cache_problem
 from kvrouter.router.model.workers.provenance import ranks_allowed
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import PROVEN, StreamState
@@ -265,7 +266,7 @@ class WorkerRecord:
         """
         usable = not self.endpoints.are_none and state is not StreamState.UNHASHABLE
         wanted = bool(self._services.config.approximate_ttl_s)
-        return wanted and not usable and state is not StreamState.DOWN and not self.cache.problem
+        return wanted and not usable and state is not StreamState.DOWN and not cache_problem(self.cache)
 
     def _time_credit(self, state: StreamState) -> None:
         """Set the timer that ends the credit of a doubtful worker, or stop it.

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import zmq
 
+from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.redis_client.errors import StoredValueError, StoreError
 from kvrouter.router.follow.streams.commit_loop import MAX_PENDING_BLOCKS, CommitLoop
@@ -38,7 +39,6 @@ from kvrouter.router.index.store.checkpoint import LogTail
 from kvrouter.router.index.store.commit import WorkerImage
 from kvrouter.router.index.store.log_entry import LogEntry
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
-from kvrouter.router.model.workers.engine_cache import EngineCache
 from kvrouter.router.model.workers.registration import Registration
 
 log = logging.getLogger("kvrouter.stream")

@@ -5,28 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.contract.hits import HeldRuns
 from kvrouter.router.base.common.ids import CPU, STORAGE, Place
 from kvrouter.router.model.kvcache.catalog import Catalog
 from kvrouter.router.model.kvcache.hit_tables import bank_mask
 from kvrouter.router.model.kvcache.offload_connectors import TierRule
 
 CHUNK_MEDIA = (CPU, STORAGE)
-
-
-class HeldRuns(msgspec.Struct, frozen=True):
-    """The blocks of a prompt that one place holds."""
-
-    group_idx: int | None
-    medium: str
-    owner: str | None
-    # Tokens in a block of this place.
-    block_size: int
-    # Runs of tokens as (first, end), ascending, with gaps between them.
-    runs: tuple[tuple[int, int], ...]
 
 
 def held_runs(

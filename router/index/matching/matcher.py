@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.contract.hits import GroupCover, HeldRuns
 from kvrouter.router.base.common.ids import Place, WorkerKey
-from kvrouter.router.index.matching.held_runs import HeldRuns, held_runs
+from kvrouter.router.index.matching.held_runs import held_runs
 from kvrouter.router.index.matching.judge import Judge
 from kvrouter.router.index.matching.mirror import Mirror
-from kvrouter.router.index.matching.question import GroupCover, Hit, Limiter, Question
+from kvrouter.router.index.matching.question import Hit, Limiter, Question
 from kvrouter.router.model.kvcache.block_hash import HashScheme, HashSpace
 from kvrouter.router.model.kvcache.catalog import Catalog, GroupRule, SpecGroup
 from kvrouter.router.model.kvcache.hit_tables import GeometryBuilder

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.contract.hits import GroupCover, HeldRuns, HitLimit
 from kvrouter.router.base.common.errors import UnknownWorker
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.index.matching.held_runs import HeldRuns
 from kvrouter.router.model.kvcache.block_hash import HashSpace
 from kvrouter.router.model.kvcache.catalog import GroupRule
 from kvrouter.router.model.kvcache.multimodal import Items
@@ -65,22 +65,6 @@ class Question(msgspec.Struct, frozen=True, gc=False):
     def is_blind(self) -> bool:
         """Whether nothing is known of the prompt but its length, so that hits say nothing."""
         return self.token_ids is None and (self.block_hashes is None or not len(self.block_hashes))
-
-
-class GroupCover(msgspec.Struct, frozen=True):
-    """The GPU hit that one KV cache group alone would allow, in tokens."""
-
-    group_idx: int | None
-    kind: str
-    covered: int
-
-
-class HitLimit(msgspec.Struct, frozen=True):
-    """The group that kept the deepest hit from being longer, and a sentence why."""
-
-    group_idx: int | None
-    kind: str
-    why: str
 
 
 class Limiter(msgspec.Struct, frozen=True, array_like=True):

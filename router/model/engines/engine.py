@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.model.kvcache.block_hash import HashScheme
 from kvrouter.router.model.workers.engine_answers import EngineAnswers
-from kvrouter.router.model.workers.engine_cache import EngineCache
 from kvrouter.router.model.workers.registration import CatalogSpec
 
 

@@ -3,22 +3,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
+from kvrouter.contract.registrations import CatalogBody, GroupBody, RegisterBody, UnregisterBody, WorkerPatch
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.json_arrays import UINT64_MAX
 from kvrouter.router.model.workers.engine_name import engine_problem
 from kvrouter.router.model.workers.hash_algorithms import HASH_ALGOS
 from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec, Registration
-from kvrouter.router.model.workers.registration_bodies import (
-    CatalogBody,
-    GroupBody,
-    RegisterBody,
-    UnregisterBody,
-    WorkerPatch,
-    model_of,
-)
 from kvrouter.router.model.workers.role import HandoverWay, Role, handover_problem, role_problem
 from kvrouter.router.model.workers.worker_spec import (
     MAX_DP_RANK,
@@ -122,6 +117,22 @@ def patched(known: Registration, patch: WorkerPatch) -> Registration:
 def _is_number(worker_id: str | int | None) -> bool:
     """Return whether answers have this id as a number, which MessagePack and Dynamo's clients limit to 64 bits."""
     return isinstance(worker_id, int) and 0 <= worker_id <= UINT64_MAX
+
+
+def model_of(body: Any) -> str | None:
+    """Return the model's name from whichever of a body's three fields has it, or None.
+
+    Raises BadQuestion if two fields differ.
+    """
+    model: str | None = body.model
+    for other in (body.model_name, body.modelname):
+        if other is not None:
+            if model is not None and other != model:
+                raise BadQuestion(
+                    "model, model_name and modelname contradict each other; give one", code="invalid_model"
+                )
+            model = other
+    return model
 
 
 def worker_id_of(body: RegisterBody | UnregisterBody) -> str:

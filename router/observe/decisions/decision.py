@@ -65,23 +65,6 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prefill: KeptChoice | None
 
 
-class Outcome(msgspec.Struct, frozen=True, gc=False):
-    """The outcome of a request. Times are seconds since the arrival of the whole request."""
-
-    # As the metric of proxied requests names it.
-    outcome: str
-    # None if reuse cannot be predicted.
-    predicted_tokens: int | None
-    # None if the engine does not report it.
-    delivered_tokens: int | None
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    ttft_s: float | None
-    e2e_s: float
-    # None if reuse cannot be predicted.
-    expected_tokens: int | None = None
-
-
 def decision_of(selection_id: str, time_s: float, request: PlacementRequest, choice: Choice) -> Decision:
     """Return a decision as it is kept. `choice` must have its comparison."""
     question = request.question

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from kvrouter.contract.decisions import Outcome
+from kvrouter.contract.fleet_event import EventType, FleetEvent
 from kvrouter.router.follow.feed.event_feed import EventFeed
-from kvrouter.router.follow.feed.fleet_event import EventType, FleetEvent
 from kvrouter.router.follow.feed.watch_metrics import WatchMetrics
-from kvrouter.router.observe.decisions.decision import Decision, Outcome, decision_of
+from kvrouter.router.observe.decisions.decision import Decision, decision_of
 from kvrouter.router.route.placement.choose import Choice
 from kvrouter.router.route.placement.placement_request import PlacementRequest
 

@@ -7,27 +7,14 @@ Each code has its own section on the page (docs/how-to/doctor.md), whose anchor 
 from __future__ import annotations
 
 import shlex
-from enum import StrEnum
 
-import msgspec
-
+from kvrouter.contract.diagnosis import Finding, Severity
 from kvrouter.router.base.common.escaping import printable
 
 PAGE = "docs/how-to/doctor.md"
 # Stands for the router's address in commands. The program that shows a command knows the address by which it reached
 # the router.
 ROUTER = "ROUTER/"
-
-
-class Severity(StrEnum):
-    """The severity of a finding."""
-
-    # Requests fail, or reuse is lost or mispredicted.
-    ERROR = "error"
-    # The fleet works, but this should be fixed.
-    WARNING = "warning"
-    # Nothing has to be done; something is not known.
-    NOTE = "note"
 
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
@@ -94,35 +81,6 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV605": (WARNING, "a source of workers cannot be read"),
     "KV606": (WARNING, "sources of workers contradict each other"),
 }
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One problem that a diagnosis found."""
-
-    code: str
-    severity: Severity
-    # The concerned part of the fleet, such as a worker.
-    subject: str
-    # The problem, as CODES names it.
-    problem: str
-    # The facts that show the problem, as a sentence.
-    evidence: str
-    # The command or the flag that fixes it, with ROUTER for the router's address.
-    fix: str
-    # The section of the page that describes it.
-    page: str
-
-
-class DiagnosisReport(msgspec.Struct, frozen=True):
-    """The findings of one router process."""
-
-    version: str
-    # How many workers and routers were examined.
-    workers: int
-    routers: int
-    # How many codes a diagnosis can report.
-    checks: int
-    findings: list[Finding]
 
 
 def argument(text: str) -> str:

@@ -5,59 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
+from kvrouter.contract.store import FollowedWorker, RouterView, StoreReply, StoreServer
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.heartbeat import LATE_MS, Heartbeat
 from kvrouter.router.index.store.keys import worker_tag
 from kvrouter.router.index.store.server_settings import ServerSettings
-
-
-class StoreServer(msgspec.Struct, frozen=True):
-    """A server of the store. A field is empty or null if the server does not report it."""
-
-    address: str
-    policy: str
-    used_bytes: int | None
-    limit_bytes: int | None
-    appends: bool | None
-    save: str | None
-    failing: str
-
-
-class FollowedWorker(msgspec.Struct, frozen=True):
-    """A worker and whether the store is late with its changes."""
-
-    worker_id: str
-    dp_rank: int
-    model: str
-    # Whether the store lacks changes that its follower learned more than a second ago.
-    is_late: bool
-
-
-class RouterView(msgspec.Struct, frozen=True):
-    """A router process and the workers that it follows."""
-
-    token: str
-    # Whether it is the process that answers.
-    is_this: bool
-    version: str
-    follows: list[FollowedWorker]
-    # How many workers it refuses to follow.
-    refuses: int
-
-
-class StoreReply(msgspec.Struct, frozen=True):
-    """The store and the router processes on it."""
-
-    # Whether it is this router's private server.
-    is_private: bool
-    # Why Redis does not answer; empty if it does.
-    problem: str
-    servers: list[StoreServer]
-    routers: list[RouterView]
-    # The workers that no router follows.
-    unfollowed: list[FollowedWorker]
 
 
 def store_reply(

@@ -12,7 +12,7 @@ from collections import deque
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvrouter.router.model.workers.worker_status import ReuseStatus
+from kvrouter.contract.worker_status import ReuseStatus
 
 # Requests that were alone: of the last 16, at least 8, and more than half of them reused less than predicted. One or
 # two in a row may have met the evictions of an answer that had just ended, or the request of another router; a wrong

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvrouter.contract.decisions import Outcome
+from kvrouter.contract.worker_status import ReuseStatus
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.matcher import WorkerView
 from kvrouter.router.index.matching.question import Question
-from kvrouter.router.model.workers.worker_status import ReuseStatus
-from kvrouter.router.observe.decisions.decision import Outcome
 from kvrouter.router.observe.decisions.decision_log import DecisionLog
 from kvrouter.router.observe.quality.access_log import pieces_of, write_line
 from kvrouter.router.observe.quality.answer_tap import AnswerTap, Send

@@ -28,6 +28,7 @@ from math import floor
 
 import msgspec
 
+from kvrouter.contract.choices import CostTerms
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.cache_writes import ModelWrites
 from kvrouter.router.index.matching.question import Hit
@@ -98,24 +99,6 @@ class ChoiceContext(msgspec.Struct, frozen=True, gc=False):
     busy: float = 0.5
     # The part of the memory that the prompt's API key holds, None if that is no more than its fair part.
     key_share: KeyShare | None = None
-
-
-class CostTerms(msgspec.Struct, frozen=True):
-    """The terms of one worker's cost, in tokens, each as it enters the sum."""
-
-    prefill: int
-    queued: int
-    decode: int
-    delay: int
-    room: int
-    copy: int
-    junction: int
-    session: int
-
-    @property
-    def load(self) -> int:
-        """The work of other requests that counts in the cost."""
-        return self.queued + self.decode
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -3,82 +3,14 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
-from msgspec import UNSET, UnsetType
 
+from kvrouter.contract.choices import CandidateReply
+from kvrouter.contract.decisions import DecidedPrefill, DecisionReply, Proof
 from kvrouter.router.model.workers.stream_state import StreamState
-from kvrouter.router.observe.decisions.decision import Decision, KeptChoice, Outcome
+from kvrouter.router.observe.decisions.decision import Decision, KeptChoice
 from kvrouter.router.observe.decisions.decision_log import DecisionLog, KeptDecision
-from kvrouter.router.serve.api.responses import CandidateReply, Overlap, candidate_reply, overlap_of
-
-
-class Proof(StrEnum):
-    """The evidence behind a predicted hit."""
-
-    # The worker's events, with nothing in doubt, and the prompt's tokens.
-    EXACT = "exact"
-    # The last known residency of a worker in doubt, or of a prompt of which only the beginning is known.
-    ASSUMED = "assumed"
-    # The prompts that were sent there before.
-    APPROXIMATE = "approximate"
-    # Nothing: the prompt's tokens were not known.
-    UNKNOWN = "unknown"
-
-
-class DecidedPrefill(msgspec.Struct, kw_only=True):
-    """The worker that was to compute the prompt and hand it over."""
-
-    worker_id: str
-    dp_rank: int
-    endpoint: str | None
-    overlap: Overlap
-    reason: str
-    candidates: list[CandidateReply] | UnsetType = UNSET
-
-
-class DecisionReply(msgspec.Struct, kw_only=True):
-    """The explanation of one choice, with the state and the load of that moment."""
-
-    selection_id: str
-    # Empty for a choice without a request.
-    request_id: str
-    # Seconds since 1970.
-    time_s: float
-    model: str
-    worker_id: str
-    dp_rank: int
-    endpoint: str | None
-    num_tokens: int
-    overlap: Overlap
-    # The reuse expected after the prompts ahead; at least the hit.
-    expected_tokens: int
-    effective_prefill_tokens: int
-    queued_tokens: int
-    proof: Proof
-    reason: str
-    # Why the chosen worker reuses less than best_hit_tokens; empty if it does not.
-    lost_by: str
-    # The longest hit of all workers.
-    best_hit_tokens: int
-    # The number of workers compared; `candidates` has the chosen one and the cheapest.
-    compared: int
-    session_id: str | None
-    max_tokens: int | None
-    pinned_worker: str | None
-    # None while the request runs, and for a choice without a request.
-    outcome: Outcome | None
-    candidates: list[CandidateReply] | UnsetType = UNSET
-    prefill: DecidedPrefill | UnsetType = UNSET
-    # The selections of the request's earlier attempts, which failed.
-    earlier: list[str] | UnsetType = UNSET
-
-
-class DecisionsReply(msgspec.Struct):
-    """The decisions, the newest first, without their candidates."""
-
-    decisions: list[DecisionReply]
+from kvrouter.router.serve.api.responses import candidate_reply, overlap_of
 
 
 def decision_reply(kept: KeptDecision, earlier: list[str] | None = None, *, explain: bool = True) -> DecisionReply:
@@ -111,9 +43,9 @@ def decision_reply(kept: KeptDecision, earlier: list[str] | None = None, *, expl
         max_tokens=decision.max_tokens,
         pinned_worker=decision.pinned,
         outcome=kept.outcome,
-        candidates=_candidates(choice) if explain else UNSET,
-        prefill=UNSET if prefill is None else _prefill(prefill, explain=explain),
-        earlier=earlier or UNSET,
+        candidates=_candidates(choice) if explain else None,
+        prefill=None if prefill is None else _prefill(prefill, explain=explain),
+        earlier=earlier or None,
     )
 
 
@@ -136,13 +68,13 @@ def _prefill(choice: KeptChoice, *, explain: bool) -> DecidedPrefill:
         endpoint=choice.url,
         overlap=overlap_of(choice.hit),
         reason=choice.reason,
-        candidates=_candidates(choice) if explain else UNSET,
+        candidates=_candidates(choice) if explain else None,
     )
 
 
-def _candidates(choice: KeptChoice) -> list[CandidateReply]:
+def _candidates(choice: KeptChoice) -> tuple[CandidateReply, ...]:
     """Return the candidates that were kept with the choice."""
-    return [candidate_reply(candidate, candidate.hit.worker.worker_id) for candidate in choice.candidates()]
+    return tuple(candidate_reply(candidate, candidate.hit.worker.worker_id) for candidate in choice.candidates())
 
 
 def _proof(decision: Decision) -> Proof:

@@ -7,16 +7,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
+from kvrouter.contract.decisions import DecisionReply, DecisionsReply
 from kvrouter.router.base.common.errors import UnknownDecision
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.observe.decisions.watch import Watch
-from kvrouter.router.serve.api.decision_reply import (
-    DecisionReply,
-    DecisionsReply,
-    decision_reply,
-    find_decision,
-    read_decision,
-)
+from kvrouter.router.serve.api.decision_reply import decision_reply, find_decision, read_decision
 from kvrouter.router.serve.api.openapi import gives
 from kvrouter.router.serve.api.workers import respond
 

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from fastapi import APIRouter, Request, Response
 
+from kvrouter.contract.diagnosis import DiagnosisReport
+from kvrouter.contract.store import StoreReply
 from kvrouter.router.base.common.version import VERSION
-from kvrouter.router.observe.findings.finding import DiagnosisReport
-from kvrouter.router.observe.findings.store_view import StoreReply
 from kvrouter.router.serve.api.openapi import gives
 from kvrouter.router.serve.api.workers import respond
 

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrouter.contract.registrations import RegisterBody, WorkerPatch
 from kvrouter.router.base.common.errors import BadQuestion
-from kvrouter.router.model.workers.registration_bodies import (
-    RegisterBody,
-    WorkerPatch,
-)
 from kvrouter.router.model.workers.worker_spec import MAX_DP_RANK
 
 # The model of a registration that names none.

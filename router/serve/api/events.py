@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import parse_qs
 
+from kvrouter.contract.fleet_event import EventType
 from kvrouter.router.base.common.errors import BadQuestion, RouterError, TooManyConnections
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.follow.feed.backlog import Backlog, Chunk, HeldChunks
 from kvrouter.router.follow.feed.event_feed import EventFeed
-from kvrouter.router.follow.feed.fleet_event import EventFilter, EventType
+from kvrouter.router.follow.feed.fleet_event import EventFilter
 from kvrouter.router.model.upstream.connection import AnswerHead
 from kvrouter.router.serve.api.openapi import EVENTS as PATH
 from kvrouter.router.serve.proxy.downstream import Client

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from kvrouter.contract.health import HealthReply, ReadyReply, VersionReply
 from kvrouter.router.base.common.errors import NoWorker
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.shutdown import Shutdown
@@ -16,7 +16,6 @@ from kvrouter.router.serve.access.access import Access
 from kvrouter.router.serve.api.http_metrics import HttpMetrics
 from kvrouter.router.serve.api.openapi import document, gives, page
 from kvrouter.router.serve.api.ports import CorePort, SourcesPort, TokensPort
-from kvrouter.router.serve.api.responses import HealthReply, ReadyReply, VersionReply
 from kvrouter.router.serve.api.workers import respond
 from kvrouter.router.serve.proxy.proxy import Proxy
 
@@ -46,7 +45,7 @@ def watch_routes(
         reasons += () if sources is None else sources.health()
         reasons += access.health()
         warnings = [*core.cautions(), *access.cautions()]
-        return respond(request, HealthReply("degraded" if reasons else "ok", reasons, warnings or msgspec.UNSET))
+        return respond(request, HealthReply("degraded" if reasons else "ok", reasons, warnings or None))
 
     @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply, 503))
     async def ready(request: Request) -> Response:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from kvrouter.contract.models import ModelReply, ModelsReply
 from kvrouter.router.base.common.errors import UnknownModel
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.serve.access.key_bounds import KeyBounds
 from kvrouter.router.serve.api.openapi import gives
 from kvrouter.router.serve.api.ports import CorePort
 from kvrouter.router.serve.api.requests import BOUNDS
-from kvrouter.router.serve.api.responses import ModelReply, ModelsReply
 from kvrouter.router.serve.api.workers import respond
 
 

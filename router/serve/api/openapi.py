@@ -9,16 +9,26 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from kvrouter.router.follow.feed.fleet_event import EventType
-from kvrouter.router.model.workers import registration_bodies
-from kvrouter.router.observe.findings.finding import DiagnosisReport
-from kvrouter.router.observe.findings.store_view import StoreReply
+from kvrouter.contract import (
+    choices,
+    decisions,
+    diagnosis,
+    errors,
+    fields,
+    health,
+    loads,
+    models,
+    queries,
+    registrations,
+    reservations,
+    store,
+    worker_status,
+)
+from kvrouter.contract.fleet_event import EventType
 from kvrouter.router.route.tokens.proxied_paths import AUDIO
-from kvrouter.router.serve.api import decision_reply as decided
-from kvrouter.router.serve.api import requests as bodies
-from kvrouter.router.serve.api import responses as replies
 from kvrouter.router.serve.api.examples import EXAMPLES, PATH_PARTS
-from kvrouter.router.serve.api.field_texts import text_of
+from kvrouter.router.serve.api.requests import MSGPACK
+from kvrouter.router.serve.api.responses import JSON
 from kvrouter.router.serve.api.versioned_paths import VERSION
 
 EVENTS = "/events"
@@ -26,30 +36,31 @@ SCHEMA_REF = "#/components/schemas/{name}"
 
 # Every struct that an operation below or in the route modules refers to; nested structs are included with them.
 SCHEMAS = (
-    bodies.QueryBody,
-    bodies.QueryByHashBody,
-    bodies.SelectBody,
-    bodies.ReservationBody,
-    registration_bodies.RegisterBody,
-    registration_bodies.UnregisterBody,
-    registration_bodies.WorkerPatch,
-    replies.QueryReply,
-    replies.SelectReply,
-    replies.ReservedReply,
-    replies.EndedReply,
-    replies.ModelLoadReply,
-    replies.WorkersReply,
-    replies.RegisteredReply,
-    replies.ModelReply,
-    replies.ModelsReply,
-    replies.HealthReply,
-    replies.ReadyReply,
-    replies.VersionReply,
-    DiagnosisReport,
-    StoreReply,
-    replies.ErrorReply,
-    decided.DecisionReply,
-    decided.DecisionsReply,
+    queries.QueryBody,
+    queries.QueryByHashBody,
+    queries.QueryReply,
+    choices.SelectBody,
+    choices.SelectReply,
+    reservations.ReservationBody,
+    reservations.ReservedReply,
+    reservations.EndedReply,
+    loads.ModelLoadReply,
+    registrations.RegisterBody,
+    registrations.UnregisterBody,
+    registrations.WorkerPatch,
+    registrations.RegisteredReply,
+    registrations.DescribedReply,
+    worker_status.WorkersReply,
+    decisions.DecisionReply,
+    decisions.DecisionsReply,
+    models.ModelReply,
+    models.ModelsReply,
+    health.HealthReply,
+    health.ReadyReply,
+    health.VersionReply,
+    diagnosis.DiagnosisReport,
+    store.StoreReply,
+    errors.ErrorReply,
 )
 
 # The possible problems, by status. No operation has a `default` answer: clients and the fuzzer must know which ones to
@@ -72,23 +83,23 @@ HOT_OPERATIONS: tuple[tuple[str, str, type, type, tuple[int, ...]], ...] = (
     (
         "/query",
         "How much of a prompt each worker would reuse, by token ids",
-        bodies.QueryBody,
-        replies.QueryReply,
+        queries.QueryBody,
+        queries.QueryReply,
         (400, 404, 413),
     ),
-    ("/query_by_hash", "The same, by block hashes", bodies.QueryByHashBody, replies.QueryReply, (400, 404, 413)),
+    ("/query_by_hash", "The same, by block hashes", queries.QueryByHashBody, queries.QueryReply, (400, 404, 413)),
     (
         "/select",
         "The worker with the lowest cost, and why",
-        bodies.SelectBody,
-        replies.SelectReply,
+        choices.SelectBody,
+        choices.SelectReply,
         (400, 404, 413, 503),
     ),
     (
         "/select_and_reserve",
         "The same, and its load counts until it is released or expires",
-        bodies.SelectBody,
-        replies.SelectReply,
+        choices.SelectBody,
+        choices.SelectReply,
         (400, 404, 409, 413, 503),
     ),
 )
@@ -172,13 +183,13 @@ def gives(kind: type, *problems: int, status: int = 200, many: bool = False) -> 
 
 
 def _problem(status: int) -> dict[str, Any]:
-    return {"description": PROBLEMS[status], "content": _content(replies.ErrorReply)}
+    return {"description": PROBLEMS[status], "content": _content(errors.ErrorReply)}
 
 
 def _content(kind: type, *, many: bool = False) -> dict[str, Any]:
     reference: dict[str, Any] = {"$ref": SCHEMA_REF.format(name=kind.__name__)}
     schema = {"schema": {"type": "array", "items": reference} if many else reference}
-    return {replies.JSON: dict(schema), bodies.MSGPACK: dict(schema)}
+    return {JSON: dict(schema), MSGPACK: dict(schema)}
 
 
 def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
@@ -207,10 +218,6 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
                 operation["servers"] = SERVERS
             _illustrate(operation, EXAMPLES.get((method.upper(), path)))
     _, schemas = msgspec.json.schema_components(SCHEMAS, ref_template=SCHEMA_REF)
-    for name, schema in schemas.items():
-        for field, described in schema.get("properties", {}).items():
-            if (text := text_of(name, field)) is not None:
-                described.setdefault("description", text)
     components = openapi.setdefault("components", {})
     components["schemas"] = schemas
     if needs_key:
@@ -226,13 +233,13 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
 
 
 def _proxied(path: str, summary: str) -> dict[str, Any]:
-    model = {"type": "string", "description": text_of("", "model")}
+    model = msgspec.json.schema(fields.Model)
     body: dict[str, Any] = {"type": "object", "properties": {"model": model}}
-    kind = replies.JSON
+    kind = JSON
     if path in AUDIO:
         kind = "multipart/form-data"
         body["properties"]["file"] = {"type": "string", "format": "binary", "description": "the recording"}
-    content = {replies.JSON: {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
+    content = {JSON: {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
     done = {"description": "The engine's answer", "content": content}
     return {
         "tags": ["OpenAI"],
@@ -247,7 +254,7 @@ def _proxied(path: str, summary: str) -> dict[str, Any]:
 def _illustrate(operation: dict[str, Any], body: Any) -> None:
     """Put an example into the body and the path of an operation."""
     if body is not None:
-        operation["requestBody"]["content"][replies.JSON]["example"] = body
+        operation["requestBody"]["content"][JSON]["example"] = body
     for parameter in operation.get("parameters", ()):
         if parameter["in"] == "path":
             parameter["description"], parameter["example"] = PATH_PARTS[parameter["name"]]
@@ -287,6 +294,6 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _link(part: dict[str, Any] | None) -> str:
-    schema = ((part or {}).get("content") or {}).get(replies.JSON, {}).get("schema", {})
+    schema = ((part or {}).get("content") or {}).get(JSON, {}).get("schema", {})
     name = escape(schema.get("$ref", "").rpartition("/")[2])
     return f'<a href="#{name}">{name}</a>' if name else ""

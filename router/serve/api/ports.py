@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from kvrouter.contract.worker_status import TokensStatus, WorkerStatus
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.matcher import HitTable
 from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.model.workers.model_names import ServedModel
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.role import HandoverWay
-from kvrouter.router.model.workers.worker_status import TokensStatus, WorkerStatus
 from kvrouter.router.route.tokens.client_body import ClientBody
 from kvrouter.router.route.tokens.prompt_tokens import Prompt
 

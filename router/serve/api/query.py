@@ -9,35 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.contract.queries import QueryBody, QueryByHashBody, QueryReply
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.json_arrays import hash_array, token_array
 from kvrouter.router.index.matching.matcher import HashPlan, HitTable
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.kvcache.hit_tables import FOUND_COLUMNS
 from kvrouter.router.model.workers.model_names import ServedModel
-from kvrouter.router.model.workers.registration_bodies import (
-    model_of,
-)
+from kvrouter.router.model.workers.registration_from_body import model_of
 from kvrouter.router.serve.api.dynamo_shapes import DEFAULT_MODEL, check_group
 from kvrouter.router.serve.api.http_metrics import HttpMetrics
 from kvrouter.router.serve.api.ports import CorePort
 from kvrouter.router.serve.api.query_template import QueryTemplate
-from kvrouter.router.serve.api.requests import (
-    BodyReader,
-    HotRequest,
-    QueryBody,
-    QueryByHashBody,
-    is_msgpack,
-    within_bounds,
-    worker_ids_of,
-)
-from kvrouter.router.serve.api.responses import JSON, QueryReply, encode, query_reply
+from kvrouter.router.serve.api.requests import BodyReader, HotRequest, is_msgpack, within_bounds, worker_ids_of
+from kvrouter.router.serve.api.responses import JSON, encode, query_reply
 
 # The number of models whose templates are kept; a worker's text takes about 200 bytes.
 MAX_TEMPLATES = 1_000
@@ -61,8 +52,8 @@ class QueryRoutes:
         self._observe = metrics.decide_seconds.observe
         # Returns seconds, for `kvrouter_decide_seconds`, which covers the core alone.
         self._clock = clock
-        self._query_reader = BodyReader(QueryBody, arrays=False)
-        self._by_hash_reader = BodyReader(QueryByHashBody, arrays=False)
+        self._query_reader = BodyReader(QueryBody)
+        self._by_hash_reader = BodyReader(QueryByHashBody)
         # The template for each model, with and without hashes, and the plan from which it was made.
         self._templates: dict[tuple[str, bool], tuple[HashPlan, QueryTemplate | None]] = {}
 
@@ -130,8 +121,8 @@ class QueryRoutes:
         hashes: NDArray[np.uint64] | None,
         num_tokens: int | None,
         *,
-        workers: list[str | int] | None = None,
-        exclude_workers: list[str | int] | None = None,
+        workers: Sequence[str | int] | None = None,
+        exclude_workers: Sequence[str | int] | None = None,
         dp_rank: int | None = None,
         held: bool = False,
     ) -> Question:

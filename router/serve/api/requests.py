@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request bodies as typed structs, and their decoding from JSON or MessagePack.
-
-Unknown fields are ignored. The aliases come from Mooncake's indexer RFC and from Dynamo's services. This module does
-not depend on the core.
-"""
+"""The decoding of request bodies from JSON or MessagePack. It does not depend on the core."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +19,6 @@ from kvrouter.router.serve.access.key_bounds import KeyBounds
 MSGPACK = "application/msgpack"
 MSGPACK_TYPES = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
 
-MAX_NUM_TOKENS = 2**31 - 1
 
 # A field that is absent, or is null in either encoding.
 ABSENT = msgspec.Raw(b"null")
@@ -31,132 +27,25 @@ NULLS = (b"null", b"\xc0")
 # The token_ids or block_hashes of a body: decoded to uint64, or still encoded.
 NumberField = NDArray[np.uint64] | msgspec.Raw
 
-NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUM_TOKENS, description="length of the whole prompt, in tokens")]
-TokenIds = Annotated[list[int], msgspec.Meta(description="token ids of the whole prompt, each 0 to 2147483647")]
-BlockHashes = Annotated[
-    list[int | str],
-    msgspec.Meta(
-        description="block hashes from block 0, at the hash block size: u64, i64 or hex (16, 32 or 64 digits)"
-    ),
-]
-# A client's own name for its reservation. It becomes a part of paths.
-SelectionId = Annotated[
-    str,
-    msgspec.Meta(
-        min_length=1,
-        max_length=128,
-        pattern=r"^[^/?#]+$",
-        description="the client's own id; generated if absent",
-    ),
-]
-WorkerIds = Annotated[list[str | int], msgspec.Meta(description="only these workers")]
-
-
-class _Asked(msgspec.Struct, kw_only=True):
-    """The fields of every query: the model under any of its three names, and the inputs of its block hashes."""
-
-    model: str | None = None
-    model_name: str | None = None
-    modelname: str | None = None
-    routing_group: str | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    workers: WorkerIds | None = None
-    explain: bool = False
-
-
-class _Query(_Asked, kw_only=True):
-    """The fields of every query that only reads the index."""
-
-    held: bool = False
-
-
-class QueryBody(_Query, kw_only=True):
-    """The body of `POST /query`."""
-
-    token_ids: TokenIds
-
-
-class QueryByHashBody(_Query, kw_only=True):
-    """The body of `POST /query_by_hash`."""
-
-    block_hashes: BlockHashes
-    num_tokens: NumTokens | None = None
-
-
-class PinnedBody(msgspec.Struct, kw_only=True):
-    """The only worker allowed, in the form of Dynamo's clients."""
-
-    worker_id: str | int
-    dp_rank: int | None = None
-
-
-class SessionBody(msgspec.Struct, kw_only=True):
-    """The session in the form of Dynamo's clients. Their other fields are ignored."""
-
-    session_id: str
-
-
-class SelectBody(_Asked, kw_only=True):
-    """The body of `POST /select` and `/select_and_reserve`: one of token_ids, block_hashes, prompt and messages.
-
-    prompt and messages are those of OpenAI's completions and chats; the fields beside them (tools,
-    chat_template_kwargs, ...) count as they do there. allowed_worker_ids, isl_tokens, expected_output_tokens and
-    session_context are Dynamo's names for workers, num_tokens, max_tokens and session_id; pinned_worker is the only
-    worker allowed.
-    """
-
-    token_ids: TokenIds | None = None
-    block_hashes: BlockHashes | None = None
-    num_tokens: NumTokens | None = None
-    # The default comes from a factory, because a schema cannot show a Raw as a default.
-    prompt: msgspec.Raw = msgspec.field(default_factory=lambda: ABSENT)
-    messages: msgspec.Raw = msgspec.field(default_factory=lambda: ABSENT)
-    session_id: str | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    exclude_workers: WorkerIds | None = None
-    dp_rank: Annotated[int, msgspec.Meta(ge=0, description="only this data-parallel rank")] | None = None
-    selection_id: SelectionId | None = None
-    allowed_worker_ids: WorkerIds | None = None
-    isl_tokens: NumTokens | None = None
-    expected_output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    session_context: SessionBody | None = None
-    pinned_worker: PinnedBody | None = None
-    dry_run: bool = False
-
-
-class ReservationBody(SelectBody, kw_only=True):
-    """The body of `POST /reservations`, which counts load at a worker that the client has chosen.
-
-    isl_tokens alone gives a prompt's load; with its tokens or hashes, the worker's hit is subtracted. Without
-    worker_id, the body claims the worker that an earlier `/select` chose under this selection_id.
-    """
-
-    worker_id: str | int | None = None
-    # The tokens to compute, in place of the estimate.
-    effective_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_NUM_TOKENS)] | None = None
-    # Whether the tokens to compute count as load; None counts them.
-    track_prefill_tokens: bool | None = None
-
 
 # Fields that `router/base/common/json_arrays.py` decodes.
-RAW_FIELDS = frozenset({"token_ids", "block_hashes"})
+NUMBER_FIELDS = frozenset({"token_ids", "block_hashes"})
+# Fields of a body that its reader leaves encoded. A text is decoded where it is tokenized.
+RAW_FIELDS = NUMBER_FIELDS | {"prompt", "messages"}
 
 
-def _with_raw_arrays(kind: type[Any]) -> type[Any]:
-    """Return the same body with its arrays left undecoded; an absent array reads as null."""
-    fields: list[tuple[str, Any, Any]] = []
-    for field in msgspec.structs.fields(kind):
-        if field.name not in RAW_FIELDS:
-            default = field.default
-            if field.default_factory is not msgspec.NODEFAULT:
-                default = msgspec.field(default_factory=field.default_factory)
-            fields.append((field.name, field.type, default))
-        elif field.required:
-            fields.append((field.name, msgspec.Raw, msgspec.NODEFAULT))
-        else:
-            fields.append((field.name, msgspec.Raw, ABSENT))
-    return msgspec.defstruct(kind.__name__, fields, kw_only=True)
+def _with_raw_fields(kind: type[Any]) -> type[Any]:
+    """Return the same body with its prompt left undecoded; an absent field reads as null."""
+    fields = msgspec.structs.fields(kind)
+    if not any(field.name in RAW_FIELDS for field in fields):
+        return kind
+    raw = [
+        (field.name, msgspec.Raw, msgspec.NODEFAULT if field.required else ABSENT)
+        if field.name in RAW_FIELDS
+        else (field.name, field.type, field.default)
+        for field in fields
+    ]
+    return msgspec.defstruct(kind.__name__, raw, kw_only=True)
 
 
 # The key of a request's bounds in the ASGI scope of cold paths.
@@ -198,12 +87,12 @@ def is_msgpack(content_type: str) -> bool:
 class BodyReader:
     """A decoder of one kind of body from both encodings. It is built once, because decoders are expensive to build."""
 
-    def __init__(self, kind: type[Any], *, arrays: bool = True) -> None:
-        # With `arrays`, token_ids and block_hashes are decoded too; otherwise, each is a `NumberField`.
-        decoded = kind if arrays else _with_raw_arrays(kind)
+    def __init__(self, kind: type[Any]) -> None:
+        # The prompt of a body stays encoded: token_ids and block_hashes are each a `NumberField`.
+        decoded = _with_raw_fields(kind)
         self._json = msgspec.json.Decoder(decoded)
         self._msgpack = msgspec.msgpack.Decoder(decoded)
-        self._raw_fields = () if arrays else tuple(sorted(RAW_FIELDS.intersection(kind.__struct_fields__)))
+        self._raw_fields = tuple(sorted(NUMBER_FIELDS.intersection(kind.__struct_fields__)))
         self._raw_names = tuple(name.encode() for name in self._raw_fields)
 
     def read(self, raw: bytes, content_type: str, start: int = 0) -> Any:
@@ -246,6 +135,6 @@ def is_given(field: NumberField) -> bool:
     return not isinstance(field, msgspec.Raw) or memoryview(field).nbytes > 4 or bytes(field) not in NULLS
 
 
-def worker_ids_of(given: list[str | int] | None) -> frozenset[str] | None:
+def worker_ids_of(given: Sequence[str | int] | None) -> frozenset[str] | None:
     """Return worker ids as text, because a plain Dynamo client sends numbers."""
     return None if given is None else frozenset(map(str, given))

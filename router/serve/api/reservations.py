@@ -10,20 +10,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
+from kvrouter.contract.loads import EngineReply, ModelLoadReply, WorkerLoadReply
+from kvrouter.contract.reservations import EndedReply, ReservationBody, ReservedReply
 from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE, RELEASE
 from kvrouter.router.route.placement.placer import Placer, WorkerLoadView
 from kvrouter.router.serve.api.dynamo_shapes import ROUTING_GROUP
 from kvrouter.router.serve.api.openapi import gives, takes
 from kvrouter.router.serve.api.ports import CorePort
-from kvrouter.router.serve.api.requests import BOUNDS, ReservationBody
-from kvrouter.router.serve.api.responses import (
-    EndedReply,
-    EngineReply,
-    ModelLoadReply,
-    ReservedReply,
-    WorkerLoadReply,
-    encode,
-)
+from kvrouter.router.serve.api.requests import BOUNDS
+from kvrouter.router.serve.api.responses import encode
 from kvrouter.router.serve.api.select import SelectRoutes, decode_blocks
 
 # The routes that end a reservation, or a part of it, and the part that each ends.

@@ -8,19 +8,19 @@ texts, which wait until their tokens are found.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.contract.choices import PrefillReply, SelectBody, SelectReply, TokensReply
+from kvrouter.contract.reservations import ReservationBody
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.json_arrays import hash_array, token_array
 from kvrouter.router.index.matching.question import Question
-from kvrouter.router.model.workers.registration_bodies import (
-    model_of,
-)
+from kvrouter.router.model.workers.registration_from_body import model_of
 from kvrouter.router.model.workers.role import HandoverWay
 from kvrouter.router.route.placement.candidates import Pin
 from kvrouter.router.route.placement.choose import Choice
@@ -36,14 +36,12 @@ from kvrouter.router.serve.api.query import QueryRoutes, intersect_optional
 from kvrouter.router.serve.api.requests import (
     BodyReader,
     HotRequest,
-    ReservationBody,
-    SelectBody,
     is_given,
     is_msgpack,
     within_bounds,
     worker_ids_of,
 )
-from kvrouter.router.serve.api.responses import PrefillReply, SelectReply, TokensReply, candidate_reply, overlap_of
+from kvrouter.router.serve.api.responses import candidate_replies, overlap_of
 
 # The block size in `decode_blocks` while the model's is not known.
 USUAL_BLOCK_TOKENS = 16
@@ -72,8 +70,8 @@ class SelectRoutes:
         self._observe = metrics.decide_seconds.observe
         # Returns seconds, for `kvrouter_decide_seconds`, which covers the placer alone.
         self._clock = clock
-        self._select_reader = BodyReader(SelectBody, arrays=False)
-        self._reservation_reader = BodyReader(ReservationBody, arrays=False)
+        self._select_reader = BodyReader(SelectBody)
+        self._reservation_reader = BodyReader(ReservationBody)
 
     def select(self, asked: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
         """Answer `POST /select`. The reply is a coroutine if the body is long or has a text."""
@@ -188,8 +186,8 @@ class SelectRoutes:
         await self._core.hash_ahead(question)
         reply = decide(_ask(body, question, request.bounds))
         known_tokens = 0 if prompt.token_ids is None else len(prompt.token_ids)
-        reply.tokens = TokensReply(prompt.source, prompt.num_tokens, known_tokens, prompt.problem)
-        return reply
+        source = TokensReply(prompt.source, prompt.num_tokens, known_tokens, prompt.problem)
+        return msgspec.structs.replace(reply, tokens=source)
 
     def _choose(self, request: PlacementRequest) -> SelectReply:
         """Choose a worker without reserving it, and return the reply."""
@@ -211,10 +209,11 @@ class SelectRoutes:
         worker = choice.hit.worker
         decode_tokens = self._placer.decode_tokens(worker) + (0 if reserved else question.num_tokens)
         block_size = self._core.hash_block_size(question.model)
-        reply = SelectReply(
+        given_id = self._core.given_id
+        return SelectReply(
             selection_id=selection_id,
             model=question.model,
-            worker_id=self._core.given_id(worker),
+            worker_id=given_id(worker),
             dp_rank=worker.dp_rank,
             endpoint=choice.url,
             overlap=overlap_of(choice.hit),
@@ -227,15 +226,11 @@ class SelectRoutes:
             block_size=block_size,
             potential_decode_blocks=decode_blocks(decode_tokens, block_size),
             reserved=reserved,
+            candidates=candidate_replies(choice, given_id) if question.explain else None,
+            prefill=None
+            if choice.prefill is None
+            else self._prefill(question, choice.prefill, self._core.handover(worker)),
         )
-        if choice.prefill is not None:
-            reply.prefill = self._prefill(question, choice.prefill, self._core.handover(worker))
-        if question.explain:
-            given_id = self._core.given_id
-            reply.candidates = [
-                candidate_reply(candidate, given_id(candidate.hit.worker)) for candidate in choice.candidates
-            ]
-        return reply
 
     def _prefill(self, question: Question, choice: Choice, handover: HandoverWay) -> PrefillReply:
         """Return the reply's part about the prefill worker."""
@@ -248,9 +243,7 @@ class SelectRoutes:
             effective_prefill_tokens=question.num_tokens - choice.hit.disk,
             handover=handover,
             reason=choice.reason,
-            candidates=[candidate_reply(candidate, given_id(candidate.hit.worker)) for candidate in choice.candidates]
-            if question.explain
-            else msgspec.UNSET,
+            candidates=candidate_replies(choice, given_id) if question.explain else None,
         )
 
 
@@ -309,7 +302,7 @@ def _length(body: Any) -> int | None:
     return length
 
 
-def _workers(body: Any) -> list[str | int] | None:
+def _workers(body: Any) -> Sequence[str | int] | None:
     """Return the only workers allowed, or None for all."""
-    worker_ids: list[str | int] | None = body.allowed_worker_ids if body.workers is None else body.workers
+    worker_ids: Sequence[str | int] | None = body.allowed_worker_ids if body.workers is None else body.workers
     return worker_ids

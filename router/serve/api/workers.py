@@ -10,19 +10,20 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from starlette.convertors import Convertor, register_url_convertor
 
+from kvrouter.contract.registrations import DescribedReply, RegisterBody, RegisteredReply, UnregisterBody, WorkerPatch
+from kvrouter.contract.worker_status import WorkersReply, WorkerStatus
 from kvrouter.router.base.common.errors import Conflict, UnknownWorker
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.workers.registration import UNKNOWN_MODEL, Registration
-from kvrouter.router.model.workers.registration_bodies import (
-    RegisterBody,
-    UnregisterBody,
-    WorkerPatch,
+from kvrouter.router.model.workers.registration_from_body import (
+    dp_rank_of,
     model_of,
+    patched,
+    registration_of,
+    worker_id_of,
 )
-from kvrouter.router.model.workers.registration_from_body import dp_rank_of, patched, registration_of, worker_id_of
 from kvrouter.router.model.workers.source_precedence import PLACES, REGISTER
 from kvrouter.router.model.workers.worker_spec import MAX_DP_RANK
-from kvrouter.router.model.workers.worker_status import WorkerStatus
 from kvrouter.router.serve.api.dynamo_shapes import (
     INCOMPLETE,
     ROUTING_GROUP,
@@ -36,7 +37,7 @@ from kvrouter.router.serve.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.serve.api.requests import (
     BodyReader,
 )
-from kvrouter.router.serve.api.responses import RegisteredReply, WorkersReply, encode
+from kvrouter.router.serve.api.responses import encode
 from kvrouter.router.serve.proxy.proxy import Proxy
 
 
@@ -107,7 +108,9 @@ def worker_routes(
         if not dropped:
             raise UnknownWorker(missing(worker_id, dp_rank, model))
         given_id = registrations[0].given_id if registrations else worker_id
-        return registrations[0] if registrations else None, RegisteredReply("ok", given_id, dropped)
+        return registrations[0] if registrations else None, RegisteredReply(
+            status="ok", worker_id=given_id, dropped=dropped
+        )
 
     async def add(request: Request) -> tuple[Registration, bool]:
         """Register the workers of a body. Return the first registration, and whether an engine completed the body."""
@@ -135,13 +138,18 @@ def worker_routes(
         engine is queried for them, and the answer says what was learned.
         """
         registration, learned = await add(request)
-        return respond(request, _described(registration) if learned else RegisteredReply("ok", registration.given_id))
+        if learned:
+            return respond(request, _described(registration))
+        return respond(request, RegisteredReply(status="ok", worker_id=registration.given_id))
 
     async def add_worker(request: Request) -> Response:
         """Register a worker like /register, with Dynamo's form of answer; data_parallel_size registers each rank."""
         return respond(request, _described((await add(request))[0]))
 
-    for path, name, handler in (("/register", "register", register), ("/workers", "add_worker", add_worker)):
+    for path, name, handler, reply in (
+        ("/register", "register", register, RegisteredReply),
+        ("/workers", "add_worker", add_worker, DescribedReply),
+    ):
         router.add_api_route(
             path,
             handler,
@@ -149,7 +157,7 @@ def worker_routes(
             summary="Register a worker",
             operation_id=name,
             openapi_extra=takes(RegisterBody),
-            responses=gives(RegisteredReply, 400, 403, 409, 413, 429, 502, 503),
+            responses=gives(reply, 400, 403, 409, 413, 429, 502, 503),
         )
 
     @router.post(
@@ -208,7 +216,7 @@ def worker_routes(
         summary="Change a worker",
         operation_id="change_worker",
         openapi_extra=takes(WorkerPatch),
-        responses=gives(RegisteredReply, 400, 403, 404, 409, 413, 429, 503),
+        responses=gives(DescribedReply, 400, 403, 404, 409, 413, 429, 503),
     )
     async def patch(request: Request, worker_id: str) -> Response:
         """Change a worker. Absent fields stay; null unsets. Without dp_rank all ranks change."""
@@ -254,21 +262,21 @@ def worker_routes(
     return router
 
 
-def _described(registration: Registration, dropped: int | msgspec.UnsetType = msgspec.UNSET) -> RegisteredReply:
+def _described(registration: Registration, dropped: int | None = None) -> DescribedReply:
     """Return the answer with the fields that Dynamo's clients read."""
     lifecycle = INCOMPLETE if registration.url is None or registration.draining else SCHEDULABLE
-    return RegisteredReply(
-        "ok",
-        registration.given_id,
-        dropped,
+    return DescribedReply(
+        status="ok",
+        worker_id=registration.given_id,
+        dropped=dropped,
         model_name=registration.worker.model,
         routing_group=ROUTING_GROUP,
-        lifecycle=lifecycle if dropped is msgspec.UNSET else UNSCHEDULABLE,
+        lifecycle=lifecycle if dropped is None else UNSCHEDULABLE,
         endpoint=registration.url,
         kv_events_endpoint=registration.events,
         replay_endpoint=registration.replay,
         block_size=registration.block_size,
-        note=registration.note or msgspec.UNSET,
+        note=registration.note or None,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 import kvrouter.router.serve.proxy.headers as h
+from kvrouter.contract.worker_status import ReuseStatus
 from kvrouter.router.base.common.errors import NoWorker, RouterError, Saturated, WorkerSilent, WorkerUnreachable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.random_ids import RandomIds
@@ -23,7 +24,6 @@ from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.model_names import ServedModel
 from kvrouter.router.model.workers.registration import Registration
-from kvrouter.router.model.workers.worker_status import ReuseStatus
 from kvrouter.router.observe.quality.request_watch import Quality
 from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.route.placement.placer import Placer

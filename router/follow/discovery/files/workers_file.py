@@ -12,13 +12,11 @@ from typing import Any
 import msgspec
 import yaml
 
+from kvrouter.contract.registrations import RegisterBody
 from kvrouter.router.base.common.errors import BadQuestion, SettingError
 from kvrouter.router.follow.discovery.candidate import Candidate, candidate_of
 from kvrouter.router.follow.discovery.reconcile import Name, name_of
 from kvrouter.router.model.workers.registration import UNKNOWN_MODEL
-from kvrouter.router.model.workers.registration_bodies import (
-    RegisterBody,
-)
 from kvrouter.router.model.workers.registration_from_body import registration_of
 from kvrouter.router.model.workers.worker_spec import parse_worker
 

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.base.common.ids import CPU, STORAGE
 from kvrouter.router.model.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
 from kvrouter.router.model.engines.sglang.server_info import SERVER_INFO_PATH, streams_in
 from kvrouter.router.model.kvcache.block_hash import HashScheme
 from kvrouter.router.model.kvcache.catalog import FULL_KINDS
 from kvrouter.router.model.kvcache.offload_connectors import HICACHE
-from kvrouter.router.model.workers.engine_cache import EngineCache, positive_count
+from kvrouter.router.model.workers.engine_cache import positive_count
 from kvrouter.router.model.workers.hash_algorithms import LOOKAHEAD_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec
 

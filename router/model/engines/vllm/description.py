@@ -8,10 +8,11 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.model.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
 from kvrouter.router.model.kvcache.block_hash import HashScheme, known_schemes
 from kvrouter.router.model.workers.engine_answers import EngineAnswers, EventsConfig, streams_of
-from kvrouter.router.model.workers.engine_cache import EngineCache, positive_count
+from kvrouter.router.model.workers.engine_cache import positive_count
 from kvrouter.router.model.workers.hash_algorithms import DEFAULT_ALGO, LOOKAHEAD_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec
 

@@ -11,8 +11,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from kvrouter.contract.worker_status import TokensStatus
 from kvrouter.router.base.common.escaping import printable
-from kvrouter.router.model.workers.worker_status import TokensStatus
 from kvrouter.router.route.tokens.engine.client import Engine, EngineClient
 from kvrouter.router.route.tokens.engine.verification import EQUAL, LocalMaker, Verdict, Verifier, same_truths
 from kvrouter.router.route.tokens.engine.wire import ONLY_RENDERED
