@@ -24,8 +24,8 @@ import msgspec
 CACHE = Path(os.environ.get("KVROUTER_CACHE") or Path.home() / ".cache" / "hybrid-kv-router")
 T = TypeVar("T")
 
-# The page with all figures, and the marker after each table of it that a command writes.
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "benchmarks.md"
+# The page of the tables that commands write, and the marker after each of them. docs/reference/benchmarks.md quotes it.
+TABLES = Path(__file__).resolve().parent / "results" / "tables.md"
 END = "<!-- end of table -->"
 PAGE_COLUMNS = 120
 

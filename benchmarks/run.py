@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks with goals of their own, one after another, and their table in docs/reference/benchmarks.md.
+"""The benchmarks with goals of their own, one after another, and their table in benchmarks/results/tables.md.
 
 Benchmarks that have a peer are measured beside it: `make bench-peers`. Results with all rounds go to
 benchmarks/results; --quick results are printed only.
@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.processes import ROOT
-from benchmarks.report import PAGE, Result, Row, machine, table, write_part
+from benchmarks.report import TABLES, Result, Row, machine, table, write_part
 
 NAMES = ("match_in_process", "mirror_load")
 RESULTS = ROOT / "benchmarks" / "results"
@@ -57,7 +57,7 @@ def main() -> None:
     part = page_part(list(results.values()), about)
     print(f"\n{part}")
     if not arguments.quick and not failed:
-        write_part(PAGE, BEGIN, part)
+        write_part(TABLES, BEGIN, part)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

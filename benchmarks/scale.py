@@ -4,7 +4,7 @@
 It is measured against workers, holders of a block, blocks of the index, length of the prompt, groups, and connections;
 each alone, the others fixed. All but the last are measured in process (`Matcher.match`, one question after another,
 with other questions in between where a row is cold), connections on a whole router. The script writes the table of
-docs/reference/benchmarks.md and docs/images/scale.png; --quick prints only.
+benchmarks/results/tables.md and docs/images/scale.png; --quick prints only.
 
     python -m benchmarks.scale [--quick] [--only SWEEP]
 """
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from benchmarks.http_client import HttpClient
 from benchmarks.processes import rss_bytes
-from benchmarks.report import PAGE, Others, Result, machine, markdown, number, progress, save, write_part
+from benchmarks.report import TABLES, Others, Result, machine, markdown, number, progress, save, write_part
 from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.index.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.index.matching.mirror import Mirror
@@ -318,7 +318,7 @@ def main() -> None:
     print(f"\n{part}")
     if not arguments.quick:
         save(result, RESULT)
-        write_part(PAGE, BEGIN, part)
+        write_part(TABLES, BEGIN, part)
         draw(points, PICTURE)
 
 

@@ -4,7 +4,7 @@
 The peers are dynamo.indexer, dynamo.select_service, vllm-router, and llm-d's layout in Valkey.
 
 Every row alternates between the sides, on the same events and requests, after their answers were compared. A ratio
-above one means that this router is ahead. The table is written to docs/reference/benchmarks.md, and all rounds to
+above one means that this router is ahead. The table is written to benchmarks/results/tables.md, and all rounds to
 benchmarks/results/peers.json; --quick results are printed only. The peers' packages come from PyPI into environments
 under $KVROUTER_CACHE (by default ~/.cache/hybrid-kv-router), built on first use; a peer that cannot be installed is
 named in the table with the reason.
@@ -29,7 +29,7 @@ from benchmarks.peers import ingest, memory, proxy, query, selection, two_proces
 from benchmarks.peers.packages import VERSIONS, Package, PeerSettings, environment
 from benchmarks.peers.table import Findings, Group, PeerRow, page_part, table
 from benchmarks.processes import ROOT
-from benchmarks.report import PAGE, Others, machine, progress, write_part
+from benchmarks.report import TABLES, Others, machine, progress, write_part
 from benchmarks.workload import SIX_GROUPS
 from kvrouter.router.base.common.compiled import caution, wanted
 
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(part)
         if not failures(groups):
             RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(all_groups)) + b"\n")
-            write_part(PAGE, BEGIN, part)
+            write_part(TABLES, BEGIN, part)
     if names := failures(groups):
         raise SystemExit(f"failed: {', '.join(names)}")
 

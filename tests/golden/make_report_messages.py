@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script that fills in `payload` of report_messages.json from the structs of `kvrouter.events.patch.messages`.
 
-A case states its message by field; bytes are written as {"hex": ...}. `docs/reference/protocol.md` shows the same
-cases.
+A case states its message by field; bytes are written as {"hex": ...}. `docs/reference/protocol-examples.md` shows
+the same cases.
 """
 
 from __future__ import annotations

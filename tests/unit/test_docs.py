@@ -182,6 +182,24 @@ def test_figures_of_the_comparison_stand_in_one_row_of_the_benchmarks() -> None:
         assert any(cells[2:6] == quoted for cells in lines), (what, quoted)
 
 
+def test_figures_of_the_benchmarks_stand_in_the_tables_that_commands_write() -> None:
+    written = [
+        {cell.strip() for cell in line.strip("|").split("|")}
+        for line in (ROOT / "benchmarks/results/tables.md").read_text().splitlines()
+        if line.startswith("|")
+    ]
+    rows = rows_below("reference/benchmarks.md", "kvrouter")
+    assert len(rows) > 20
+    for row in rows:
+        # Cells 1 to 5: unit, this router's figure, the peer's, the peer, the ratio.
+        assert any(set(row[1:6]) <= cells for cells in written), row
+    figures = {figure for cells in written for cell in cells for figure in FIGURE.findall(cell)}
+    for anchor in ("scale", "in-process"):
+        cells = [cell for line in section(anchor).splitlines() if line.startswith("|") for cell in line.split("|")[2:]]
+        assert len(cells) > 10
+        assert {figure for cell in cells for figure in FIGURE.findall(cell)} <= figures, anchor
+
+
 def test_troubleshooting_leads_to_every_code_of_the_doctor() -> None:
     codes = re.findall(r"^### (KV\d+)$", (ROOT / "docs/how-to/doctor.md").read_text(), re.MULTILINE)
     text = (ROOT / "docs/how-to/troubleshooting.md").read_text()

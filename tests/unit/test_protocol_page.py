@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Truth of docs/reference/protocol.md: its examples, the fields in its tables, and its reader."""
+"""Truth of docs/reference/protocol.md, its fields, and of protocol-examples.md, its examples and its reader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from tests.support.report_peer import TIMEOUT_MS, eventually, fails, removed, sa
 
 TESTS = Path(__file__).resolve().parents[1]
 
-PAGE = (TESTS.parent / "docs" / "reference" / "protocol.md").read_text()
+REFERENCE = TESTS.parent / "docs" / "reference"
+PAGE = (REFERENCE / "protocol.md").read_text()
+EXAMPLES_PAGE = (REFERENCE / "protocol-examples.md").read_text()
 EXAMPLES = {case["name"]: case for case in json.loads(CASES.read_text())}
 
 # Each table's heading on the page, with its struct.
@@ -52,8 +54,8 @@ TABLES = {
 
 
 def blocks(language: str, name: str) -> list[str]:
-    """Return the page's fenced blocks of a language with `name` in their first line."""
-    return re.findall(rf"^```{language} {name}$\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    """Return the fenced blocks of the examples' page of a language, with `name` in their first line."""
+    return re.findall(rf"^```{language} {name}$\n(.*?)^```$", EXAMPLES_PAGE, re.MULTILINE | re.DOTALL)
 
 
 def title(name: str) -> str:
@@ -69,13 +71,13 @@ def test_an_example_is_what_the_code_encodes_and_what_the_page_shows(name: str) 
     (example,), (hexed,) = blocks("json", title(name)), blocks("text", title(name))
     assert json.loads(example) == case["message"]
     assert bytes.fromhex(hexed) == payload
-    frames = PAGE[: PAGE.index(hexed)].rsplit("Frames:", 1)[1]
+    frames = EXAMPLES_PAGE[: EXAMPLES_PAGE.index(hexed)].rsplit("Frames:", 1)[1]
     first = f"`{report.REPORT_TOPIC.decode()}`, seq `{case['seq']:016x}`" if case["side"] == "report" else "empty"
     assert frames.startswith(f" {first}, payload:\n")
 
 
 def test_the_page_has_these_examples_and_no_others() -> None:
-    assert re.findall(r"^```json (.*)$", PAGE, re.MULTILINE) == [title(name) for name in EXAMPLES]
+    assert re.findall(r"^```json (.*)$", EXAMPLES_PAGE, re.MULTILINE) == [title(name) for name in EXAMPLES]
     assert {case["side"] for case in EXAMPLES.values()} == {"report", "request", "reply"}
 
 
@@ -160,7 +162,7 @@ def test_the_examples_tell_one_story() -> None:
     ledger.report(events.events)
     assert ledger.places() == message(EXAMPLES["heartbeat"]).places
     digest = ledger.places()[0].digest
-    assert f"{digest:016x} = {digest}" in PAGE
+    assert f"{digest:016x} = {digest}" in EXAMPLES_PAGE
     next_seq = EXAMPLES["events"]["seq"] + 1
     assert {EXAMPLES[name]["seq"] for name in ("heartbeat", "catalog")} == {next_seq}
     moment = Moment(events.epoch, events.started_s, next_seq, ledger.freeze())
@@ -203,7 +205,7 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[tuple[int,
     monkeypatch.setitem(sys.modules, "msgpack", msgpack)
     (source,) = blocks("python", "reader")
     names: dict[str, Any] = {}
-    exec(compile(source, "docs/reference/protocol.md", "exec"), names)  # noqa: S102
+    exec(compile(source, "docs/reference/protocol-examples.md", "exec"), names)  # noqa: S102
     reader: Callable[..., Iterator[tuple[int, Counter[Any], bool]]] = names["follow"]
     return reader
 
