@@ -18,7 +18,7 @@ from collections.abc import Callable
 import zmq
 
 from kvrouter.engine_patch.reporter.client_gate import ClientGate, ClientList
-from kvrouter.engine_patch.reporter.counters import Counters
+from kvrouter.engine_patch.reporter.counters import CounterLog, Counters
 from kvrouter.engine_patch.reporter.event_queue import EventQueue, Make
 from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.engine_patch.reporter.report_stream import Frames, ReportStream
@@ -114,6 +114,7 @@ class Reporter:
             zmq.ZMQError: The address for requests cannot be bound.
         """
         self.counters = Counters()
+        self._counter_log = CounterLog(self.counters, log)
         self._settings = settings
         self._clock = clock
         self._patch_version = patch_version
@@ -290,6 +291,7 @@ class Reporter:
             self._send(self._stream.heartbeat())
             self.counters.heartbeats += 1
             self._next_beat_s = now_s + self._settings.heartbeat_s
+            self._counter_log.write(now_s)
         progressed = self._requests.turn(now_s)
         if len(self._queue) or progressed:
             return 0.0

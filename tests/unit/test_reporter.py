@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvrouter.engine_patch.reporter.counters import SUMMARY_S, CounterLog, Counters
 from kvrouter.engine_patch.reporter.ledger import Scope
 from kvrouter.engine_patch.reporter.reporter import Reporter
 from kvrouter.events.patch.messages import (
@@ -266,6 +268,33 @@ def test_events_that_cannot_be_read_begin_a_new_epoch(
         assert (at, message.epoch, message.dropped) == (0, f"{1:016x}", 0)
         assert summed(copies_of(peer.snapshot())) == {(0, "GPU", None): (1, 1, 2)}
         assert (reporter.counters.failed, reporter.counters.dropped) == (1, 1)
+
+
+def test_the_engines_log_shows_the_counters_once_harm_grew(caplog: pytest.LogCaptureFixture) -> None:
+    counters = Counters(sent=3, heartbeats=2)
+    lines = CounterLog(counters, logging.getLogger("reporter"))
+    counters.heartbeats += 1
+    lines.write(1.0)
+    assert not caplog.messages
+    counters.dropped += 40
+    lines.write(2.0)
+    counters.clients_refused += 1
+    lines.write(2.0 + SUMMARY_S / 2)
+    (line,) = caplog.messages
+    assert all(f"{name}: {value}" in line for name, value in {"sent": 3, "dropped": 40, "heartbeats": 3}.items())
+    # What came since then is not forgotten.
+    lines.write(2.0 + SUMMARY_S)
+    assert "clients_refused: 1" in caplog.messages[1]
+    lines.write(2.0 + 2 * SUMMARY_S)
+    assert len(caplog.messages) == 2
+
+
+def test_a_reporter_writes_its_counters_after_a_loss(
+    context: Context, made: Callable[..., Reporter], caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter = made()
+    reporter.publish(fails, None)
+    eventually(lambda: any("counters of the reporter" in line and "failed: 1" in line for line in caplog.messages))
 
 
 def test_damaged_events_begin_a_new_epoch(context: Context, made: Callable[..., Reporter]) -> None:
