@@ -24,13 +24,13 @@ class Severity(StrEnum):
 class Finding(msgspec.Struct, frozen=True):
     """One problem that a diagnosis found."""
 
-    code: Annotated[str, Meta(description="the kind of problem, for programs and for kvrouter doctor --explain")]
+    code: Annotated[str, Meta(description="the kind of problem; `kvrouter doctor --explain CODE` explains it")]
     severity: Annotated[Severity, Meta(description="error, warning or note")]
     subject: Annotated[str, Meta(description="what it is about: a worker, the store, the router")]
     problem: Annotated[str, Meta(description="what is wrong")]
     evidence: Annotated[str, Meta(description="the facts that show it, as a sentence")]
     fix: Annotated[str, Meta(description="the command or flag that mends it, with ROUTER for this router's address")]
-    page: Annotated[str, Meta(description="where the code is described")]
+    page: Annotated[str, Meta(description="where the code is listed")]
 
 
 class DiagnosisReport(msgspec.Struct, frozen=True):

@@ -16,9 +16,10 @@ from rich.text import Text
 
 from kvrouter.contract.diagnosis import DiagnosisReport, Finding, Severity
 from kvrouter.router.app.cli.commands import run
-from kvrouter.router.app.cli.doctor_report import DoctorReport, findings_text
+from kvrouter.router.app.cli.doctor_report import DoctorReport, explained, explanation_text, findings_text
 from kvrouter.router.base.common.version import VERSION
-from kvrouter.router.observe.findings.finding import ROUTER, found
+from kvrouter.router.observe.findings.explanations import EXPLANATIONS
+from kvrouter.router.observe.findings.finding import CODES, ROUTER, found
 from tests.support.ports import free_port
 
 # This time is far from the actual time, which the doctor's own clock shows.
@@ -148,8 +149,39 @@ def test_a_block_reads_at_80_columns_and_keeps_commands_whole(stub: Any, capsys:
     assert max(map(len, lines)) <= 80
     assert lines[0] == "KV201 error worker [bold]w0[/]?[31m: the worker has no event endpoint"
     assert sum(line.count(flag) for line in lines) == 10
-    assert any(line.strip() == "see docs/how-to/doctor.md#kv201" for line in lines)
+    assert any(line.strip() == "see kvrouter doctor --explain KV201" for line in lines)
     assert lines[-1].startswith("1 error (")
+
+
+def test_a_code_is_explained_without_a_router(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--explain", "kv505", "--url", f"http://127.0.0.1:{free_port()}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "KV505 note Redis does not let the router see its settings"
+    words = " ".join(line.strip() for line in lines)
+    assert f"cause {EXPLANATIONS['KV505'].cause} remedy {EXPLANATIONS['KV505'].remedy}" in words
+
+
+def test_an_explanation_as_json_has_its_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--explain", "KV201", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "code": "KV201",
+        "severity": "error",
+        "problem": "the worker has no event endpoint",
+        "cause": EXPLANATIONS["KV201"].cause,
+        "remedy": EXPLANATIONS["KV201"].remedy,
+    }
+
+
+def test_every_explanation_fits_80_columns() -> None:
+    for code in CODES:
+        lines = explanation_text(explained(code), 80).plain.splitlines()
+        assert max(map(len, lines)) <= 80, code
+
+
+def test_a_code_that_does_not_exist_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--explain", "KV999"]) == 2
+    assert "no such code; docs/how-to/doctor.md lists them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("severity", "colour"), [(Severity.ERROR, "red"), (Severity.WARNING, "yellow")])

@@ -69,6 +69,8 @@ def test_the_page_of_http_has_every_error_code() -> None:
     assert {code for _, code in listed} == {code for _, code in served} - starts | named
 
 
+# The flags of every command that queries a router.
+CLIENT_FLAGS = {"--url", "--api-key", "--ca-file", "--client-certificate", "--client-key", "--json"}
 # The flags of these commands are the settings.
 RUNS = ("kvrouter serve", "kvrouter epp")
 
@@ -91,7 +93,8 @@ def test_the_page_of_the_command_line_has_every_command_and_flag() -> None:
     flags_of = dict(commands(typer.main.get_command(cli), "kvrouter"))
     flags_of["kvrouter sim"] = dict(commands(typer.main.get_command(simulator), "sim"))["sim"]
     common = flags_of.pop("kvrouter")
-    assert common <= set(FLAG.findall(CLI.partition("\n## ")[0])), common
+    head = CLI.partition("\n## ")[0]
+    assert common | CLIENT_FLAGS <= set(FLAG.findall(head)), common
     # The other flags of the command are the settings, whose page is generated.
     settings = flags_of["kvrouter serve"] - {"--config"}
     assert all(flag in (REFERENCE / "settings.md").read_text() for flag in settings)
@@ -99,6 +102,10 @@ def test_the_page_of_the_command_line_has_every_command_and_flag() -> None:
     assert set(sections) == set(flags_of)
     for name, flags in flags_of.items():
         listed = set(FLAG.findall(sections[name]))
+        # The page lists the flags that all client commands have once, above the commands, with the commands' names.
+        if flags >= CLIENT_FLAGS:
+            assert f"`{name.removeprefix('kvrouter ')}`" in head, name
+            listed |= CLIENT_FLAGS
         long = {flag for flag in flags if flag.startswith("--")} - (settings if name in RUNS else set())
         assert long <= listed <= flags, name
 

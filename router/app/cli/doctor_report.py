@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `kvrouter doctor`: a router's findings about its fleet and those of the client, as text for people."""
+"""The report of `kvrouter doctor`: the findings of a router and of the client, and what a code means, as text."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from rich.text import Text
 from kvrouter.contract.diagnosis import DiagnosisReport, Finding, Severity
 from kvrouter.router.app.cli.api_client import Client, ClientError
 from kvrouter.router.app.diagnosis.clocks import SET_CLOCKS, clock_difference
+from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.base.common.escaping import masked
 from kvrouter.router.base.common.version import VERSION
-from kvrouter.router.observe.findings.finding import ROUTER, argument, found
+from kvrouter.router.observe.findings.explanations import EXPLANATIONS
+from kvrouter.router.observe.findings.finding import CODES, ROUTER, argument, found
 
 INDENT = "      "
 # In a narrower text, lines would consist of single words.
@@ -39,6 +41,36 @@ class DoctorReport(msgspec.Struct, frozen=True):
     routers: int
     checks: int
     findings: list[Finding]
+
+
+class ExplainedCode(msgspec.Struct, frozen=True):
+    """A code and what it means, as `kvrouter doctor --explain CODE` shows it."""
+
+    code: str
+    severity: Severity
+    problem: str
+    cause: str
+    remedy: str
+
+
+def explained(code: str) -> ExplainedCode:
+    """Return the meaning of a code. Raises SettingError for a code that does not exist."""
+    name = code.upper()
+    if name not in CODES:
+        raise SettingError(f"--explain {code}: no such code; docs/how-to/doctor.md lists them, KV001 to {max(CODES)}")
+    severity, problem = CODES[name]
+    explanation = EXPLANATIONS[name]
+    return ExplainedCode(name, severity, problem, explanation.cause, explanation.remedy)
+
+
+def explanation_text(explained_code: ExplainedCode, width: int) -> Text:
+    """Return the meaning of a code as text for a terminal of this width."""
+    text = Text()
+    _add_title(text, explained_code.code, explained_code.severity, explained_code.problem)
+    _add_part(text, "cause", explained_code.cause, width)
+    _add_part(text, "remedy", explained_code.remedy, width)
+    text.rstrip()
+    return text
 
 
 def diagnose(client: Client, url: str, wall_clock: Callable[[], float]) -> DoctorReport:
@@ -134,17 +166,31 @@ def findings_text(report: DoctorReport, width: int) -> Text:
     """
     blocks = Text()
     for finding in report.findings:
-        blocks.append(f"{finding.code} {finding.severity.value} ", COLOURS[finding.severity])
-        blocks.append(f"{masked(finding.subject)}: {masked(finding.problem)}\n", "bold")
-        for label, value in (("why", finding.evidence), ("fix", finding.fix), ("see", finding.page)):
-            # Words are not broken, so that an address or a flag can be copied.
-            lines = textwrap.wrap(
-                masked(value), max(width, MIN_WIDTH) - len(INDENT), break_long_words=False, break_on_hyphens=False
-            )
-            blocks.append(f"  {label} ", LABEL)
-            blocks.append(f"\n{INDENT}".join(lines) + "\n")
+        _add_title(blocks, finding.code, finding.severity, f"{finding.subject}: {finding.problem}")
+        more = f"kvrouter doctor --explain {finding.code}"
+        for label, value in (("why", finding.evidence), ("fix", finding.fix), ("see", more)):
+            _add_part(blocks, label, value, width)
         blocks.append("\n")
     return blocks + _summary(report)
+
+
+def _add_title(text: Text, code: str, severity: Severity, title: str) -> None:
+    text.append(f"{masked(code)} {severity.value} ", COLOURS[severity])
+    text.append(f"{masked(title)}\n", "bold")
+
+
+def _add_part(text: Text, label: str, value: str, width: int) -> None:
+    """Append one labelled part, whose lines after the first are indented."""
+    lines = textwrap.wrap(
+        masked(value),
+        # The label and the two spaces before it take more of the first line than the indent of the others.
+        max(width, MIN_WIDTH) - max(len(INDENT), len(label) + 3),
+        # Words are not broken, so that an address or a flag can be copied.
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    text.append(f"  {label} ", LABEL)
+    text.append(f"\n{INDENT}".join(lines) + "\n")
 
 
 def _summary(report: DoctorReport) -> Text:

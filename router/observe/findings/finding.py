@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One problem of a fleet: its code, the evidence, and the command or flag that fixes it. Pure.
 
-Each code has its own section on the page (docs/how-to/doctor.md), whose anchor is the code.
+`explanations.py` says what each code means; the page (docs/how-to/doctor.md) lists them, with the code as the anchor.
 """
 
 from __future__ import annotations
