@@ -23,6 +23,7 @@ from benchmarks.report import Result, machine, markdown, save
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.observe.quality.answer_tap import AnswerTap
 from kvrouter.router.observe.quality.concurrency import Concurrency
 from kvrouter.router.observe.quality.quality_metrics import QualityMetrics
@@ -112,7 +113,7 @@ class NoEnds:
 def requests(quality: Quality, parts: list[bytes]) -> Callable[[int], None]:
     """Return a function that watches whole requests, each answered with these pieces, without the proxy's own work."""
     ask = PlacementRequest(Question("m", PROMPT_TOKENS, token_ids=np.arange(PROMPT_TOKENS)))
-    choice = Choice(Hit(WORKER, 960, 960, 960, "live"), "http://engine:8000", "lowest cost", None)
+    choice = Choice(Hit(WORKER, all_on_gpu(960), "live"), "http://engine:8000", "lowest cost", None)
 
     def work(count: int) -> None:
         for _ in range(count):

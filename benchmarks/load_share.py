@@ -36,6 +36,7 @@ from kvrouter.router.index.matching.cache_writes import ModelWrites
 from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.route.load.load_sync import LoadSync
 from kvrouter.router.route.load.load_table import LoadTable
 from kvrouter.router.route.load.worker_load import LoadModel
@@ -58,7 +59,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.keys = [WorkerKey("m", f"w{number}") for number in range(WORKERS)]
-        self._hits = [Hit(key, 0, 0, 0, "live") for key in self.keys]
+        self._hits = [Hit(key, all_on_gpu(0), "live") for key in self.keys]
 
     async def hash_ahead(self, question: Question) -> None:
         pass

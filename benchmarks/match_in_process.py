@@ -97,7 +97,7 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
 
 def check(matcher: Matcher, plans: HashPlans, question: Question, index: int) -> None:
     """Raise AssertionError unless every worker that holds the prompt hits all of it."""
-    hits = {int(hit.worker.worker_id): hit.gpu for hit in matcher.match(question, plans)}
+    hits = {int(hit.worker.worker_id): hit.on_gpu for hit in matcher.match(question, plans)}
     for worker in places(index):
         if hits[worker] != CHAIN_BLOCKS * BLOCK_TOKENS:
             raise AssertionError(f"prompt {index}: worker {worker} hits {hits[worker]} tokens")

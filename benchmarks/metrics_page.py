@@ -16,8 +16,9 @@ import time
 
 from benchmarks.report import machine
 from kvrouter.router.app.server.router_metrics import RouterMetrics
-from kvrouter.router.base.common.ids import TIERS, WorkerKey
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.model.kvcache.tiers import MEDIA
 from kvrouter.router.model.workers.stream_state import StreamState
 
 GROUPS = 6
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     registry, metrics, keys = counted(arguments.workers)
-    places = {f"g{group}:{medium}": BLOCKS for group in range(GROUPS) for medium in TIERS}
+    places = {f"g{group}:{medium}": BLOCKS for group in range(GROUPS) for medium in MEDIA}
     for what, held in (("without resident blocks", ()), (f"with {len(places)} places a worker", keys)):
         metrics.core.resident_blocks.counts = lambda held=held: ((worker, places) for worker in held)  # type: ignore[misc]
         page_s, turn_s, page = asyncio.run(measured(registry, arguments.rounds))

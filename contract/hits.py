@@ -3,27 +3,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
-LongestMatched = Annotated[int, Meta(description="tokens reused with all tiers; equals the last tier")]
-Gpu = Annotated[int, Meta(description="tokens reused from the GPU cache alone")]
-Cpu = Annotated[int, Meta(description="tokens reused with the CPU tier")]
-Disk = Annotated[int, Meta(description="tokens reused with the disk tier too")]
+from kvrouter.contract.tiers import TIERS
+
 GroupIdx = Annotated[int | None, Meta(description="number of the KV cache group; null: the engine names none")]
 GroupKind = Annotated[str, Meta(description="vLLM's kind of the KV cache group")]
 
 
 class Overlap(msgspec.Struct, frozen=True):
-    """The hit of one rank. Each tier includes those before it."""
+    """The tokens that would not be computed again, by tier. Each tier includes those before it."""
 
-    longest_matched: LongestMatched
-    gpu: Gpu
-    cpu: Cpu
-    disk: Disk
-    dp: Annotated[dict[str, int], Meta(description="the longest match of the data-parallel rank, in tokens")]
+    longest_matched: Annotated[int, Meta(description="tokens reused with all tiers; equals the last tier")]
+    if TYPE_CHECKING:
+        gpu: int
+        cpu: int
+        disk: int
+    else:
+        __annotations__.update({tier.name: Annotated[int, Meta(description=tier.meaning)] for tier in TIERS})
+    dp: Annotated[dict[str, int], Meta(description="the longest match by data-parallel rank, in tokens")]
 
 
 class GroupCover(msgspec.Struct, frozen=True):

@@ -48,14 +48,9 @@ class QueryByHashBody(IndexBody, kw_only=True):
     ] = None
 
 
-class InstanceReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class InstanceReply(hits.Overlap, frozen=True, kw_only=True, omit_defaults=True):
     """The hit of one worker: the numbers of its best rank. A field is absent where it does not apply."""
 
-    longest_matched: hits.LongestMatched
-    gpu: hits.Gpu
-    cpu: hits.Cpu
-    disk: hits.Disk
-    dp: Annotated[dict[str, int], Meta(description="the longest match of each data-parallel rank, in tokens")]
     state: fields.State
     reason: Annotated[str | None, Meta(description="why credit is withheld or reduced")] = None
     approximate: Annotated[

@@ -63,7 +63,7 @@ def snapshot_of(answer: Mapping[str, Any], *, is_before: bool) -> Snapshot:
     held = {}
     for candidate in answer["candidates"]:
         if _is_proven(candidate):
-            held[_name(candidate)] = int(candidate["overlap"]["disk"])
+            held[_name(candidate)] = int(candidate["overlap"]["longest_matched"])
     return Snapshot(int(answer["isl_tokens"]), int(answer["block_size"]), held, _name(answer), is_before=is_before)
 
 
@@ -127,7 +127,7 @@ def _is_proven(candidate: Mapping[str, Any]) -> bool:
     """Return whether a candidate's hit rests on its events: a zero with a reason may be no credit."""
     if candidate.get("approximate") or candidate["state"] not in CREDITED:
         return False
-    return not candidate.get("reason") or candidate["overlap"]["disk"] > 0
+    return not candidate.get("reason") or candidate["overlap"]["longest_matched"] > 0
 
 
 def _name(worker: Mapping[str, Any]) -> str:

@@ -136,7 +136,7 @@ class PeerRouter:
         full_attention, exact = [0] * len(hits), [0] * len(hits)
         for hit in hits:
             number = self._numbers[hit.worker]
-            full_attention[number], exact[number] = hit.full_attention, hit.disk
+            full_attention[number], exact[number] = hit.full_attention, hit.tokens
         sight = Sight(
             self._fleet.now_s,
             arrival.num_tokens,

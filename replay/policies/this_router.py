@@ -44,7 +44,7 @@ class OwnPlaced:
     @property
     def predicted_tokens(self) -> int:
         """Hit of the request's own worker, over every group and tier."""
-        return self._placement.choice.hit.disk
+        return self._placement.choice.hit.tokens
 
     @property
     def expected_tokens(self) -> int:

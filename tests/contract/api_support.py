@@ -220,13 +220,11 @@ def hit(worker_id: str, gpu: int, cpu: int, disk: int, rank: int = 0, reason: st
     """Return a hit with a group and a limit, as `explain` shows them."""
     return Hit(
         WorkerKey("m", worker_id, rank),
-        gpu,
-        cpu,
-        disk,
+        (gpu, cpu, disk),
         "live",
         reason,
-        (GroupCover(0, "full_attention", disk),),
         Limiter(1, "sliding_window", GroupRule.SLIDING_WINDOW, 64, ""),
+        groups=(GroupCover(0, "full_attention", disk),),
     )
 
 

@@ -84,7 +84,7 @@ def shows(core: Core, seq: int) -> bool:
 def reused(core: Core) -> int:
     """Return how many blocks of the prompt the router predicts that the worker will reuse."""
     (hit,) = core.ask(Question("m", len(TOKENS), token_ids=np.array(TOKENS, np.int64)))
-    return hit.gpu // 16
+    return hit.on_gpu // 16
 
 
 def status(core: Core) -> Any:

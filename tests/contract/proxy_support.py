@@ -29,6 +29,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.model.upstream.pool import Pool
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
@@ -86,16 +87,16 @@ class Placed:
         self.worker = hit.worker
         self.url = url
         self.choice = SimpleNamespace(
-            hit=hit, best_hit_tokens=hit.disk, prefill_tokens=num_tokens - hit.disk, reason="first fit", lost=""
+            hit=hit, best_hit_tokens=hit.tokens, prefill_tokens=num_tokens - hit.tokens, reason="first fit", lost=""
         )
         self.num_tokens = num_tokens
         self.placed_s = time.monotonic()
         self.queued_s = 0.0
         self.prefill = None
         self.prefilled_at = None
-        self.predicted_tokens = hit.disk
+        self.predicted_tokens = hit.tokens
         # One token more than the hit, as if the worker were computing a block.
-        self.expected_tokens = hit.disk + 1
+        self.expected_tokens = hit.tokens + 1
         self.reused_tokens: int | None = None
         # The calls in order: "first token", "done".
         self.told: list[str] = []
@@ -139,7 +140,7 @@ class FirstFit:
             why = self._unavailable(worker) or ""
             if not why:
                 reused = (question.num_tokens - 1) // 16 * 16
-                hit = Hit(worker, reused, reused, reused, "live")
+                hit = Hit(worker, all_on_gpu(reused), "live")
                 self.placed.append(Placed(hit, registration.url, question.num_tokens))
                 return self.placed[-1]
         raise NoWorker(f"no worker can take it: {why}")

@@ -18,6 +18,7 @@ import pytest
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.config.settings import Config
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.observe.quality import tracing
 from kvrouter.router.observe.quality.tracing import traces_url
 from tests.contract.proxy_support import CHAT, COMPLETIONS, fleet, until
@@ -159,7 +160,7 @@ def test_who_does_not_sample_is_not_sampled_and_still_passed_on() -> None:
 
 def test_a_selection_is_a_trace_with_its_reason() -> None:
     with Collector() as collector, fleet(ANSWER, otlp_endpoint=collector.url) as (router, _):
-        router.core.hits_known = [Hit(worker, 2, 2, 2, "live") for worker in router.core.registered]
+        router.core.hits_known = [Hit(worker, all_on_gpu(2), "live") for worker in router.core.registered]
         status, _, raw = router.post("/select", {"model": "m", "token_ids": [1, 2, 3]}, {"traceparent": PARENT})
         reply = json.loads(raw)
         assert status == 200

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrouter.router.base.common.ids import TIERS, Place
+from kvrouter.router.base.common.ids import Place
 from kvrouter.router.index.ingest.copy_counts import MAX_COPIES
 from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.index.ingest.residency import Residency
@@ -17,6 +17,7 @@ from kvrouter.router.index.matching.mirror import Mirror
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.index.store.log_entry import EntryKind, entry_fields, parse_entry
 from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.model.kvcache.tiers import MEDIA
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import CREDITED
 
@@ -100,7 +101,7 @@ class Downstream:
             mirror.discard(worker, change.place, change.removed)
             mirror.add(worker, change.place, change.added)
         held = {place: set(mirror.held(worker, place).tolist()) for place in worker_index.places}
-        wanted = {place: blocks for place, blocks in recount.blocks().items() if place.medium in TIERS}
+        wanted = {place: blocks for place, blocks in recount.blocks().items() if place.medium in MEDIA}
         assert {place: blocks for place, blocks in held.items() if blocks} == wanted, "the mirror shows something else"
 
     def ask(self, ingest: Ingest) -> None:
@@ -131,4 +132,4 @@ class Downstream:
         )
         for prompt in prompts:
             (hit,) = matcher.match(Question("m", ASKED_TOKENS, explain=True, **prompt), plans)
-            assert 0 <= hit.gpu <= hit.cpu <= hit.disk < ASKED_TOKENS
+            assert hit.on_gpu >= 0 and hit.tokens < ASKED_TOKENS and list(hit.by_tier) == sorted(hit.by_tier)

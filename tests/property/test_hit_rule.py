@@ -107,8 +107,8 @@ def test_hit_is_the_longest_boundary_good_for_every_group(seed: int) -> None:
     num_tokens = draw.randint(1, 160)
     resident = make_residency(draw, groups, num_tokens)
     hit = judge(groups, resident, num_tokens)
-    assert hit.gpu == expected(groups, resident, num_tokens), (groups, resident, num_tokens)
-    assert hit.gpu <= hit.cpu <= hit.disk
+    assert hit.on_gpu == expected(groups, resident, num_tokens), (groups, resident, num_tokens)
+    assert list(hit.by_tier) == sorted(hit.by_tier)
 
 
 @settings(max_examples=examples(150))
@@ -119,7 +119,7 @@ def test_more_blocks_never_shorten_a_hit(seed: int) -> None:
     num_tokens = draw.randint(1, 160)
     resident = make_residency(draw, groups, num_tokens)
     more = {place: held | set(range(0, 200, draw.randint(1, 4))) for place, held in resident.items()}
-    assert judge(groups, more, num_tokens).gpu >= judge(groups, resident, num_tokens).gpu
+    assert judge(groups, more, num_tokens).on_gpu >= judge(groups, resident, num_tokens).on_gpu
 
 
 @settings(max_examples=examples(150))
@@ -130,9 +130,9 @@ def test_every_group_alone_covers_at_least_the_hit(seed: int) -> None:
     num_tokens = draw.randint(1, 160)
     hit = judge(groups, make_residency(draw, groups, num_tokens), num_tokens)
     assert len(hit.groups) == len(groups)
-    assert all(cover.covered >= hit.gpu for cover in hit.groups)
+    assert all(cover.covered >= hit.on_gpu for cover in hit.groups)
     best = (num_tokens - 1) // math.lcm(*(g.block_size for g in groups)) * math.lcm(*(g.block_size for g in groups))
-    assert (hit.limited_by is None) == (hit.gpu == best)
+    assert (hit.limited_by is None) == (hit.on_gpu == best)
 
 
 @settings(max_examples=examples(200))
@@ -145,7 +145,7 @@ def test_hashes_past_what_is_resident_need_not_be_asked_for(seed: int) -> None:
     resident |= {Place(g.group_idx, CPU): set(range(draw.randint(0, 12))) for g in groups}
     whole = judge(groups, resident, 400)
     part = judge(groups, resident, 400, hashed_tokens=160)
-    assert (part.gpu, part.cpu, part.disk) == (whole.gpu, whole.cpu, whole.disk)
+    assert part.by_tier == whole.by_tier
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_window", "mamba"])
@@ -153,7 +153,7 @@ def test_a_claimed_length_costs_no_time(kind: str) -> None:
     groups = (Group(0, kind, 16, 64 if kind == "sliding_window" else None), FULL_TWIN)
     resident = {Place(0, GPU): range(4), Place(1, GPU): range(4), Place(0, CPU): range(6), Place(1, CPU): range(6)}
     hit = judge(groups, resident, 2**60, hashed_tokens=160)
-    assert (hit.gpu, hit.cpu) == (64, 96)
+    assert hit.by_tier[:2] == (64, 96)
 
 
 FULL_TWIN = Group(1, "full_attention", 16)
@@ -164,7 +164,7 @@ STATE = Group(2, "mamba", 16)
 
 def test_window_evicted_means_no_hit_however_long_the_full_attention_run_is() -> None:
     hit = judge((FULL, WINDOW), {Place(0, GPU): range(12), Place(1, GPU): ()}, 200)
-    assert hit.gpu == 0
+    assert hit.on_gpu == 0
     assert hit.limited_by is not None and hit.limited_by.group_idx == 1
     assert {cover.group_idx: cover.covered for cover in hit.groups} == {0: 192, 1: 0}
 
@@ -173,47 +173,47 @@ def test_window_evicted_means_no_hit_however_long_the_full_attention_run_is() ->
     ("held", "tokens"), [((8, 9, 10, 11), 192), ((7, 9, 10, 11), 0), ((7, 8, 9, 10), 176), ((0, 1), 32)]
 )
 def test_a_window_is_whole_or_worthless(held: tuple[int, ...], tokens: int) -> None:
-    assert judge((FULL, WINDOW), {Place(0, GPU): range(12), Place(1, GPU): held}, 193).gpu == tokens
+    assert judge((FULL, WINDOW), {Place(0, GPU): range(12), Place(1, GPU): held}, 193).on_gpu == tokens
 
 
 def test_a_later_state_cannot_restore_an_earlier_position() -> None:
     resident = {Place(0, GPU): range(6), Place(2, GPU): (8, 11)}
-    assert judge((FULL, STATE), resident, 200).gpu == 0
+    assert judge((FULL, STATE), resident, 200).on_gpu == 0
     resident[Place(2, GPU)] = (3, 8)
-    assert judge((FULL, STATE), resident, 200).gpu == 64
+    assert judge((FULL, STATE), resident, 200).on_gpu == 64
 
 
 def test_the_last_token_is_always_computed() -> None:
-    assert judge((FULL,), {Place(0, GPU): range(12)}, 192).gpu == 176
-    assert judge((FULL,), {Place(0, GPU): range(12)}, 193).gpu == 192
-    assert judge((FULL,), {Place(0, GPU): range(12)}, 1).gpu == 0
+    assert judge((FULL,), {Place(0, GPU): range(12)}, 192).on_gpu == 176
+    assert judge((FULL,), {Place(0, GPU): range(12)}, 193).on_gpu == 192
+    assert judge((FULL,), {Place(0, GPU): range(12)}, 1).on_gpu == 0
 
 
 def test_equal_specs_must_hold_a_block_in_all_groups() -> None:
     twin = Group(1, "full_attention", 16)
-    assert judge((FULL, twin), {Place(0, GPU): range(12), Place(1, GPU): range(5)}, 200).gpu == 80
+    assert judge((FULL, twin), {Place(0, GPU): range(12), Place(1, GPU): range(5)}, 200).on_gpu == 80
 
 
 def test_a_group_out_of_prefix_caching_has_no_say() -> None:
     scratch = Group(1, "sliding_window", 16, 64, prefix_cacheable=False)
-    assert judge((FULL, scratch), {Place(0, GPU): range(12), Place(1, GPU): ()}, 200).gpu == 192
+    assert judge((FULL, scratch), {Place(0, GPU): range(12), Place(1, GPU): ()}, 200).on_gpu == 192
 
 
 def test_eagle_drops_the_last_block() -> None:
     eagle = Group(0, "full_attention", 16, eagle=True)
-    assert judge((eagle,), {Place(0, GPU): range(12)}, 200).gpu == 176
+    assert judge((eagle,), {Place(0, GPU): range(12)}, 200).on_gpu == 176
 
 
 def test_offloaded_chunks_extend_the_hit_tier_by_tier() -> None:
     resident = {Place(0, GPU): range(4), Place(0, CPU): range(2, 8), Place(0, STORAGE, DISK_OWNER): (8, 9)}
     hit = judge((FULL,), resident, 200)
-    assert (hit.gpu, hit.cpu, hit.disk) == (64, 128, 160)
+    assert hit.by_tier == (64, 128, 160)
 
 
 def test_a_disk_tier_that_never_tells_removals_earns_nothing() -> None:
     resident = {Place(0, GPU): range(4), Place(0, CPU): range(2, 8), Place(0, STORAGE): (8, 9)}
     hit = judge((FULL,), resident, 200)
-    assert (hit.gpu, hit.cpu, hit.disk) == (64, 128, 128)
+    assert hit.by_tier == (64, 128, 128)
     assert hit.limited_by is not None and "earn no credit" in hit.limited_by.why
 
 
@@ -223,23 +223,23 @@ SIMPLE = CatalogSpec(offload_connector=SIMPLE_CPU, offload_partial_hits=True)
 def test_the_last_token_is_computed_also_where_the_cpu_tier_has_its_block() -> None:
     """OffloadingConnector offers a prompt of whole chunks up to its end, SimpleCPUOffloadConnector does not."""
     held = {Place(0, CPU): range(12)}
-    assert judge((FULL,), held, 192).cpu == 192
-    assert judge((FULL,), held, 192, SIMPLE).cpu == 176
+    assert judge((FULL,), held, 192).by_tier[1] == 192
+    assert judge((FULL,), held, 192, SIMPLE).by_tier[1] == 176
 
 
 def test_a_window_must_be_on_one_tier_behind_the_local_hit() -> None:
     held = {Place(0, GPU): range(6), Place(1, GPU): (2, 3, 4, 5), Place(0, CPU): range(12), Place(1, CPU): (6, 7, 8)}
     hit = judge((FULL, WINDOW), held, 200, SIMPLE)
-    assert (hit.gpu, hit.cpu) == (96, 144)
+    assert hit.by_tier[:2] == (96, 144)
     held[Place(1, CPU)] = (7, 8, 9)
-    assert judge((FULL, WINDOW), held, 200, SIMPLE).cpu == 96
+    assert judge((FULL, WINDOW), held, 200, SIMPLE).by_tier[1] == 96
 
 
 def test_both_media_of_a_connector_that_has_one_earn_nothing() -> None:
     held = {Place(0, CPU): range(12), Place(0, STORAGE): range(12)}
     hit = judge((FULL,), held, 200, SIMPLE)
-    assert (hit.cpu, hit.disk) == (0, 0)
-    assert judge((FULL,), {Place(0, STORAGE): range(12)}, 200, SIMPLE).disk == 192
+    assert hit.by_tier[1:] == (0, 0)
+    assert judge((FULL,), {Place(0, STORAGE): range(12)}, 200, SIMPLE).tokens == 192
 
 
 @settings(max_examples=examples(400))
@@ -254,42 +254,43 @@ def test_a_suffix_hit_is_the_hit_of_the_rest_as_a_prompt_of_its_own(seed: int) -
     hit = judge(groups, resident, num_tokens, SIMPLE)
     hash_block = math.gcd(*(group.block_size for group in groups))
     rest = {
-        place: {i - hit.gpu // hash_block for i in held if i * hash_block >= hit.gpu} for place, held in cpu.items()
+        place: {i - hit.on_gpu // hash_block for i in held if i * hash_block >= hit.on_gpu}
+        for place, held in cpu.items()
     }
-    misplaced = any(g.attention_chunk_size and hit.gpu % g.attention_chunk_size for g in groups)
-    rest_hit = 0 if misplaced else judge(groups, rest, num_tokens - hit.gpu).gpu
-    assert hit.cpu == hit.gpu + rest_hit, (groups, resident, num_tokens)
+    misplaced = any(g.attention_chunk_size and hit.on_gpu % g.attention_chunk_size for g in groups)
+    rest_hit = 0 if misplaced else judge(groups, rest, num_tokens - hit.on_gpu).on_gpu
+    assert hit.by_tier[1] == hit.on_gpu + rest_hit, (groups, resident, num_tokens)
 
 
 def test_media_that_may_hold_anything_earn_nothing() -> None:
     hit = judge((FULL,), {Place(0, "FS"): range(12), Place(0, "OBJ"): range(12)}, 200)
-    assert (hit.gpu, hit.cpu, hit.disk) == (0, 0, 0)
+    assert hit.by_tier == (0, 0, 0)
 
 
 def test_part_of_a_chunk_earns_nothing() -> None:
     spec = CatalogSpec(offload_blocks_per_chunk=4, offload_connector=OFFLOADING)
-    assert judge((FULL,), {Place(0, CPU): range(8)}, 100, spec).cpu == 64
-    assert judge((FULL,), {Place(0, CPU): range(7)}, 200, spec).cpu == 64
+    assert judge((FULL,), {Place(0, CPU): range(8)}, 100, spec).by_tier[1] == 64
+    assert judge((FULL,), {Place(0, CPU): range(7)}, 200, spec).by_tier[1] == 64
 
 
 @pytest.mark.parametrize(("held", "cpu"), [(range(8), 128), ((0,), 16), ((2, 3, 4), 80), ((3,), 32), ((3, 5, 7), 32)])
 def test_an_unknown_chunk_size_earns_nothing_until_the_chunks_show_it(held: tuple[int, ...], cpu: int) -> None:
     resident = {Place(0, GPU): range(2 if cpu != 128 and 0 not in held else 0), Place(0, CPU): held}
-    assert judge((FULL,), resident, 200, blocks_per_chunk=None).cpu == cpu
+    assert judge((FULL,), resident, 200, blocks_per_chunk=None).by_tier[1] == cpu
 
 
 def test_more_than_32_places_take_a_second_bank() -> None:
     groups = tuple(Group(i, "full_attention", 16, spec_class=i) for i in range(40))
     resident = {Place(i, GPU): range(12) for i in range(40)}
-    assert judge(groups, resident, 200).gpu == 192
+    assert judge(groups, resident, 200).on_gpu == 192
     resident[Place(39, GPU)] = range(3)
-    assert judge(groups, resident, 200).gpu == 48
+    assert judge(groups, resident, 200).on_gpu == 48
 
 
 SAMPLE = 60
 
 
-def sample() -> list[tuple[int, int, int]]:
+def sample() -> list[tuple[int, ...]]:
     """Return the hits of a fixed sample with every feature, to compare the compiled rule with the uncompiled one."""
     hits = []
     for seed in range(SAMPLE):
@@ -300,7 +301,7 @@ def sample() -> list[tuple[int, int, int]]:
         resident |= {Place(g.group_idx, CPU): set(range(draw.randint(0, 30))) for g in groups}
         for spec in (None, SIMPLE):
             hit = judge(groups, resident, num_tokens, spec)
-            hits.append((hit.gpu, hit.cpu, hit.disk))
+            hits.append(hit.by_tier)
     return hits
 
 

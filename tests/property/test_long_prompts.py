@@ -109,7 +109,7 @@ def test_a_match_after_the_turns_hashes_no_more_than_its_last_segment() -> None:
     assert sum(1 for _ in matcher.hash_steps(question, fleet.plans())) == SEGMENTS
     hashed = memory.misses
     assert hashed == SEGMENTS
-    assert fleet.hits(question, matcher)[0].gpu == BLOCKS * BLOCK_TOKENS
+    assert fleet.hits(question, matcher)[0].on_gpu == BLOCKS * BLOCK_TOKENS
     assert memory.misses == hashed
 
 

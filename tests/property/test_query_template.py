@@ -10,10 +10,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kvrouter.contract.tiers import TIERS
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.matcher import HashPlan, HitTable, WorkerView
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.kvcache.catalog import Catalog
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.serve.api.query import PLACEHOLDER, make_template
 from kvrouter.router.serve.api.responses import JSON, encode, query_reply
@@ -32,8 +34,9 @@ VIEWS = st.builds(view, NAMES, st.integers(0, 3), st.sampled_from(StreamState), 
 
 
 def table_of(judged: list[WorkerView], none: list[tuple[WorkerView, str]], rows: list[list[int]]) -> HitTable:
-    states = tuple(view.state.value for view in judged)
-    plan = HashPlan(tuple(judged), states, (), ({},) * len(judged), cast(Any, None), True, 1)
+    workers = tuple(view.worker for view in judged)
+    states, reasons = tuple(view.state.value for view in judged), tuple(view.reason for view in judged)
+    plan = HashPlan(tuple(judged), (), workers, states, reasons, ({},) * len(judged), cast(Any, None), True, 1)
     return HitTable(plan, np.array(rows, np.int64).reshape(len(judged), 5), tuple(none))
 
 
@@ -46,10 +49,10 @@ def test_a_template_writes_what_msgspec_writes(data: st.DataObject) -> None:
     judged = views[cut:]
     rows = [data.draw(st.lists(TOKENS, min_size=5, max_size=5)) for _ in judged]
     template = make_template(table := table_of(judged, none, rows))
-    hits = [Hit(worker_view.worker, 0, 0, 0, worker_view.state.value, reason) for worker_view, reason in none]
+    hits = [Hit(worker_view.worker, all_on_gpu(0), worker_view.state.value, reason) for worker_view, reason in none]
     hits += [
-        Hit(worker_view.worker, gpu, cpu, disk, worker_view.state.value, worker_view.reason)
-        for worker_view, (gpu, cpu, disk, *_) in zip(judged, rows, strict=True)
+        Hit(worker_view.worker, tuple(row[: len(TIERS)]), worker_view.state.value, worker_view.reason)
+        for worker_view, row in zip(judged, rows, strict=True)
     ]
     assume(template is not None)
     assert template is not None

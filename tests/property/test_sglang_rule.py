@@ -138,7 +138,7 @@ def test_hit_is_that_of_the_walk(kinds: tuple[str, ...], hicache: bool, seed: in
         num_tokens,
         catalog=build_catalog(groups, "declared", spec),
     )
-    assert (hit.gpu, hit.cpu, hit.disk) == (device, with_host, with_host), (nodes, page, window, num_tokens, eagle)
+    assert hit.by_tier == (device, with_host, with_host), (nodes, page, window, num_tokens, eagle)
 
 
 def test_nine_tokens_are_not_loaded_back_and_ten_are() -> None:
@@ -148,4 +148,4 @@ def test_nine_tokens_are_not_loaded_back_and_ten_are() -> None:
         gpu = range(30 - missing) if missing == 10 else range(20)
         total = 29 if missing == 9 else 30
         hit = judge([], {Place(0, GPU): gpu, Place(0, CPU): range(total)}, total + 1, catalog=catalog)
-        assert (hit.gpu, hit.cpu) == (20, expected)
+        assert hit.by_tier[:2] == (20, expected)

@@ -49,7 +49,7 @@ def test_every_match_over_both_tiers_is_predicted(layout: TreeLayout, seed: int)
             # SGLang does not load so few tokens.
             both = device
         on_host += both > device
-        if (hit.gpu, hit.cpu) != (device, both):
-            wrong.append((len(prompt.tokens), hit.gpu, hit.cpu, device, both))
+        if hit.by_tier[:2] != (device, both):
+            wrong.append((len(prompt.tokens), hit.on_gpu, hit.by_tier[1], device, both))
     assert not wrong, f"{len(wrong)} of {PROBES} wrong: {wrong[:6]}"
     assert evicted and on_host >= MIN_ON_HOST

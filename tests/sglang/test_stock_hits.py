@@ -83,7 +83,7 @@ def ask(oracle: TreeOracle, predictor: StockPredictor) -> None:
         for _ in range(STEPS_PER_PROBE):
             oracle.step()
         prompt = oracle.prompt()
-        predicted = predictor.hit(prompt).gpu
+        predicted = predictor.hit(prompt).on_gpu
         reused = oracle.reused(prompt)
         oracle.end_step()
         counts["non-zero"] += reused > 0

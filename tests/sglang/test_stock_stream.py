@@ -117,7 +117,7 @@ def wrong_hits(engine: Engine, predictor: StockPredictor) -> list[tuple[int, int
     wrong, hits = [], 0
     for _ in range(PROBES):
         prompt = engine.oracle.prompt()
-        predicted, reused = predictor.hit(prompt).gpu, engine.oracle.reused(prompt)
+        predicted, reused = predictor.hit(prompt).on_gpu, engine.oracle.reused(prompt)
         hits += reused > 0
         if predicted != reused:
             wrong.append((predicted, reused))
@@ -211,7 +211,7 @@ def test_another_life_voids_what_was_held(context: Context, seed: int, replays: 
                 await follower.until_followed(second, 0)
                 assert any(isinstance(item, Restarted) for item in follower.said)
                 for prompt in (second.oracle.prompt() for _ in range(PROBES)):
-                    assert predictor.hit(prompt).gpu <= second.oracle.reused(prompt)
+                    assert predictor.hit(prompt).on_gpu <= second.oracle.reused(prompt)
                 if replays:
                     assert wrong_hits(second, predictor) == []
                     first = [item.payload for item in follower.said if isinstance(item, Batch) and item.seq == 0][-1]

@@ -62,7 +62,7 @@ def ask(oracle: TreeOracle) -> None:
         for _ in range(STEPS_PER_PROBE):
             oracle.step()
         prompt = oracle.prompt()
-        predicted = predictor.hit(*prompt).gpu
+        predicted = predictor.hit(*prompt).on_gpu
         reused = oracle.reused(prompt)
         oracle.end_step()
         non_zero += reused > 0
@@ -89,7 +89,7 @@ def test_full_attention_alone_is_often_wrong(seed: int) -> None:
             for _ in range(STEPS_PER_PROBE):
                 oracle.step()
             prompt = oracle.prompt()
-            wrong[kinds] += predictor.hit(*prompt, alone=True).gpu != oracle.reused(prompt)
+            wrong[kinds] += predictor.hit(*prompt, alone=True).on_gpu != oracle.reused(prompt)
             probes[kinds] += 1
             oracle.end_step()
     print("\nfull attention alone:", ", ".join(f"{kinds} {wrong[kinds]} of {probes[kinds]} wrong" for kinds in probes))

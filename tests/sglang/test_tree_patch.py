@@ -203,7 +203,7 @@ def test_a_node_may_be_cut_several_times_in_one_step(
     assert tap._feature.on and not predictor.withheld
     for tokens in (long, *branches, [*long, 1], *([*branch, 1] for branch in branches)):
         prompt = TreePrompt(tokens, salt, lora)
-        assert predictor.hit(*prompt).gpu == oracle.reused(prompt) > 0
+        assert predictor.hit(*prompt).on_gpu == oracle.reused(prompt) > 0
         oracle.end_step()
 
 
@@ -226,5 +226,5 @@ def test_a_leaf_may_come_and_go_in_one_step_with_a_cut_that_stays(salt: str | No
     oracle.end_step()
     oracle.evict(64)
     oracle.end_step()
-    assert predictor.hit(*long).gpu == predictor.hit(*upper).gpu == 32
+    assert predictor.hit(*long).on_gpu == predictor.hit(*upper).on_gpu == 32
     assert oracle.reused(long) == oracle.reused(upper) == 32

@@ -56,12 +56,12 @@ class Picture:
 
     @property
     def gpu_tokens(self) -> int:
-        return judge(self.groups, self.held, PROMPT_TOKENS).gpu
+        return judge(self.groups, self.held, PROMPT_TOKENS).on_gpu
 
     @property
     def tokens(self) -> int:
         """Tokens that the engine reuses, tiers included."""
-        return judge(self.groups, self.held, PROMPT_TOKENS).cpu
+        return judge(self.groups, self.held, PROMPT_TOKENS).by_tier[1]
 
     def covered(self) -> dict[int | None, int]:
         """Return the tokens that the GPU's hit would have if only one group decided, by group."""

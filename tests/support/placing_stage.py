@@ -16,6 +16,7 @@ from kvrouter.router.index.matching.cache_writes import CacheWrites, ModelWrites
 from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.placement.placement_request import PlacementRequest
@@ -26,7 +27,7 @@ OF_QUESTION = ("worker_ids", "exclude_worker_ids", "exclude_workers")
 
 
 def hit(name: str, tokens: int = 0, state: str = "live", rank: int = 0) -> Hit:
-    return Hit(WorkerKey("m", name, rank), tokens, tokens, tokens, state)
+    return Hit(WorkerKey("m", name, rank), all_on_gpu(tokens), state)
 
 
 class Fleet:

@@ -248,7 +248,7 @@ def test_a_table_without_a_free_slot_refuses_blocks_and_still_knows_the_worker(m
     view = WorkerView(second, None, ingest.state, True, "", "e", ingest.profile.catalog, scheme, {})
     plans = HashPlans.build(mirror, [view])
     (hit,) = Matcher(mirror, SegmentMemory(0)).match(Question("m", 33, block_hashes=hashes_of(1, 2)), plans)
-    assert (hit.gpu, hit.state) == (0, ingest.state.value)
+    assert (hit.on_gpu, hit.state) == (0, ingest.state.value)
 
 
 def test_a_message_over_the_limit_costs_its_connection_and_not_the_stream() -> None:

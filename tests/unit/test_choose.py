@@ -18,11 +18,12 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.cache_writes import ModelWrites
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.route.load.key_shares import KeyShare
 from kvrouter.router.route.load.load_table import LoadTable
 from kvrouter.router.route.load.session_affinity import SessionPlace
 from kvrouter.router.route.load.worker_load import PROGRESS_MAX, LoadModel
-from kvrouter.router.route.load.worker_speed import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
+from kvrouter.router.route.load.worker_speed import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, slowness
 from kvrouter.router.route.placement import choose as choosing
 from kvrouter.router.route.placement.choose import LOST_REASONS, Choice, choose
 from kvrouter.router.route.placement.copies import Copies
@@ -43,7 +44,7 @@ TOKENS = 200
 
 def hit(name: str, gpu: int, cpu: int | None = None, disk: int | None = None, full: int = 0, reason: str = "") -> Hit:
     cpu = gpu if cpu is None else cpu
-    return Hit(key(name), gpu, cpu, cpu if disk is None else disk, "live", reason, full_attention=max(full, gpu))
+    return Hit(key(name), (gpu, cpu, cpu if disk is None else disk), "live", reason, full_attention=max(full, gpu))
 
 
 def key(name: str) -> WorkerKey:
@@ -75,13 +76,13 @@ def test_loading_back_has_its_price() -> None:
     far = hit("far", 0, 0, 112)
     assert name_of(chosen(hit("near", 96), far)) == "near"
     cheap = weights()
-    cheap.tiers = TierCosts(0.0, 0.0)
+    cheap.token_costs = (0.0, 0.0, 0.0)
     assert name_of(chosen(hit("near", 96), far, weights=cheap)) == "far"
 
 
 def test_among_equal_costs_the_nearer_tier_wins() -> None:
     free = weights()
-    free.tiers = TierCosts(0.0, 0.0)
+    free.token_costs = (0.0, 0.0, 0.0)
     for seed in range(20):
         assert name_of(chosen(hit("a", 16, 96), hit("b", 96), seed=seed, weights=free)) == "b"
         assert name_of(chosen(hit("a", 16, 16, 96), hit("b", 16, 96), seed=seed, weights=free)) == "b"
@@ -168,7 +169,7 @@ def test_a_saturated_worker_is_not_skipped_for_one_with_a_longer_queue() -> None
 
 def test_a_prompt_that_is_just_being_computed_is_worth_what_it_will_be() -> None:
     choice = chosen(hit("a", 0), hit("b", 64), pending={key("a"): 128}, weights=weights(a=10))
-    assert name_of(choice) == "a" and choice.hit.disk == 0 and choice.lost == "affinity"
+    assert name_of(choice) == "a" and choice.hit.tokens == 0 and choice.lost == "affinity"
     assert choice.prefill_tokens == TOKENS - 128
     assert "128 tokens of it are being computed there" in choice.reason
 
@@ -319,12 +320,11 @@ def written_out(one: Hit, hits: Sequence[Hit], context: ChoiceContext, longest: 
     """Return the terms of a cost, computed as the docs describe them."""
     model, worker = context.weights, one.worker
     backlog, factor = model.burden(worker), model.slowness.get(worker, 1.0)
-    prefill = (
-        context.num_tokens - one.disk + (one.cpu - one.gpu) * model.tiers.cpu + (one.disk - one.cpu) * model.tiers.disk
-    )
+    gpu, cpu, disk = one.by_tier
+    prefill = context.num_tokens - disk + (cpu - gpu) * model.token_costs[1] + (disk - cpu) * model.token_costs[2]
     prefill = min(prefill, context.num_tokens - context.pending.get(worker, 0))
     work, queued = factor * prefill, factor * waiting(worker, context)
-    reached = {hit.worker: max(hit.disk, context.pending.get(hit.worker, 0)) for hit in hits}
+    reached = {hit.worker: max(hit.tokens, context.pending.get(hit.worker, 0)) for hit in hits}
     steps, piece_tokens = context.copies.saved_tokens, context.copies.piece_tokens
     shared = min(max(longest, *reached.values()), (len(steps) - 1) * piece_tokens)
     saved = factor * sum(
@@ -341,7 +341,7 @@ def written_out(one: Hit, hits: Sequence[Hit], context: ChoiceContext, longest: 
         default=0.0,
     )
     lasting, odds = max(0.0, work - saved), context.busy / (1 - context.busy)
-    new = context.num_tokens - max(one.gpu, context.pending.get(worker, 0))
+    new = context.num_tokens - max(one.on_gpu, context.pending.get(worker, 0))
     room = ROOM_WEIGHT * new * context.writes.pressures()[0].get(worker, 0.0)
     room *= 1.0 if context.key_share is None else context.key_share.price(worker)
     share = SESSION_SHARE_BLIND if context.blind or one.reason or one.approximate else SESSION_SHARE_KNOWN
@@ -361,7 +361,7 @@ def written_out(one: Hit, hits: Sequence[Hit], context: ChoiceContext, longest: 
 @given(st.randoms(use_true_random=False))
 def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
     load = weights(500, **{name: rng.randrange(600) for name in "abcd"})
-    load.tiers = TierCosts(rng.random(), rng.random())
+    load.token_costs = (0.0, rng.random(), rng.random())
     for name in "ab":
         for _ in range(SAMPLES_MIN):
             load.rates_of(key(name)).first_token(1_000, 0, 0, rng.uniform(5.0, 20.0))
@@ -386,7 +386,7 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
         busy=rng.uniform(0.0, 0.9),
         key_share=rng.choice([None, KeyShare(rng.uniform(1, 4), {key("a"): 1.0}, {key("a"): 2.0, key("b"): 1.0})]),
     )
-    longest = max(worker_hit.disk for worker_hit in hits)
+    longest = max(worker_hit.tokens for worker_hit in hits)
     weighed = weigh(hits, context, longest)
     explained = [weighed.candidate(i, worker_hit, 0) for i, worker_hit in enumerate(hits)]
     for worker_hit, cost, candidate in zip(hits, weighed.totals, explained, strict=True):
@@ -444,7 +444,7 @@ def test_a_cache_with_room_to_spare_costs_nothing() -> None:
 
 
 def test_a_worker_without_events_counts_as_full_as_the_others() -> None:
-    silent = Hit(key("c"), 0, 0, 0, "connecting", approximate=True)
+    silent = Hit(key("c"), all_on_gpu(0), "connecting", approximate=True)
     choice = chosen(hit("a", 0), hit("b", 0), silent, busy=0.0, writes=full_caches(a=60, b=30))
     rooms = {candidate.hit.worker.worker_id: candidate.parts.room for candidate in choice.candidates}
     assert rooms["b"] < rooms["c"] < rooms["a"]

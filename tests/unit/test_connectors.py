@@ -97,13 +97,13 @@ def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> Ingest:
     return ingest
 
 
-def hit_of(ingest: Ingest, num_tokens: int) -> tuple[int, int, int]:
+def hit_of(ingest: Ingest, num_tokens: int) -> tuple[int, ...]:
     """Return the hit that is predicted at this worker for a prompt of blocks 1, 2, ..., as tokens by tier."""
     resident = {
         place: (ingest.held.blocks.hashes(place) - np.uint64(1)).tolist() for place in ingest.held.blocks.places
     }
     hit = judge((), resident, num_tokens, catalog=ingest.profile.catalog)
-    return hit.gpu, hit.cpu, hit.disk
+    return hit.by_tier
 
 
 ON_GPU = [stored(i, token_ids=[]) for i in range(1, 5)]

@@ -48,7 +48,11 @@ def test_a_decision_is_kept_with_all_that_it_rested_on() -> None:
     reply = decision_reply(*result)
     choice = placement.choice
     assert (reply.worker_id, reply.endpoint, reply.reason) == ("a", "http://a", choice.reason)
-    assert reply.overlap.disk == 64 and reply.effective_prefill_tokens == TOKENS - 64 and reply.time_s == 1_000.0
+    assert (
+        reply.overlap.longest_matched == 64
+        and reply.effective_prefill_tokens == TOKENS - 64
+        and reply.time_s == 1_000.0
+    )
     assert (reply.session_id, reply.max_tokens, reply.num_tokens, reply.proof) == ("s", 9, TOKENS, Proof.EXACT)
     assert reply.candidates is not None
     assert [candidate.worker_id for candidate in reply.candidates] == ["a", "c"] and reply.compared == 2

@@ -134,7 +134,7 @@ def test_the_prefill_worker_with_the_prefix_is_taken_and_its_hit_is_what_is_pred
     stage = stage_of(hit("d", 100), hit("p1"), hit("p2", 4_096), hit("p3", 1_024))
     placement = stage.placer.reserve(ask(tokens=LONG))
     assert placement.prefill is not None and placement.prefill.worker.worker_id == "p2"
-    assert placement.predicted_tokens == 4_096 and placement.choice.hit.disk == 100
+    assert placement.predicted_tokens == 4_096 and placement.choice.hit.tokens == 100
 
 
 def test_siblings_are_handed_over_too_while_the_first_is_computed_elsewhere() -> None:
@@ -278,7 +278,7 @@ def test_a_prefill_worker_never_decodes_and_a_hand_over_always_pays(
     choice, outcome = with_prefill(alone, others, context, rules, rng, arriving={})
     assert choice.hit == alone.hit and choice.hit.worker not in prefillers
     assert (choice.prefill is None) == (outcome is not PrefillOutcome.REMOTE)
-    uncached = num_tokens - choice.hit.disk
+    uncached = num_tokens - choice.hit.tokens
     if choice.prefill is None:
         assert choice.prefill_tokens == uncached
         return
@@ -291,7 +291,7 @@ def test_a_prefill_worker_never_decodes_and_a_hand_over_always_pays(
     # the requests running there.
     burden = burdens[choice.hit.worker]
     here_at_most = (1 + DISTURBED_MAX) * uncached + burden.queued_tokens + burden.decode_tokens
-    assert num_tokens - prefill_hit.disk + burdens[prefill_hit.worker].queued_tokens + HANDOVER_TOKENS < here_at_most
+    assert num_tokens - prefill_hit.tokens + burdens[prefill_hit.worker].queued_tokens + HANDOVER_TOKENS < here_at_most
 
 
 def test_what_is_on_its_way_is_not_sent_twice() -> None:

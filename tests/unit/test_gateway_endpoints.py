@@ -7,6 +7,7 @@ import pytest
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.role import HandoverWay
@@ -31,7 +32,7 @@ def known(*registrations: Registration) -> tuple[Endpoints, Addresses]:
 
 
 def hit(name: str, rank: int = 0, tokens: int = 0) -> Hit:
-    return Hit(key(name, rank), tokens, tokens, tokens, "live")
+    return Hit(key(name, rank), all_on_gpu(tokens), "live")
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,13 @@ def test_what_loading_back_costs_is_learned_once_the_prefill_rate_is_known() -> 
     rates = WorkerSpeed()
     for _ in range(SAMPLES_MIN):
         rates.first_token(1_000, 8_000, 0, 0.1)
-    assert rates.cpu_token_cost is None
+    assert rates.loaded_token_cost is None
     for _ in range(SAMPLES_MIN):
         rates.first_token(10_000, 0, 0, 1.0)
     for _ in range(SAMPLES_MIN):
         # The worker computes 1,000 tokens in 0.1 s, and loads 8,000 in 0.2 s, where computing them would take 0.8 s.
         rates.first_token(1_000, 8_000, 0, 0.3)
-    assert rates.cpu_token_cost == pytest.approx(0.25)
+    assert rates.loaded_token_cost == pytest.approx(0.25)
 
 
 def test_the_decode_rate_comes_from_answers_of_some_length() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.route.placement.choose import Choice
 from kvrouter.router.route.placement.selections import Selected, Selections
 
 
 def selected(expiry_s: float, worker_id: str = "w0") -> Selected:
-    hit = Hit(WorkerKey("m", worker_id), 0, 0, 0, "live", "")
+    hit = Hit(WorkerKey("m", worker_id), all_on_gpu(0), "live", "")
     return Selected("m", Choice(hit, None, "", None), [], 10, None, expiry_s)
 
 

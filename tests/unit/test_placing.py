@@ -115,7 +115,7 @@ def test_siblings_of_a_prompt_that_is_being_computed_go_with_it() -> None:
     first.first_token()
     sibling_hits = [stage.placer.choose(ask()).hit for _ in range(5)]
     assert {sibling_hit.worker for sibling_hit in sibling_hits} == {first.worker} and all(
-        sibling_hit.disk == 0 for sibling_hit in sibling_hits
+        sibling_hit.tokens == 0 for sibling_hit in sibling_hits
     )
     # The engine has had the time to report, and reported nothing.
     stage.now += max(SETTLE_S, SELECTED_TTL_S) + 0.1
@@ -144,7 +144,7 @@ def test_a_prompt_expects_what_the_prompts_ahead_of_it_will_leave() -> None:
     assert (first.predicted_tokens, first.expected_tokens) == (64, 64), "nothing is ahead"
     dry = stage.placer.choose(msgspec.structs.replace(ask(), dry_run=True))
     # The last block has the token that is computed in any case.
-    assert (dry.hit.disk, dry.expected_tokens) == (64, TOKENS - 16)
+    assert (dry.hit.tokens, dry.expected_tokens) == (64, TOKENS - 16)
     assert stage.placer.reserve(ask(1)).expected_tokens == 64, "it has nothing in common with the first"
     second = stage.placer.reserve(ask())
     assert (second.predicted_tokens, second.expected_tokens) == (64, TOKENS - 16)
@@ -164,11 +164,11 @@ def test_an_expectation_takes_no_part_in_the_choice_and_is_none_of_a_guess() -> 
     stage.placer.reserve(msgspec.structs.replace(ask(), pinned="a"))
     stage.fleet.rule = None
     unknown = stage.placer.choose(msgspec.structs.replace(ask(), dry_run=True, pinned="a"))
-    assert unknown.expected_tokens == unknown.hit.disk == 0, "the groups of the worker are not known"
+    assert unknown.expected_tokens == unknown.hit.tokens == 0, "the groups of the worker are not known"
     stage.fleet.rule = ResumeRule(16, None)
     stage.fleet.known = [msgspec.structs.replace(known_hit, approximate=True) for known_hit in stage.fleet.known]
     guess = stage.placer.choose(msgspec.structs.replace(ask(), dry_run=True, pinned="a"))
-    assert guess.expected_tokens == guess.hit.disk == 0, "a guess counts what was sent there already"
+    assert guess.expected_tokens == guess.hit.tokens == 0, "a guess counts what was sent there already"
 
 
 def test_what_was_reused_teaches_what_to_expect() -> None:
@@ -234,7 +234,7 @@ def test_a_key_that_floods_is_named_and_counted() -> None:
 def test_each_lost_token_has_its_reason() -> None:
     stage = Stage(hit("a", 900), hit("b", 800), hit("c", 100), unavailable={"b": "draining"})
     choice = stage.placer.choose(ask(exclude_worker_ids=frozenset({"a"})))
-    assert choice.hit.disk == 100
+    assert choice.hit.tokens == 100
     assert stage.counted("achievable_hit_tokens_total") == 900
     assert stage.counted("chosen_hit_tokens_total") == 100
     assert stage.counted("lost_hit_tokens_total", reason="exclusion") == 100

@@ -31,7 +31,7 @@ def hits(mirror: Mirror, workers: list[WorkerKey]) -> dict[str, int]:
     """Return the tokens of the hit by worker."""
     plans = HashPlans.build(mirror, list(map(view, workers)))
     question = Question("m", len(PROMPT) * BLOCK_TOKENS + 1, block_hashes=PROMPT)
-    return {hit.worker.worker_id: hit.gpu for hit in Matcher(mirror, SegmentMemory(0)).match(question, plans)}
+    return {hit.worker.worker_id: hit.on_gpu for hit in Matcher(mirror, SegmentMemory(0)).match(question, plans)}
 
 
 @pytest.mark.parametrize("others", [2, 80], ids=["few hold the prompt", "many hold it"])

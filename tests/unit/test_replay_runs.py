@@ -238,7 +238,7 @@ def test_of_a_process_that_is_gone_nothing_more_is_shown() -> None:
     for shown_tokens in (0, PIECE_TOKENS):
         fleet.now_s += 1.0
         fleet.catch_up()
-        assert [hit.disk for hit in fleet.hits(question)] == [shown_tokens]
+        assert [hit.tokens for hit in fleet.hits(question)] == [shown_tokens]
         publish(names[0])
 
 

@@ -80,7 +80,7 @@ def explain(
         return
     from kvrouter.router.app.cli.tables import candidates_table, text, tokens_line, worker_name
 
-    num_tokens = shaped(lambda: answer["effective_prefill_tokens"] + answer["overlap"]["disk"])
+    num_tokens = shaped(lambda: answer["effective_prefill_tokens"] + answer["overlap"]["longest_matched"])
     out = console()
     if "tokens" in answer:
         out.print(shaped(lambda: tokens_line(answer["tokens"])), highlight=False)

@@ -11,6 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from kvrouter.contract.tiers import TIERS
 from kvrouter.router.base.common.escaping import masked
 
 UNKNOWN = "-"
@@ -65,7 +66,8 @@ def outcome_line(answer: dict[str, Any]) -> str:
 def candidates_table(answer: dict[str, Any], num_tokens: int) -> Table:
     """Return a table of the candidates in an explained choice, with the chosen one marked; counts are in tokens."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "WORKER", "GPU", "+CPU", "+DISK", "UNCACHED", "LOAD", "COST", "STATE", "LIMITED BY"):
+    headings = [tier.heading for tier in TIERS]
+    for name in ("", "WORKER", *headings, "UNCACHED", "LOAD", "COST", "STATE", "LIMITED BY"):
         left = name in ("", "WORKER", "STATE", "LIMITED BY")
         table.add_column(name, justify="left" if left else "right", overflow="fold")
     chosen = (answer["worker_id"], answer["dp_rank"])
@@ -74,10 +76,8 @@ def candidates_table(answer: dict[str, Any], num_tokens: int) -> Table:
         table.add_row(
             ">" if (candidate["worker_id"], candidate["dp_rank"]) == chosen else "",
             text(worker_name(candidate)),
-            text(overlap["gpu"]),
-            text(overlap["cpu"]),
-            text(overlap["disk"]),
-            text(num_tokens - overlap["disk"]),
+            *[text(overlap[tier.name]) for tier in TIERS],
+            text(num_tokens - overlap["longest_matched"]),
             text(candidate["load"]),
             text(candidate["cost"]),
             text(candidate["state"]),

@@ -23,6 +23,7 @@ from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.index.matching.routing_history import RoutingHistory, approximate_hit, pieces_of
 from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule, resume_rule
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 
 # How long a long prompt is hashed before other requests get a turn: as long as one turn of ingest (`commit_loop.py`).
 TURN_S = 0.002
@@ -150,7 +151,7 @@ class HitFinder:
         """Return the hit, or an empty one if the worker's engine computes the whole prompt for this request."""
         if self._registry.streams[hit.worker].profile.engine.name not in question.without_cache:
             return hit
-        return msgspec.structs.replace(hit, gpu=0, cpu=0, disk=0, full_attention=0, limiter=None, reason=WHOLE_PROMPT)
+        return msgspec.structs.replace(hit, by_tier=all_on_gpu(0), full_attention=0, limiter=None, reason=WHOLE_PROMPT)
 
     def hit_table(self, question: Question) -> HitTable | None:
         """Return all hits as numbers without explanations, or None if only `hits` can answer. Raises UnknownModel."""

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
-from kvrouter.router.base.common.ids import TIERS, WorkerKey
+from kvrouter.contract.tiers import TIERS
+from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.tally import TextCollector, head_lines, label_pairs
 from kvrouter.router.base.telemetry.metric_registry import MODEL, WORKER, MetricRegistry, WorkerLabels
 from kvrouter.router.model.workers.registration import MAX_GROUPS
@@ -20,7 +21,7 @@ from kvrouter.router.model.workers.registration import MAX_GROUPS
 NAME = "kvrouter_resident_blocks"
 TEXT = "Blocks that a worker holds, also those that earn no credit"
 # The media that earn credit, and those that vLLM's secondary tiers name.
-MEDIA = frozenset({*TIERS, "FS", "OBJ"})
+MEDIA = frozenset({*(tier.medium for tier in TIERS), "FS", "OBJ"})
 GROUPS = frozenset(map(str, range(MAX_GROUPS))) | {"-"}
 OTHER = "other"
 

@@ -13,10 +13,6 @@ GPU = "GPU"
 CPU = "CPU"
 STORAGE = "STORAGE"
 
-# The media that earn credit, in the order in which the engine looks blocks up. Other media (FS, OBJ, ...) are counted
-# and shown only.
-TIERS = (GPU, CPU, STORAGE)
-
 
 def route_name(worker_id: str, dp_rank: int) -> str:
     """Return the worker's name in routes: `w0`, or `w0@3` for a rank other than 0."""

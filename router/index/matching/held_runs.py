@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.contract.hits import HeldRuns
-from kvrouter.router.base.common.ids import CPU, STORAGE, Place
+from kvrouter.router.base.common.ids import Place
 from kvrouter.router.model.kvcache.catalog import Catalog
 from kvrouter.router.model.kvcache.hit_tables import bank_mask
 from kvrouter.router.model.kvcache.offload_connectors import TierRule
-
-CHUNK_MEDIA = (CPU, STORAGE)
+from kvrouter.router.model.kvcache.tiers import MEDIA
 
 
 def held_runs(
@@ -34,7 +33,7 @@ def held_runs(
         hashes = np.flatnonzero(rows[bit.bank] & bit.mask)
         group = groups.get(place.group_idx)
         block_size = catalog.hash_block_size if group is None else group.block_size
-        if place.medium in CHUNK_MEDIA and catalog.offload.rule is TierRule.CHUNKS:
+        if place.medium in MEDIA[1:] and catalog.offload.rule is TierRule.CHUNKS:
             block_size *= catalog.blocks_per_chunk or 1
         yield HeldRuns(
             place.group_idx,

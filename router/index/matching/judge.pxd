@@ -21,7 +21,7 @@ cdef class Judge:
     cpdef bint any_resident(self, MirrorTable mirror, const uint64_t[::1] hashes) noexcept
 
     @cython.locals(
-        w=int64_t, row=int64_t, gpu=int64_t, limiter=int64_t, cpu=int64_t, disk=int64_t, covered=int64_t, s=int64_t,
+        w=int64_t, row=int64_t, gpu=int64_t, limiter=int64_t, cpu=int64_t, disk=int64_t, covered=int64_t, s=int64_t, t=int64_t,
         found=int64_t[:, ::1],
     )
     cpdef object judge(self, MirrorTable mirror, const uint64_t[::1] hashes, int64_t num_tokens)

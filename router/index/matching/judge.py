@@ -75,7 +75,9 @@ class Judge:
                     break
             found[w, FOUND_GPU] = gpu
             found[w, FOUND_CPU] = cpu
-            found[w, FOUND_DISK] = disk
+            # A tier without a rule adds nothing.
+            for t in range(FOUND_DISK, FOUND_LIMITER):
+                found[w, t] = disk
             found[w, FOUND_LIMITER] = limiter
             found[w, FOUND_FULL] = covered
         return hits

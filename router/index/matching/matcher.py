@@ -22,6 +22,7 @@ from kvrouter.router.model.kvcache.block_hash import HashScheme, HashSpace
 from kvrouter.router.model.kvcache.catalog import Catalog, GroupRule, SpecGroup
 from kvrouter.router.model.kvcache.hit_tables import GeometryBuilder
 from kvrouter.router.model.kvcache.prompt_hasher import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.model.workers.stream_state import StreamState
 
 
@@ -52,10 +53,12 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
     """
 
     views: tuple[WorkerView, ...]
-    # The text of each worker's state, because an Enum is slow to return it.
-    states: tuple[str, ...]
     # The spec groups of each worker.
     spec_groups: tuple[tuple[SpecGroup, ...], ...]
+    # What all hits of each worker share. The states are texts, because an Enum is slow to return its text.
+    workers: tuple[WorkerKey, ...]
+    states: tuple[str, ...]
+    reasons: tuple[str, ...]
     # For each worker, the limiter that each spec group would be, by the judge's number of the group.
     limiters: tuple[dict[int, Limiter], ...]
     judge: Judge
@@ -111,8 +114,17 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
         for i, first in enumerate(firsts):
             start = judge.spec_start(i)
             limiters.append(limiters[first] if first < i else _limiters(spec_groups[i], start, withheld[i]))
-        states = tuple(view.state.value for view in views)
-        return cls(tuple(views), states, tuple(spec_groups), tuple(limiters), judge, stops_early, segment)
+        return cls(
+            tuple(views),
+            tuple(spec_groups),
+            tuple(view.worker for view in views),
+            tuple(view.state.value for view in views),
+            tuple(view.reason for view in views),
+            tuple(limiters),
+            judge,
+            stops_early,
+            segment,
+        )
 
 
 def _chunk_hashes(catalog: Catalog) -> int:
@@ -319,16 +331,14 @@ def _adapters_of(question: Question, plan: HashPlan) -> Iterable[tuple[str, str]
 
 def _hits(plan: HashPlan, numbers: NDArray[np.int64]) -> list[Hit]:
     """Return the hits of the plan's workers from `numbers`, which are as `Judge.judge` returns them."""
-    return [
-        Hit(view.worker, gpu, cpu, disk, state, view.reason, (), limiters.get(limiter), False, covered)
-        for view, state, limiters, (gpu, cpu, disk, limiter, covered) in zip(
-            plan.views, plan.states, plan.limiters, numbers.tolist(), strict=True
-        )
-    ]
+    *tiers, groups, full_attention = numbers.T.tolist()
+    by_tier, limiters = zip(*tiers, strict=True), map(dict.get, plan.limiters, groups)
+    # A loop in Python would take a fifth longer (16 workers: 4.1 us in place of 3.4).
+    return list(map(Hit, plan.workers, by_tier, plan.states, plan.reasons, limiters, full_attention))
 
 
 def _no_hit(view: WorkerView, reason: str) -> Hit:
-    return Hit(view.worker, 0, 0, 0, view.state.value, reason)
+    return Hit(view.worker, all_on_gpu(0), view.state.value, reason)
 
 
 def _covers(plan: HashPlan, w: int, num_tokens: int) -> Iterable[GroupCover]:

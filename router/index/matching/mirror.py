@@ -13,11 +13,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.base.common.ids import GPU, TIERS, Place, WorkerKey
+from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.base.common.open_addressing import GROWTH, hashes_of
 from kvrouter.router.index.matching.cache_writes import CacheWrites
 from kvrouter.router.index.matching.mirror_table import BYTES_PER_LINE, BYTES_PER_RECORD, MAX_SLOTS, MirrorTable
 from kvrouter.router.model.kvcache.hit_tables import BANK_BITS
+from kvrouter.router.model.kvcache.tiers import MEDIA
 
 # Entries, records and cells looked at in one turn of sweeping: about a millisecond, so that answers are not held up.
 SWEEP_BUDGET = 32_768
@@ -120,7 +121,7 @@ class Mirror:
         Media that earn no credit are not kept. Raises MirrorFull, in which case nothing is added except the count of
         blocks that the engine wrote.
         """
-        if place.medium not in TIERS or not len(hashes):
+        if place.medium not in MEDIA or not len(hashes):
             return
         if place.medium == GPU:
             writes = self.writes.of(worker.model)

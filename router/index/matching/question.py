@@ -94,31 +94,40 @@ class Limiter(msgspec.Struct, frozen=True, array_like=True):
 class Hit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The tokens of a prompt that one worker would not compute again.
 
-    Invariant: the tiers are cumulative, so gpu <= cpu <= disk.
+    Invariant: `by_tier` never falls.
     """
 
     worker: WorkerKey
-    gpu: int
-    cpu: int
-    disk: int
+    # The tokens with each of TIERS and those before it.
+    by_tier: tuple[int, ...]
     state: str
     # Why credit is withheld or reduced; empty if it is not.
     reason: str = ""
-    # How far each group alone would let the worker reach, if the question wants an explanation.
-    groups: tuple[GroupCover, ...] = ()
     limiter: Limiter | None = None
-    # Whether the hit is a guess from the prompts that were sent there.
-    approximate: bool = False
     # How far full attention's blocks on the GPU alone would reach. This breaks ties, and is the hit of policy
     # full_attention_only.
     full_attention: int = 0
+    # Whether the hit is a guess from the prompts that were sent there.
+    approximate: bool = False
+    # How far each group alone would let the worker reach, if the question wants an explanation.
+    groups: tuple[GroupCover, ...] = ()
     # Where the prompt's blocks lie, if the question wants to know.
     held: tuple[HeldRuns, ...] = ()
 
     @property
+    def on_gpu(self) -> int:
+        """The tokens that need not be loaded."""
+        return self.by_tier[0]
+
+    @property
+    def tokens(self) -> int:
+        """The tokens with all tiers."""
+        return self.by_tier[-1]
+
+    @property
     def limited_by(self) -> HitLimit | None:
         """The limit that keeps the hit from being longer, None if there is none or nothing is known of the worker."""
-        return None if self.limiter is None else self.limiter.limit(self.gpu)
+        return None if self.limiter is None else self.limiter.limit(self.on_gpu)
 
 
 def filter_hits(hits: Sequence[Hit], question: Question) -> Sequence[Hit]:

@@ -16,6 +16,7 @@ import msgspec
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.piece_names import piece_names
 from kvrouter.router.index.matching.question import Hit, Question
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 
 # The length of a piece: a few blocks of most engines, so that there are fewer pieces to remember; a guess is not worth
 # more precision. It also stands for the block of an engine that does not say how large its blocks are.
@@ -93,4 +94,4 @@ def pieces_of(question: Question, block_size: int | None) -> list[int]:
 def approximate_hit(hit: Hit, tokens: int) -> Hit:
     """Return the hit of a worker of which only the prompts sent there are known."""
     reason = f"approximate: from what this router sent there ({hit.reason})" if hit.reason else "approximate"
-    return msgspec.structs.replace(hit, gpu=tokens, cpu=tokens, disk=tokens, reason=reason, approximate=True)
+    return msgspec.structs.replace(hit, by_tier=all_on_gpu(tokens), reason=reason, approximate=True)

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.contract.tiers import TIERS
 from kvrouter.router.base.common.ids import CPU, GPU, STORAGE, Place
 from kvrouter.router.model.kvcache.catalog import Catalog, Group, GroupRule, SpecGroup
 from kvrouter.router.model.kvcache.offload_connectors import DISK_OWNER, TierRule
@@ -53,8 +54,9 @@ SPEC_RULE, SPEC_BLOCK, SPEC_WINDOW, SPEC_CHUNK, SPEC_EAGLE, SPEC_MEMBER_START, S
 # Columns of `RuleTables.members`: the place bit of one group of a spec group.
 MEMBER_BANK, MEMBER_MASK, MEMBER_COLUMNS = range(3)
 
-# Columns of the hits that `Judge.judge` returns for each worker, see `router/index/matching/judge.py`.
-FOUND_GPU, FOUND_CPU, FOUND_DISK, FOUND_LIMITER, FOUND_FULL, FOUND_COLUMNS = range(6)
+# Columns of the hits that `Judge.judge` returns for each worker: one for each of TIERS, and two more.
+FOUND_GPU, FOUND_CPU, FOUND_DISK = range(3)
+FOUND_LIMITER, FOUND_FULL, FOUND_COLUMNS = range(len(TIERS), len(TIERS) + 3)
 
 # Columns of `RuleTables.exts`: one row for each group of a worker with an OffloadingConnector.
 (

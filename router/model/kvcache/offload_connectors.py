@@ -16,6 +16,7 @@ import msgspec
 
 from kvrouter.events.vllm.messages import BlockStored
 from kvrouter.router.base.common.ids import CPU, STORAGE, Place
+from kvrouter.router.model.kvcache.tiers import MEDIA
 
 OFFLOADING = "OffloadingConnector"
 SIMPLE_CPU = "SimpleCPUOffloadConnector"
@@ -62,7 +63,7 @@ class OffloadTier(msgspec.Struct, frozen=True):
 
     def earning(self, places: Collection[Place]) -> frozenset[tuple[str, str | None]]:
         """Return medium and owner of each tier in `places` that earns credit."""
-        tiers = {(place.medium, place.ownership) for place in places if place.medium in (CPU, STORAGE)}
+        tiers = {(place.medium, place.ownership) for place in places}
         if self.rule is TierRule.CHUNKS:
             return frozenset(tiers & {(CPU, None), (STORAGE, DISK_OWNER)})
         if self.rule is TierRule.JOINT:
@@ -74,7 +75,7 @@ class OffloadTier(msgspec.Struct, frozen=True):
     def withheld(self, places: Collection[Place]) -> str:
         """Return the reason why some of `places` earn no credit, or "" if all of them do."""
         earning = self.earning(places)
-        for medium, owner in sorted({(p.medium, p.ownership or "") for p in places if p.medium in (CPU, STORAGE)}):
+        for medium, owner in sorted({(p.medium, p.ownership or "") for p in places if p.medium in MEDIA[1:]}):
             if (medium, owner or None) not in earning:
                 whose = f" of {owner}" if owner else ""
                 return (

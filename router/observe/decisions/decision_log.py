@@ -122,7 +122,7 @@ class DecisionLog:
             reason=choice.reason,
             selection_id=selection_id,
             num_tokens=request.question.num_tokens,
-            predicted_tokens=hit.disk,
+            predicted_tokens=hit.tokens,
             best_tokens=choice.best_hit_tokens,
             lost_by=choice.lost or msgspec.UNSET,
             skipped=self._skipped or msgspec.UNSET,

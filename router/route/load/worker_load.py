@@ -14,9 +14,10 @@ import msgspec
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
+from kvrouter.router.model.kvcache.tiers import MEASURED, TOKEN_COSTS
 from kvrouter.router.route.load.load_table import LoadTable, WorkerLoad
 from kvrouter.router.route.load.prompt_lengths import PromptLengths
-from kvrouter.router.route.load.worker_speed import DISK_TOKEN_COST, TierCosts, WorkerSpeed, slowness
+from kvrouter.router.route.load.worker_speed import WorkerSpeed, slowness
 
 # An engine's report stays valid for a few polling intervals; once it is older, the engine is no longer polled.
 GAUGE_TTL_S = 10.0
@@ -68,7 +69,8 @@ class LoadModel:
         self.rates: dict[WorkerKey, WorkerSpeed] = {}
         # Factors of the workers that differ from the usual speed; `tick` rebuilds it.
         self.slowness: dict[WorkerKey, float] = {}
-        self.tiers = TierCosts()
+        # The cost of a token that is loaded back, by tier, in computed tokens.
+        self.token_costs = TOKEN_COSTS
         self.prompts = PromptLengths()
         # Running means over the prompts that were placed.
         self._prefill_tokens = FIRST_PREFILL_TOKENS
@@ -184,8 +186,8 @@ class LoadModel:
         usual = {model: median(rates) for model, rates in by_model.items()}
         factors = {w: slowness(speed.prefill_rate, usual.get(w.model)) for w, speed in self.rates.items()}
         self.slowness = {worker: factor for worker, factor in factors.items() if factor != 1.0}
-        costs = [speed.cpu_token_cost for speed in self.rates.values() if speed.cpu_token_cost is not None]
+        costs = [speed.loaded_token_cost for speed in self.rates.values() if speed.loaded_token_cost is not None]
         if costs:
-            cpu = median(costs)
-            # Loading from disks is not measured; it is assumed not to be faster than the tier above.
-            self.tiers = TierCosts(cpu, max(cpu, DISK_TOKEN_COST))
+            cost, behind = median(costs), MEASURED + 1
+            # The tiers behind the measured one are assumed not to be faster.
+            self.token_costs = (*TOKEN_COSTS[:MEASURED], cost, *[max(cost, usual) for usual in TOKEN_COSTS[behind:]])

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-import msgspec
-
 # Samples kept of each kind: a worker's last minutes under load. Older samples come from another batch or another time
 # of day.
 SAMPLES = 64
@@ -28,23 +26,10 @@ DECODE_TOKENS_MIN = 16
 # load tokens that are cheaper to compute.
 TOKEN_COST_MAX = 1.0
 
-# The cost of a token that is loaded back instead of computed, in computed tokens, until it is measured. An 8 B model
-# has 128 KB of KV cache a token: over PCIe 4 (20 GB/s usable) 150,000 tokens/s come back from the CPU tier, and 40,000
-# tokens/s from one NVMe disk (5 GB/s). An H100 computes about 30,000 to 40,000 tokens a second, an A100 half of that.
-CPU_TOKEN_COST = 0.2
-DISK_TOKEN_COST = 0.7
-
 # The largest factor by which a worker may count as slower or faster than the others; a rate that is further off is a
 # measuring error. A difference of less than a quarter is random: equal replicas must have equal costs.
 SLOWNESS_MAX = 4.0
 SLOWNESS_MIN = 1.25
-
-
-class TierCosts(msgspec.Struct, frozen=True):
-    """The cost of a token that is loaded back from each tier, in computed tokens."""
-
-    cpu: float = CPU_TOKEN_COST
-    disk: float = DISK_TOKEN_COST
 
 
 class WorkerSpeed:
@@ -53,7 +38,7 @@ class WorkerSpeed:
     Rates are in tokens a second. Rates and costs are None until SAMPLES_MIN samples exist.
     """
 
-    __slots__ = ("_decode", "_loaded", "_prefill", "cpu_token_cost", "decode_rate", "prefill_rate")
+    __slots__ = ("_decode", "_loaded", "_prefill", "decode_rate", "loaded_token_cost", "prefill_rate")
 
     def __init__(self) -> None:
         # Samples as (tokens, tokens a second).
@@ -63,14 +48,14 @@ class WorkerSpeed:
         self._loaded: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
         self.prefill_rate: float | None = None
         self.decode_rate: float | None = None
-        self.cpu_token_cost: float | None = None
+        self.loaded_token_cost: float | None = None
 
     def first_token(self, computed_tokens: int, loaded_tokens: int, queued_tokens: int, seconds: float) -> None:
         """Learn from the time that a prompt took until its first token.
 
         Args:
             computed_tokens: Tokens of the prompt that the worker computed, as predicted.
-            loaded_tokens: Tokens of the prompt that the worker loaded back from the CPU tier, as predicted.
+            loaded_tokens: Tokens of the prompt that the worker loaded back from the measured tier, as predicted.
             queued_tokens: Tokens that were queued at the worker before this prompt.
             seconds: Time from dispatch to the first token.
         """
@@ -81,7 +66,7 @@ class WorkerSpeed:
             if self.prefill_rate:
                 cost = (seconds * self.prefill_rate - tokens) / loaded_tokens
                 self._loaded.append((loaded_tokens, min(max(cost, 0.0), TOKEN_COST_MAX)))
-                self.cpu_token_cost = _middle(self._loaded)
+                self.loaded_token_cost = _middle(self._loaded)
         elif tokens >= PREFILL_TOKENS_MIN:
             self._prefill.append((tokens, tokens / seconds))
             self.prefill_rate = _middle(self._prefill)

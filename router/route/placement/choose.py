@@ -8,11 +8,12 @@ this.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from heapq import nsmallest
+from heapq import nlargest
 from random import Random
 
 import msgspec
 
+from kvrouter.contract.tiers import TIERS
 from kvrouter.router.base.common.escaping import printable
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
@@ -52,9 +53,9 @@ class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
         """
         hits, costs, skipped = self.hits, self.costs.totals, self.costs.skipped
         chosen = self.chosen
-        ranks = [(i in skipped, costs[i], -hit.gpu, -hit.cpu, i) for i, hit in enumerate(hits) if i != chosen]
-        best = sorted(ranks) if limit is None or limit >= len(hits) else nsmallest(limit - 1, ranks)
-        return [chosen, *[rank[-1] for rank in best]]
+        ranks = [(i not in skipped, -costs[i], hit.by_tier[:-1], -i) for i, hit in enumerate(hits) if i != chosen]
+        best = sorted(ranks, reverse=True) if limit is None or limit >= len(hits) else nlargest(limit - 1, ranks)
+        return [chosen, *[-rank[-1] for rank in best]]
 
     def candidates(self) -> list[Candidate]:
         """Return all workers, the best one first."""
@@ -89,7 +90,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     @property
     def expected_tokens(self) -> int:
         """The reuse that is expected at the chosen worker; never below its hit."""
-        return self.hit.disk if self.expected is None else self.expected.tokens
+        return self.hit.tokens if self.expected is None else self.expected.tokens
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -104,12 +105,13 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
 
 def choose(hits: Sequence[Hit], context: ChoiceContext, rng: Random) -> Choice:
     """Choose one of `hits`, which must not be empty; the caller sets the choice's URL."""
-    longest = max([hit.disk for hit in hits])
+    tokens = [hit.by_tier[-1] for hit in hits]
+    longest = max(tokens)
     costs = weigh(hits, context, longest)
     skipped = costs.skipped
     chosen = _pick(hits, costs, skipped, context, rng)
     hit = hits[chosen]
-    best = chosen if hit.disk == longest else next(i for i, other in enumerate(hits) if other.disk == longest)
+    best = chosen if tokens[chosen] == longest else tokens.index(longest)
     lost = "" if best == chosen else _loss(hits, best, chosen, skipped, context)
     return Choice(
         hit,
@@ -155,7 +157,7 @@ def _loss(hits: Sequence[Hit], best: int, chosen: int, skipped: set[int], contex
     if context.policy is not LEAST_COST:
         return TEMPERATURE if context.policy.softened else POLICY
     worker = hits[chosen].worker
-    longest = hits[best].disk
+    longest = hits[best].tokens
     idle = weigh((hits[best], hits[chosen]), context, longest, idle=True)
     best_cost, chosen_cost = idle.totals
     if hits[best].worker in context.weights.slowness or best_cost <= chosen_cost:
@@ -180,30 +182,39 @@ def _reason(
 ) -> str:
     """Return the sentence that explains a choice to people."""
     hit, num_tokens = hits[chosen], context.num_tokens
-    if hit.disk == 0:
+    tokens = hit.tokens
+    if tokens == 0:
         text = f"no worker holds a reusable prefix of the {num_tokens} tokens"
-        if hits[best].disk:
+        if hits[best].tokens:
             text = f"computes all {num_tokens} tokens"
     elif hit.approximate:
-        text = f"approximate: {hit.disk} of {num_tokens} tokens were sent there before"
+        text = f"approximate: {tokens} of {num_tokens} tokens were sent there before"
     else:
-        tiers = [f"{hit.gpu} on the GPU"]
-        if hit.cpu > hit.gpu:
-            tiers.append(f"{hit.cpu - hit.gpu} more from the CPU tier")
-        if hit.disk > hit.cpu:
-            tiers.append(f"{hit.disk - hit.cpu} more from storage")
-        text = f"reuses {hit.disk} of {num_tokens} tokens ({', '.join(tiers)})"
-    if (coming := context.pending.get(hit.worker, 0)) > hit.disk:
+        text = f"reuses {tokens} of {num_tokens} tokens ({_origins(hit.by_tier)})"
+    if (coming := context.pending.get(hit.worker, 0)) > tokens:
         text += f"; {coming} tokens of it are being computed there"
     if lost:
         other = hits[best]
         obstacle = _but(lost, best, costs, skipped)
-        text += f"; {printable(other.worker.route_name)} would reuse {other.disk}, but {obstacle}"
+        text += f"; {printable(other.worker.route_name)} would reuse {other.tokens}, but {obstacle}"
     elif context.policy.name == KV:
         text += _among(hits, costs, skipped, chosen)
     if context.key_share is not None:
         text += f"; its API key holds {context.key_share.excess:.1f} times its fair part of the memory"
     return f"{text}; all workers are saturated" if len(costs.saturated) == len(hits) else text
+
+
+def _origins(by_tier: tuple[int, ...]) -> str:
+    """Return where the tokens of a hit are, as a part of a sentence."""
+    before = by_tier[0]
+    text = f"{before} {TIERS[0].origin}"
+    # Most hits need no load, and a loop would take 3 % of a choice among eight workers.
+    if by_tier[-1] > before:
+        for tier, tokens in zip(TIERS, by_tier, strict=True):
+            if tokens > before:
+                text += f", {tokens - before} more {tier.origin}"
+                before = tokens
+    return text
 
 
 def _but(lost: str, best: int, costs: Costs, skipped: set[int]) -> str:
@@ -226,11 +237,11 @@ def _but(lost: str, best: int, costs: Costs, skipped: set[int]) -> str:
 def _among(hits: Sequence[Hit], costs: Costs, skipped: set[int], chosen: int) -> str:
     """Return how many workers were as good as the chosen one, or that the load alone decided, as part of a sentence."""
     loads = costs.loads
-    hit, cost, tokens = hits[chosen], costs.totals[chosen], hits[chosen].disk
-    alike = [i for i, other in enumerate(hits) if other.disk == tokens]
+    hit, cost, tokens = hits[chosen], costs.totals[chosen], hits[chosen].tokens
+    alike = [i for i, other in enumerate(hits) if other.by_tier[-1] == tokens]
     if len(alike) == 1:
         return ""
-    equal = [i for i in alike if (hits[i].gpu, hits[i].cpu) == (hit.gpu, hit.cpu)]
+    equal = [i for i in alike if hits[i].by_tier == hit.by_tier]
     ties = sum(costs.totals[i] == cost and i not in skipped for i in equal)
     text = f"; chosen at random among {ties} equals" if ties > 1 else ""
     if len(equal) > ties and any(loads[i] > loads[chosen] for i in equal):

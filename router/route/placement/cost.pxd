@@ -3,8 +3,8 @@ cimport cython
 from libc.stdint cimport int64_t
 
 @cython.locals(
-    i=cython.Py_ssize_t, num_tokens=int64_t, shared=int64_t, reached=int64_t, coming=int64_t, cpu_cost=double,
-    disk_cost=double, delay_share=double, mean_pressure=double, shared_copy=double, relief=double, usual_queued=double,
+    i=cython.Py_ssize_t, t=cython.Py_ssize_t, deepest=cython.Py_ssize_t, by_tier=tuple, token_costs=tuple,
+    num_tokens=int64_t, shared=int64_t, on_gpu=int64_t, reached=int64_t, coming=int64_t, loading=double, delay_share=double, mean_pressure=double, shared_copy=double, relief=double, usual_queued=double,
     decode=double, prefill=double, new=double, slowness=double, work=double, queued=double, copy=double, lasting=double,
     saved=double, delay=double, room=double, junction=double, bonus=double,
 )
@@ -13,5 +13,5 @@ cpdef object weigh(object hits, object context, int64_t longest, bint idle=*)
 @cython.locals(i=cython.Py_ssize_t, limit=int64_t, queued=double, decode=double)
 cpdef tuple _queues(object hits, object context, object loads, object corrections)
 
-@cython.locals(queued=double, decode=double)
+@cython.locals(queued=double, decode=double, deepest=cython.Py_ssize_t)
 cpdef double _shortest_queue(object hits, list queues, object context, int64_t beyond) except -1

@@ -170,7 +170,8 @@ def weigh(
     """
     weights, num_tokens, pending, session = context.weights, context.num_tokens, context.pending, context.session
     loads, corrections = ({}, {}) if idle else (weights.table.loads, weights.corrections)
-    slow, cpu_cost, disk_cost = weights.slowness, weights.tiers.cpu, weights.tiers.disk
+    slow, token_costs = weights.slowness, weights.token_costs
+    deepest = len(token_costs) - 1
     # In M/G/1, the value of a queue with u tokens of work is r / (1 - r) * u * u / (2 * m); `delay` is the difference
     # that a prompt makes to it.
     delay_share = DELAY_WEIGHT * context.busy / (1 - context.busy) / (2 * weights.usual_prefill_tokens)
@@ -191,11 +192,15 @@ def weigh(
     for i, hit in enumerate(hits):
         worker = hit.worker
         usual_queued, decode = queues[i]
-        reached = hit.disk
+        by_tier = hit.by_tier
+        on_gpu, reached = by_tier[0], by_tier[deepest]
         prefill: float = num_tokens - reached
-        new = num_tokens - hit.gpu
-        if reached != hit.gpu:
-            prefill += (hit.cpu - hit.gpu) * cpu_cost + (reached - hit.cpu) * disk_cost
+        new = num_tokens - on_gpu
+        if reached != on_gpu:
+            loading = 0.0
+            for t in range(deepest):
+                loading += (by_tier[t + 1] - by_tier[t]) * token_costs[t + 1]
+            prefill += loading
         if pending and (coming := pending.get(worker, 0)):
             prefill = min(prefill, num_tokens - coming)
             new = min(new, num_tokens - coming)
@@ -273,11 +278,12 @@ def _shortest_queue(
     These are the workers that hold or compute more than `beyond` tokens of it; 0 if there are none.
     """
     pending, slow = context.pending, context.weights.slowness
+    deepest = len(context.weights.token_costs) - 1
     return min(
         [
             (queued + decode) * slow.get(hit.worker, 1.0)
             for hit, (queued, decode) in zip(hits, queues, strict=True)
-            if hit.disk > beyond or pending.get(hit.worker, 0) > beyond
+            if hit.by_tier[deepest] > beyond or pending.get(hit.worker, 0) > beyond
         ],
         default=0.0,
     )

@@ -199,7 +199,7 @@ class Decider:
             self._metrics.over_share(question.model).inc()
         prompt = PromptAhead(question, names, self._fleet.hash_block_size(question.model))
         computing = choice if choice.prefill is None else choice.prefill
-        prompt.new_tokens -= max(computing.hit.gpu, context.pending.get(computing.hit.worker, 0))
+        prompt.new_tokens -= max(computing.hit.on_gpu, context.pending.get(computing.hit.worker, 0))
         expected = self._expected(question, choice, prompt, now)
         return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker), expected=expected), prompt
 
@@ -323,7 +323,7 @@ class Decider:
             self._pending.sent(worker, names, now + ttl_s)
         else:
             prefill_worker = choice.prefill.hit.worker
-            traffic.keys.wrote(key, worker, request.question.num_tokens - choice.hit.gpu, writes.writings)
+            traffic.keys.wrote(key, worker, request.question.num_tokens - choice.hit.on_gpu, writes.writings)
             self._fleet.sent(request.question, prefill_worker)
             self._pending.sent(prefill_worker, names, now + ttl_s)
             self._arriving.sent(worker, names, now + ttl_s)
@@ -345,7 +345,7 @@ class Decider:
         if rule is None:
             return None
         coming = self._ahead.coming(hit.worker, prompt, rule, now)
-        return self._shares.expect(question.model, question.num_tokens, hit.disk, hit.full_attention, coming)
+        return self._shares.expect(question.model, question.num_tokens, hit.tokens, hit.full_attention, coming)
 
     def reused(self, choice: Choice, reused_tokens: int) -> None:
         """Learn from the reuse that an engine reported for a placed prompt."""

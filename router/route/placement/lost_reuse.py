@@ -19,17 +19,17 @@ def count_losses(metrics: PlacementMetrics, choice: Choice, everybody: Sequence[
         everybody: The hits of all workers.
         wanted: The hits of the workers that the client did not exclude.
     """
-    best = max([hit.disk for hit in everybody])
+    best = max([hit.by_tier[-1] for hit in everybody])
     if best == 0:
         return
-    best_wanted = best if wanted is everybody else max([hit.disk for hit in wanted])
+    best_wanted = best if wanted is everybody else max([hit.by_tier[-1] for hit in wanted])
     model = choice.hit.worker.model
     metrics.achievable_hit_tokens(model).inc(best)
-    metrics.chosen_hit_tokens(model).inc(choice.hit.disk)
+    metrics.chosen_hit_tokens(model).inc(choice.hit.tokens)
     for reason, tokens in (
         (EXCLUSION, best - best_wanted),
         (STATE, best_wanted - choice.best_hit_tokens),
-        (choice.lost, choice.best_hit_tokens - choice.hit.disk),
+        (choice.lost, choice.best_hit_tokens - choice.hit.tokens),
     ):
         if tokens > 0:
             metrics.lost_hit_tokens(model)[reason].inc(tokens)

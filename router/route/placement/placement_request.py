@@ -145,7 +145,7 @@ class Placement:
         # The prefill worker that has computed the prompt.
         self.prefilled_at: WorkerKey | None = None
         # Tokens of the prompt that no worker computes again, as predicted.
-        self.predicted_tokens = choice.hit.disk
+        self.predicted_tokens = choice.hit.tokens
         # Whether the first token is still to come.
         self.prefilling = True
         # When the first token came.

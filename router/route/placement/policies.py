@@ -41,8 +41,8 @@ def least_cost(contest: PolicyInput, rng: Random) -> int:
         return contest.costs.index(least)
     hits = contest.hits
     ties = [i for i, cost in enumerate(contest.costs) if cost == least]
-    nearest = max([(hits[i].gpu, hits[i].cpu) for i in ties])
-    return rng.choice([i for i in ties if (hits[i].gpu, hits[i].cpu) == nearest])
+    nearest = max([hits[i].by_tier[:-1] for i in ties])
+    return rng.choice([i for i in ties if hits[i].by_tier[:-1] == nearest])
 
 
 def softened(temperature: float) -> Pick:
@@ -78,7 +78,7 @@ def least_load(contest: PolicyInput, rng: Random) -> int:
 
 def prefix_only(contest: PolicyInput, rng: Random) -> int:
     """Pick one of the workers with the longest hit, whatever is queued there."""
-    return _best([(hit.disk, hit.cpu, hit.gpu) for hit in contest.hits], rng)
+    return _best([hit.by_tier[::-1] for hit in contest.hits], rng)
 
 
 def full_attention_only(contest: PolicyInput, rng: Random) -> int:

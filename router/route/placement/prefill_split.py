@@ -78,7 +78,7 @@ def with_prefill(
             sent twice, but are not there yet.
     """
     hit, num_tokens = choice.hit, context.num_tokens
-    costs_here = weigh((hit,), context, hit.disk)
+    costs_here = weigh((hit,), context, hit.tokens)
     alone_tokens = costs_here.terms[0][0]
     choice = msgspec.structs.replace(choice, prefill_tokens=round(alone_tokens))
     if alone_tokens < rules.min_tokens:
@@ -87,10 +87,10 @@ def with_prefill(
     prefill = choose(prefillers, msgspec.structs.replace(context, session=None), rng)
     if prefill.all_saturated:
         return choice, PrefillOutcome.SATURATED
-    sent_tokens = num_tokens - max(hit.gpu, arriving.get(hit.worker, 0))
+    sent_tokens = num_tokens - max(hit.on_gpu, arriving.get(hit.worker, 0))
     handover_tokens = rules.handover_tokens(sent_tokens)
     here_parts = costs_here.candidate(0, hit, 0).parts
-    there_parts = weigh((prefill.hit,), context, prefill.hit.disk).candidate(0, prefill.hit, 0).parts
+    there_parts = weigh((prefill.hit,), context, prefill.hit.tokens).candidate(0, prefill.hit, 0).parts
     cost_there = there_parts.prefill + there_parts.load + handover_tokens
     running = min(context.weights.burden(hit.worker).requests, DISTURBED_MAX)
     cost_here = here_parts.prefill * (1 + running) + here_parts.load

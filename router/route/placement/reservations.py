@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.kvcache.tiers import MEASURED
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE
 from kvrouter.router.route.load.load_metrics import LoadMetrics
@@ -74,7 +75,7 @@ class Reservations:
     def _begin_prefill(self, placement: Placement, prefill: Choice, now: float) -> None:
         """Count the prompt's load at the prefill worker."""
         part = placement.prefill = PrefillPart(placement.selection_id + PREFILL_PART, prefill, now)
-        placement.predicted_tokens = prefill.hit.disk
+        placement.predicted_tokens = prefill.hit.tokens
         # The prefill worker holds the prompt until it is fetched, and decodes nothing.
         self._count(part.reservation_id, prefill, 0, now)
 
@@ -111,7 +112,7 @@ class Reservations:
             self._decider.mark_pending(prefill.hit.worker, placement.names, now)
             self._begin_prefill(placement, prefill, now)
         else:
-            placement.predicted_tokens = placement.choice.hit.disk
+            placement.predicted_tokens = placement.choice.hit.tokens
             self._table.renew(placement.selection_id, now, prefill_tokens=placement.choice.alone_tokens)
             self._decider.mark_pending(placement.worker, placement.names, now)
         self._freed()
@@ -151,8 +152,8 @@ class Reservations:
             self._metrics.ended["released"].inc()
         prefill_tokens = placement.choice.prefill_tokens
         if placement.prefilled_at is None:
-            prefill_tokens = placement.num_tokens - hit.disk
-            placement.predicted_tokens = hit.disk
+            prefill_tokens = placement.num_tokens - hit.tokens
+            placement.predicted_tokens = hit.tokens
         placement.choice = msgspec.structs.replace(placement.choice, hit=hit, prefill_tokens=prefill_tokens)
         placement.worker, placement.has_moved = hit.worker, True
         self._count(placement.selection_id, placement.choice, placement.decode_tokens, now)
@@ -203,12 +204,15 @@ class Reservations:
             seconds: The time that the worker took.
         """
         hit = choice.hit
-        # If similar prompts were being computed there, or a disk was read, the time is not that of the prompt's own
-        # tokens.
-        if hit.state != LIVE or hit.approximate or hit.disk > hit.cpu or choice.prefill_tokens < num_tokens - hit.disk:
+        computed_tokens = num_tokens - hit.tokens
+        # If similar prompts were being computed there, or a tier behind the measured one was read, the time is not that
+        # of the prompt's own tokens.
+        if hit.state != LIVE or hit.approximate or hit.tokens > hit.by_tier[MEASURED]:
             return
-        speed = self._weights.rates_of(hit.worker)
-        speed.first_token(num_tokens - hit.disk, hit.cpu - hit.gpu, choice.queued_tokens, seconds)
+        if choice.prefill_tokens >= computed_tokens:
+            loaded_tokens = hit.by_tier[MEASURED] - hit.on_gpu
+            speed = self._weights.rates_of(hit.worker)
+            speed.first_token(computed_tokens, loaded_tokens, choice.queued_tokens, seconds)
 
     def end(self, selection_id: str, how: str) -> bool:
         """End a reservation or, for PREFILL_COMPLETE, its prefill; return False if this process has none of this id."""

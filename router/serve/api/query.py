@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.contract.queries import QueryBody, QueryByHashBody, QueryReply
+from kvrouter.contract.tiers import TIERS
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.base.common.json_arrays import hash_array, token_array
 from kvrouter.router.index.matching.matcher import HashPlan, HitTable
@@ -37,8 +38,8 @@ MAX_TEMPLATES = 1_000
 # prompt.
 PLACEHOLDER = 8 * 10**18
 PLACEHOLDERS = re.compile(rb"(?<=:)(8[0-9]{18})(?=[,}])")
-# The numbers that a reply has for each worker: longest_matched, gpu, cpu, disk, and twice that of its rank.
-NUMBERS_OF_WORKER = 6
+# The numbers that a reply has for each worker: longest_matched, one for each tier, and twice that of its rank.
+NUMBERS_OF_WORKER = len(TIERS) + 3
 
 # A body, its tokens or its hashes, and its statement of the prompt's length.
 _Read = tuple[Any, NDArray[np.int64] | None, NDArray[np.uint64] | None, int | None]

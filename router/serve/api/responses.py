@@ -11,6 +11,7 @@ import msgspec
 from kvrouter.contract.choices import CandidateReply
 from kvrouter.contract.hits import Overlap
 from kvrouter.contract.queries import ExplainedInstance, InstanceReply, QueryReply
+from kvrouter.contract.tiers import TIERS
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.route.placement.choose import Choice
@@ -60,7 +61,7 @@ def _wants_msgpack(accept: str) -> bool:
 def query_reply(hits: Iterable[Hit], explain: bool, held: bool = False) -> QueryReply:
     """Return the reply with the ranks of each worker id merged.
 
-    The best rank is the one with the largest disk hit, then cpu, then gpu.
+    The best rank is the one with the most tokens with all tiers, then with all but the last, and so on.
     """
     best: dict[str, Hit] = {}
     scores: dict[str, dict[str, int]] = {}
@@ -68,12 +69,12 @@ def query_reply(hits: Iterable[Hit], explain: bool, held: bool = False) -> Query
         name = hit.worker.worker_id
         ranks = scores.get(name)
         if ranks is None:
-            scores[name] = {str(hit.worker.dp_rank): hit.disk}
+            scores[name] = {str(hit.worker.dp_rank): hit.tokens}
             best[name] = hit
             continue
-        ranks[str(hit.worker.dp_rank)] = hit.disk
+        ranks[str(hit.worker.dp_rank)] = hit.tokens
         best_hit = best[name]
-        if (hit.disk, hit.cpu, hit.gpu) > (best_hit.disk, best_hit.cpu, best_hit.gpu):
+        if hit.by_tier[::-1] > best_hit.by_tier[::-1]:
             best[name] = hit
     return QueryReply({name: _instance(hit, scores[name], explain, held) for name, hit in best.items()}, scores)
 
@@ -81,11 +82,7 @@ def query_reply(hits: Iterable[Hit], explain: bool, held: bool = False) -> Query
 def _instance(hit: Hit, dp: dict[str, int], explain: bool, held: bool) -> InstanceReply:
     """Return the entry of one worker. `dp` has the longest match of each of its ranks."""
     always: dict[str, Any] = {
-        "longest_matched": hit.disk,
-        "gpu": hit.gpu,
-        "cpu": hit.cpu,
-        "disk": hit.disk,
-        "dp": dp,
+        **_tokens(hit, dp),
         "state": hit.state,
         "reason": hit.reason or None,
         "approximate": hit.approximate or None,
@@ -98,7 +95,13 @@ def _instance(hit: Hit, dp: dict[str, int], explain: bool, held: bool) -> Instan
 
 def overlap_of(hit: Hit) -> Overlap:
     """Return the overlap of a hit."""
-    return Overlap(hit.disk, hit.gpu, hit.cpu, hit.disk, {str(hit.worker.dp_rank): hit.disk})
+    return Overlap(**_tokens(hit, {str(hit.worker.dp_rank): hit.tokens}))
+
+
+def _tokens(hit: Hit, ranks: dict[str, int]) -> dict[str, Any]:
+    """Return the fields of an overlap; `ranks` has the longest match of each rank."""
+    by_tier = zip([tier.name for tier in TIERS], hit.by_tier, strict=True)
+    return dict(by_tier, longest_matched=hit.tokens, dp=ranks)
 
 
 def candidate_reply(candidate: Candidate, worker_id: str | int) -> CandidateReply:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import kvrouter.router.serve.proxy.headers as h
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
+from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.quality.answer_tap import AnswerTap
 from kvrouter.router.observe.quality.request_watch import CLIENT_GONE
@@ -141,4 +142,4 @@ class PickedRequest:
 
 
 def _unknown_hit(worker: WorkerKey) -> Hit:
-    return Hit(worker, 0, 0, 0, StreamState.LIVE.value)
+    return Hit(worker, all_on_gpu(0), StreamState.LIVE.value)

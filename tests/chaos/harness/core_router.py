@@ -142,4 +142,4 @@ class CoreRouter:
         """Return how many tokens of a prompt this engine will reuse from its GPU, as the router predicts."""
         question = Question(MODEL, len(tokens), token_ids=np.array(tokens, np.int64))
         (hit,) = [hit for hit in self.core.ask(question) if hit.worker.worker_id == engine.name]
-        return hit.gpu
+        return hit.on_gpu

@@ -2,7 +2,7 @@
 // What each worker's cost is made of, as bars beside the numbers.
 
 import { el } from "./dom.js";
-import { count, route } from "./words.js";
+import { count, route, tiers } from "./words.js";
 
 const PARTS = {
   prefill: "to compute of this prompt", queued: "others' prefill before it", decode: "answers generated there",
@@ -34,7 +34,7 @@ export function costs(candidates, chosen) {
             el("i", { class: name, vars: { "--part": `${(100 * part) / most}%` }, title: `${name}: ${count(part)}` }))),
         el("div", { class: "small", text: `${count(one.cost)} = ${said}` })),
       el("td", { "data-label": "Reuse" }, el("div", { class: "small" },
-        `GPU ${count(one.overlap.gpu)}, CPU ${count(one.overlap.cpu)}, disk ${count(one.overlap.disk)}`,
+        tiers(one.overlap, ", "),
         one.limited_by ? el("div", { class: "quiet", text: `limited by g${one.limited_by.group_idx ?? "-"} ${one.limited_by.kind.replaceAll("_", " ")}: ${one.limited_by.why}` }) : null,
         one.reason ? el("div", { class: "quiet", text: one.reason }) : null)));
   });

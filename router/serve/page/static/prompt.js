@@ -4,7 +4,7 @@
 import { post } from "./api.js";
 import { costs, legend } from "./bars.js";
 import { el, pill, show } from "./dom.js";
-import { blocks, count, group, percent, tone } from "./words.js";
+import { blocks, count, group, percent, tiers, tone } from "./words.js";
 
 const EXAMPLES = { text: "Once upon a time", chat: '[{"role": "user", "content": "Hello"}]', tokens: "2, 105, 2364, 107" };
 
@@ -93,7 +93,7 @@ function worker(name, instance, length, state) {
   return el("section", { class: "panel", "data-key": name, "data-worker": name, "aria-label": `Worker ${name}` },
     el("h3", {}, name, " ", pill(instance.state.replaceAll("_", " "), tone(instance.state))),
     el("p", {}, `Reuses ${count(instance.longest_matched)} of ${count(length)} tokens (${percent(instance.longest_matched, length)}): `,
-      `GPU ${count(instance.gpu)}, with CPU ${count(instance.cpu)}, with disk ${count(instance.disk)}.`),
+      `${tiers(instance, ", with ")}.`),
     instance.limited_by ? el("p", { class: "quiet" }, `Limited by ${group(instance.limited_by.group_idx)} ${instance.limited_by.kind.replaceAll("_", " ")}: ${instance.limited_by.why}.`) : null,
     instance.reason ? el("p", { class: "quiet", text: instance.reason }) : null,
     !held.some((one) => one.runs.length) ? el("p", { class: "quiet", text: "Holds no block of it." }) : el("div", { class: "lanes" },

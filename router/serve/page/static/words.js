@@ -37,5 +37,11 @@ export const clock = (time_s) => new Date(time_s * 1000).toLocaleTimeString("en-
 export const route = (one) => (one.dp_rank ? `${one.worker_id}@${one.dp_rank}` : one.worker_id);
 export const group = (idx) => (idx === null || idx === undefined ? "g-" : `g${idx}`);
 
+const NAMES = { gpu: "GPU", cpu: "CPU" };
+/** The tokens of a hit by tier, the nearest first: its numbers other than longest_matched. */
+export const tiers = (hit, separator) => Object.entries(hit)
+  .filter(([name, tokens]) => typeof tokens === "number" && name !== "longest_matched")
+  .map(([name, tokens]) => `${NAMES[name] ?? name} ${count(tokens)}`).join(separator);
+
 const TONES = { live: "good", down: "bad", unhashable: "bad", mismatched: "bad" };
 export const tone = (state) => TONES[state] ?? "warn";
