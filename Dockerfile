@@ -26,8 +26,10 @@ COPY simulator/ simulator/
 COPY replay/ replay/
 COPY shadow/ shadow/
 # The modules that decide are compiled here; an image in which one is not would be a hundred times slower.
-RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
-RUN pip --python /opt/kvrouter install --no-deps --no-index /wheels/*.whl
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . ./engine_patch
+RUN pip --python /opt/kvrouter install --no-deps --no-index /wheels/hybrid_kv_router-*.whl
+# For engines, which copy it from here: plain Python for any version, so nothing is compiled.
+RUN pip install --no-deps --no-index --no-compile --target /opt/kvrouter-patch /wheels/hybrid_kv_engine_patch-*.whl
 RUN /opt/kvrouter/bin/python -c "from kvrouter.router.base.common.compiled import caution; raise SystemExit(caution())"
 
 FROM python:3.11.14-slim-bookworm
@@ -38,6 +40,7 @@ RUN groupadd --gid 10001 kvrouter \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin kvrouter \
  && install -d -o kvrouter -g kvrouter -m 0700 /var/lib/kvrouter
 COPY --from=build /opt/kvrouter /opt/kvrouter
+COPY --from=build /opt/kvrouter-patch /opt/kvrouter-patch
 # 0.0.0.0 is inside the container; what of it is reachable from outside is said by `ports` or -p.
 ENV PATH=/opt/kvrouter/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -36,16 +36,16 @@ help:
 	@echo "make clean        remove .venv and caches"
 
 # Strict editable installs link the files that exist now, so a new file needs a new install.
-SOURCES := setup.py $(shell find client events router engine_patch simulator replay shadow -name '*.py' -o -name '*.p[yx][xd]' -o -name '*.h')
+SOURCES := setup.py $(shell find client contract events router engine_patch simulator replay shadow -path '*/build' -prune -o '(' -name '*.py' -o -name '*.p[yx][xd]' -o -name '*.h' ')' -print)
 
-# runtime: what the router needs; installed: that and what development needs.
-$(VENV)/runtime $(VENV)/installed: pyproject.toml $(SOURCES)
+# runtime: what the router needs; installed: that, the engine patch, and what development needs.
+$(VENV)/runtime $(VENV)/installed: pyproject.toml engine_patch/pyproject.toml $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade 'pip>=24' 'setuptools>=77' wheel
-	rm -rf build
-	$(PIP) install -e '.$(if $(filter %/installed,$@),[dev])' $(STRICT)
+	rm -rf build $(if $(filter %/installed,$@),engine_patch/build)
+	$(PIP) install $(if $(filter %/installed,$@),-e '.[dev]' -e ./engine_patch,-e .) $(STRICT)
 # pip compiles what it copies, not what it links; where PYTHONDONTWRITEBYTECODE is set, each start would.
-	$(BIN)/python -m compileall -q build/__editable__*
+	$(BIN)/python -m compileall -q build/__editable__* $(if $(filter %/installed,$@),engine_patch/build/__editable__*)
 	@touch $@
 
 demo: $(firstword $(wildcard $(VENV)/installed) $(VENV)/runtime)
@@ -154,7 +154,7 @@ audit: $(VENV)/installed
 # Without addresses of package indexes, which differ from place to place.
 LOCK_OPTIONS := --quiet --strip-extras --upgrade --no-header --no-annotate --no-emit-index-url --no-emit-trusted-host --no-emit-find-links
 # What a router can use: the image has all of it. For the image's Python, so make it with the same (3.11).
-IMAGE_EXTRAS := $(shell $(PYTHON) -c "import tomllib; print(*sorted(set(tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']) - {'engine', 'plots', 'test', 'dev'}))")
+IMAGE_EXTRAS := $(shell $(PYTHON) -c "import tomllib; print(*sorted(set(tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']) - {'plots', 'test', 'dev'}))")
 lock: $(VENV)/installed
 	$(PIP) install 'pip-tools>=7.5,<8'
 	$(BIN)/pip-compile $(LOCK_OPTIONS) --extra dev --output-file build/requirements.txt pyproject.toml
@@ -187,4 +187,4 @@ image-check: $(VENV)/installed
 	$(BIN)/python -m tests.system.image_chroot $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(DOCS) build .engine-site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(DOCS) build .engine-site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info engine_patch/build engine_patch/*.egg-info

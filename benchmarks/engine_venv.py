@@ -38,7 +38,7 @@ def enter() -> None:
         with tempfile.TemporaryDirectory(prefix="kvr-site-") as site:
             # Remove the output of earlier builds, which would be installed too, with files that no longer exist.
             shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
-            tests.pip(python, "install", "--no-deps", "--target", site, str(ROOT))
+            tests.pip(python, "install", "--no-deps", "--target", site, *map(str, tests.PROJECTS))
             environment = {**os.environ, "PYTHONPATH": site}
             module = f"benchmarks.{Path(sys.argv[0]).stem}"
             command = [python, "-m", module, *sys.argv[1:]]

@@ -16,7 +16,9 @@ from kvrouter.engine_patch.setup.features import Features
 from kvrouter.engine_patch.setup.settings import PatchSettings
 from kvrouter.events.patch.messages import DeclaredCatalog, ReportEvent
 
-DISTRIBUTION = "hybrid-kv-router"
+DISTRIBUTION = "hybrid-kv-engine-patch"
+# The version that is reported where only the source tree is there.
+NOT_INSTALLED = "not installed"
 
 
 class Reports(Protocol):
@@ -80,7 +82,7 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
             clock=time.monotonic,
             new_epoch=lambda: secrets.token_hex(8),
             dp_rank=publisher._dp_rank,
-            patch_version=importlib.metadata.version(DISTRIBUTION),
+            patch_version=patch_version(),
             features=features.states,
             curve_secret=curve_secret,
             clients=clients,
@@ -91,6 +93,14 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
         )
         return None
     return reporter
+
+
+def patch_version() -> str:
+    """Return the version of the installed patch, which is the router's too; or NOT_INSTALLED."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return NOT_INSTALLED
 
 
 def bound_endpoint(publisher: Any, zmq: Any) -> str:

@@ -17,9 +17,9 @@ from kvrouter.engine_patch.reporter.snapshots import Moment, Sent, SnapshotServi
 from kvrouter.engine_patch.setup.settings import ReporterSettings
 from kvrouter.events.patch.messages import Hello, HelloRequest, Refused, Reply, Request
 
-# Errors that decoding hostile bytes can raise: msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is
-# a RecursionError.
-_DECODE_ERRORS = (ValueError, RecursionError)
+# Errors that decoding hostile bytes can raise: msgspec's errors are ValueErrors only since msgspec 0.22,
+# UnicodeDecodeError is one, and deep nesting is a RecursionError.
+_DECODE_ERRORS = (msgspec.MsgspecError, ValueError, RecursionError)
 
 # Replies that may wait for clients without room, as while a snapshot is on its way to them: some for each of a few
 # clients.

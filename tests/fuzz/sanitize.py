@@ -24,9 +24,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SOURCES = (
+    "client",
+    "contract",
     "events",
     "router",
-    "engine_patch",
     "simulator",
     "replay",
     "shadow",

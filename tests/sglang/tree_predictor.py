@@ -32,7 +32,10 @@ WORKER = WorkerKey("m", "w")
 
 
 class TreePredictor:
-    """A stand-in for a reporter (`Reports`) that applies each report at once."""
+    """A stand-in for a reporter (`Reports`) that applies each report at once.
+
+    Reports and catalogs are read from their bytes, as by a router: the installed patch has its own classes of them.
+    """
 
     def __init__(self) -> None:
         self.catalog: DeclaredCatalog | None = None
@@ -46,7 +49,7 @@ class TreePredictor:
 
     def publish(self, make: Callable[[], Iterable[ReportEvent]], batch_seq: int | None) -> None:
         assert not self.withheld, "nothing is reported behind that"
-        for event in make():
+        for event in msgspec.msgpack.decode(msgspec.msgpack.encode(list(make())), type=list[ReportEvent]):
             if isinstance(event, ReportCleared):
                 self.clears += 1
                 for place in [place for place in self.held if place.medium == event.medium]:
@@ -65,7 +68,7 @@ class TreePredictor:
                 self.stored += len(hashes)
 
     def declare(self, catalog: DeclaredCatalog) -> None:
-        self.catalog = catalog
+        self.catalog = msgspec.msgpack.decode(msgspec.msgpack.encode(catalog), type=DeclaredCatalog)
 
     def withhold(self, scope: Scope, reason: str) -> None:
         assert scope is Scope.EVERYTHING

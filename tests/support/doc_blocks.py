@@ -21,9 +21,10 @@ SHELLS = {"", "sh", "bash"}
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
-# pip needs a registry. test_installation.py installs the package; its extras come with the tests' own environment.
-_INSTALL = re.compile(r"(?:\S+/)?pip3? install ")
-INSTALLED = "tests/system/test_installation.py installs the package"
+# pip needs a registry, or changes the tests' own environment. test_installation.py and test_distributions.py install
+# the packages; extras come with that environment.
+_INSTALL = re.compile(r"(?:\S+/)?pip3? (?:un)?install ")
+INSTALLED = "tests/system/test_installation.py and test_distributions.py install the packages"
 
 
 @dataclass(frozen=True)

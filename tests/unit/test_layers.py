@@ -73,9 +73,18 @@ OFFLOAD_WITH = {
 }
 
 
+# In the patch's folder: the script that builds its distribution, and the folder that holds what it built.
+NO_MODULES = (ROOT / "engine_patch" / "setup.py", ROOT / "engine_patch" / "build")
+
+
+def python_files(folder: Path, pattern: str = "*.py") -> list[Path]:
+    """Return the files of modules below a folder, without those of a build."""
+    return [path for path in sorted(folder.rglob(pattern)) if not any(map(path.is_relative_to, NO_MODULES))]
+
+
 def modules(package: str) -> Iterator[tuple[str, Path]]:
     """Yield each module of the package, as its dotted name within the package and its file."""
-    for path in sorted((ROOT / package).rglob("*.py")):
+    for path in python_files(ROOT / package):
         parts = path.relative_to(ROOT / package).with_suffix("").parts
         yield ".".join(part for part in parts if part != "__init__"), path
 
@@ -193,14 +202,17 @@ def test_the_offload_tiers_books_need_no_engine(library: str) -> None:
     assert users == OFFLOAD_WITH[library]
 
 
-def test_pyproject_lists_every_package() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    listed = set(project["tool"]["setuptools"]["packages"])
-    packages = {
+@pytest.mark.parametrize(
+    ("project", "packages"),
+    [(ROOT, [package for package in PACKAGES if package != "engine_patch"]), (ROOT / "engine_patch", ["engine_patch"])],
+    ids=["router", "engine patch"],
+)
+def test_pyproject_lists_every_package(project: Path, packages: list[str]) -> None:
+    settings = tomllib.loads((project / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(settings["packages"]) == {
         "kvrouter." + ".".join(path.parent.relative_to(ROOT).parts)
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("__init__.py")
+        for package in packages
+        for path in python_files(ROOT / package, "__init__.py")
     }
-    assert listed == packages
-    for name, folder in project["tool"]["setuptools"]["package-dir"].items():
-        assert (ROOT / folder / "py.typed").exists(), f"{name} has no py.typed"
+    for name, folder in settings["package-dir"].items():
+        assert (project / folder / "py.typed").exists(), f"{name} has no py.typed"
