@@ -7,10 +7,14 @@ In CI it draws the same examples each time: what chance finds is found at a desk
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +32,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 # Whole routers, schedules of faults and fuzzing take minutes: of these folders `make test` runs what is marked `smoke`.
 SLOW_FOLDERS = {"system", "chaos", "fuzz"}
 
+# Only a failing test waits this long.
+PATIENCE_S = 60.0
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -36,6 +43,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.property)
         if folder in SLOW_FOLDERS and item.get_closest_marker("smoke") is None:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an asynchronous test in an event loop of its own, made by the test's parameter `loop_factory` if it has one.
+
+    Fixtures are made before the loop and end after it. For one that is an asynchronous context manager, the test gets
+    what it yields within the loop.
+    """
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def run() -> None:
+        async with asyncio.timeout(PATIENCE_S), AsyncExitStack() as stack:
+            arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+            for name, argument in arguments.items():
+                if isinstance(argument, AbstractAsyncContextManager):
+                    arguments[name] = await stack.enter_async_context(argument)
+            await pyfuncitem.obj(**arguments)
+
+    loop_factory: Any = pyfuncitem.funcargs.get("loop_factory")
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(run())
+    return True
 
 
 class Unhandled(logging.Handler):

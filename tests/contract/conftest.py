@@ -14,12 +14,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 import zmq
 
 from kvrouter.router.base.redis_client.embedded_valkey import EmbeddedStore
+from kvrouter.router.serve.api.http.http_api import HttpApi
+from tests.contract.api_support import TinyCore, build, hit
+from tests.support.client_callers import CALLERS, Caller
 from tests.support.fake_engine import FakeEngine
 from tests.support.ports import free_port
 from tests.support.store_server import StoreCluster, StoreServer
@@ -82,6 +86,16 @@ def embedded_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     asyncio.run(store.stop())
 
 
+@pytest.fixture
+def url(embedded_url: str) -> Iterator[str]:
+    """Empty the store before and after the test, because other tests use it too."""
+    client = redis.Redis.from_url(embedded_url)
+    client.flushall()
+    yield embedded_url
+    client.flushall()
+    client.close()
+
+
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
@@ -118,3 +132,27 @@ def engine() -> Iterator[FakeEngine]:
     yield engine
     engine.close()
     context.destroy(linger=0)
+
+
+@pytest.fixture(params=CALLERS, ids=lambda kind: kind.__name__)
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Caller]]:
+    """Create callers of one kind, and close them at the end."""
+    callers: list[Caller] = []
+
+    def new(url: str, **options: Any) -> Caller:
+        callers.append(request.param(url, **options))
+        return callers[-1]
+
+    yield new
+    for caller in callers:
+        caller.close()
+
+
+@pytest.fixture
+def core() -> TinyCore:
+    return TinyCore([hit("w0", 16, 32, 48)])
+
+
+@pytest.fixture
+def app(core: TinyCore) -> HttpApi:
+    return build(core)[0]

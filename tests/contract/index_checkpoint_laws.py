@@ -77,7 +77,7 @@ class CheckpointLaws:
         max_examples=examples(40),
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
     )
-    def test_what_is_loaded_is_what_was_committed_whoever_writes(self, world: World, steps: list[Any]) -> None:
+    def test_a_loaded_image_equals_the_committed_one(self, world: World, steps: list[Any]) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             now, before = Router(store, worker, "a"), Router(store, worker, "b")

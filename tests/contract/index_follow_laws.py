@@ -81,12 +81,9 @@ class FollowLaws:
     def kill_clients(self, raw: Any) -> None:
         raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
-    def test_a_worker_without_an_epoch_loads_as_nothing(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            image = await store.load(world.worker())
-            assert (image.epoch, image.seq, image.log_id, image.commits, image.places) == (None, None, "0-0", 0, {})
-
-        world.run(body)
+    async def test_a_worker_without_an_epoch_loads_as_nothing(self, world: World, store: IndexStore) -> None:
+        image = await store.load(world.worker())
+        assert (image.epoch, image.seq, image.log_id, image.commits, image.places) == (None, None, "0-0", 0, {})
 
     @given(steps=STEPS)
     # Three classes run this test, each on its own store, so Hypothesis' check for differing executors is off.
@@ -170,140 +167,124 @@ class FollowLaws:
 
         world.run(body)
 
-    def test_a_follower_sees_each_commit_of_each_worker_once_and_in_order(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            follower = LogFollower(store.servers, supervisor=supervisor())
-            workers = [await world.owned(store) for _ in range(4)]
-            follower.add(workers[0])
-            items = await next_items(follower, 1)
+    async def test_a_follower_sees_each_commit_once_and_in_order(self, world: World, store: IndexStore) -> None:
+        follower = LogFollower(store.servers, supervisor=supervisor())
+        workers = [await world.owned(store) for _ in range(4)]
+        follower.add(workers[0])
+        items = await next_items(follower, 1)
 
-            async def write(worker: WorkerKey) -> None:
-                for seq in range(30):
-                    commit = Commit(worker, "e1", seq, seq, [change(GPU, (seq,))], meta={"n": b"%d" % seq})
-                    assert await store.commit(commit, ME) is APPLIED
+        async def write(worker: WorkerKey) -> None:
+            for seq in range(30):
+                commit = Commit(worker, "e1", seq, seq, [change(GPU, (seq,))], meta={"n": b"%d" % seq})
+                assert await store.commit(commit, ME) is APPLIED
 
-            writers = asyncio.gather(*map(write, workers))
-            for worker in workers[1:]:
-                # The worker is added while a read of the other workers is under way.
-                await asyncio.sleep(0.005)
-                follower.add(worker)
-            await writers
-            items += await next_items(follower, 4 * 31 - 1)
-            for worker in workers:
-                own = [item for item in items if item.worker == worker]
-                assert [entry.commit for entry in own] == list(range(1, 32))
-                assert own[0].opened_epoch
-                assert [(entry.first_seq, entry.last_seq) for entry in own[1:]] == [(seq, seq) for seq in range(30)]
-                assert [entry.meta for entry in own[1:]] == [{"n": b"%d" % seq} for seq in range(30)]
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await follower.next()
-            await follower.remove(workers[0])
-            for worker in workers[:2]:
-                assert await store.commit(Commit(worker, "e1", 30, 30), ME) is APPLIED
-            (last,) = await next_items(follower, 1)
-            assert last.worker == workers[1]
-            await follower.close()
-
-        world.run(body)
-
-    def test_following_on_from_an_image_converges_while_commits_go_on(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            rng = random.Random(3)
-            residency: Residency = {}
-            epoch = "e1"
-
-            async def write() -> None:
-                nonlocal epoch
-                for seq in range(300):
-                    if seq % 70 == 69:
-                        epoch = f"e{seq}"
-                        assert await store.open_epoch(worker, epoch, ME) is APPLIED
-                        residency.clear()
-                    added = set(rng.sample(range(200), 20))
-                    removed = set(rng.sample(range(200), 20)) - added
-                    place = rng.choice(PLACES)
-                    commit = Commit(worker, epoch, seq, seq, [change(place, tuple(added), tuple(removed))])
-                    assert await store.commit(commit, ME) is APPLIED
-                    residency[place] = (residency.get(place, set()) | added) - removed
-                    if seq % 13 == 12:
-                        assert await store.checkpoint(checkpoint(worker, epoch, seq, residency), ME) is APPLIED
-
-            writer = asyncio.create_task(write())
-            for _ in range(4):
-                await asyncio.sleep(0.01)
-                follower = LogFollower(store.servers, supervisor=supervisor())
-                image = await store.load(worker)
-                follower.add_image(image)
-                followed, seq = held(image.places), image.seq
-                async with asyncio.timeout(WAIT_S):
-                    while seq != 299:
-                        for entry in await follower.next():
-                            assert isinstance(entry, LogEntry)
-                            apply(followed, entry)
-                            seq = entry.last_seq
-                await follower.close()
-                await writer
-                assert followed == {place: blocks for place, blocks in residency.items() if blocks}
-
-        world.run(body)
-
-    def test_a_trimmed_log_asks_for_a_reload_and_goes_on_after_it(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            for seq in range(40):
-                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
-            held_now = {GPU: range(40)}
-            assert await store.checkpoint(checkpoint(worker, "e1", 39, held_now), ME) is APPLIED
-            world.raw.xtrim(keys.log(worker), maxlen=5, approximate=False)
-            follower = LogFollower(store.servers, supervisor=supervisor())
+        writers = asyncio.gather(*map(write, workers))
+        for worker in workers[1:]:
+            # The worker is added while a read of the other workers is under way.
+            await asyncio.sleep(0.005)
             follower.add(worker)
-            (item,) = await next_items(follower, 1)
-            assert isinstance(item, Reload)
-            assert item.worker == worker
-            follower.add_image(await store.load(worker))
-            assert await store.commit(Commit(worker, "e1", 40, 40), ME) is APPLIED
-            (entry,) = await next_items(follower, 1)
-            assert (entry.commit, entry.last_seq) == (42, 40)
+        await writers
+        items += await next_items(follower, 4 * 31 - 1)
+        for worker in workers:
+            own = [item for item in items if item.worker == worker]
+            assert [entry.commit for entry in own] == list(range(1, 32))
+            assert own[0].opened_epoch
+            assert [(entry.first_seq, entry.last_seq) for entry in own[1:]] == [(seq, seq) for seq in range(30)]
+            assert [entry.meta for entry in own[1:]] == [{"n": b"%d" % seq} for seq in range(30)]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await follower.next()
+        await follower.remove(workers[0])
+        for worker in workers[:2]:
+            assert await store.commit(Commit(worker, "e1", 30, 30), ME) is APPLIED
+        (last,) = await next_items(follower, 1)
+        assert last.worker == workers[1]
+        await follower.close()
+
+    async def test_following_from_an_image_converges(self, world: World, store: IndexStore) -> None:
+        worker = await world.owned(store)
+        rng = random.Random(3)
+        residency: Residency = {}
+        epoch = "e1"
+
+        async def write() -> None:
+            nonlocal epoch
+            for seq in range(300):
+                if seq % 70 == 69:
+                    epoch = f"e{seq}"
+                    assert await store.open_epoch(worker, epoch, ME) is APPLIED
+                    residency.clear()
+                added = set(rng.sample(range(200), 20))
+                removed = set(rng.sample(range(200), 20)) - added
+                place = rng.choice(PLACES)
+                commit = Commit(worker, epoch, seq, seq, [change(place, tuple(added), tuple(removed))])
+                assert await store.commit(commit, ME) is APPLIED
+                residency[place] = (residency.get(place, set()) | added) - removed
+                if seq % 13 == 12:
+                    assert await store.checkpoint(checkpoint(worker, epoch, seq, residency), ME) is APPLIED
+
+        writer = asyncio.create_task(write())
+        for _ in range(4):
+            await asyncio.sleep(0.01)
+            follower = LogFollower(store.servers, supervisor=supervisor())
+            image = await store.load(worker)
+            follower.add_image(image)
+            followed, seq = held(image.places), image.seq
+            async with asyncio.timeout(WAIT_S):
+                while seq != 299:
+                    for entry in await follower.next():
+                        assert isinstance(entry, LogEntry)
+                        apply(followed, entry)
+                        seq = entry.last_seq
             await follower.close()
+            await writer
+            assert followed == {place: blocks for place, blocks in residency.items() if blocks}
 
-        world.run(body)
+    async def test_a_trimmed_log_asks_for_a_reload_and_goes_on_after_it(self, world: World, store: IndexStore) -> None:
+        worker = await world.owned(store)
+        for seq in range(40):
+            assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
+        assert await store.checkpoint(checkpoint(worker, "e1", 39, {GPU: range(40)}), ME) is APPLIED
+        world.raw.xtrim(keys.log(worker), maxlen=5, approximate=False)
+        follower = LogFollower(store.servers, supervisor=supervisor())
+        follower.add(worker)
+        (item,) = await next_items(follower, 1)
+        assert isinstance(item, Reload)
+        assert item.worker == worker
+        follower.add_image(await store.load(worker))
+        assert await store.commit(Commit(worker, "e1", 40, 40), ME) is APPLIED
+        (entry,) = await next_items(follower, 1)
+        assert (entry.commit, entry.last_seq) == (42, 40)
+        await follower.close()
 
-    def test_a_log_that_lost_its_end_and_a_checkpoint_that_is_damaged_are_refused(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            for name, spoil in SPOILS.items():
-                print(name)
-                worker = await world.owned(store)
-                assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1, 2))]), ME) is APPLIED
-                assert await store.checkpoint(checkpoint(worker, "e1", 0, {GPU: (1, 2)}), ME) is APPLIED
-                for seq in range(1, 4):
-                    assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (9 + seq,))]), ME) is APPLIED
-                spoil(world.raw, worker)
-                with pytest.raises(StoredValueError, match="Redis holds what no router writes"):
-                    await store.load(worker)
-                # The lease holder reads the report with its next renewal, and opens a new epoch.
-                await store.report_unreadable(worker, "bad")
-                with pytest.raises(StoredValueError):
-                    await store.commit(Commit(worker, "e1", 4, 4), ME)
-                assert await store.open_epoch(worker, "e2", ME) is APPLIED
-                assert held((await store.load(worker)).places) == {}
-                assert not any(f"/{worker.worker_id}}}:e1:" in key for key in world.stored_keys())
-
-        world.run(body)
-
-    def test_entries_of_other_programs_are_passed_over(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
+    async def test_a_damaged_log_or_checkpoint_is_refused(self, world: World, store: IndexStore) -> None:
+        for name, spoil in SPOILS.items():
+            print(name)
             worker = await world.owned(store)
-            for seq in range(3):
-                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
-                world.raw.xadd(keys.log(worker), {"kind": "junk"})
-            assert held((await store.load(worker)).places) == {GPU: {0, 1, 2}}
+            assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1, 2))]), ME) is APPLIED
+            assert await store.checkpoint(checkpoint(worker, "e1", 0, {GPU: (1, 2)}), ME) is APPLIED
+            for seq in range(1, 4):
+                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (9 + seq,))]), ME) is APPLIED
+            spoil(world.raw, worker)
+            with pytest.raises(StoredValueError, match="Redis holds what no router writes"):
+                await store.load(worker)
+            # The lease holder reads the report with its next renewal, and opens a new epoch.
+            await store.report_unreadable(worker, "bad")
+            with pytest.raises(StoredValueError):
+                await store.commit(Commit(worker, "e1", 4, 4), ME)
+            assert await store.open_epoch(worker, "e2", ME) is APPLIED
+            assert held((await store.load(worker)).places) == {}
+            assert not any(f"/{worker.worker_id}}}:e1:" in key for key in world.stored_keys())
 
-        world.run(body)
+    async def test_foreign_entries_are_passed_over(self, world: World, store: IndexStore) -> None:
+        worker = await world.owned(store)
+        for seq in range(3):
+            assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
+            world.raw.xadd(keys.log(worker), {"kind": "junk"})
+        assert held((await store.load(worker)).places) == {GPU: {0, 1, 2}}
 
-    def test_the_log_is_bounded(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
+    async def test_the_log_is_bounded(self, world: World) -> None:
+        async with world.store(log_entries=10) as store:
             worker = await world.owned(store)
             for seq in range(400):
                 assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
@@ -315,96 +296,80 @@ class FollowLaws:
             assert 10 <= world.raw.xlen(keys.log(worker)) < 120
             assert held((await store.load(worker)).places) == {GPU: {*range(400)}}
 
-        world.run(body, log_entries=10)
-
-    def test_the_log_of_large_commits_is_bounded_in_bytes(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_the_log_of_large_commits_is_bounded_in_bytes(
+        self, world: World, monkeypatch: pytest.MonkeyPatch, store: IndexStore
+    ) -> None:
         monkeypatch.setattr(stores, "LOG_BYTES", 100_000)
+        worker = await world.owned(store)
+        for seq in range(30):
+            large = ResidencyDelta(GPU, np.arange(2_000 * seq, 2_000 * seq + 2_000, dtype=np.uint64), hashes())
+            assert await store.commit(Commit(worker, "e1", seq, seq, [large]), ME) is APPLIED
+            blocks = {GPU: range(2_000 * seq + 2_000)}
+            assert await store.checkpoint(checkpoint(worker, "e1", seq, blocks), ME) is APPLIED
+        # Each entry has 16 KB, and a stream's node of that size holds one entry.
+        assert world.raw.xlen(keys.log(worker)) == 6
+        huge = ResidencyDelta(GPU, np.arange(10**6, 10**6 + 20_000, dtype=np.uint64), hashes())
+        assert await store.commit(Commit(worker, "e1", 30, 30, [huge]), ME) is APPLIED
+        assert world.raw.xlen(keys.log(worker)) == 1
 
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            for seq in range(30):
-                large = ResidencyDelta(GPU, np.arange(2_000 * seq, 2_000 * seq + 2_000, dtype=np.uint64), hashes())
-                assert await store.commit(Commit(worker, "e1", seq, seq, [large]), ME) is APPLIED
-                blocks = {GPU: range(2_000 * seq + 2_000)}
-                assert await store.checkpoint(checkpoint(worker, "e1", seq, blocks), ME) is APPLIED
-            # Each entry has 16 KB, and a stream's node of that size holds one entry.
-            assert world.raw.xlen(keys.log(worker)) == 6
-            huge = ResidencyDelta(GPU, np.arange(10**6, 10**6 + 20_000, dtype=np.uint64), hashes())
-            assert await store.commit(Commit(worker, "e1", 30, 30, [huge]), ME) is APPLIED
-            assert world.raw.xlen(keys.log(worker)) == 1
+    async def test_a_worker_dropped_and_registered_again_is_reloaded(self, world: World, store: IndexStore) -> None:
+        worker = await world.owned(store)
+        for seq in range(3):
+            assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
+        follower = LogFollower(store.servers, supervisor=supervisor())
+        follower.add_image(await store.load(worker))
+        await asyncio.sleep(0.01)
+        await store.registry.drop(worker)
+        lease = await take(store, worker, "you")
+        assert lease is not None
+        assert await store.open_epoch(worker, "e1", lease) is APPLIED
+        (item,) = await next_items(follower, 1)
+        assert isinstance(item, Reload)
+        await follower.close()
 
-        world.run(body)
-
-    def test_a_worker_dropped_and_registered_again_is_reloaded(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            for seq in range(3):
-                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
-            follower = LogFollower(store.servers, supervisor=supervisor())
-            follower.add_image(await store.load(worker))
-            await asyncio.sleep(0.01)
-            await store.registry.drop(worker)
-            lease = await take(store, worker, "you")
-            assert lease is not None
-            assert await store.open_epoch(worker, "e1", lease) is APPLIED
-            (item,) = await next_items(follower, 1)
-            assert isinstance(item, Reload)
-            await follower.close()
-
-        world.run(body)
-
-    def test_a_cut_connection_is_told_and_loses_nothing(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            follower = LogFollower(store.servers, supervisor=supervisor(), rng=random.Random(1))
-            follower.add(worker)
-            items = await next_items(follower, 1)
-            self.kill_clients(world.raw)
-            for seq in range(5):
-                commit = Commit(worker, "e1", seq, seq, [change(GPU, (seq,))])
-                try:
-                    assert await store.commit(commit, ME) is APPLIED
-                except StoreUnavailable:
-                    assert await store.commit(commit, ME) in (APPLIED, STALE)
-            items += await next_items(follower, 7)
-            entries = [item for item in items if isinstance(item, LogEntry)]
-            assert [entry.commit for entry in entries] == [1, 2, 3, 4, 5, 6]
-            assert [type(item) for item in items if not isinstance(item, LogEntry)] == [StoreLost, StoreBack]
-            assert items.index(next(i for i in items if isinstance(i, StoreBack))) < items.index(entries[1])
-            await follower.close()
-
-        world.run(body)
+    async def test_a_cut_connection_is_told_and_loses_nothing(self, world: World, store: IndexStore) -> None:
+        worker = await world.owned(store)
+        follower = LogFollower(store.servers, supervisor=supervisor(), rng=random.Random(1))
+        follower.add(worker)
+        items = await next_items(follower, 1)
+        self.kill_clients(world.raw)
+        for seq in range(5):
+            commit = Commit(worker, "e1", seq, seq, [change(GPU, (seq,))])
+            try:
+                assert await store.commit(commit, ME) is APPLIED
+            except StoreUnavailable:
+                assert await store.commit(commit, ME) in (APPLIED, STALE)
+        items += await next_items(follower, 7)
+        entries = [item for item in items if isinstance(item, LogEntry)]
+        assert [entry.commit for entry in entries] == [1, 2, 3, 4, 5, 6]
+        assert [type(item) for item in items if not isinstance(item, LogEntry)] == [StoreLost, StoreBack]
+        assert items.index(next(i for i in items if isinstance(i, StoreBack))) < items.index(entries[1])
+        await follower.close()
 
 
 class ScanLaws:
     """The laws of a store whose user may list the names of all keys."""
 
-    def test_models_are_found_by_their_registrations(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            stored = {WorkerKey(model, "w", 0): b"%d" % number for number, model in enumerate(HOSTILE)}
-            for worker, registration in stored.items():
-                await store.registry.put(worker, registration)
-            await world.owned(store)
-            world.raw.delete(keys.MODELS)
-            world.raw.set(keys.MODELS, b"x")
-            assert await store.common_keys.replace_foreign(["known"]) == [keys.MODELS]
-            assert (await store.registry.load())[0] == stored
-            assert keys.model_member("known").encode() in world.raw.smembers(keys.MODELS)
+    async def test_models_are_found_by_their_registrations(self, world: World, store: IndexStore) -> None:
+        stored = {WorkerKey(model, "w", 0): b"%d" % number for number, model in enumerate(HOSTILE)}
+        for worker, registration in stored.items():
+            await store.registry.put(worker, registration)
+        await world.owned(store)
+        world.raw.delete(keys.MODELS)
+        world.raw.set(keys.MODELS, b"x")
+        assert await store.common_keys.replace_foreign(["known"]) == [keys.MODELS]
+        assert (await store.registry.load())[0] == stored
+        assert keys.model_member("known").encode() in world.raw.smembers(keys.MODELS)
 
-        world.run(body)
-
-    def test_keys_that_nothing_names_are_found_and_voided(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            tag = f"{keys.PREFIX}{keys.worker_tag(worker)}"
-            world.raw.hset(f"{tag}:meta", "places", "g0:GPU")
-            world.raw.sadd(f"{tag}:e1:g0:GPU", b"12345678")
-            with pytest.raises(StoredValueError, match="places of"):
-                await store.load(worker)
-            with pytest.raises(StoredValueError, match="places of"):
-                await store.commit(Commit(worker, "e1", 0, 0), ME)
-            assert await store.open_epoch(worker, "e2", ME) is APPLIED
-            assert not any(":e1:" in key for key in world.stored_keys())
-            assert held((await store.load(worker)).places) == {}
-
-        world.run(body)
+    async def test_keys_that_nothing_names_are_found_and_voided(self, world: World, store: IndexStore) -> None:
+        worker = await world.owned(store)
+        tag = f"{keys.PREFIX}{keys.worker_tag(worker)}"
+        world.raw.hset(f"{tag}:meta", "places", "g0:GPU")
+        world.raw.sadd(f"{tag}:e1:g0:GPU", b"12345678")
+        with pytest.raises(StoredValueError, match="places of"):
+            await store.load(worker)
+        with pytest.raises(StoredValueError, match="places of"):
+            await store.commit(Commit(worker, "e1", 0, 0), ME)
+        assert await store.open_epoch(worker, "e2", ME) is APPLIED
+        assert not any(":e1:" in key for key in world.stored_keys())
+        assert held((await store.load(worker)).places) == {}

@@ -7,7 +7,8 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -78,14 +79,19 @@ class World:
         self.url = url
         self.raw = raw
 
-    def run(self, body: Callable[[IndexStore], Awaitable[None]], **options: Any) -> None:
+    @asynccontextmanager
+    async def store(self, **options: Any) -> AsyncIterator[IndexStore]:
+        async with asyncio.timeout(2 * WAIT_S):
+            store = await IndexStore.open(self.url, **options)
+            try:
+                yield store
+            finally:
+                await store.close()
+
+    def run(self, body: Callable[[IndexStore], Awaitable[None]]) -> None:
         async def main() -> None:
-            async with asyncio.timeout(2 * WAIT_S):
-                store = await IndexStore.open(self.url, **options)
-                try:
-                    await body(store)
-                finally:
-                    await store.close()
+            async with self.store() as store:
+                await body(store)
 
         asyncio.run(main())
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvrouter.router.model.upstream.engine_client import EngineClient
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey
 from kvrouter.router.model.workers.registration import NO_PATCH, Registration
-from tests.support.fake_engine import FakeEngine, hashes, prompt
+from tests.support.fake_engine import FakeEngine, hashes, prompt, stored
 from tests.support.store_server import StoreServer
 from tests.support.stored_residency import read_residency
 
@@ -101,5 +101,13 @@ def held_in_store(server: StoreServer) -> set[int]:
     return read_residency(server.client, f"{keys.PREFIX}{keys.worker_tag(WORKER)}").get("g0:GPU", set())
 
 
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(body())  # type: ignore[arg-type]
+@asynccontextmanager
+async def following(
+    server: StoreServer, engine: FakeEngine, url: str | None = None, **settings: Any
+) -> AsyncIterator[Core]:
+    """Run the first router, which follows the engine and has applied the 12 blocks that it published."""
+    async with router(server, FIRST, **settings) as core:
+        await core.register(registration(engine, url=url))
+        engine.publish(stored(TOKENS, 0, 12))
+        await until(lambda: is_well(core, 12), "the worker is not live")
+        yield core

@@ -47,6 +47,7 @@ from kvrouter.router.serve.api.http.http_connection import connection_factory
 from kvrouter.router.serve.proxy.admission import Admission
 from kvrouter.router.serve.proxy.proxy import Proxy
 from tests.contract.api_support import TinyCore
+from tests.contract.served_app import connect
 from tests.support.certificates import OverTls
 from tests.support.scripted_engine import Script, ScriptedEngine, plain
 
@@ -284,6 +285,11 @@ class ProxyServer:
         finally:
             connection.close()
 
+    def failure(self, *request: Any) -> tuple[int, str, str]:
+        """Post as `post` does; return the status of the error, its code, and which workers failed before."""
+        status, headers, raw = self.post(*request)
+        return status, code(raw), headers.get("x-kvrouter-retried", "")
+
     def get(self, path: str) -> Any:
         """Return the decoded JSON of the answer."""
         connection = self.http_client()
@@ -300,11 +306,7 @@ class ProxyServer:
             return received(client)
 
     def connect(self) -> socket.socket:
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._tls is None:
-            return client
-        return self._tls.authority.client().wrap_socket(client, server_hostname="127.0.0.1")
+        return connect(self.port, self._tls, WAIT_S)
 
     def http_client(self) -> http.client.HTTPConnection:
         if self._tls is None:
@@ -335,11 +337,6 @@ def fleet(*scripts: Script, limits: HttpLimits | None = None, **settings: Any) -
         engines = [stack.enter_context(ScriptedEngine(script)) for script in scripts]
         workers = [worker(f"w{n}", engine.url) for n, engine in enumerate(engines)]
         yield (stack.enter_context(proxying(*workers, limits=limits, **settings)), *engines)
-
-
-def raw_request(path: str, body: bytes, *headers: str, close: bool = True) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *headers]
-    return "\r\n".join([*lines, *(["connection: close"] if close else []), "", ""]).encode() + body
 
 
 def received(client: socket.socket) -> bytes:

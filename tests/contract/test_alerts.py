@@ -208,7 +208,7 @@ def test_every_alert_fires_in_its_case_alone_and_none_where_all_is_well(promtool
     run(promtool, "test", "rules", file)
 
 
-def test_an_alert_says_whom_it_is_about(promtool: str, tmp_path: Path) -> None:
+def test_an_alert_names_its_subject(promtool: str, tmp_path: Path) -> None:
     (rule,) = (rule for rule in alert_rules() if rule["alert"] == "KvrouterWorkerDown")
     annotations = rule["annotations"] | {"summary": "Worker w1 of m is down"}
     alert = {"exp_labels": {"severity": "warning", "model": "m", "worker": "w1"}, "exp_annotations": annotations}

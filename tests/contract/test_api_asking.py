@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvrouter.router.base.common.json_arrays import LONG_BODY_BYTES
+from kvrouter.router.serve.api.http.http_api import HttpApi
 from kvrouter.router.serve.api.http.plain_head import plain_head
 from kvrouter.router.serve.api.http.request import HttpRequest
 from tests.contract.api_support import TinyCore, TinyTokens, build, call, exchange, hit
@@ -31,8 +32,7 @@ LIMITED_AT_64 = {
 
 def test_query_has_the_shape_of_the_contract(core: TinyCore) -> None:
     answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1, 2, 3]})
-    assert answer.status == 200
-    assert answer.headers["content-type"] == "application/json"
+    assert (answer.status, answer.headers["content-type"]) == (200, "application/json")
     assert answer.json() == {
         "instances": {
             "w0": {"longest_matched": 192, "gpu": 64, "cpu": 128, "disk": 192, "dp": {"0": 192}, "state": "live"},
@@ -48,8 +48,7 @@ def test_explain_adds_groups_and_limit_and_an_explicit_null(core: TinyCore) -> N
     answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1], "explain": True})
     instances = answer.json()["instances"]
     assert instances["w0"]["groups"] == [{"group_idx": 0, "kind": "full_attention", "covered": 192}]
-    assert instances["w0"]["limited_by"] == LIMITED_AT_64
-    assert instances["w2"]["groups"] == []
+    assert (instances["w0"]["limited_by"], instances["w2"]["groups"]) == (LIMITED_AT_64, [])
     assert instances["w2"]["limited_by"] is None
     assert core.asked[0].explain
 
@@ -78,8 +77,7 @@ def test_a_question_carries_every_field_of_the_body(core: TinyCore) -> None:
     assert question.token_ids is not None and question.token_ids.dtype == np.int64
     assert question.token_ids.tolist() == [0, 5, 2**31 - 1]
     assert (question.num_tokens, question.lora_name, question.cache_salt) == (3, "a", "s")
-    assert question.worker_ids == {"w0", "7"}
-    assert question.block_hashes is None
+    assert (question.worker_ids, question.block_hashes) == ({"w0", "7"}, None)
 
 
 @pytest.mark.parametrize("name", ["model", "model_name", "modelname"])
@@ -109,7 +107,7 @@ HASH_FORMS = [
 
 
 @pytest.mark.parametrize(("given", "value"), HASH_FORMS)
-def test_hash_forms(core: TinyCore, given: int | str, value: int) -> None:
+def test_every_form_of_a_hash_is_read(core: TinyCore, given: int | str, value: int) -> None:
     assert call(build(core)[0], "POST", "/query_by_hash", {"model": "m", "block_hashes": [given]}).status == 200
     hashes = core.asked[0].block_hashes
     assert hashes is not None and hashes.dtype == np.uint64
@@ -164,8 +162,7 @@ BAD_BODIES = [
 @pytest.mark.parametrize(("path", "body", "named"), BAD_BODIES)
 def test_a_bad_body_is_400_and_names_the_field(core: TinyCore, path: str, body: Any, named: str) -> None:
     answer = call(build(core)[0], "POST", path, body)
-    assert answer.status == 400
-    assert answer.error["type"] == "invalid_request_error"
+    assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
     assert named in answer.error["message"]
     assert not core.asked
 
@@ -189,7 +186,7 @@ def test_unknown_model_is_404_with_its_code(core: TinyCore) -> None:
         assert (answer.status, answer.error["code"]) == (404, "unknown_model")
 
 
-def test_messagepack_in_and_out(core: TinyCore) -> None:
+def test_messagepack_is_read_and_answered(core: TinyCore) -> None:
     raw = msgspec.msgpack.encode({"model": "m", "block_hashes": [2**64 - 1, -1, "ff"]})
     headers = {"content-type": "application/msgpack", "accept": "application/msgpack"}
     answer = call(build(core)[0], "POST", "/query_by_hash", raw, headers=headers)
@@ -216,8 +213,7 @@ def test_the_reply_has_the_encoding_that_the_client_prefers(core: TinyCore, acce
     assert ("msgpack" in answer.headers["content-type"]) is msgpack
 
 
-def test_select_has_the_shape_of_the_contract(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_select_has_the_shape_of_the_contract(core: TinyCore, app: HttpApi) -> None:
     body = {"model": "m", "token_ids": [1] * 200, "session_id": "s", "max_tokens": 5, "exclude_workers": ["w9"]}
     first, second = call(app, "POST", "/select", body).json(), call(app, "POST", "/select", body).json()
     assert first.pop("selection_id") != second.pop("selection_id")
@@ -243,8 +239,7 @@ def test_select_has_the_shape_of_the_contract(core: TinyCore) -> None:
 
 @pytest.mark.parametrize("field", ["max_tokens", "expected_output_tokens"])
 @pytest.mark.parametrize("limit", [2**63 - 1, 2**64, 10**400])
-def test_a_limit_of_any_size_is_a_limit_that_a_decision_can_hold(core: TinyCore, field: str, limit: int) -> None:
-    app, _ = build(core)
+def test_a_limit_of_any_size_is_a_limit_that_a_decision_can_hold(app: HttpApi, field: str, limit: int) -> None:
     for path in ("/select", "/select_and_reserve"):
         assert call(app, "POST", path, {"model": "m", "token_ids": [1], field: limit}).status == 200
         decision = call(app, "GET", "/decisions").json()["decisions"][0]
@@ -355,8 +350,7 @@ def test_with_a_key_no_end_goes_the_short_way(core: TinyCore) -> None:
     assert asyncio.run(exchange(app, sent, hang_up=True)).startswith(b"HTTP/1.1 401 ")
 
 
-def test_an_end_here_needs_no_task(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_an_end_here_needs_no_task(app: HttpApi) -> None:
     call(app, "POST", "/select_and_reserve", {"model": "m", "token_ids": [1], "selection_id": "mine"})
     request = HttpRequest(b"DELETE", "1.1", b"/reservations/mine", [(b"host", b"x")], keep_alive=True, upgrades=False)
     answer = app.respond(request)
@@ -497,5 +491,4 @@ def test_a_long_body_that_is_wrong_is_refused_in_the_same_words(core: TinyCore, 
             )
             for spaces in (0, LONG_BODY_BYTES)
         )
-        assert (short.status, short.body) == (long.status, long.body)
-        assert short.status == 400
+        assert (short.status, short.body, short.status) == (long.status, long.body, 400)

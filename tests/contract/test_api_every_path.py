@@ -13,6 +13,7 @@ import pytest
 
 from kvrouter.router.route.tokens.proxied_paths import PATHS
 from kvrouter.router.serve.api.examples import EXAMPLES
+from kvrouter.router.serve.api.http.http_api import HttpApi
 from tests.contract.api_support import TinyCore, ask_app, build, call, exchange, hit
 
 QUERY = {"model": "m", "token_ids": [1]}
@@ -142,8 +143,7 @@ def test_requests_are_counted_by_template_never_by_what_the_client_sent(core: Ti
     assert paths == {("other", "404"): 5, ("/workers/{worker_id}", "404"): 5, ("/query", "200"): 1}
 
 
-def test_health_is_200_and_says_why_it_is_degraded(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_health_is_200_and_says_why_it_is_degraded(core: TinyCore, app: HttpApi) -> None:
     assert call(app, "GET", "/health").json() == {"status": "ok", "reasons": []}
     core.degraded = ["worker w0 is suspect"]
     answer = call(app, "GET", "/health")
@@ -152,9 +152,8 @@ def test_health_is_200_and_says_why_it_is_degraded(core: TinyCore) -> None:
     assert call(app, "GET", "/health").json() == {"status": "ok", "reasons": [], "warnings": ["Redis evicts"]}
 
 
-def test_ready_is_503_until_a_worker_can_be_chosen(core: TinyCore) -> None:
+def test_ready_is_503_until_a_worker_can_be_chosen(core: TinyCore, app: HttpApi) -> None:
     core.unready = "no worker is registered"
-    app, _ = build(core)
     answer = call(app, "GET", "/ready")
     assert (answer.status, answer.error["code"]) == (503, "not_ready")
     assert "no worker is registered" in answer.error["message"]
@@ -179,7 +178,7 @@ def test_two_apps_in_one_process_share_nothing() -> None:
     assert second_registry.get_sample_value("kvrouter_requests_total", {"path": "/query", "code": "401"}) is None
 
 
-def test_version(core: TinyCore) -> None:
+def test_the_version_is_answered(core: TinyCore) -> None:
     answer = call(build(core)[0], "GET", "/version").json()
     assert answer["name"] == "hybrid-kv-router"
     assert re.match(r"\d+\.\d+", answer["version"])
@@ -270,8 +269,7 @@ def test_every_operation_has_an_example(core: TinyCore) -> None:
     assert call(build(core)[0], "GET", "/openapi.json").json() == document
 
 
-def test_answers_fit_the_schemas_of_the_document(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_answers_fit_the_schemas_of_the_document(app: HttpApi) -> None:
     document = call(app, "GET", "/openapi.json").json()
     call(app, "POST", "/register", {"worker_id": "w", "model": "m", "url": "http://h:1"})
     for method, path, body in (
@@ -307,11 +305,10 @@ def test_the_document_declares_the_key(core: TinyCore) -> None:
     document = call(
         build(core, api_key=KEY)[0], "GET", "/openapi.json", headers={"authorization": f"Bearer {KEY}"}
     ).json()
-    assert document["security"] == [{"key": []}]
-    assert document["paths"]["/health"]["get"]["security"] == []
+    assert (document["security"], document["paths"]["/health"]["get"]["security"]) == ([{"key": []}], [])
 
 
-def test_odd_headers_are_no_error(core: TinyCore) -> None:
+def test_unusual_headers_are_no_error(core: TinyCore) -> None:
     app, _ = build(core, api_key=KEY)
     answer = asyncio.run(ask_app(app, "POST", "/query", b"{}", {"authorization": "Bearer \xff\xfe", "accept": "\xff"}))
     assert answer.status == 401

@@ -17,7 +17,8 @@ import pytest
 
 from kvrouter.router.base.common.errors import BadQuestion
 from kvrouter.router.serve.api.http.request import SINGLE, split_target
-from tests.contract.proxy_support import CHAT, ProxyServer, fleet, raw_request, received, until
+from tests.contract.proxy_support import CHAT, ProxyServer, fleet, received, until
+from tests.contract.served_app import request as raw_request
 from tests.support.scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 
 CHAT_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -56,7 +57,7 @@ def code_of(answer: bytes) -> str:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", sorted(SINGLE))
-def test_a_header_that_decides_something_is_there_once(
+def test_a_repeated_deciding_header_is_refused(
     served: tuple[ProxyServer, ScriptedEngine], way: str, name: bytes
 ) -> None:
     router, engine = served
@@ -117,7 +118,7 @@ def test_a_target_with_scheme_and_host_means_its_path(served: tuple[ProxyServer,
         assert status_of(answer) == 400, at
 
 
-def test_targets_as_paths() -> None:
+def test_a_target_is_split_into_path_and_host() -> None:
     for target, parts in {
         b"/v1/models?x=http://y": (b"/v1/models?x=http://y", None),
         b"*": (b"*", None),

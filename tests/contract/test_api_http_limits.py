@@ -6,23 +6,20 @@ The tests use raw sockets and a real uvicorn.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import select
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-import uvicorn
 
 from kvrouter.router.serve.access.certificate import CertificateFiles, read_certificate
 from kvrouter.router.serve.api.http.deadlines import HttpLimits
-from kvrouter.router.serve.api.http.http_connection import LAST_REQUEST_S, connection_factory
-from kvrouter.router.serve.api.http_metrics import CUT_REASONS
+from kvrouter.router.serve.api.http.http_connection import LAST_REQUEST_S
 from tests.contract.api_support import TinyCore, build, hit
+from tests.contract.served_app import WAIT_S, ServedApp, connect, request
 from tests.support.certificates import OverTls
 
 # The limits are short, so that the tests are, but far above the time of a loopback exchange.
@@ -30,54 +27,20 @@ SMALL = HttpLimits(
     max_head_bytes=2_048, max_headers=20, head_timeout_s=1.0, body_timeout_s=1.5, send_timeout_s=1.5, max_connections=8
 )
 PATIENT = HttpLimits(max_head_bytes=2_048, max_headers=20, max_connections=8)
-WAIT_S = 20.0
 ASKED = b'{"model": "m", "block_hashes": [1, 2, 3]}'
 
 
-class Server:
-    """The protocol under test in a thread, on a core with one worker; over TLS where `OverTls` says so."""
+class Server(ServedApp):
+    """The protocol under test on a core with workers; over TLS where `OverTls` says so."""
 
     def __init__(self, limits: HttpLimits, *, workers: int = 1) -> None:
         self.core = TinyCore([hit(f"w{n}", 16, 32, 48) for n in range(workers)])
-        app, self._registry = build(self.core)
         self._tls = OverTls.now
         context = None if self._tls is None else read_certificate(CertificateFiles(*self._tls.server)).context
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.port = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            app.cold,
-            http=connection_factory(app, limits, lambda: context),  # type: ignore[arg-type]
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            date_header=False,
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])))
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-
-    def end(self) -> None:
-        """Tell the server to stop, which waits for its connections."""
-        self._server.should_exit = True
-
-    def close(self) -> None:
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join(WAIT_S)
-        self._socket.close()
+        super().__init__(build(self.core), limits, context=context)
 
     def connect(self) -> socket.socket:
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._tls is None:
-            return client
-        return self._tls.authority.client().wrap_socket(client, server_hostname="127.0.0.1")
-
-    def cuts(self) -> dict[str, float]:
-        name = "kvrouter_http_connections_cut_total"
-        sample = self._registry.get_sample_value
-        return {reason: value for reason in CUT_REASONS if (value := sample(name, {"reason": reason}))}
+        return connect(self.port, self._tls)
 
     def serves(self) -> bool:
         with self.connect() as client:
@@ -91,7 +54,7 @@ def running(limits: HttpLimits, *, workers: int = 1) -> Iterator[Server]:
     try:
         yield server
     finally:
-        server.close()
+        server.close(force=True)
 
 
 @pytest.fixture
@@ -106,11 +69,6 @@ def patient() -> Iterator[Server]:
         yield server
 
 
-def request(path: str, body: bytes, *headers: str, close: bool = True) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *headers]
-    return "\r\n".join([*lines, *(["connection: close"] if close else []), "", ""]).encode() + body
-
-
 def received(client: socket.socket) -> bytes:
     """Return everything that arrives until the server closes."""
     whole = b""
@@ -120,6 +78,12 @@ def received(client: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return whole
+
+
+def served(client: socket.socket) -> bool:
+    """Ask once on a connection that stays open, and return whether the answer is a success."""
+    client.sendall(request("/query_by_hash", ASKED, close=False))
+    return client.recv(65_536).startswith(b"HTTP/1.1 200 ")
 
 
 def code_of(answer: bytes) -> str:
@@ -195,8 +159,7 @@ def test_a_silent_client_is_cut(small: Server) -> None:
 def test_a_kept_connection_may_be_idle_for_longer_than_a_head_may_take(small: Server) -> None:
     with small.connect() as client:
         for _ in range(2):
-            client.sendall(request("/query_by_hash", ASKED, close=False))
-            assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
+            assert served(client)
             time.sleep(2 * SMALL.head_timeout_s)
     assert small.cuts() == {}
 
@@ -204,11 +167,9 @@ def test_a_kept_connection_may_be_idle_for_longer_than_a_head_may_take(small: Se
 def test_an_idle_connection_is_closed_and_one_with_requests_is_kept() -> None:
     limits = HttpLimits(idle_timeout_s=0.6)
     with running(limits) as server, server.connect() as idle, server.connect() as busy:
-        idle.sendall(request("/query_by_hash", ASKED, close=False))
-        assert idle.recv(65_536).startswith(b"HTTP/1.1 200 ")
+        assert served(idle)
         for _ in range(6):
-            busy.sendall(request("/query_by_hash", ASKED, close=False))
-            assert busy.recv(65_536).startswith(b"HTTP/1.1 200 ")
+            assert served(busy)
             time.sleep(0.2)
         # Twice the idle limit has passed.
         assert select.select([idle], [], [], 0)[0] and idle.recv(1) == b""
@@ -289,16 +250,14 @@ def test_invalid_http_gets_an_error_and_is_counted(patient: Server) -> None:
 def test_connections_are_bounded_and_their_places_free_again(patient: Server) -> None:
     held = [patient.connect() for _ in range(PATIENT.max_connections)]
     for client in held:
-        client.sendall(request("/query_by_hash", ASKED, close=False))
-        assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
+        assert served(client)
     with patient.connect() as late:
         answer = received(late)
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert code_of(answer) == "too_many_connections"
     assert patient.cuts() == {"connections": 1.0}
     # Connections that were admitted are still served.
-    held[0].sendall(request("/query_by_hash", ASKED, close=False))
-    assert held[0].recv(65_536).startswith(b"HTTP/1.1 200 ")
+    assert served(held[0])
     for client in held:
         client.close()
     deadline = time.monotonic() + WAIT_S
@@ -342,14 +301,13 @@ def test_pipelined_queries_wait_until_their_answers_are_read() -> None:
         assert 0 < len(server.core.asked) < questions / 2
 
 
-def test_a_server_that_stops_waits_for_who_may_be_about_to_send() -> None:
+def test_a_stopping_server_waits_for_clients_about_to_send() -> None:
     """Stop the server while clients may be about to send a request.
 
     A request that meets a closed connection is lost, because its client cannot know whether it was read.
     """
     with running(HttpLimits(next_request_s=3_600)) as server, server.connect() as new, server.connect() as kept:
-        kept.sendall(request("/query_by_hash", ASKED, close=False))
-        assert kept.recv(65_536).startswith(b"HTTP/1.1 200 ")
+        assert served(kept)
         server.end()
         # Connections that may not send another request are closed by then.
         time.sleep(3 * LAST_REQUEST_S)
@@ -359,9 +317,8 @@ def test_a_server_that_stops_waits_for_who_may_be_about_to_send() -> None:
             assert answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" in answer
 
 
-def test_a_server_that_stops_closes_who_was_idle_for_long() -> None:
+def test_a_stopping_server_closes_long_idle_connections() -> None:
     with running(HttpLimits(next_request_s=0)) as server, server.connect() as kept:
-        kept.sendall(request("/query_by_hash", ASKED, close=False))
-        assert kept.recv(65_536).startswith(b"HTTP/1.1 200 ")
+        assert served(kept)
         server.end()
         assert received(kept) == b""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import socket
@@ -12,59 +11,29 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-import uvicorn
 
-from kvrouter.router.serve.api.http.http_connection import connection_factory
 from tests.contract.api_support import TinyCore, TinyTokens, build, hit
+from tests.contract.proxy_support import received
+from tests.contract.served_app import ServedApp, connect, request
 
 GOOD = json.dumps({"model": "m", "block_hashes": list(range(1, 400))}).encode()
 LIMIT_BYTES = 4_096
 
 
-class Server:
-    """The HTTP server in a thread."""
-
+class Server(ServedApp):
     def __init__(self, *, api_key: str | None = None) -> None:
-        self.core = TinyCore([hit("w0", 16, 32, 48)])
-        app, _ = build(self.core, tokens=TinyTokens(), max_body_bytes=LIMIT_BYTES, api_key=api_key)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.port = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            app.cold,
-            http=connection_factory(app),  # type: ignore[arg-type]
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            server_header=False,
-            date_header=False,
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])))
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
-        self._socket.close()
+        core = TinyCore([hit("w0", 16, 32, 48)])
+        super().__init__(build(core, tokens=TinyTokens(), max_body_bytes=LIMIT_BYTES, api_key=api_key))
 
     def exchange(self, *pieces: bytes) -> bytes:
         """Send `pieces` one by one, and return everything that the server sends until it closes."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=10) as client:
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connect(self.port) as client:
             for piece in pieces:
                 client.sendall(piece)
                 # The pauses make the pieces arrive separately.
                 threading.Event().wait(0.02 if len(pieces) > 1 else 0)
             client.shutdown(socket.SHUT_WR) if not pieces[-1] else None
-            received = b""
-            while piece := client.recv(65_536):
-                received += piece
-            return received
-
-
-def request(path: str, body: bytes, *headers: str, method: str = "POST", close: bool = True) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}", *headers]
-    return "\r\n".join([*lines, *(["connection: close"] if close else []), "", ""]).encode() + body
+            return received(client)
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +109,7 @@ def statuses(answers: bytes) -> list[int]:
 @pytest.mark.parametrize("case", list(CASES))
 def test_requests_are_answered_in_their_order(server: Server, case: str) -> None:
     pieces, expected = CASES[case]
-    answers = server.exchange(*pieces)
-    assert statuses(answers) == expected
+    assert statuses(server.exchange(*pieces)) == expected
 
 
 def test_a_head_request_is_answered_without_a_body(server: Server) -> None:
@@ -165,7 +133,7 @@ def test_a_body_over_the_limit_is_refused_before_it_is_whole(server: Server) -> 
 
 
 def test_a_kept_connection_serves_again(server: Server) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+    with connect(server.port) as client:
         for _ in range(3):
             client.sendall(request("/query_by_hash", GOOD, close=False))
             assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
@@ -182,7 +150,7 @@ def test_the_key_is_checked_before_the_body_is_read(path: str, header: str, stat
         expected = 404 if (status, path) == (200, "/nowhere") else status
         assert statuses(server.exchange(sent)) == [expected, 200]
         if status == 401:
-            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            with connect(server.port) as client:
                 client.sendall(request(path, GOOD, *key_headers)[:-10])
                 assert client.recv(65_536).startswith(b"HTTP/1.1 401 ")
     finally:
@@ -196,6 +164,6 @@ def test_pipelined_texts_are_answered_in_order(server: Server) -> None:
 
 def test_a_client_that_hangs_up_while_its_text_is_read_leaves_nothing(server: Server) -> None:
     for _ in range(5):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+        with connect(server.port) as client:
             client.sendall(text("Paris", close=False))
     assert server.exchange(text("Paris")).startswith(b"HTTP/1.1 200 ")

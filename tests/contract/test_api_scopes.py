@@ -23,7 +23,7 @@ from kvrouter.router.serve.access.scope import Scope
 from kvrouter.router.serve.api.http.http_api import HttpApi
 from kvrouter.router.serve.api.openapi import EVENTS, HOT_OPERATIONS
 from kvrouter.router.serve.api.scopes import ADMIN, ANY, SCOPES, Route, RouteTable
-from tests.contract.api_support import Answer, TinyCore, ask_app, build, call, hit
+from tests.contract.api_support import Answer, TinyCore, ask_app, build, call
 
 WAIT_S = 20.0
 OPEN = {"/health", "/ready"}
@@ -57,11 +57,6 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def core() -> TinyCore:
-    return TinyCore([hit("w0", 16, 32, 48)])
-
-
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
@@ -77,8 +72,7 @@ def test_every_route_has_a_scope_and_every_scope_a_route() -> None:
     assert all(scopes for scopes in SCOPES.values())
 
 
-def test_a_route_that_the_table_misses_takes_admin_alone(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_a_route_that_the_table_misses_takes_admin_alone(app: HttpApi) -> None:
     cold = app.cold.state.routes  # type: ignore[attr-defined]
     table = RouteTable(cold, [("POST", "/new")])
     assert table.scopes("POST", "/new") == ADMIN
@@ -206,44 +200,42 @@ def write(file: Path, text: str | None) -> None:
         file.write_text(text)
 
 
-def test_keys_are_changed_without_a_restart_and_a_broken_file_changes_nothing(watched: Watched, file: Path) -> None:
+async def test_keys_are_changed_without_a_restart_and_a_broken_file_changes_nothing(
+    watched: Watched, file: Path
+) -> None:
     old, new = KEYS[Scope.WATCH], "the-new-key-to-watch-with"
+    watching = asyncio.create_task(watched.access.watch())
+    try:
+        # Both keys are valid at the same time, so that clients can change one after the other.
+        write(file, listed(("watch", [Scope.WATCH], old), ("new", [Scope.WATCH], new)))
+        await watched.until(new, 200)
+        await watched.until(old, 200)
+        write(file, listed(("new", [Scope.WATCH], new)))
+        await watched.until(old, 401)
+        assert sample(watched.registry, "key_requests_total", key="watch", outcome="admitted") is None
+        taken = sample(watched.registry, "access_reloads_total", file="api_keys", outcome="taken")
+        assert taken == 2.0
 
-    async def change() -> None:
-        watching = asyncio.create_task(watched.access.watch())
-        try:
-            # Both keys are valid at the same time, so that clients can change one after the other.
-            write(file, listed(("watch", [Scope.WATCH], old), ("new", [Scope.WATCH], new)))
+        async def reasons() -> list[str]:
+            return list((await ask_app(watched.app, "GET", "/health")).json()["reasons"])
+
+        for broken in ("keys: [", None):
+            write(file, broken)
+            deadline = time.monotonic() + WAIT_S
+            while not any("the former is used" in reason for reason in await reasons()):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            assert sample(watched.registry, "access_file_stale", file="api_keys") == 1.0
             await watched.until(new, 200)
-            await watched.until(old, 200)
             write(file, listed(("new", [Scope.WATCH], new)))
-            await watched.until(old, 401)
-            assert sample(watched.registry, "key_requests_total", key="watch", outcome="admitted") is None
-            taken = sample(watched.registry, "access_reloads_total", file="api_keys", outcome="taken")
-            assert taken == 2.0
-
-            async def reasons() -> list[str]:
-                return list((await ask_app(watched.app, "GET", "/health")).json()["reasons"])
-
-            for broken in ("keys: [", None):
-                write(file, broken)
-                deadline = time.monotonic() + WAIT_S
-                while not any("the former is used" in reason for reason in await reasons()):
-                    assert time.monotonic() < deadline
-                    await asyncio.sleep(0.01)
-                assert sample(watched.registry, "access_file_stale", file="api_keys") == 1.0
-                await watched.until(new, 200)
-                write(file, listed(("new", [Scope.WATCH], new)))
-                while await reasons():
-                    assert time.monotonic() < deadline
-                    await asyncio.sleep(0.01)
-                assert sample(watched.registry, "access_file_stale", file="api_keys") == 0.0
-            refused = sample(watched.registry, "access_reloads_total", file="api_keys", outcome="refused")
-            assert refused == 2.0
-        finally:
-            watching.cancel()
-
-    asyncio.run(change())
+            while await reasons():
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            assert sample(watched.registry, "access_file_stale", file="api_keys") == 0.0
+        refused = sample(watched.registry, "access_reloads_total", file="api_keys", outcome="refused")
+        assert refused == 2.0
+    finally:
+        watching.cancel()
 
 
 # The rate of registrations.
@@ -287,8 +279,7 @@ def test_registrations_that_come_too_fast_are_refused_and_nothing_else_is(
         assert call(app, "POST", "/register", body(9), headers=bearer(KEYS[Scope.ADMIN])).status == 200
 
 
-def test_a_fleet_of_a_thousand_may_come_and_go_at_once(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_a_fleet_of_a_thousand_may_come_and_go_at_once(app: HttpApi) -> None:
 
     async def come() -> list[int]:
         return [

@@ -80,7 +80,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_starts_answers_and_stops_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_router_starts_answers_and_stops_cleanly(tmp_path: Path, number: signal.Signals) -> None:
     # An engine that has not answered yet; a refused connection would show that no engine is there.
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,

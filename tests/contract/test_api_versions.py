@@ -51,8 +51,7 @@ def outcome(version: str, method: str, path: str) -> tuple[Answer, dict[tuple[st
     app, registry = prepared(path)
     text = json.dumps(EXAMPLES[method, path]).replace(MODEL, "m")
     target = version + path.format(**{name: value for name, (_, value) in PATH_PARTS.items()})
-    answer = call(app, method, target, json.loads(text))
-    return answer, counted(registry)
+    return call(app, method, target, json.loads(text)), counted(registry)
 
 
 @pytest.mark.parametrize(("method", "path"), OURS, ids=" ".join)
@@ -120,7 +119,7 @@ def test_a_reservation_below_the_version_ends_on_both_ways(method: str, part: st
     assert counted(registry)[f"/reservations/{{selection_id}}{part}", "200"] == 3
 
 
-def test_what_openai_clients_send_keeps_its_path() -> None:
+def test_paths_of_openai_clients_are_unchanged() -> None:
     app, _ = prepared("")
     for path in (*PATHS, "/v1/models", "/v1/models/m", "/v1/nowhere", "/v1/", "/v1", "/v1/v1/query", "/"):
         assert app.paths.unversioned(path) == path

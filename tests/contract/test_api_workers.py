@@ -15,6 +15,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.redis_client.errors import StoreUnavailable
 from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.model.workers.registration_from_body import MAX_LORAS, MAX_PATH_CHARS
+from kvrouter.router.serve.api.http.http_api import HttpApi
 from kvrouter.router.serve.api.workers import ROWS_A_TURN
 from tests.contract.api_support import TinyCore, ask_app, build, call, status
 
@@ -28,7 +29,7 @@ def core() -> TinyCore:
 
 
 @pytest.mark.parametrize("path", ["/register", "/workers"])
-def test_a_full_registration(core: TinyCore, path: str) -> None:
+def test_a_registration_with_every_field_is_read(core: TinyCore, path: str) -> None:
     body = {
         **BARE,
         "replay_endpoint": "ipc:///run/replay.sock",
@@ -175,8 +176,7 @@ def test_a_worker_without_events_is_allowed(core: TinyCore) -> None:
     )
 
 
-def test_unregister_drops_one_rank_or_all(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_unregister_drops_one_rank_or_all(app: HttpApi) -> None:
     for rank in range(3):
         call(app, "POST", "/register", {**BARE, "dp_rank": rank})
     answer = call(app, "POST", "/unregister", {"instance_id": "w0", "dp_rank": 1})
@@ -186,8 +186,7 @@ def test_unregister_drops_one_rank_or_all(core: TinyCore) -> None:
     assert (answer.status, answer.error["code"]) == (404, "unknown_worker")
 
 
-def test_delete_takes_rank_and_model_from_the_query(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_delete_takes_rank_and_model_from_the_query(core: TinyCore, app: HttpApi) -> None:
     for rank in range(2):
         call(app, "POST", "/register", {**BARE, "worker_id": "a/b c", "dp_rank": rank})
     assert call(app, "DELETE", "/workers/a/b c", query="dp_rank=1&model=other").status == 404
@@ -198,16 +197,14 @@ def test_delete_takes_rank_and_model_from_the_query(core: TinyCore) -> None:
     assert "dp_rank" in answer.error["message"]
 
 
-def test_patch_keeps_what_is_absent_and_unsets_null(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_patch_keeps_what_is_absent_and_unsets_null(core: TinyCore, app: HttpApi) -> None:
     call(app, "POST", "/register", {**BARE, "url": "http://h:1", "replay_endpoint": "tcp://h:2", "block_size": 16})
     answer = call(app, "PATCH", "/workers/w0", {"url": "http://h:9", "replay_endpoint": None})
     assert answer.status == 200 and answer.json().items() >= {"status": "ok", "worker_id": "w0"}.items()
     assert core.registered[W0] == Registration(W0, events=BARE["endpoint"], url="http://h:9", block_size=16)
 
 
-def test_patch_refuses_contradictions(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_a_contradictory_patch_is_refused(core: TinyCore, app: HttpApi) -> None:
     assert call(app, "PATCH", "/workers/w0", {"url": "http://h:1"}).error["code"] == "unknown_worker"
     for rank in range(2):
         call(app, "POST", "/register", {**BARE, "dp_rank": rank})
@@ -221,8 +218,7 @@ def test_patch_refuses_contradictions(core: TinyCore) -> None:
     assert core.registered[W0].events == BARE["endpoint"]
 
 
-def test_workers_lists_every_field(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_workers_lists_every_field(app: HttpApi) -> None:
     call(app, "POST", "/register", {**BARE, "url": "http://h:1"})
     row = {
         "worker_id": "w0",
@@ -269,8 +265,7 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
     assert msgspec.msgpack.decode(packed.body) == {"workers": [row]}
 
 
-def test_one_worker_has_the_rows_of_all_its_ranks_and_models(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_one_worker_has_the_rows_of_all_its_ranks_and_models(app: HttpApi) -> None:
     for worker_id, model, rank in (("w0", "m", 0), ("w0", "m", 1), ("w0", "n", 0), ("w1", "m", 0), ("a/b c", "m", 0)):
         call(app, "POST", "/register", {"worker_id": worker_id, "model": model, "dp_rank": rank, "url": "http://h:1"})
     every = call(app, "GET", "/workers").json()["workers"]
@@ -295,8 +290,7 @@ def test_one_worker_has_the_rows_of_all_its_ranks_and_models(core: TinyCore) -> 
     assert call(app, "GET", "/workers/w0", query="dp_rank=x").status == 400
 
 
-def test_a_worker_that_its_source_drains_is_not_said_to_be_active(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_a_worker_that_its_source_drains_is_not_said_to_be_active(core: TinyCore, app: HttpApi) -> None:
     core.registered[W0] = Registration(worker=W0, url="http://h:1", source="kubernetes", retiring=True)
     answer = call(app, "PATCH", "/workers/w0", {"state": "active"})
     assert (answer.status, answer.error["code"]) == (409, "kept_by_source")
@@ -304,7 +298,7 @@ def test_a_worker_that_its_source_drains_is_not_said_to_be_active(core: TinyCore
     assert call(app, "PATCH", "/workers/w0", {"state": "draining"}).status == 200
 
 
-def test_messagepack_registers_too(core: TinyCore) -> None:
+def test_a_worker_registers_with_messagepack(core: TinyCore) -> None:
     raw = msgspec.msgpack.encode(BARE)
     assert call(build(core)[0], "POST", "/register", raw, headers={"content-type": "application/msgpack"}).status == 200
     assert W0 in core.registered
@@ -316,8 +310,7 @@ def test_a_store_that_is_down_is_503(core: TinyCore) -> None:
     assert (answer.status, answer.error["code"]) == (503, "store_unavailable")
 
 
-def test_a_role_is_kept_changed_and_unset(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_a_role_is_kept_changed_and_unset(core: TinyCore, app: HttpApi) -> None:
     body = {"worker_id": "w0", "model": "m", "url": "http://h:1"}
     call(app, "POST", "/register", body | {"role": "prefill"})
     (worker,) = core.registered
@@ -330,8 +323,7 @@ def test_a_role_is_kept_changed_and_unset(core: TinyCore) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PATCH"])
-def test_an_unknown_role_lists_the_known_ones(core: TinyCore, method: str) -> None:
-    app, _ = build(core)
+def test_an_unknown_role_lists_the_known_ones(app: HttpApi, method: str) -> None:
     body = {"worker_id": "w0", "model": "m", "url": "http://h:1"}
     path = "/register" if method == "POST" else "/workers/w0"
     call(app, "POST", "/register", body)
@@ -343,8 +335,7 @@ def test_an_unknown_role_lists_the_known_ones(core: TinyCore, method: str) -> No
         assert answer.status == 400 and named in answer.error["message"]
 
 
-def test_a_worker_drains_until_it_is_active_again(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_a_worker_drains_until_it_is_active_again(core: TinyCore, app: HttpApi) -> None:
     body = {"worker_id": "w0", "model": "m", "url": "http://h:1"}
     call(app, "POST", "/register", body)
     (worker,) = core.registered

@@ -17,8 +17,9 @@ from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS
 from kvrouter.router.serve.access.browser_policy import MAX_KNOWN_HOSTS
+from kvrouter.router.serve.api.http.http_api import HttpApi
 from kvrouter.router.serve.api.openapi import EVENTS, HOT_OPERATIONS
-from tests.contract.api_support import TinyCore, build, call, exchange, hit
+from tests.contract.api_support import TinyCore, build, call, exchange
 
 EVIL = "evil.example"
 KEY = "correct-horse-battery"
@@ -40,11 +41,6 @@ def routes() -> list[tuple[str, str]]:
 
 ROUTES = routes()
 CHANGES = [route for route in ROUTES if route[0] not in SAFE]
-
-
-@pytest.fixture
-def core() -> TinyCore:
-    return TinyCore([hit("w0", 16, 32, 48)])
 
 
 def refused(registry: MetricRegistry, reason: str) -> float | None:
@@ -98,7 +94,7 @@ NAMES = (EVIL, f"127.0.0.1.{EVIL}", f"localhost.{EVIL}", "router", "router.ns.sv
         ({"api_key": KEY}, (*LOOPBACK, *ADDRESSES, *NAMES), ()),
     ],
 )
-def test_which_hosts_are_taken(
+def test_only_admitted_hosts_are_accepted(
     core: TinyCore, settings: dict[str, Any], admitted: tuple[str, ...], foreign: tuple[str, ...]
 ) -> None:
     app, _ = build(core, **settings)
@@ -114,8 +110,7 @@ def test_which_hosts_are_taken(
         assert call(app, "POST", "/query_by_hash", HASHES, host=host).status == 403, host
 
 
-def test_a_request_for_another_target_is_judged_by_that(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_a_request_for_another_target_is_judged_by_that(app: HttpApi) -> None:
     for target, status in ((f"http://{EVIL}/workers", b"403"), ("http://localhost:30000/workers", b"200")):
         for host in ("localhost", EVIL):
             sent = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
@@ -123,14 +118,12 @@ def test_a_request_for_another_target_is_judged_by_that(core: TinyCore) -> None:
             assert asyncio.run(exchange(app, sent)).split()[1] == status, (target, host)
 
 
-def test_who_names_no_host_is_no_browser(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_a_request_without_a_host_is_accepted(app: HttpApi) -> None:
     for sent in (b"GET /ready HTTP/1.0\r\n\r\n", b"GET /ready HTTP/1.1\r\nhost:\r\nconnection: close\r\n\r\n"):
         assert asyncio.run(exchange(app, sent)).split()[1] == b"200"
 
 
-def test_many_admitted_hosts_do_not_fill_the_memory(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_many_admitted_hosts_do_not_fill_the_memory(app: HttpApi) -> None:
     for number in range(MAX_KNOWN_HOSTS + 10):
         assert call(app, "GET", "/ready", host=f"localhost:{number}").status == 200
         assert call(app, "GET", "/ready", host=f"{number}.example").status == 403
@@ -171,8 +164,7 @@ def test_no_path_that_changes_anything_takes_a_request_of_a_foreign_page(
     assert not core.registered
 
 
-def test_which_pages_are_foreign(core: TinyCore) -> None:
-    app, _ = build(core)
+def test_pages_of_other_origins_are_foreign(core: TinyCore, app: HttpApi) -> None:
     for page in FOREIGN:
         assert call(app, "POST", "/register", WORKER, host="localhost:30000", headers=page).status == 403, page
         # A read is answered, but the browser does not show the answer to the page.
@@ -202,8 +194,7 @@ def test_a_key_does_not_make_a_page_less_foreign_and_a_listed_origin_does(core: 
 
 @pytest.mark.parametrize("kind", ["text/plain", "Text/Plain;charset=UTF-8", "multipart/form-data; boundary=x"])
 @pytest.mark.parametrize(("method", "path"), CHANGES, ids=map(" ".join, CHANGES))
-def test_plain_text_and_forms_are_no_json(core: TinyCore, kind: str, method: str, path: str) -> None:
-    app, _ = build(core)
+def test_plain_text_and_forms_are_no_json(core: TinyCore, app: HttpApi, kind: str, method: str, path: str) -> None:
     answer = call(app, method, path, WORKER, headers={"content-type": kind})
     if path in AUDIO:
         # These paths take forms.
@@ -217,13 +208,12 @@ def test_plain_text_and_forms_are_no_json(core: TinyCore, kind: str, method: str
 @pytest.mark.parametrize(
     "kind", [None, "application/json", "application/x-www-form-urlencoded", "APPLICATION/JSON", "*/*", "text/json"]
 )
-def test_curls_own_type_and_all_others_are_json(core: TinyCore, kind: str | None) -> None:
-    app, _ = build(core)
+def test_curls_own_type_and_all_others_are_json(core: TinyCore, app: HttpApi, kind: str | None) -> None:
     typed = {} if kind is None else {"content-type": kind}
     assert call(app, "POST", "/register", WORKER, headers=typed).status == 200
     assert call(app, "POST", "/query_by_hash", HASHES, headers=typed).status == 200
     assert len(core.registered) == 1
 
 
-def test_the_default_is_the_one_that_is_safe() -> None:
+def test_a_router_listens_on_this_host_alone_by_default() -> None:
     assert Config().host == "127.0.0.1" and Config().allowed_hosts == ()

@@ -74,7 +74,7 @@ BREAKS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_what_an_api_server_would_refuse_is_refused_here(name: str) -> None:
+def test_objects_that_an_api_server_refuses_are_refused_here(name: str) -> None:
     kind, breaks = BREAKS[name]
     value = copy.deepcopy(next(each for each in rendered("everything") if each["kind"] == kind))
     check_object(value)
@@ -84,7 +84,7 @@ def test_what_an_api_server_would_refuse_is_refused_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_what_an_object_names_is_there(name: str) -> None:
+def test_every_object_that_is_named_exists(name: str) -> None:
     objects = rendered(name)
     named = {(each["kind"], each["metadata"]["name"]) for each in objects}
     workloads = [each for each in objects if each["kind"] in WORKLOADS]
@@ -344,7 +344,7 @@ def keys(value: Any, above: str = "") -> set[str]:
     }
 
 
-def test_the_schema_has_the_values_and_no_others() -> None:
+def test_the_schema_has_exactly_the_values() -> None:
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema = json.loads((CHART / "values.schema.json").read_text())
 

@@ -15,15 +15,13 @@ from kvrouter.router.follow.streams import commit_loop
 from kvrouter.router.index.store import checkpoint, keys
 from tests.contract.lead_support import (
     CHAIN,
-    FIRST,
     SECOND,
     TOKENS,
     WORKER,
+    following,
     held_in_store,
     is_well,
-    registration,
     router,
-    run,
     until,
 )
 from tests.support.fake_engine import FakeEngine, removed, stored
@@ -53,84 +51,63 @@ async def loaded(core: Core) -> set[int]:
     return {block for hashes in image.places.values() for block in hashes.tolist()}
 
 
-def test_a_worker_that_is_quiet_gets_its_checkpoint(
+async def test_a_worker_that_is_quiet_gets_its_checkpoint(
     server: StoreServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_loop, "QUIET_S", 0.05)
-
-    async def main() -> None:
-        async with router(server, FIRST) as core:
-            await core.register(registration(engine))
-            engine.publish(stored(TOKENS, 0, 12))
-            await until(lambda: is_well(core, 12), "the worker is not live")
-            await until(lambda: is_settled(server) and stored_bytes(server) == 8 * 12, "no checkpoint while quiet")
-            engine.publish(*removed(CHAIN[5:]))
-            await until(lambda: stored_bytes(server) == 8 * 5, "no second checkpoint")
-            assert is_settled(server)
-            assert held_in_store(server) == set(CHAIN[:5]) == await loaded(core)
-            assert server.client.hget(META, keys.META_PLACES).startswith(b"g0:GPU=5=")
-            stream = core.registry.streams[WORKER]
-            assert not stream.commits.tail.blocks
-
-    run(main)
+    async with following(server, engine) as core:
+        await until(lambda: is_settled(server) and stored_bytes(server) == 8 * 12, "no checkpoint while quiet")
+        engine.publish(*removed(CHAIN[5:]))
+        await until(lambda: stored_bytes(server) == 8 * 5, "no second checkpoint")
+        assert is_settled(server)
+        assert held_in_store(server) == set(CHAIN[:5]) == await loaded(core)
+        assert server.client.hget(META, keys.META_PLACES).startswith(b"g0:GPU=5=")
+        assert not core.registry.streams[WORKER].commits.tail.blocks
 
 
-def test_without_quiet_a_long_tail_brings_a_checkpoint_and_a_short_one_does_not(
+async def test_without_quiet_a_long_tail_brings_a_checkpoint_and_a_short_one_does_not(
     server: StoreServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "TAIL_BLOCKS", 10 * checkpoint.ENTRY_BLOCKS)
+    async with following(server, engine) as core:
+        await until(lambda: held_in_store(server) == set(CHAIN), "not committed")
+        done, commits = numbers(server)
+        assert done < commits and stored_bytes(server) == 0
+        # Each change becomes a separate commit, because the next one is published after it is stored.
+        for turn in itertools.count():
+            engine.publish(*(removed(CHAIN[6:]) if turn % 2 == 0 else [stored(TOKENS, 6, 12)]))
+            blocks = 12 if turn % 2 else 6
+            await until(lambda blocks=blocks: is_well(core, blocks), "not taken in")  # type: ignore[misc]
+            expected = set(CHAIN[:blocks])
+            await until(lambda e=expected: held_in_store(server) == e, "not committed")  # type: ignore[misc]
+            assert await loaded(core) == expected
+            if numbers(server)[0] > done:
+                break
+            assert turn < 20, "no checkpoint"
+        assert turn > 3
+        # The router that takes over continues from the checkpoint and the log behind it.
+        engine.publish(*removed(CHAIN[3:]))
+        await until(lambda: is_well(core, 3), "not taken in")
+    async with router(server, SECOND) as other:
+        await until(lambda: is_well(other, 3), "not taken over")
+        assert held_in_store(server) == set(CHAIN[:3]) == await loaded(other)
+        tail = other.registry.streams[WORKER].commits.tail
 
-    async def main() -> None:
-        async with router(server, FIRST) as core:
-            await core.register(registration(engine))
-            engine.publish(stored(TOKENS, 0, 12))
-            await until(lambda: is_well(core, 12), "the worker is not live")
-            await until(lambda: held_in_store(server) == set(CHAIN), "not committed")
+        def is_measured() -> bool:
             done, commits = numbers(server)
-            assert done < commits and stored_bytes(server) == 0
-            # Each change becomes a separate commit, because the next one is published after it is stored.
-            for turn in itertools.count():
-                engine.publish(*(removed(CHAIN[6:]) if turn % 2 == 0 else [stored(TOKENS, 6, 12)]))
-                blocks = 12 if turn % 2 else 6
-                await until(lambda blocks=blocks: is_well(core, blocks), "not taken in")  # type: ignore[misc]
-                expected = set(CHAIN[:blocks])
-                await until(lambda e=expected: held_in_store(server) == e, "not committed")  # type: ignore[misc]
-                assert await loaded(core) == expected
-                if numbers(server)[0] > done:
-                    break
-                assert turn < 20, "no checkpoint"
-            assert turn > 3
-            # The router that takes over continues from the checkpoint and the log behind it.
-            engine.publish(*removed(CHAIN[3:]))
-            await until(lambda: is_well(core, 3), "not taken in")
+            return tail.entries == commits - done > 0
+
+        await until(is_measured, "it does not know what lies behind the checkpoint")
+
+
+async def test_a_store_that_lost_the_end_of_a_log_is_written_again(server: StoreServer, engine: FakeEngine) -> None:
+    async with following(server, engine) as core:
+        await until(lambda: held_in_store(server) == set(CHAIN), "not committed")
+        epoch = server.client.hget(META, keys.META_EPOCH)
+        server.client.delete(keys.log(WORKER))
         async with router(server, SECOND) as other:
-            await until(lambda: is_well(other, 3), "not taken over")
-            assert held_in_store(server) == set(CHAIN[:3]) == await loaded(other)
-            tail = other.registry.streams[WORKER].commits.tail
-
-            def is_measured() -> bool:
-                done, commits = numbers(server)
-                return tail.entries == commits - done > 0
-
-            await until(is_measured, "it does not know what lies behind the checkpoint")
-
-    run(main)
-
-
-def test_a_store_that_lost_the_end_of_a_log_is_written_again(server: StoreServer, engine: FakeEngine) -> None:
-    async def main() -> None:
-        async with router(server, FIRST) as core:
-            await core.register(registration(engine))
-            engine.publish(stored(TOKENS, 0, 12))
-            await until(lambda: is_well(core, 12), "the worker is not live")
-            await until(lambda: held_in_store(server) == set(CHAIN), "not committed")
-            epoch = server.client.hget(META, keys.META_EPOCH)
-            server.client.delete(keys.log(WORKER))
-            async with router(server, SECOND) as other:
-                # The other router reports that it cannot load the worker; the router that follows the worker opens a
-                # new epoch.
-                await until(lambda: server.client.hget(META, keys.META_EPOCH) != epoch, "the epoch is not voided")
-                await until(lambda: is_well(core, 12) and is_well(other, 12), "not well again")
-                assert held_in_store(server) == set(CHAIN) == await loaded(other)
-
-    run(main)
+            # The other router reports that it cannot load the worker; the router that follows the worker opens a
+            # new epoch.
+            await until(lambda: server.client.hget(META, keys.META_EPOCH) != epoch, "the epoch is not voided")
+            await until(lambda: is_well(core, 12) and is_well(other, 12), "not well again")
+            assert held_in_store(server) == set(CHAIN) == await loaded(other)

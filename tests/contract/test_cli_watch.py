@@ -36,7 +36,7 @@ def watching(url: str, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command(url, *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_on_a_pipe_it_prints_block_after_block_shows_a_router_that_is_away_and_ends_with_ctrl_c(
+def test_on_a_pipe_it_prints_block_after_block_until_ctrl_c(
     stub: StubRouter,
 ) -> None:
     with watching(stub.url) as process:
@@ -63,7 +63,7 @@ def test_as_json_it_prints_answer_after_answer(stub: StubRouter) -> None:
         assert process.wait() == INTERRUPTED
 
 
-def test_a_first_failure_ends_it(stub: StubRouter) -> None:
+def test_a_first_failure_ends_the_command(stub: StubRouter) -> None:
     stub.answers["/workers"] = (500, b"")
     with watching(stub.url) as process:
         assert process.wait() == 1

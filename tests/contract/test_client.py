@@ -34,7 +34,7 @@ from kvrouter.client import (
 )
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
-from tests.support.client_callers import CALLERS, Caller
+from tests.support.client_callers import Caller
 from tests.support.router_process import RouterProcess
 from tests.support.tls_front import TlsFront
 from tests.support.tls_redis import certificates
@@ -68,20 +68,6 @@ def router(tmp_path_factory: pytest.TempPathFactory, replica: dict[str, Any]) ->
 
 def url_of(router: RouterProcess) -> str:
     return f"http://127.0.0.1:{router.port}"
-
-
-@pytest.fixture(params=CALLERS, ids=lambda kind: kind.__name__)
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Create callers of one kind, and close them at the end."""
-    callers: list[Caller] = []
-
-    def new(url: str, **options: Any) -> Caller:
-        callers.append(request.param(url, **options))
-        return callers[-1]
-
-    yield new
-    for caller in callers:
-        caller.close()
 
 
 def active(router: RouterProcess) -> int:
@@ -247,7 +233,7 @@ def test_a_body_that_has_no_json_is_a_type_error(make: Make, router: RouterProce
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_a_client_reserves_and_leaves_is_released(router: RouterProcess, seed: int) -> None:
+def test_abandoned_reservations_of_a_client_are_released(router: RouterProcess, seed: int) -> None:
     """Count as many releases as reservations, however each task ends and wherever it is cancelled."""
     draw = random.Random(seed)
     reserved, released, before = done(router, RESERVE), done(router, RELEASE), active(router)

@@ -12,9 +12,9 @@ import logging
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -41,7 +41,7 @@ from kvrouter.client import (
 )
 from kvrouter.contract.hits import Overlap
 from kvrouter.contract.reservations import EndedReply
-from tests.support.client_callers import CALLERS, Caller
+from tests.support.client_callers import Caller
 from tests.support.ports import free_port
 from tests.support.scripted_engine import Asked, Script, ScriptedEngine, Wire, hang, plain, reset
 
@@ -119,21 +119,13 @@ def sent(router: ScriptedEngine) -> list[str]:
     return [f"{asked.method} {asked.target}" for asked in router.asked]
 
 
-@pytest.fixture(params=CALLERS, ids=lambda kind: kind.__name__)
-def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Caller]]:
-    """Create callers of one kind, and close them at the end."""
-    callers: list[Caller] = []
-
-    def new(url: str, **options: Any) -> Caller:
-        callers.append(request.param(url, **{"retries": AT_ONCE, **options}))
-        return callers[-1]
-
-    yield new
-    for caller in callers:
-        caller.close()
-
-
 Make = Callable[..., Caller]
+
+
+@pytest.fixture
+def make(make: Make) -> Make:
+    """Create callers that retry at once."""
+    return partial(make, retries=AT_ONCE)
 
 
 def test_a_prefix_a_key_and_the_media_type_are_in_every_request(make: Make) -> None:
@@ -146,7 +138,7 @@ def test_a_prefix_a_key_and_the_media_type_are_in_every_request(make: Make) -> N
             assert asked.all("content-type") == asked.all("accept") == ["application/json"]
 
 
-def test_what_is_not_given_is_not_sent(make: Make) -> None:
+def test_fields_that_are_not_given_are_not_sent(make: Make) -> None:
     chat = SelectBody(model="m", messages=[{"role": "user", "content": "hi"}], extra={"tools": [{}], "model": "other"})
     with ScriptedEngine(answer(choice("s"))) as router:
         make(router.url).ask("select", chat)
@@ -169,7 +161,7 @@ def test_the_environment_sends_nothing_elsewhere(make: Make, monkeypatch: pytest
         assert make(router.url).ask("query", QUERY) == QueryReply({}, {})
 
 
-def test_nobody_listens(make: Make) -> None:
+def test_a_port_without_a_listener_is_an_error(make: Make) -> None:
     with pytest.raises(RouterUnreachable, match="listening"):
         make(f"http://127.0.0.1:{free_port()}").ask("query", QUERY)
 
@@ -279,7 +271,7 @@ def test_a_release_that_fails_does_not_fail_what_was_done(make: Make, caplog: py
     assert "expires at the router" in record.message
 
 
-def test_a_task_that_is_cancelled_while_it_is_answered_ends_at_once_and_is_released_behind() -> None:
+async def test_a_task_that_is_cancelled_while_it_is_answered_ends_at_once_and_is_released_behind() -> None:
     answers = asyncio.Event()
 
     async def slow(asked: Asked, wire: Wire) -> None:
@@ -292,44 +284,37 @@ def test_a_task_that_is_cancelled_while_it_is_answered_ends_at_once_and_is_relea
             async with client.reserve(SELECT):
                 raise AssertionError("nothing was chosen yet")
 
-        async def run() -> None:
-            async with AsyncClient(router.url) as client:
-                task = asyncio.create_task(use(client))
-                while not router.asked:
-                    await asyncio.sleep(0.001)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-                assert len(router.asked) == 1
-                router._loop.call_soon_threadsafe(answers.set)
-
-        asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+        async with AsyncClient(router.url) as client:
+            task = asyncio.create_task(use(client))
+            while not router.asked:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert len(router.asked) == 1
+            router._loop.call_soon_threadsafe(answers.set)
         own = json.loads(router.asked[0].body)["selection_id"]
         assert sent(router) == ["POST /v1/select_and_reserve", f"DELETE /v1/reservations/{own}"]
         assert router.given_up == 0
 
 
-def test_a_task_that_is_cancelled_while_it_holds_releases() -> None:
+async def test_a_task_that_is_cancelled_while_it_holds_releases() -> None:
     with ScriptedEngine(reserving(chosen)) as router:
+        async with AsyncClient(router.url) as client:
+            held = asyncio.Event()
 
-        async def run() -> None:
-            async with AsyncClient(router.url) as client:
-                held = asyncio.Event()
+            async def use() -> None:
+                async with client.reserve(SELECT):
+                    held.set()
+                    await asyncio.sleep(PATIENCE_S)
 
-                async def use() -> None:
-                    async with client.reserve(SELECT):
-                        held.set()
-                        await asyncio.sleep(PATIENCE_S)
-
-                task = asyncio.create_task(use())
-                await held.wait()
-                task.cancel()
-                # The task is cancelled a second time during the release.
-                asyncio.get_running_loop().call_soon(task.cancel)
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-
-        asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+            task = asyncio.create_task(use())
+            await held.wait()
+            task.cancel()
+            # The task is cancelled a second time during the release.
+            asyncio.get_running_loop().call_soon(task.cancel)
+            with pytest.raises(asyncio.CancelledError):
+                await task
         assert [asked.method for asked in router.asked] == ["POST", "DELETE"]
 
 

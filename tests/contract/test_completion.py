@@ -59,7 +59,7 @@ def test_bash_completes_commands_and_flags(
     assert set(bash(COMPLETE, environment, tmp_path / "script", *words).splitlines()) == wanted
 
 
-def test_completion_is_installed_into_the_shells_own_file(environment: dict[str, str], tmp_path: Path) -> None:
+def test_completion_is_installed_into_the_file_of_the_shell(environment: dict[str, str], tmp_path: Path) -> None:
     output = bash("kvrouter --install-completion; true", environment)
     assert "bash completion installed" in output
     assert "kvrouter" in (tmp_path / ".bashrc").read_text()

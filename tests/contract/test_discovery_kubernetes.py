@@ -80,92 +80,71 @@ async def watching(folder: Path, *pods: dict[str, Any], **faults: Any) -> AsyncI
             await asyncio.gather(task, return_exceptions=True)
 
 
-def run(main: Callable[[], Any]) -> None:
-    asyncio.run(main())
+async def test_pods_come_and_go(tmp_path: Path) -> None:
+    other = pod("other", labels={"app": "web"})
+    async with watching(tmp_path, pod("e-0"), other) as watched:
+        await watched.until_names("e-0")
+        await watched.cluster.put(pod("e-1", "10.0.0.6"), pod("third", labels={"app": "web"}))
+        await watched.until_names("e-0", "e-1")
+        await watched.cluster.put(pod("e-0", terminating=True))
+        await watched.until(lambda: watched.registrations[0].retiring)
+        assert watched.registrations[0].note == "its pod is terminating"
+        await watched.cluster.delete("e-0")
+        await watched.until_names("e-1")
+        (query,) = [parameters for parameters in watched.cluster.asked if "watch" not in parameters]
+        assert query == {"labelSelector": "app=vllm", "limit": "250"}
 
 
-def test_pods_come_and_go(tmp_path: Path) -> None:
-    async def main() -> None:
-        other = pod("other", labels={"app": "web"})
-        async with watching(tmp_path, pod("e-0"), other) as watched:
-            await watched.until_names("e-0")
-            await watched.cluster.put(pod("e-1", "10.0.0.6"), pod("third", labels={"app": "web"}))
-            await watched.until_names("e-0", "e-1")
-            await watched.cluster.put(pod("e-0", terminating=True))
-            await watched.until(lambda: watched.registrations[0].retiring)
-            assert watched.registrations[0].note == "its pod is terminating"
-            await watched.cluster.delete("e-0")
-            await watched.until_names("e-1")
-            (query,) = [parameters for parameters in watched.cluster.asked if "watch" not in parameters]
-            assert query == {"labelSelector": "app=vllm", "limit": "250"}
-
-    run(main)
-
-
-def test_a_long_list_comes_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_list_comes_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_api, "PAGE_PODS", 3)
-
-    async def main() -> None:
-        names = [f"e-{number}" for number in range(8)]
-        async with watching(tmp_path, *map(pod, names)) as watched:
-            await watched.until_names(*names)
-            assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 3
-
-    run(main)
+    names = [f"e-{number}" for number in range(8)]
+    async with watching(tmp_path, *map(pod, names)) as watched:
+        await watched.until_names(*names)
+        assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 3
 
 
 @pytest.mark.parametrize("in_stream", [False, True])
-def test_who_is_too_far_behind_lists_again(tmp_path: Path, in_stream: bool) -> None:
-    async def main() -> None:
-        async with watching(tmp_path, pod("e-0"), pod("e-1"), gone_in_stream=in_stream) as watched:
-            await watched.until_names("e-0", "e-1")
-            await watched.until(lambda: watched.cluster.watches)
-            del watched.cluster.pods["e-0"]
-            await watched.cluster.compact()
-            watched.cluster.cut()
-            await watched.until_names("e-1")
-            assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 2
-
-    run(main)
+async def test_a_watch_too_far_behind_lists_again(tmp_path: Path, in_stream: bool) -> None:
+    async with watching(tmp_path, pod("e-0"), pod("e-1"), gone_in_stream=in_stream) as watched:
+        await watched.until_names("e-0", "e-1")
+        await watched.until(lambda: watched.cluster.watches)
+        del watched.cluster.pods["e-0"]
+        await watched.cluster.compact()
+        watched.cluster.cut()
+        await watched.until_names("e-1")
+        assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 2
 
 
-def test_a_bookmark_is_gone_on_from(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with watching(tmp_path, pod("e-0")) as watched:
-            await watched.until(lambda: watched.cluster.watches)
-            await watched.cluster.bookmark()
-            at = str(watched.cluster.version)
-            # Wait until the bookmark has arrived, which nothing shows.
-            await asyncio.sleep(0.2)
-            watched.cluster.compacted = watched.cluster.version
-            watched.cluster.cut()
-            await watched.until(
-                lambda: watched.cluster.asked[-1].get("resourceVersion") == at and watched.cluster.watches
-            )
-            await watched.cluster.put(pod("e-1"))
-            await watched.until_names("e-0", "e-1")
-            assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 1
-
-    run(main)
+async def test_a_watch_continues_from_a_bookmark(tmp_path: Path) -> None:
+    async with watching(tmp_path, pod("e-0")) as watched:
+        await watched.until(lambda: watched.cluster.watches)
+        await watched.cluster.bookmark()
+        at = str(watched.cluster.version)
+        # Wait until the bookmark has arrived, which nothing shows.
+        await asyncio.sleep(0.2)
+        watched.cluster.compacted = watched.cluster.version
+        watched.cluster.cut()
+        await watched.until(lambda: watched.cluster.asked[-1].get("resourceVersion") == at and watched.cluster.watches)
+        await watched.cluster.put(pod("e-1"))
+        await watched.until_names("e-0", "e-1")
+        assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 1
 
 
-def test_a_watch_that_is_cut_or_ends_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_watch_that_is_cut_or_ends_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster_api, "WATCH_S", (1, 1))
-
-    async def main() -> None:
-        async with watching(tmp_path, pod("e-0")) as watched:
-            for number in range(1, 4):
-                await watched.until(lambda: watched.cluster.watches)
-                if number % 2:
-                    watched.cluster.cut()
-                else:
-                    await watched.until(lambda: not watched.cluster.watches)
-                await watched.cluster.put(pod(f"e-{number}"))
-                await watched.until_named(f"e-{number}")
-            assert watched.problems == {""}, "one cut is no outage"
-            assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 1
-
-    run(main)
+    async with watching(tmp_path, pod("e-0")) as watched:
+        for number in range(1, 4):
+            await watched.until(lambda: watched.cluster.watches)
+            if number % 2:
+                watched.cluster.cut()
+            else:
+                await watched.until(lambda: not watched.cluster.watches)
+            await watched.cluster.put(pod(f"e-{number}"))
+            await watched.until_named(f"e-{number}")
+        assert watched.problems == {""}, "one cut is no outage"
+        assert sum("watch" not in parameters for parameters in watched.cluster.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -180,82 +159,66 @@ def test_a_watch_that_is_cut_or_ends_goes_on_where_it_was(tmp_path: Path, monkey
         (429, "the API server answers 429"),
     ],
 )
-def test_what_the_server_refuses_is_said_with_what_to_do(tmp_path: Path, status: int, words: str) -> None:
-    async def main() -> None:
-        async with watching(tmp_path, pod("e-0"), status=status) as watched:
-            await watched.until(lambda: words in watched.source.problem)
-            assert watched.source.shown is None
-            watched.cluster.status = None
-            await watched.until_names("e-0")
-
-    run(main)
+async def test_a_refusal_of_the_server_says_what_to_do(tmp_path: Path, status: int, words: str) -> None:
+    async with watching(tmp_path, pod("e-0"), status=status) as watched:
+        await watched.until(lambda: words in watched.source.problem)
+        assert watched.source.shown is None
+        watched.cluster.status = None
+        await watched.until_names("e-0")
 
 
-def test_nothing_is_lost_while_the_server_is_away(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with watching(tmp_path, pod("e-0"), pod("e-1")) as watched:
-            await watched.until_names("e-0", "e-1")
-            await watched.until(lambda: watched.cluster.watches)
-            watched.cluster.status = 503
-            watched.cluster.cut()
-            await watched.until(lambda: "503 to watch pods" in watched.source.problem)
-            assert watched.names == ["e-0", "e-1"]
-            await watched.cluster.delete("e-0")
-            watched.cluster.status = None
-            await watched.until_names("e-1")
-
-    run(main)
+async def test_nothing_is_lost_while_the_server_is_away(tmp_path: Path) -> None:
+    async with watching(tmp_path, pod("e-0"), pod("e-1")) as watched:
+        await watched.until_names("e-0", "e-1")
+        await watched.until(lambda: watched.cluster.watches)
+        watched.cluster.status = 503
+        watched.cluster.cut()
+        await watched.until(lambda: "503 to watch pods" in watched.source.problem)
+        assert watched.names == ["e-0", "e-1"]
+        await watched.cluster.delete("e-0")
+        watched.cluster.status = None
+        await watched.until_names("e-1")
 
 
-def test_an_outage_of_the_connection_is_said(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with watching(tmp_path, pod("e-0")) as watched:
-            await watched.until_names("e-0")
-            await watched.until(lambda: watched.cluster.watches)
-            port = int(watched.cluster.url.rpartition(":")[2])
-            await watched.cluster.refuse()
-            watched.cluster.cut()
-            await watched.until(lambda: "cannot be reached" in watched.source.problem)
-            assert watched.names == ["e-0"]
-            await watched.cluster.put(pod("e-1"))
-            await watched.cluster.listen(port)
-            await watched.until_names("e-0", "e-1")
-
-    run(main)
+async def test_an_outage_of_the_connection_is_reported(tmp_path: Path) -> None:
+    async with watching(tmp_path, pod("e-0")) as watched:
+        await watched.until_names("e-0")
+        await watched.until(lambda: watched.cluster.watches)
+        port = int(watched.cluster.url.rpartition(":")[2])
+        await watched.cluster.refuse()
+        watched.cluster.cut()
+        await watched.until(lambda: "cannot be reached" in watched.source.problem)
+        assert watched.names == ["e-0"]
+        await watched.cluster.put(pod("e-1"))
+        await watched.cluster.listen(port)
+        await watched.until_names("e-0", "e-1")
 
 
-def test_a_slow_server_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_server_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_api, "LIST_TIMEOUT_S", 0.2)
-
-    async def main() -> None:
-        async with watching(tmp_path, pod("e-0"), delay_s=1.0) as watched:
-            await watched.until(lambda: "did not answer" in watched.source.problem)
-            watched.cluster.delay_s = 0.0
-            await watched.until_names("e-0")
-
-    run(main)
+    async with watching(tmp_path, pod("e-0"), delay_s=1.0) as watched:
+        await watched.until(lambda: "did not answer" in watched.source.problem)
+        watched.cluster.delay_s = 0.0
+        await watched.until_names("e-0")
 
 
-def test_a_token_that_was_exchanged_is_read_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with watching(tmp_path, pod("e-0")) as watched:
-            await watched.until_names("e-0")
-            await watched.until(lambda: watched.cluster.watches)
-            watched.token_file.write_text("expired")
-            watched.cluster.cut()
-            await watched.until(lambda: "401" in watched.source.problem)
-            watched.token_file.unlink()
-            await watched.until(lambda: "kubernetes_token_file" in watched.source.problem)
-            os.mkfifo(watched.token_file)
-            await watched.until(lambda: "not a regular file" in watched.source.problem)
-            watched.token_file.unlink()
-            watched.token_file.write_text(TOKEN)
-            await watched.until_names("e-0")
-
-    run(main)
+async def test_a_token_that_was_exchanged_is_read_again(tmp_path: Path) -> None:
+    async with watching(tmp_path, pod("e-0")) as watched:
+        await watched.until_names("e-0")
+        await watched.until(lambda: watched.cluster.watches)
+        watched.token_file.write_text("expired")
+        watched.cluster.cut()
+        await watched.until(lambda: "401" in watched.source.problem)
+        watched.token_file.unlink()
+        await watched.until(lambda: "kubernetes_token_file" in watched.source.problem)
+        os.mkfifo(watched.token_file)
+        await watched.until(lambda: "not a regular file" in watched.source.problem)
+        watched.token_file.unlink()
+        watched.token_file.write_text(TOKEN)
+        await watched.until_names("e-0")
 
 
-def test_where_the_api_is_comes_from_the_pod_that_this_runs_in(tmp_path: Path) -> None:
+def test_the_address_of_the_api_comes_from_the_routers_pod(tmp_path: Path) -> None:
     nothing: dict[str, Any] = {"api": None, "namespace": None, "token_file": None, "ca_file": None}
     environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
     (tmp_path / "namespace").write_text("serving\n")

@@ -15,7 +15,8 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -57,16 +58,25 @@ asyncio.run(main())
 """
 
 
-def with_server(data_dir: Path, body: Callable[[EmbeddedStore], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(2 * WAIT_S):
-            server = await EmbeddedStore.start(data_dir)
-            try:
-                await body(server)
-            finally:
-                await server.stop()
+@asynccontextmanager
+async def running(data_dir: Path) -> AsyncIterator[EmbeddedStore]:
+    server = await EmbeddedStore.start(data_dir)
+    try:
+        yield server
+    finally:
+        await server.stop()
 
-    asyncio.run(main())
+
+@pytest.fixture
+def server(tmp_path: Path) -> AbstractAsyncContextManager[EmbeddedStore]:
+    return running(tmp_path)
+
+
+def orphaned(data_dir: Path) -> int:
+    """Kill a router, and return the id of the server that it leaves behind."""
+    killed = subprocess.run([sys.executable, "-c", KILLED_ROUTER, str(data_dir)], capture_output=True, timeout=WAIT_S)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    return int(killed.stdout)
 
 
 async def registrations(server: EmbeddedStore) -> dict[WorkerKey, bytes]:
@@ -95,165 +105,126 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_it_is_private_and_persistent(tmp_path: Path) -> None:
-    async def body(server: EmbeddedStore) -> None:
-        assert not server.adopted
-        raw = redis.Redis(unix_socket_path=str(tmp_path / "valkey.sock"))
-        config = raw.config_get("port", "appendonly", "appendfsync", "aof-use-rdb-preamble", "maxmemory-policy")
-        raw.close()
-        assert config == {
-            "port": "0",
-            "appendonly": "yes",
-            "appendfsync": "everysec",
-            "aof-use-rdb-preamble": "yes",
-            "maxmemory-policy": "noeviction",
-        }
-        assert stat.S_IMODE((tmp_path / "valkey.sock").stat().st_mode) == 0o700
-
-    with_server(tmp_path, body)
+async def test_the_server_is_private_and_persistent(server: EmbeddedStore, tmp_path: Path) -> None:
+    assert not server.adopted
+    raw = redis.Redis(unix_socket_path=str(tmp_path / "valkey.sock"))
+    config = raw.config_get("port", "appendonly", "appendfsync", "aof-use-rdb-preamble", "maxmemory-policy")
+    raw.close()
+    assert config == {
+        "port": "0",
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "aof-use-rdb-preamble": "yes",
+        "maxmemory-policy": "noeviction",
+    }
+    assert stat.S_IMODE((tmp_path / "valkey.sock").stat().st_mode) == 0o700
 
 
-def test_a_new_data_directory_is_the_users_own(tmp_path: Path) -> None:
-    async def body(server: EmbeddedStore) -> None:
+async def test_a_new_data_directory_is_the_users_own(tmp_path: Path) -> None:
+    async with running(tmp_path / "a" / "b"):
         assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
 
-    with_server(tmp_path / "a" / "b", body)
 
-
-def test_a_clean_stop_ends_the_server_and_keeps_the_data(tmp_path: Path) -> None:
-    pids = []
-
-    async def first(server: EmbeddedStore) -> None:
-        pids.append(server.pid)
+async def test_a_clean_stop_ends_the_server_and_keeps_the_data(tmp_path: Path) -> None:
+    async with running(tmp_path) as server:
         await register(server, b"kept")
-
-    async def second(server: EmbeddedStore) -> None:
+    assert not is_alive(server.pid)
+    async with running(tmp_path) as server:
         assert not server.adopted
         assert await registrations(server) == {WORKER: b"kept"}
 
-    with_server(tmp_path, first)
-    assert not is_alive(pids[0])
-    with_server(tmp_path, second)
+
+async def test_stopping_twice_is_harmless(server: EmbeddedStore) -> None:
+    await server.stop()
 
 
-def test_stopping_twice_is_harmless(tmp_path: Path) -> None:
-    async def body(server: EmbeddedStore) -> None:
-        await server.stop()
-
-    with_server(tmp_path, body)
-
-
-def test_a_second_router_on_the_same_directory_is_refused(tmp_path: Path) -> None:
-    async def body(server: EmbeddedStore) -> None:
-        with pytest.raises(
-            EmbeddedStoreError, match=rf"another router \(process {os.getpid()}\).*--data-dir"
-        ) as raised:
-            await EmbeddedStore.start(tmp_path)
-        assert "\n" not in str(raised.value)
-        assert isinstance(raised.value, SettingError)
-        assert await registrations(server) == {}
-
-    with_server(tmp_path, body)
+async def test_a_second_router_on_the_same_directory_is_refused(server: EmbeddedStore, tmp_path: Path) -> None:
+    with pytest.raises(EmbeddedStoreError, match=rf"another router \(process {os.getpid()}\).*--data-dir") as raised:
+        await EmbeddedStore.start(tmp_path)
+    assert "\n" not in str(raised.value) and isinstance(raised.value, SettingError)
+    assert await registrations(server) == {}
 
 
-def test_the_server_of_a_killed_router_is_adopted_and_stopped(tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED_ROUTER, str(tmp_path)], capture_output=True, timeout=WAIT_S)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    orphan = int(killed.stdout)
+async def test_the_server_of_a_killed_router_is_adopted_and_stopped(tmp_path: Path) -> None:
+    orphan = orphaned(tmp_path)
     assert is_alive(orphan)
 
-    async def body(server: EmbeddedStore) -> None:
-        assert server.adopted
-        assert server.pid == orphan
-        assert await registrations(server) == {WORKER: b"from the killed router"}
-
     try:
-        with_server(tmp_path, body)
+        async with running(tmp_path) as server:
+            assert server.adopted and server.pid == orphan
+            assert await registrations(server) == {WORKER: b"from the killed router"}
         assert not is_alive(orphan)
     finally:
         if is_alive(orphan):
             os.kill(orphan, signal.SIGKILL)
 
 
-def test_a_killed_server_comes_back_with_its_data(tmp_path: Path) -> None:
-    async def body(server: EmbeddedStore) -> None:
+async def test_a_killed_server_comes_back_with_its_data(server: EmbeddedStore) -> None:
+    await register(server, b"kept")
+    assert not await server.ensure_running()
+    os.kill(server.pid, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        while not await server.ensure_running():
+            await asyncio.sleep(0.01)
+    assert not server.adopted
+    assert await registrations(server) == {WORKER: b"kept"}
+
+
+async def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(
+    server: EmbeddedStore, tmp_path: Path
+) -> None:
+    store = await IndexStore.open(server.url)
+    lease = await take(store, WORKER, "me")
+    assert lease is not None
+    assert await store.open_epoch(WORKER, "e", lease) is CommitOutcome.APPLIED
+    commit = Commit(WORKER, "e", 0, 0, [ResidencyDelta(GPU, np.arange(3, dtype=np.uint64), np.empty(0, np.uint64))])
+    assert await store.commit(commit, lease) is CommitOutcome.APPLIED
+    follower = LogFollower(
+        store.servers, supervisor=TaskSupervisor(clock=time.monotonic, rng=random.Random(1)), rng=random.Random(1)
+    )
+    follower.add(WORKER)
+    items: list[object] = []
+    async with asyncio.timeout(WAIT_S):
+        while len(items) < 2:
+            items += await follower.next()
+    os.kill(server.pid, signal.SIGKILL)
+    lost = await follower.next()
+    assert [type(item) for item in lost] == [StoreLost]
+    with pytest.raises(StoreUnavailable):
+        await store.load(WORKER)
+    # Removing the file is the worst that a crash of the whole machine can do to the last second of writes.
+    shutil.rmtree(tmp_path / "appendonlydir")
+    assert await server.ensure_running()
+    items = []
+    async with asyncio.timeout(WAIT_S):
+        while len(items) < 2:
+            items += await follower.next()
+    assert {type(item) for item in items} == {StoreBack, Reload}
+    assert await store.commit(commit, lease) is CommitOutcome.FENCED
+    await follower.close()
+    await store.close()
+
+
+async def test_a_path_too_long_for_a_socket_gets_a_short_one(tmp_path: Path) -> None:
+    deep = long_folder(tmp_path)
+    async with running(deep) as server:
+        folder = Path((deep / "valkey.sock.path").read_text()).parent
+        assert folder.parent == Path("/tmp")
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         await register(server, b"kept")
-        assert not await server.ensure_running()
-        os.kill(server.pid, signal.SIGKILL)
-        async with asyncio.timeout(WAIT_S):
-            while not await server.ensure_running():
-                await asyncio.sleep(0.01)
-        assert not server.adopted
+    assert not folder.exists()
+    async with running(deep) as server:
         assert await registrations(server) == {WORKER: b"kept"}
 
-    with_server(tmp_path, body)
 
-
-def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(tmp_path: Path) -> None:
-    async def body(server: EmbeddedStore) -> None:
-        store = await IndexStore.open(server.url)
-        lease = await take(store, WORKER, "me")
-        assert lease is not None
-        assert await store.open_epoch(WORKER, "e", lease) is CommitOutcome.APPLIED
-        commit = Commit(WORKER, "e", 0, 0, [ResidencyDelta(GPU, np.arange(3, dtype=np.uint64), np.empty(0, np.uint64))])
-        assert await store.commit(commit, lease) is CommitOutcome.APPLIED
-        follower = LogFollower(
-            store.servers, supervisor=TaskSupervisor(clock=time.monotonic, rng=random.Random(1)), rng=random.Random(1)
-        )
-        follower.add(WORKER)
-        items: list[object] = []
-        async with asyncio.timeout(WAIT_S):
-            while len(items) < 2:
-                items += await follower.next()
-        os.kill(server.pid, signal.SIGKILL)
-        lost = await follower.next()
-        assert [type(item) for item in lost] == [StoreLost]
-        with pytest.raises(StoreUnavailable):
-            await store.load(WORKER)
-        # Removing the file is the worst that a crash of the whole machine can do to the last second of writes.
-        shutil.rmtree(tmp_path / "appendonlydir")
-        assert await server.ensure_running()
-        items = []
-        async with asyncio.timeout(WAIT_S):
-            while len(items) < 2:
-                items += await follower.next()
-        assert {type(item) for item in items} == {StoreBack, Reload}
-        assert await store.commit(commit, lease) is CommitOutcome.FENCED
-        await follower.close()
-        await store.close()
-
-    with_server(tmp_path, body)
-
-
-def test_a_path_too_long_for_a_socket_gets_a_short_one(tmp_path: Path) -> None:
-    deep = tmp_path / ("d" * SOCKET_PATH_MAX_BYTES)
-    sockets: list[Path] = []
-
-    async def first(server: EmbeddedStore) -> None:
-        sockets.append(Path((deep / "valkey.sock.path").read_text()))
-        assert sockets[0].parent.parent == Path("/tmp")
-        assert stat.S_IMODE(sockets[0].parent.stat().st_mode) == 0o700
-        await register(server, b"kept")
-
-    async def second(server: EmbeddedStore) -> None:
-        assert await registrations(server) == {WORKER: b"kept"}
-
-    with_server(deep, first)
-    assert not sockets[0].parent.exists()
-    with_server(deep, second)
-
-
-def test_the_longest_path_that_fits_is_used_itself(tmp_path: Path) -> None:
+async def test_the_longest_path_that_fits_is_used_itself(tmp_path: Path) -> None:
     room = SOCKET_PATH_MAX_BYTES - len(os.fsencode(tmp_path)) - len("//valkey.sock")
     fitting = tmp_path / ("d" * room)
-
-    async def body(server: EmbeddedStore) -> None:
+    async with running(fitting):
         assert (fitting / "valkey.sock").is_socket()
 
-    with_server(fitting, body)
 
-
-def test_wrong_settings_end_in_one_line_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wrong_settings_end_in_one_line_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.1)
     file = tmp_path / "file"
     file.touch()
@@ -270,16 +241,12 @@ def test_wrong_settings_end_in_one_line_with_the_fix(tmp_path: Path, monkeypatch
     ]
     for data_dir, binary, words in cases:
         with pytest.raises(EmbeddedStoreError, match=words) as raised:
-            asyncio.run(EmbeddedStore.start(data_dir, binary=binary))
+            await EmbeddedStore.start(data_dir, binary=binary)
         assert "\n" not in str(raised.value)
     os.close(unanswering)
     # None of these failed starts left a lock behind.
-    asyncio.run(_start_and_stop(busy))
-
-
-async def _start_and_stop(data_dir: Path) -> None:
-    server = await EmbeddedStore.start(data_dir)
-    await server.stop()
+    async with running(busy):
+        pass
 
 
 def long_folder(tmp_path: Path) -> Path:
@@ -289,7 +256,7 @@ def long_folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["router.lock", "valkey.lock", "valkey.log", "valkey.sock.path"])
 @pytest.mark.parametrize("kind", ["a link", "a dangling link", "a second name", "a FIFO", "another's"])
-def test_a_planted_file_is_refused_and_what_it_leads_to_is_kept(tmp_path: Path, name: str, kind: str) -> None:
+async def test_a_planted_file_is_refused_and_what_it_leads_to_is_kept(tmp_path: Path, name: str, kind: str) -> None:
     folder = long_folder(tmp_path)
     folder.mkdir(mode=0o700)
     victim, planted = tmp_path / "victim", folder / name
@@ -307,12 +274,8 @@ def test_a_planted_file_is_refused_and_what_it_leads_to_is_kept(tmp_path: Path, 
         planted.write_text("theirs")
         os.chown(planted, 12_345, -1)
 
-    async def start() -> None:
-        async with asyncio.timeout(WAIT_S):
-            await (await EmbeddedStore.start(folder)).stop()
-
     with pytest.raises(EmbeddedStoreError) as refused:
-        asyncio.run(start())
+        await EmbeddedStore.start(folder)
     message = str(refused.value)
     assert str(planted) in message and "remove it" in message and "\n" not in message
     if kind == "a dangling link":
@@ -323,4 +286,5 @@ def test_a_planted_file_is_refused_and_what_it_leads_to_is_kept(tmp_path: Path, 
         assert planted.read_text() == "theirs"
     # Without the planted file, the same folder is accepted.
     planted.unlink()
-    asyncio.run(start())
+    async with running(folder):
+        pass

@@ -83,7 +83,7 @@ def test_another_program_is_no_zmq() -> None:
     [b"", b"\xff", endpoint_probe.GREETING[:40], endpoint_probe.GREETING, endpoint_probe.GREETING + b"\x04\xff\x05REA"],
     ids=["nothing", "a byte", "half a greeting", "a greeting", "half a command"],
 )
-def test_whoever_falls_silent_or_hangs_up_is_not_waited_for(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_or_closing_server_is_not_waited_for(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_probe, "TIMEOUT_S", 0.2)
     is_zmq = len(said) >= len(endpoint_probe.SIGNATURE)
     for hangs_up in (False, True):
@@ -110,8 +110,7 @@ def test_whoever_falls_silent_or_hangs_up_is_not_waited_for(said: bytes, monkeyp
 def test_looks_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_probe, "DEADLINE_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        open_port = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-        assert asyncio.run(probe_endpoints([open_port])) == {}
+        assert asyncio.run(probe_endpoints([f"tcp://127.0.0.1:{silent.getsockname()[1]}"])) == {}
 
 
 def test_a_look_disturbs_no_publisher(engine: FakeEngine) -> None:
@@ -145,7 +144,7 @@ def test_engines_say_the_time_and_closed_ports_are_named() -> None:
     assert list(ahead) == [engine.url] and ahead[engine.url] > 1e9
 
 
-def test_what_redis_says_of_itself_and_what_it_forbids(tmp_path: Path) -> None:
+def test_the_settings_of_redis_and_its_refusals_are_reported(tmp_path: Path) -> None:
     with StoreServer(tmp_path, "--maxmemory", "50mb", "--maxmemory-policy", "allkeys-lru") as server:
 
         async def settings(url: str) -> object:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import uvloop
@@ -47,6 +49,11 @@ class Engine:
             writer.close()
 
 
+@pytest.fixture(autouse=True)
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    return uvloop.new_event_loop
+
+
 def says(answer: bytes) -> Answer:
     async def write(number: int, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
@@ -58,32 +65,26 @@ def whole(body: bytes, status: bytes = b"200 OK") -> bytes:
     return b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body)
 
 
-def run(engine: Engine, work: Callable[[Callable[[str], Awaitable[tuple[int, bytes]]]], Awaitable[None]]) -> None:
-    """Serve `engine`, and run `work` with a function that sends a GET to it by path."""
-
-    async def main() -> None:
-        server = await engine.serve()
-        target = target_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/under/")
-        client = EngineClient(asyncio.get_running_loop(), EngineKey("key", AllowList(["127.0.0.1"])))
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await work(lambda path: client.get(target, path, MOST_BYTES, TIMEOUT_S))
-        finally:
-            client.close()
-            server.close()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+@asynccontextmanager
+async def serving(engine: Engine) -> AsyncIterator[Callable[[str], Coroutine[Any, Any, tuple[int, bytes]]]]:
+    """Serve `engine`, and provide a function that sends a GET to it by path."""
+    server = await engine.serve()
+    target = target_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/under/")
+    client = EngineClient(asyncio.get_running_loop(), EngineKey("key", AllowList(["127.0.0.1"])))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            yield lambda path: client.get(target, path, MOST_BYTES, TIMEOUT_S)
+    finally:
+        client.close()
+        server.close()
 
 
-def test_answers_come_over_one_kept_connection_and_each_request_has_the_headers() -> None:
+async def test_answers_come_over_one_kept_connection_and_each_request_has_the_headers() -> None:
     engine = Engine(says(whole(b"held")))
 
-    async def work(get: Callable[[str], Awaitable[tuple[int, bytes]]]) -> None:
+    async with serving(engine) as get:
         for _ in range(3):
             assert await get("/health") == (200, b"held")
-
-    run(engine, work)
     assert engine.connections == 1
     assert all(head.startswith(b"GET /under/health HTTP/1.1\r\nhost: 127.0.0.1:") for head in engine.heads)
     assert all(b"\r\nauthorization: Bearer key\r\n" in head for head in engine.heads)
@@ -100,30 +101,26 @@ def test_answers_come_over_one_kept_connection_and_each_request_has_the_headers(
         (b"HTTP/1.1 100 Continue\r\n\r\n" + whole(b"then"), (200, b"then")),
     ],
 )
-def test_every_status_is_an_answer(answer: bytes, found: tuple[int, bytes]) -> None:
-    async def work(get: Callable[[str], Awaitable[tuple[int, bytes]]]) -> None:
+async def test_every_status_is_an_answer(answer: bytes, found: tuple[int, bytes]) -> None:
+    async with serving(Engine(says(answer))) as get:
         assert await get("/metrics") == found
         assert await get("/metrics") == found
 
-    run(Engine(says(answer)), work)
 
-
-def test_an_answer_until_the_connection_ends_is_whole() -> None:
+async def test_an_answer_until_the_connection_ends_is_whole() -> None:
     async def ends(number: int, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.0 200 OK\r\n\r\nall of it")
         writer.close()
 
     engine = Engine(ends)
 
-    async def work(get: Callable[[str], Awaitable[tuple[int, bytes]]]) -> None:
+    async with serving(engine) as get:
         for _ in range(2):
             assert await get("/metrics") == (200, b"all of it")
-
-    run(engine, work)
     assert engine.connections == 2
 
 
-def test_a_kept_connection_that_the_engine_closed_is_replaced() -> None:
+async def test_a_kept_connection_that_the_engine_closed_is_replaced() -> None:
     async def closes(number: int, writer: asyncio.StreamWriter) -> None:
         writer.write(whole(b"held"))
         await writer.drain()
@@ -131,28 +128,24 @@ def test_a_kept_connection_that_the_engine_closed_is_replaced() -> None:
 
     engine = Engine(closes)
 
-    async def work(get: Callable[[str], Awaitable[tuple[int, bytes]]]) -> None:
+    async with serving(engine) as get:
         for _ in range(20):
             assert await get("/health") == (200, b"held")
-
-    run(engine, work)
     assert engine.connections == 20
 
 
-def test_a_longer_answer_is_cut_and_its_connection_closed() -> None:
+async def test_a_longer_answer_is_cut_and_its_connection_closed() -> None:
     engine = Engine(says(whole(b"x" * 10 * MOST_BYTES)))
 
-    async def work(get: Callable[[str], Awaitable[tuple[int, bytes]]]) -> None:
+    async with serving(engine) as get:
         for _ in range(2):
             status, body = await get("/metrics")
             # The body exceeds the limit by one read at most.
             assert status == 200 and MOST_BYTES < len(body) <= MOST_BYTES + 256 * 1024
-
-    run(engine, work)
     assert engine.connections == 2
 
 
-def test_what_is_not_whole_in_time_is_given_up_and_its_connection_closed() -> None:
+async def test_an_answer_that_is_late_is_given_up_with_its_connection() -> None:
     closed = 0
 
     async def trickles(number: int, writer: asyncio.StreamWriter) -> None:
@@ -167,13 +160,11 @@ def test_what_is_not_whole_in_time_is_given_up_and_its_connection_closed() -> No
             closed += 1
             raise
 
-    async def work(get: Callable[[str], Awaitable[tuple[int, bytes]]]) -> None:
+    async with serving(Engine(trickles)) as get:
         with pytest.raises(TimeoutError):
             await get("/metrics")
         while not closed:
             await asyncio.sleep(0.01)
-
-    run(Engine(trickles), work)
 
 
 @pytest.mark.parametrize(
@@ -185,34 +176,28 @@ def test_what_is_not_whole_in_time_is_given_up_and_its_connection_closed() -> No
         (b"", Kind.RESET),
     ],
 )
-def test_what_is_no_answer_is_a_failure(answer: bytes, kind: Kind) -> None:
+async def test_an_invalid_answer_is_a_failure(answer: bytes, kind: Kind) -> None:
     async def breaks(number: int, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
         writer.close()
 
-    async def work(get: Callable[[str], Awaitable[tuple[int, bytes]]]) -> None:
+    async with serving(Engine(breaks)) as get:
         with pytest.raises(Failure) as caught:
             await get("/health")
         assert caught.value.kind is kind
 
-    run(Engine(breaks), work)
+
+async def test_a_refused_connection_is_distinguished_from_other_failures() -> None:
+    client = EngineClient(asyncio.get_running_loop(), EngineKey(None, AllowList()))
+    # The names have addresses of both families, and no listener at any of them.
+    for host in ("127.0.0.1", "localhost"):
+        with pytest.raises(Failure) as caught:
+            await client.get(target_of(f"http://{host}:{free_port()}"), "/health", MOST_BYTES, TIMEOUT_S)
+        assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+    client.close()
 
 
-def test_that_nobody_listens_can_be_told_from_other_failures() -> None:
-    async def main() -> None:
-        client = EngineClient(asyncio.get_running_loop(), EngineKey(None, AllowList()))
-        # The names have addresses of both families, and no listener at any of them.
-        for host in ("127.0.0.1", "localhost"):
-            with pytest.raises(Failure) as caught:
-                await client.get(target_of(f"http://{host}:{free_port()}"), "/health", MOST_BYTES, TIMEOUT_S)
-            assert isinstance(caught.value.__cause__, ConnectionRefusedError)
-        client.close()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
-
-
-def test_a_cancelled_request_closes_its_connection() -> None:
+async def test_a_cancelled_request_closes_its_connection() -> None:
     gone = asyncio.Event()
 
     async def waits(number: int, writer: asyncio.StreamWriter) -> None:
@@ -227,13 +212,11 @@ def test_a_cancelled_request_closes_its_connection() -> None:
 
     engine = Engine(waits)
 
-    async def work(get: Callable[[str], Awaitable[tuple[int, bytes]]]) -> None:
-        task = asyncio.ensure_future(get("/health"))  # type: ignore[arg-type]
+    async with serving(engine) as get:
+        task = asyncio.create_task(get("/health"))
         while not engine.heads:
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await gone.wait()
-
-    run(engine, work)

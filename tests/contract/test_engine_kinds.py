@@ -7,12 +7,10 @@ It is queried over HTTP, kept by all routers, and not undone by an engine that r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 import pytest
-import redis
 
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.workers.registration import Registration
@@ -25,26 +23,12 @@ WORKER = WorkerKey("m", "w")
 
 
 @pytest.fixture
-def url(embedded_url: str) -> Iterator[str]:
-    """Empty the store before and after the test, because other tests use it too."""
-    client = redis.Redis.from_url(embedded_url)
-    client.flushall()
-    yield embedded_url
-    client.flushall()
-    client.close()
-
-
-@pytest.fixture
 def sglang() -> Iterator[EngineHttp]:
     engine = EngineHttp()
     engine.missing = {"/kv_event_sources"}
     engine.pages["/server_info"] = msgspec.json.encode(SERVER_INFO)
     yield engine
     engine.stop()
-
-
-def run(main: Callable[[], Any]) -> None:
-    asyncio.run(main())
 
 
 def written_by_hand(engine: EngineHttp) -> Registration:
@@ -57,60 +41,47 @@ async def kind_is(router: Router, expected: str | None) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_an_engine_is_recognised_and_stays_so(url: str, sglang: EngineHttp) -> None:
-    async def main() -> None:
-        async with routing(url, asks_engines=True) as router, routing(url, asks_engines=True) as other:
-            await router.core.register(written_by_hand(sglang))
-            await kind_is(router, "sglang")
-            await kind_is(other, "sglang")
-            assert router.core.registry.streams[WORKER].profile.engine.name == "sglang"
-            # An engine that registers itself does so periodically.
-            await router.core.register(written_by_hand(sglang))
-            assert [registration.engine for registration in router.core.registrations()] == ["sglang"]
-
-    run(main)
+async def test_an_engine_is_recognised_and_stays_so(url: str, sglang: EngineHttp) -> None:
+    async with routing(url, asks_engines=True) as router, routing(url, asks_engines=True) as other:
+        await router.core.register(written_by_hand(sglang))
+        await kind_is(router, "sglang")
+        await kind_is(other, "sglang")
+        assert router.core.registry.streams[WORKER].profile.engine.name == "sglang"
+        # An engine that registers itself does so periodically.
+        await router.core.register(written_by_hand(sglang))
+        assert [registration.engine for registration in router.core.registrations()] == ["sglang"]
 
 
-def test_a_source_does_not_undo_what_was_found(url: str, sglang: EngineHttp) -> None:
-    async def main() -> None:
-        source = Listed(FILE, f"w={sglang.url}")
-        async with routing(url, source, asks_engines=True) as router:
-            await kind_is(router, "sglang")
-            epoch = router.core.registry.streams[WORKER]
-            await asyncio.sleep(STILL_S)
-            # The stream is the same, so nothing was registered again.
-            assert router.core.registry.streams[WORKER] is epoch
-            assert [registration.engine for registration in router.core.registrations()] == ["sglang"]
-
-    run(main)
+async def test_a_source_does_not_undo_what_was_found(url: str, sglang: EngineHttp) -> None:
+    source = Listed(FILE, f"w={sglang.url}")
+    async with routing(url, source, asks_engines=True) as router:
+        await kind_is(router, "sglang")
+        epoch = router.core.registry.streams[WORKER]
+        await asyncio.sleep(STILL_S)
+        # The stream is the same, so nothing was registered again.
+        assert router.core.registry.streams[WORKER] is epoch
+        assert [registration.engine for registration in router.core.registrations()] == ["sglang"]
 
 
-def test_another_engine_at_the_same_place_is_named(url: str, sglang: EngineHttp) -> None:
-    async def main() -> None:
-        async with routing(url, asks_engines=True) as router:
-            stated = msgspec.structs.replace(written_by_hand(sglang), engine="vllm")
-            await router.core.register(stated)
-            async with asyncio.timeout(TIMEOUT_S):
-                while "its HTTP is SGLang's" not in router.core.registry.streams[WORKER].note:
-                    await asyncio.sleep(0.01)
-            # The stated kind takes precedence.
-            assert [registration.engine for registration in router.core.registrations()] == ["vllm"]
-
-    run(main)
+async def test_another_engine_at_the_same_place_is_named(url: str, sglang: EngineHttp) -> None:
+    async with routing(url, asks_engines=True) as router:
+        stated = msgspec.structs.replace(written_by_hand(sglang), engine="vllm")
+        await router.core.register(stated)
+        async with asyncio.timeout(TIMEOUT_S):
+            while "its HTTP is SGLang's" not in router.core.registry.streams[WORKER].note:
+                await asyncio.sleep(0.01)
+        # The stated kind takes precedence.
+        assert [registration.engine for registration in router.core.registrations()] == ["vllm"]
 
 
-def test_vllm_needs_no_writing(url: str) -> None:
+async def test_vllm_needs_no_writing(url: str) -> None:
     engine = EngineHttp()
     engine.pages["/kv_event_sources"] = b"{}"
-
-    async def main() -> None:
-        async with routing(url, asks_engines=True) as router:
-            await router.core.register(written_by_hand(engine))
-            async with asyncio.timeout(TIMEOUT_S):
-                while not router.core.engine_lists.kinds:
-                    await asyncio.sleep(0.01)
-            await asyncio.sleep(STILL_S)
-            assert [registration.engine for registration in router.core.registrations()] == [None]
-
-    run(main)
+    async with routing(url, asks_engines=True) as router:
+        await router.core.register(written_by_hand(engine))
+        async with asyncio.timeout(TIMEOUT_S):
+            while not router.core.engine_lists.kinds:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(STILL_S)
+        assert [registration.engine for registration in router.core.registrations()] == [None]
     engine.stop()

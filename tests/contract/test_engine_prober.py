@@ -70,7 +70,7 @@ async def ask(url: str, what: ProbeRequest = WHOLE) -> EngineAnswers:
 
 @pytest.mark.parametrize("code", [404, 405])
 @pytest.mark.parametrize("what", [WHOLE, ProbeRequest(model=True), ProbeRequest(streams=True)])
-def test_where_no_engine_answers_its_own_address_is_to_be_written(code: int, what: ProbeRequest) -> None:
+def test_an_address_without_any_engine_says_to_write_the_engines_own(code: int, what: ProbeRequest) -> None:
     answers = probed({}, what, status(code))
     assert f"/v1/models answers {code}): write http://HOST:PORT of the engine itself" in answers.problem
     assert answers.problem.count("no engine answers there") == 1
@@ -118,7 +118,7 @@ def test_an_engine_that_wants_a_key_is_to_be_given_one(code: int) -> None:
         models("x" * 513),
     ],
 )
-def test_what_is_no_engines_answer_is_a_reason(answer: bytes) -> None:
+def test_an_invalid_answer_is_a_reason(answer: bytes) -> None:
     findings = probed({}, rest=answer)
     assert findings.model is None and "model is not known" in findings.problem
 
@@ -131,7 +131,7 @@ def test_what_is_no_engines_answer_is_a_reason(answer: bytes) -> None:
         {"endpoint_port_base": 5, "publisher": "zmq", "dp_size": 10**18, "endpoint_host": "] x["},
     ],
 )
-def test_streams_that_cannot_be_are_none(info: dict[str, object]) -> None:
+def test_impossible_streams_are_ignored(info: dict[str, object]) -> None:
     body = json.dumps({"disable_radix_cache": False, "kv_events": info}).encode()
     findings = probed({"/v1/models": ok(MODELS), "/server_info": ok(body)})
     assert findings.model == "m" and not findings.streams and findings.problem
@@ -165,7 +165,7 @@ def test_a_server_that_hangs_up_on_tls_is_a_reason() -> None:
         assert "model is not known" in asyncio.run(run()).problem
 
 
-def test_a_certificate_of_nobody_is_a_reason(tmp_path: Path) -> None:
+def test_an_untrusted_certificate_is_a_reason(tmp_path: Path) -> None:
     certificate, key = Authority(tmp_path, "nobody").issue("server")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)

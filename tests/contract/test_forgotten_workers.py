@@ -56,7 +56,7 @@ async def patched(context: Context, http: EngineHttp) -> AsyncIterator[Registrat
 
 
 @pytest.mark.parametrize("engine", [stock, patched])
-def test_nothing_is_left_of_a_worker(
+def test_a_removed_worker_leaves_nothing_behind(
     engine: Callable[[Context, EngineHttp], AbstractAsyncContextManager[Registration]], embedded_url: str
 ) -> None:
     async def until_live(core: Core) -> None:

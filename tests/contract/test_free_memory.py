@@ -35,7 +35,7 @@ asyncio.run(main())
 """
 
 
-def test_what_malloc_keeps_is_given_back() -> None:
+def test_memory_kept_by_malloc_is_returned() -> None:
     if trim_function() is None:
         pytest.skip("needs glibc and /proc")
     # The process is fresh, because one that has run other tests could take the pieces from its free memory.

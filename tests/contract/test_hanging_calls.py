@@ -59,24 +59,21 @@ async def until_ended(call: HangingCall[bytes]) -> bytes:
             continue
 
 
-def test_a_call_that_hangs_runs_once_and_is_taken_when_it_ends(pipe: Pipe) -> None:
-    async def hang() -> None:
-        call = HangingCall("read", pipe.read)
-        threads = threading.active_count()
-        for _ in range(3):
-            with pytest.raises(CallHangs):
-                await call.result(HANG_S)
-        assert threading.active_count() == threads + 1
-        pipe.write(b"a")
-        assert await until_ended(call) == b"a"
-        # The next call runs the function again.
-        pipe.write(b"b")
-        assert await until_ended(call) == b"b"
-
-    asyncio.run(hang())
+async def test_a_call_that_hangs_runs_once_and_is_taken_when_it_ends(pipe: Pipe) -> None:
+    call = HangingCall("read", pipe.read)
+    threads = threading.active_count()
+    for _ in range(3):
+        with pytest.raises(CallHangs):
+            await call.result(HANG_S)
+    assert threading.active_count() == threads + 1
+    pipe.write(b"a")
+    assert await until_ended(call) == b"a"
+    # The next call runs the function again.
+    pipe.write(b"b")
+    assert await until_ended(call) == b"b"
 
 
-def test_what_the_call_raises_is_raised_and_forgotten() -> None:
+def test_an_error_of_the_call_is_raised_once() -> None:
     errors = [OSError("first"), OSError("second")]
 
     def fail() -> None:
@@ -106,25 +103,21 @@ asyncio.run(main())
     assert done.stdout == "hangs\n"
 
 
-def test_a_file_of_keys_that_hangs_is_a_problem_until_it_is_read(tmp_path: Path, pipe: Pipe) -> None:
+async def test_a_file_of_keys_that_hangs_is_a_problem_until_it_is_read(tmp_path: Path, pipe: Pipe) -> None:
     file = tmp_path / "keys"
     file.write_text("x")
     pipe.write(b"1")
     metrics = AccessMetrics(MetricRegistry())
     reloaded = Reloaded("api_keys", [file], pipe.read, metrics, hang_s=HANG_S)
-
-    async def change() -> None:
-        file.write_text("xy")
-        while not reloaded.problem:
-            assert not await reloaded.look()
-        assert reloaded.problem == (f"cannot read {file}: no answer in {HANG_S:g} s; restore its mount, or put it back")
-        assert reloaded.value == b"1"
-        pipe.write(b"2")
-        while not await reloaded.look():
-            pass
-        assert (reloaded.value, reloaded.problem) == (b"2", "")
-
-    asyncio.run(change())
+    file.write_text("xy")
+    while not reloaded.problem:
+        assert not await reloaded.look()
+    assert reloaded.problem == (f"cannot read {file}: no answer in {HANG_S:g} s; restore its mount, or put it back")
+    assert reloaded.value == b"1"
+    pipe.write(b"2")
+    while not await reloaded.look():
+        pass
+    assert (reloaded.value, reloaded.problem) == (b"2", "")
 
 
 def test_a_start_does_not_wait_for_a_file_that_hangs(tmp_path: Path, pipe: Pipe) -> None:
@@ -137,24 +130,20 @@ def test_a_start_does_not_wait_for_a_file_that_hangs(tmp_path: Path, pipe: Pipe)
         source.begin()
 
 
-def test_a_file_of_workers_that_hangs_is_a_problem_until_it_is_read(tmp_path: Path, pipe: Pipe) -> None:
+async def test_a_file_of_workers_that_hangs_is_a_problem_until_it_is_read(tmp_path: Path, pipe: Pipe) -> None:
     file = tmp_path / "workers"
     file.write_text("x")
     pipe.write(b"1")
     source = FileSource("file", file, lambda _: () if pipe.read() else None, hang_s=HANG_S)
     source.begin()
-
-    async def change() -> None:
-        file.write_text("xy")
-        while not source.problem:
-            await source.look()
-        assert source.problem == f"cannot read {file}: no answer in {HANG_S:g} s; restore its mount, or put it back"
-        pipe.write(b"2")
-        while source.problem:
-            await source.look()
-        assert source.shown == ()
-
-    asyncio.run(change())
+    file.write_text("xy")
+    while not source.problem:
+        await source.look()
+    assert source.problem == f"cannot read {file}: no answer in {HANG_S:g} s; restore its mount, or put it back"
+    pipe.write(b"2")
+    while source.problem:
+        await source.look()
+    assert source.shown == ()
 
 
 class Mount(PosixPath):
@@ -178,7 +167,7 @@ def mount(tmp_path: Path, pipe: Pipe) -> Iterator[Mount]:
     Mount.feed = None
 
 
-def test_a_file_of_workers_whose_mount_comes_back_unchanged_is_no_problem(mount: Mount, pipe: Pipe) -> None:
+async def test_a_file_of_workers_whose_mount_comes_back_unchanged_is_no_problem(mount: Mount, pipe: Pipe) -> None:
     mount.write_text("good")
 
     def read(text: str) -> tuple[()]:
@@ -203,18 +192,15 @@ def test_a_file_of_workers_whose_mount_comes_back_unchanged_is_no_problem(mount:
         pipe.write(b"1")
         await until(lambda: "no answer" not in source.problem)
 
-    async def change() -> None:
-        await hang_and_come_back()
-        assert (source.problem, source.shown) == ("", ())
-        mount.write_text("wrong")
-        await until(lambda: source.problem == "the text is wrong")
-        await hang_and_come_back()
-        assert source.problem == "the text is wrong", "the mount is back, and the text still wrong"
-
-    asyncio.run(change())
+    await hang_and_come_back()
+    assert (source.problem, source.shown) == ("", ())
+    mount.write_text("wrong")
+    await until(lambda: source.problem == "the text is wrong")
+    await hang_and_come_back()
+    assert source.problem == "the text is wrong", "the mount is back, and the text still wrong"
 
 
-def test_a_file_of_keys_whose_mount_comes_back_unchanged_is_no_problem(mount: Mount, pipe: Pipe) -> None:
+async def test_a_file_of_keys_whose_mount_comes_back_unchanged_is_no_problem(mount: Mount, pipe: Pipe) -> None:
     mount.write_text("good")
     registry = MetricRegistry()
 
@@ -244,15 +230,12 @@ def test_a_file_of_keys_whose_mount_comes_back_unchanged_is_no_problem(mount: Mo
         pipe.write(b"1")
         await until(lambda: "no answer" not in reloaded.problem)
 
-    async def change() -> None:
-        await hang_and_come_back()
-        assert (reloaded.problem, stale()) == ("", 0)
-        mount.write_text("wrong")
-        await until(lambda: reloaded.problem == "the text is wrong")
-        await hang_and_come_back()
-        assert (reloaded.problem, stale()) == ("the text is wrong", 1)
-
-    asyncio.run(change())
+    await hang_and_come_back()
+    assert (reloaded.problem, stale()) == ("", 0)
+    mount.write_text("wrong")
+    await until(lambda: reloaded.problem == "the text is wrong")
+    await hang_and_come_back()
+    assert (reloaded.problem, stale()) == ("the text is wrong", 1)
 
 
 def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
@@ -271,7 +254,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["certificate", "key", "client_ca"])
-def test_a_fifo_in_place_of_a_pem_file_is_no_wait(tmp_path: Path, place: str) -> None:
+def test_a_fifo_in_place_of_a_pem_file_does_not_block(tmp_path: Path, place: str) -> None:
     authority = Authority(tmp_path / "authority")
     pair = authority.issue("router")
     files: dict[str, Any] = {"certificate": pair.certificate, "key": pair.key, "client_ca": authority.file}
@@ -282,15 +265,11 @@ def test_a_fifo_in_place_of_a_pem_file_is_no_wait(tmp_path: Path, place: str) ->
         read_certificate(CertificateFiles(**files))
 
 
-def test_without_files_there_is_nothing_to_watch_and_no_end() -> None:
+async def test_without_files_there_is_nothing_to_watch_and_no_end() -> None:
     """Watch without files: the task must not end, because a task that ends counts as a failure of the router."""
-
-    async def watch() -> None:
-        access = Access(Config(), AccessMetrics(MetricRegistry()), clock=lambda: 0.0, wall_clock=lambda: 0.0)
-        watching = asyncio.create_task(access.watch())
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert not watching.done()
-        watching.cancel()
-
-    asyncio.run(watch())
+    access = Access(Config(), AccessMetrics(MetricRegistry()), clock=lambda: 0.0, wall_clock=lambda: 0.0)
+    watching = asyncio.create_task(access.watch())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not watching.done()
+    watching.cancel()

@@ -7,7 +7,8 @@ The store is real; a direct client plays the losses.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ WORKER = WorkerKey("m", "held")
 WAIT_S = 15.0
 TTL_S = 0.4
 
-Body = Callable[[LeaseHolder, LeaseHolder, Any, asyncio.Task[None]], Awaitable[None]]
+Held = tuple[LeaseHolder, LeaseHolder, Any, asyncio.Task[None]]
 
 
 def flush(epoch: str, seq: int, *, opens: bool = False) -> PendingCommit:
@@ -38,221 +39,195 @@ def flush(epoch: str, seq: int, *, opens: bool = False) -> PendingCommit:
     return PendingCommit(epoch=epoch, opens_epoch=opens, seqs=(seq, seq), changes=changes, copies=[], meta={})
 
 
-def run(url: str, body: Body) -> None:
-    """Run `body` with the holders of two processes on one worker.
+@pytest.fixture
+@asynccontextmanager
+async def held(embedded_url: str) -> AsyncIterator[Held]:
+    """Provide the holders of two processes on one worker.
 
-    The first holder has the lease and wrote batch 0. `body` also gets a direct client, and the task that renews the
-    lease of the first process.
+    The first holder has the lease and wrote batch 0. A direct client, and the task that renews the lease of the first
+    process, come with them.
     """
+    raw = redis.Redis.from_url(embedded_url)
+    raw.flushall()
+    store = await IndexStore.open(embedded_url)
+    renewing: list[asyncio.Task[None]] = []
 
-    async def main() -> None:
-        raw = redis.Redis.from_url(url)
-        raw.flushall()
-        store = await IndexStore.open(url)
-        renewing: list[asyncio.Task[None]] = []
+    def hold(token: str) -> LeaseHolder:
+        rounds = LeaseRounds(store.leases, token, TTL_S, lambda: 0)
+        renewing.append(asyncio.ensure_future(rounds.run()))
+        metrics = StreamMetrics(MetricRegistry())
+        return LeaseHolder(
+            WORKER,
+            store=store,
+            rounds=rounds,
+            held=HeldWorkers(),
+            token=token,
+            ttl_s=TTL_S,
+            metrics=metrics,
+            mine=lambda: True,
+            changed=lambda problem: None,
+        )
 
-        def hold(token: str) -> LeaseHolder:
-            rounds = LeaseRounds(store.leases, token, TTL_S, lambda: 0)
-            renewing.append(asyncio.ensure_future(rounds.run()))
-            metrics = StreamMetrics(MetricRegistry())
-            return LeaseHolder(
-                WORKER,
-                store=store,
-                rounds=rounds,
-                held=HeldWorkers(),
-                token=token,
-                ttl_s=TTL_S,
-                metrics=metrics,
-                mine=lambda: True,
-                changed=lambda problem: None,
-            )
-
-        try:
-            async with asyncio.timeout(WAIT_S):
-                holder, rival = hold("one"), hold("two")
-                assert not await holder.take()
-                await holder.write(flush("e", 0, opens=True))
-                await body(holder, rival, raw, renewing[0])
-        finally:
-            for task in renewing:
-                task.cancel()
-            await store.close()
-            raw.close()
-
-    asyncio.run(main())
+    try:
+        async with asyncio.timeout(WAIT_S):
+            holder, rival = hold("one"), hold("two")
+            assert not await holder.take()
+            await holder.write(flush("e", 0, opens=True))
+            yield holder, rival, raw, renewing[0]
+    finally:
+        for task in renewing:
+            task.cancel()
+        await store.close()
+        raw.close()
 
 
-def test_writes_that_the_store_lost_are_noticed_while_nothing_is_written(embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        saved = raw.dump(keys.meta(WORKER))
-        await holder.write(flush("e", 1))
-        # A promoted replica may have the lease, but lack the last commit.
-        raw.restore(keys.meta(WORKER), 0, saved, replace=True)
-        with pytest.raises(LeaseLost, match="lost commits"):
-            await holder.keep(lambda: True)
-
-    run(embedded_url, body)
+async def test_writes_that_the_store_lost_are_noticed_while_nothing_is_written(held: Held) -> None:
+    holder, _, raw, *_ = held
+    saved = raw.dump(keys.meta(WORKER))
+    await holder.write(flush("e", 1))
+    # A promoted replica may have the lease, but lack the last commit.
+    raw.restore(keys.meta(WORKER), 0, saved, replace=True)
+    with pytest.raises(LeaseLost, match="lost commits"):
+        await holder.keep(lambda: True)
 
 
 @pytest.mark.parametrize("next_", ["nothing", "a commit", "a note"])
-def test_a_note_that_the_store_lost_is_noticed(next_: str, embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        saved = raw.dump(keys.meta(WORKER))
-        await holder.note("e", {"state": b"live"})
-        # Play a promoted replica: epoch and seq are current, but the state that other routers show is not.
-        raw.restore(keys.meta(WORKER), 0, saved, replace=True)
-        raw.xdel(keys.log(WORKER), raw.xrevrange(keys.log(WORKER), count=1)[0][0])
-        with pytest.raises(LeaseLost, match="lost commits"):
-            if next_ == "a commit":
-                await holder.write(flush("e", 1))
-            elif next_ == "a note":
-                await holder.note("e", {"state": b"live"})
-            else:
-                await holder.keep(lambda: True)
-        await holder.release()
-        assert await holder.take()
-        assert holder.written == ("e", int(next_ == "a commit"))
-
-    run(embedded_url, body)
-
-
-def test_writes_that_the_store_lost_are_noticed_though_its_last_reply_comes_again(embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        kept = asyncio.ensure_future(holder.keep(lambda: True))
-        renewals = int(raw.get(keys.router_lease("one")))
-        while int(raw.get(keys.router_lease("one"))) < renewals + 3:
-            await asyncio.sleep(0.005)
-        saved = raw.dump(keys.meta(WORKER))
-        await holder.write(flush("e", 1))
-        raw.restore(keys.meta(WORKER), 0, saved, replace=True)
-        with pytest.raises(LeaseLost, match="lost commits"):
-            await kept
-
-    run(embedded_url, body)
-
-
-def test_a_worker_is_taken_when_its_router_renews_no_more_and_lost_once_it_goes_on(embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, renewing: asyncio.Task[None]) -> None:
-        taking = asyncio.ensure_future(rival.take())
-        await asyncio.sleep(3 * TTL_S)
-        assert not taking.done()
-        renewing.cancel()
-        assert not await taking
-        stored = raw.hgetall(keys.meta(WORKER))
-        with pytest.raises(LeaseLost, match="another router"):
+async def test_a_note_that_the_store_lost_is_noticed(next_: str, held: Held) -> None:
+    holder, _, raw, *_ = held
+    saved = raw.dump(keys.meta(WORKER))
+    await holder.note("e", {"state": b"live"})
+    # Play a promoted replica: epoch and seq are current, but the state that other routers show is not.
+    raw.restore(keys.meta(WORKER), 0, saved, replace=True)
+    raw.xdel(keys.log(WORKER), raw.xrevrange(keys.log(WORKER), count=1)[0][0])
+    with pytest.raises(LeaseLost, match="lost commits"):
+        if next_ == "a commit":
             await holder.write(flush("e", 1))
-        assert raw.hgetall(keys.meta(WORKER)) == stored
-        again = asyncio.ensure_future(holder._rounds.run())
-        with pytest.raises(LeaseLost, match="another router"):
+        elif next_ == "a note":
+            await holder.note("e", {"state": b"live"})
+        else:
             await holder.keep(lambda: True)
-        again.cancel()
-
-    run(embedded_url, body)
-
-
-def test_nothing_is_taken_before_the_router_has_a_lease(embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        await holder.release()
-        rival._rounds = LeaseRounds(holder._store.leases, "two", TTL_S, lambda: 0)
-        taking = asyncio.ensure_future(rival.take())
-        await asyncio.sleep(TTL_S)
-        assert not taking.done() and raw.get(keys.lease(WORKER)) is None
-        renewing = asyncio.ensure_future(rival._rounds.run())
-        await taking
-        assert raw.get(keys.lease(WORKER)) == b"two:2" and raw.exists(keys.router_lease("two"))
-        renewing.cancel()
-
-    run(embedded_url, body)
+    await holder.release()
+    assert await holder.take()
+    assert holder.written == ("e", int(next_ == "a commit"))
 
 
-def test_a_lease_that_the_store_lost_is_taken_again_in_place(embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        raw.delete(keys.lease(WORKER))
+async def test_writes_that_the_store_lost_are_noticed_though_its_last_reply_comes_again(held: Held) -> None:
+    holder, _, raw, *_ = held
+    kept = asyncio.ensure_future(holder.keep(lambda: True))
+    renewals = int(raw.get(keys.router_lease("one")))
+    while int(raw.get(keys.router_lease("one"))) < renewals + 3:
+        await asyncio.sleep(0.005)
+    saved = raw.dump(keys.meta(WORKER))
+    await holder.write(flush("e", 1))
+    raw.restore(keys.meta(WORKER), 0, saved, replace=True)
+    with pytest.raises(LeaseLost, match="lost commits"):
+        await kept
+
+
+async def test_a_worker_is_taken_when_its_router_renews_no_more_and_lost_once_it_goes_on(held: Held) -> None:
+    holder, rival, raw, renewing = held
+    taking = asyncio.ensure_future(rival.take())
+    await asyncio.sleep(3 * TTL_S)
+    assert not taking.done()
+    renewing.cancel()
+    assert not await taking
+    stored = raw.hgetall(keys.meta(WORKER))
+    with pytest.raises(LeaseLost, match="another router"):
         await holder.write(flush("e", 1))
-        assert raw.hget(keys.meta(WORKER), "seq") == b"1"
-        assert raw.get(keys.lease(WORKER)) == b"one:2"
-
-    run(embedded_url, body)
-
-
-def test_a_lease_stays_while_its_router_renews(embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        kept = asyncio.ensure_future(holder.keep(lambda: True))
-        ended = asyncio.get_running_loop().time() + 3 * TTL_S
-        seq = 0
-        # The lease must stay under constant writes, and without any.
-        while asyncio.get_running_loop().time() < ended - TTL_S:
-            seq += 1
-            await holder.write(flush("e", seq))
-        await asyncio.sleep(2 * TTL_S)
-        assert raw.get(keys.lease(WORKER)) == b"one:1" and not kept.done()
-        kept.cancel()
-
-    run(embedded_url, body)
+    assert raw.hgetall(keys.meta(WORKER)) == stored
+    again = asyncio.ensure_future(holder._rounds.run())
+    with pytest.raises(LeaseLost, match="another router"):
+        await holder.keep(lambda: True)
+    again.cancel()
 
 
-def test_a_lease_that_was_lost_while_nothing_was_written_is_taken_again_in_place(embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        kept = asyncio.ensure_future(holder.keep(lambda: True))
-        raw.delete(keys.lease(WORKER))
-        while raw.get(keys.lease(WORKER)) != b"one:2":
-            await asyncio.sleep(0.01)
-        assert not kept.done()
-        kept.cancel()
-
-    run(embedded_url, body)
-
-
-def test_a_lease_that_another_has_is_given_up_while_nothing_is_written(embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        raw.delete(keys.lease(WORKER))
-        assert not await rival.take()
-        with pytest.raises(LeaseLost, match="another router"):
-            await holder.keep(lambda: True)
-
-    run(embedded_url, body)
+async def test_nothing_is_taken_before_the_router_has_a_lease(held: Held) -> None:
+    holder, rival, raw, renewing = held
+    await holder.release()
+    rival._rounds = LeaseRounds(holder._store.leases, "two", TTL_S, lambda: 0)
+    taking = asyncio.ensure_future(rival.take())
+    await asyncio.sleep(TTL_S)
+    assert not taking.done() and raw.get(keys.lease(WORKER)) is None
+    renewing = asyncio.ensure_future(rival._rounds.run())
+    await taking
+    assert raw.get(keys.lease(WORKER)) == b"two:2" and raw.exists(keys.router_lease("two"))
+    renewing.cancel()
 
 
-def test_a_lease_that_is_no_lease_is_taken_again(embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        kept = asyncio.ensure_future(holder.keep(lambda: True))
-        raw.delete(keys.lease(WORKER))
-        raw.rpush(keys.lease(WORKER), "not ours")
-        while raw.type(keys.lease(WORKER)) != b"string":
-            await asyncio.sleep(0.01)
-        assert raw.get(keys.lease(WORKER)) == b"one:2" and not kept.done()
-        kept.cancel()
-
-    run(embedded_url, body)
+async def test_a_lease_that_the_store_lost_is_taken_again_in_place(held: Held) -> None:
+    holder, _, raw, *_ = held
+    raw.delete(keys.lease(WORKER))
+    await holder.write(flush("e", 1))
+    assert raw.hget(keys.meta(WORKER), "seq") == b"1"
+    assert raw.get(keys.lease(WORKER)) == b"one:2"
 
 
-def test_a_lease_that_another_had_meanwhile_is_not(embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        raw.delete(keys.lease(WORKER))
-        assert not await rival.take()
-        await rival.release()
-        with pytest.raises(LeaseLost, match="meanwhile"):
-            await holder.write(flush("e", 1))
-        assert raw.hget(keys.meta(WORKER), "seq") == b"0"
-        await holder.release()
-        # The take reports that another process had the lease meanwhile, so this process must not continue from its
-        # memory.
-        assert not await holder.take()
-        await holder.release()
-        assert await holder.take()
-
-    run(embedded_url, body)
+async def test_a_lease_stays_while_its_router_renews(held: Held) -> None:
+    holder, _, raw, *_ = held
+    kept = asyncio.ensure_future(holder.keep(lambda: True))
+    ended = asyncio.get_running_loop().time() + 3 * TTL_S
+    seq = 0
+    # The lease must stay under constant writes, and without any.
+    while asyncio.get_running_loop().time() < ended - TTL_S:
+        seq += 1
+        await holder.write(flush("e", seq))
+    await asyncio.sleep(2 * TTL_S)
+    assert raw.get(keys.lease(WORKER)) == b"one:1" and not kept.done()
+    kept.cancel()
 
 
-def test_a_share_of_another_is_handed_over_where_that_loses_nothing(embedded_url: str) -> None:
-    async def body(holder: LeaseHolder, rival: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
-        holder._mine = lambda: False
-        kept = asyncio.ensure_future(holder.keep(lambda: False))
-        await asyncio.sleep(TTL_S)
-        assert not kept.done()
-        kept.cancel()
-        await asyncio.gather(kept, return_exceptions=True)
-        with pytest.raises(HandedOver):
-            await holder.keep(lambda: True)
+async def test_a_lease_that_was_lost_while_nothing_was_written_is_taken_again_in_place(held: Held) -> None:
+    holder, _, raw, *_ = held
+    kept = asyncio.ensure_future(holder.keep(lambda: True))
+    raw.delete(keys.lease(WORKER))
+    while raw.get(keys.lease(WORKER)) != b"one:2":
+        await asyncio.sleep(0.01)
+    assert not kept.done()
+    kept.cancel()
 
-    run(embedded_url, body)
+
+async def test_a_lease_that_another_has_is_given_up_while_nothing_is_written(held: Held) -> None:
+    holder, rival, raw, *_ = held
+    raw.delete(keys.lease(WORKER))
+    assert not await rival.take()
+    with pytest.raises(LeaseLost, match="another router"):
+        await holder.keep(lambda: True)
+
+
+async def test_a_lease_that_is_no_lease_is_taken_again(held: Held) -> None:
+    holder, _, raw, *_ = held
+    kept = asyncio.ensure_future(holder.keep(lambda: True))
+    raw.delete(keys.lease(WORKER))
+    raw.rpush(keys.lease(WORKER), "not ours")
+    while raw.type(keys.lease(WORKER)) != b"string":
+        await asyncio.sleep(0.01)
+    assert raw.get(keys.lease(WORKER)) == b"one:2" and not kept.done()
+    kept.cancel()
+
+
+async def test_a_lease_that_another_router_held_meanwhile_is_not_taken_in_place(held: Held) -> None:
+    holder, rival, raw, *_ = held
+    raw.delete(keys.lease(WORKER))
+    assert not await rival.take()
+    await rival.release()
+    with pytest.raises(LeaseLost, match="meanwhile"):
+        await holder.write(flush("e", 1))
+    assert raw.hget(keys.meta(WORKER), "seq") == b"0"
+    await holder.release()
+    # The take reports that another process had the lease meanwhile, so this process must not continue from its
+    # memory.
+    assert not await holder.take()
+    await holder.release()
+    assert await holder.take()
+
+
+async def test_a_share_of_another_is_handed_over_where_that_loses_nothing(held: Held) -> None:
+    holder, *_ = held
+    holder._mine = lambda: False
+    kept = asyncio.ensure_future(holder.keep(lambda: False))
+    await asyncio.sleep(TTL_S)
+    assert not kept.done()
+    kept.cancel()
+    await asyncio.gather(kept, return_exceptions=True)
+    with pytest.raises(HandedOver):
+        await holder.keep(lambda: True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -51,6 +52,10 @@ class IndexContract(CommitLaws, CheckpointLaws, LeaseLaws, FollowLaws):
         yield World(url, raw)
         self.close(raw)
 
+    @pytest.fixture
+    def store(self, world: World) -> AbstractAsyncContextManager[IndexStore]:
+        return world.store()
+
     def client(self, url: str) -> Any:
         return redis.Redis.from_url(url)
 
@@ -70,30 +75,21 @@ class TestRedis(IndexContract, ScanLaws):
         return redis_url
 
     @pytest.mark.parametrize("userinfo", ["", ":wrong%2Fsecret@", "nobody:wrong%2Fsecret@"])
-    def test_a_refused_login_says_so_without_the_password(self, url: str, userinfo: str) -> None:
-        async def main() -> None:
-            with pytest.raises(StoreError, match="correct user and password") as raised:
-                await IndexStore.open(f"redis://{userinfo}{url.rpartition('@')[2]}")
-            assert "secret" not in repr(raised.value)
-            assert not isinstance(raised.value, StoreUnavailable)
+    async def test_a_refused_login_says_so_without_the_password(self, url: str, userinfo: str) -> None:
+        with pytest.raises(StoreError, match="correct user and password") as raised:
+            await IndexStore.open(f"redis://{userinfo}{url.rpartition('@')[2]}")
+        assert "secret" not in repr(raised.value)
+        assert not isinstance(raised.value, StoreUnavailable)
 
-        asyncio.run(main())
+    async def test_no_server_is_unavailable(self) -> None:
+        with pytest.raises(StoreUnavailable, match="cannot be reached"):
+            await IndexStore.open("redis://127.0.0.1:1")
+        with pytest.raises(StoreUnavailable, match="cannot be reached"):
+            await IndexStore.open("unix:///nonexistent/socket")
 
-    def test_no_server_is_unavailable(self) -> None:
-        async def main() -> None:
-            with pytest.raises(StoreUnavailable, match="cannot be reached"):
-                await IndexStore.open("redis://127.0.0.1:1")
-            with pytest.raises(StoreUnavailable, match="cannot be reached"):
-                await IndexStore.open("unix:///nonexistent/socket")
-
-        asyncio.run(main())
-
-    def test_a_cluster_url_wants_a_cluster(self, url: str) -> None:
-        async def main() -> None:
-            with pytest.raises(StoreError, match="no cluster"):
-                await IndexStore.open(url.replace("redis://", "redis+cluster://"))
-
-        asyncio.run(main())
+    async def test_a_cluster_url_wants_a_cluster(self, url: str) -> None:
+        with pytest.raises(StoreError, match="no cluster"):
+            await IndexStore.open(url.replace("redis://", "redis+cluster://"))
 
 
 class TestTlsAndAcl(IndexContract):
@@ -129,7 +125,7 @@ class TestTlsAndAcl(IndexContract):
             ("SHUTDOWN",),
         ],
     )
-    def test_anything_else_is_refused(self, url: str, command: tuple[str, ...]) -> None:
+    def test_commands_outside_the_acl_are_refused(self, url: str, command: tuple[str, ...]) -> None:
         raw = redis.Redis.from_url(url)
         with pytest.raises(redis.exceptions.NoPermissionError):
             raw.execute_command(*command)
@@ -152,27 +148,21 @@ class TestCluster(IndexContract, ScanLaws):
         for node in raw.get_primaries():
             raw.get_redis_connection(node).execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
-    def test_workers_lie_on_all_nodes(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            workers = [await world.owned(store) for _ in range(30)]
-            assert len({store.servers.address_of(keys.meta(worker)) for worker in workers}) == 3
+    async def test_workers_are_spread_over_all_nodes(self, world: World, store: IndexStore) -> None:
+        workers = [await world.owned(store) for _ in range(30)]
+        assert len({store.servers.address_of(keys.meta(worker)) for worker in workers}) == 3
 
-        world.run(body)
-
-    def test_a_slot_that_moves_is_followed_by_owner_and_follower(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            follower = LogFollower(store.servers, supervisor=supervisor())
-            follower.add(worker)
-            items = await next_items(follower, 1)
-            await asyncio.sleep(0.01)
-            move_slot(world.raw, keys.meta(worker))
-            for seq in range(3):
-                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
-            while sum(isinstance(item, LogEntry) for item in items) < 4:
-                items += await next_items(follower, 1)
-            assert not any(isinstance(item, Reload) for item in items)
-            assert held((await store.load(worker)).places) == {GPU: {0, 1, 2}}
-            await follower.close()
-
-        world.run(body)
+    async def test_a_slot_that_moves_is_followed_by_owner_and_follower(self, world: World, store: IndexStore) -> None:
+        worker = await world.owned(store)
+        follower = LogFollower(store.servers, supervisor=supervisor())
+        follower.add(worker)
+        items = await next_items(follower, 1)
+        await asyncio.sleep(0.01)
+        move_slot(world.raw, keys.meta(worker))
+        for seq in range(3):
+            assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
+        while sum(isinstance(item, LogEntry) for item in items) < 4:
+            items += await next_items(follower, 1)
+        assert not any(isinstance(item, Reload) for item in items)
+        assert held((await store.load(worker)).places) == {GPU: {0, 1, 2}}
+        await follower.close()

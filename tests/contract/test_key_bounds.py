@@ -14,7 +14,7 @@ from kvrouter.router.route.load.key_shares import KeyShares
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS, WITHOUT_PROMPT
 from kvrouter.router.serve.access.api_keys import parse_keys
 from kvrouter.router.serve.api.http.http_api import HttpApi
-from tests.contract.api_support import TinyCore, TinyTokens, build, call, hit
+from tests.contract.api_support import TinyCore, TinyTokens, build, call
 from tests.contract.proxy_support import proxying, worker
 from tests.support.scripted_engine import ScriptedEngine, plain
 
@@ -46,11 +46,6 @@ def file(tmp_path: Path) -> Path:
     lines = [f"- {text}, name: {name}, key: {key_of(name)}}}" for name, text in KEYS.items()]
     path.write_text("\n".join(["keys:", *lines]))
     return path
-
-
-@pytest.fixture
-def core() -> TinyCore:
-    return TinyCore([hit("w0", 16, 32, 48)])
 
 
 @pytest.fixture
@@ -171,7 +166,7 @@ def test_the_header_with_the_predicted_hit_can_be_left_off(shown: str) -> None:
     "more",
     ["models: []", "models: m", "models: ['']", "cache_salts: [1]", "cache_salts: []", "salts: [a]"],
 )
-def test_bounds_that_are_none_are_refused(more: str) -> None:
+def test_invalid_bounds_are_refused(more: str) -> None:
     with pytest.raises(SettingError, match="`models` and `cache_salts`"):
         parse_keys(f"keys: [{{name: a, scopes: [ask], key: {key_of('a')}, {more}}}]", "f")
 
@@ -182,7 +177,9 @@ def test_a_key_that_could_learn_hits_elsewhere_is_not_bound(scope: str) -> None:
         parse_keys(f"keys: [{{name: a, scopes: [{scope}], key: {key_of('a')}, models: [m]}}]", "f")
 
 
-def test_what_a_request_writes_counts_for_its_key(file: Path, core: TinyCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_a_request_writes_count_for_its_key(
+    file: Path, core: TinyCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Count the tokens that requests write by key; without keys, by cache salt."""
     counted: list[str] = []
 

@@ -146,8 +146,7 @@ def test_two_processes_see_each_others_bytes(path: Path, users: list[User]) -> N
 
 
 def test_the_last_user_to_close_removes_the_file(path: Path, users: list[User]) -> None:
-    region = open_region(path)
-    region.close()
+    open_region(path).close()
     assert path.exists()
     users[0].end()
     assert path.exists()

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvrouter.router.route.tokens.proxied_paths import AUDIO, PATHS
-from tests.contract.proxy_support import CHAT, COMPLETIONS, fleet, proxying, raw_request, worker
+from tests.contract.proxy_support import CHAT, COMPLETIONS, fleet, proxying, worker
+from tests.contract.served_app import request as raw_request
 from tests.support.scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain, stream
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hällo"}]}
@@ -63,8 +64,7 @@ def test_a_stream_passes_byte_for_byte_and_as_it_comes() -> None:
     with ScriptedEngine(stream(EVENTS)) as engine, proxying(worker("w0", engine.url)) as router:
         status, headers, answer = router.post(CHAT, BODY)
         assert (status, answer) == (200, b"".join(EVENTS))
-        assert headers["content-type"] == "text/event-stream"
-        assert headers["transfer-encoding"] == "chunked"
+        assert (headers["content-type"], headers["transfer-encoding"]) == ("text/event-stream", "chunked")
 
 
 def test_a_piece_of_a_stream_does_not_wait_for_the_next() -> None:
@@ -182,8 +182,7 @@ def test_headers_of_a_connection_stay_on_it() -> None:
 def test_the_answer_names_its_worker() -> None:
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w ä,0", engine.url, rank=2)) as router:
         _, headers, _ = router.post(COMPLETIONS, TOKENS)
-        assert headers["x-kvrouter-worker"] == "w%20%C3%A4%2C0@2"
-        assert headers["x-kvrouter-predicted-hit"] == "96"
+        assert (headers["x-kvrouter-worker"], headers["x-kvrouter-predicted-hit"]) == ("w%20%C3%A4%2C0@2", "96")
         assert len(headers["x-kvrouter-selection-id"]) == 32
         assert "x-kvrouter-retried" not in headers
         _, headers, _ = router.post(CHAT, BODY)
@@ -252,7 +251,9 @@ LISTED: dict[str, Any] = {"allow_hosts": ("127.0.0.1",)}
         ({"worker_api_key": "engine", "allow_hosts": ("localhost", "127.0.0.0/8")}, None, ["Bearer engine"]),
     ],
 )
-def test_whose_key_reaches_the_engine(settings: dict[str, Any], sent: str | None, received: list[str]) -> None:
+def test_the_engine_gets_its_own_key_or_the_clients(
+    settings: dict[str, Any], sent: str | None, received: list[str]
+) -> None:
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), **settings) as router:
         assert router.post(CHAT, BODY, {} if sent is None else {"authorization": sent})[0] == 200
         assert engine.asked[0].all("authorization") == received

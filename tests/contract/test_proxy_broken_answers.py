@@ -14,14 +14,14 @@ import pytest
 
 from kvrouter.router.model.upstream.connection import MAX_INTERIM_ANSWERS
 from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN, PAUSE_FIRST_S
-from tests.contract.proxy_support import BODY, CHAT, OK, RAW, code, fleet, raw_request, until
+from tests.contract.proxy_support import BODY, CHAT, OK, RAW, code, fleet, until
+from tests.contract.served_app import request as raw_request
 from tests.support.scripted_engine import STREAM_HEAD, Asked, Wire, chunk, hang, plain, stream
 
 
 def test_a_silent_engine_is_given_up_after_the_timeout() -> None:
     with fleet(hang, OK, answer_timeout_s=0.3) as (router, _, other):
-        status, _, answer = router.post(CHAT, BODY)
-        assert (status, code(answer)) == (504, "worker_timeout")
+        assert router.failure(CHAT, BODY)[:2] == (504, "worker_timeout")
         assert not other.asked
         assert router.sample("proxy_failures_total", worker="w0", kind="silent") == 1
 
@@ -253,8 +253,7 @@ def test_an_answer_that_is_not_http_is_502() -> None:
 
     for script in (nonsense, long_head):
         with fleet(script) as (router, _):
-            status, headers, answer = router.post(CHAT, BODY)
-            assert (status, code(answer), headers["x-kvrouter-retried"]) == (502, "worker_unreachable", "w0 malformed")
+            assert router.failure(CHAT, BODY) == (502, "worker_unreachable", "w0 malformed")
 
 
 def test_unrequested_bytes_never_answer_another_request() -> None:

@@ -14,7 +14,8 @@ import pytest
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.serve.api.http.deadlines import HttpLimits
 from kvrouter.router.serve.proxy.circuit_breaker import FAILURES_TO_OPEN
-from tests.contract.proxy_support import CHAT, OK, RAW, fleet, raw_request, received, until
+from tests.contract.proxy_support import CHAT, OK, RAW, fleet, received, until
+from tests.contract.served_app import request as raw_request
 from tests.support.scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, hang, plain, stream
 
 W0 = WorkerKey("m", "w0")
@@ -141,7 +142,7 @@ def test_hanging_up_with_a_pipelined_request_ends_the_running_one() -> None:
         until(lambda: router.sample("proxy_open_requests") == 0, "nothing is left")
 
 
-def test_a_client_that_expects_100_continue() -> None:
+def test_a_client_that_expects_100_continue_gets_it() -> None:
     with fleet(OK) as (router, engine), router.connect() as client:
         head, body = raw_request(CHAT, RAW, "expect: 100-continue").split(b"\r\n\r\n")
         client.sendall(head + b"\r\n\r\n")

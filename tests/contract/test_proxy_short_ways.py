@@ -214,7 +214,7 @@ def played(seed: int, steps: int) -> list[Any]:
 
 
 @pytest.mark.property
-def test_the_same_exchanges_with_the_short_ways_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_ways_give_the_same_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = examples(200)
     with_them = played(20263, steps)
     taken: list[int] = []

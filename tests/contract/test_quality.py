@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from kvrouter.router.observe.quality.prediction_judge import ALONE_MIN, COUNTED_MIN, SILENT_MIN
-from tests.contract.proxy_support import CHAT, COMPLETIONS, ProxyServer, fleet, raw_request, until
+from tests.contract.proxy_support import CHAT, COMPLETIONS, ProxyServer, fleet, until
+from tests.contract.served_app import request as raw_request
 from tests.support.scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, plain, reset, stream
 
 # `FirstFit` predicts that 96 of the 99 tokens are reused.
@@ -55,7 +56,7 @@ def untold(router: ProxyServer, reason: str) -> float:
 
 
 @pytest.mark.parametrize(("cached", "outcome"), [(PREDICTED, "exact"), (0, "less"), (98, "more")])
-def test_what_was_reused_is_held_against_what_was_predicted(cached: int, outcome: str) -> None:
+def test_delivered_reuse_is_compared_with_the_prediction(cached: int, outcome: str) -> None:
     with fleet(answer(cached)) as (router, _):
         router.post(COMPLETIONS, TOKENS)
         until(lambda: counted(router) == {outcome: 1}, "it is counted")
@@ -80,7 +81,7 @@ def test_what_was_reused_is_held_against_what_was_predicted(cached: int, outcome
         assert (placed.told, placed.output_tokens, placed.reused_tokens) == (["done"], 4, cached)
 
 
-def test_a_stream_tells_at_its_end_and_its_times_are_kept() -> None:
+def test_a_stream_reports_usage_at_its_end_and_its_times_are_kept() -> None:
     with fleet(stream(events(None, None, None, None, usage(64)))) as (router, _):
         _, _, body = router.post(COMPLETIONS, TOKENS | {"stream": True})
         assert body == b"".join(events(None, None, None, None, usage(64)))
@@ -125,7 +126,7 @@ async def cut(asked: Asked, wire: Wire) -> None:
         ),
     ],
 )
-def test_what_nobody_can_know_is_counted_by_its_reason(script: Script, body: dict[str, Any], reason: str) -> None:
+def test_unknown_outcomes_are_counted_by_reason(script: Script, body: dict[str, Any], reason: str) -> None:
     with fleet(script) as (router, _):
         router.post(CHAT if body is TEXT else COMPLETIONS, body)
         until(lambda: counted(router) == {"untold": 1}, "it is counted")
@@ -164,7 +165,7 @@ def test_a_client_that_hangs_up_after_the_last_event_has_a_whole_answer() -> Non
         assert router.placer.placed[0].output_tokens == 4
 
 
-def test_a_client_that_hangs_up_before_says_nothing() -> None:
+def test_a_client_that_hangs_up_early_yields_no_outcome() -> None:
     async def stops(asked: Asked, wire: Wire) -> None:
         await wire.send(STREAM_HEAD, *map(chunk, events(None, usage(PREDICTED))[:2]))
         await wire.gone.wait()
@@ -201,7 +202,7 @@ def test_tokenizing_is_no_inference() -> None:
         (answer(PREDICTED, prompt=100), COUNTED_MIN, "counts other tokens than the router"),
     ],
 )
-def test_what_is_wrong_with_a_workers_predictions_is_said(script: Script, count: int, sentence: str) -> None:
+def test_wrong_predictions_of_a_worker_are_named(script: Script, count: int, sentence: str) -> None:
     with fleet(script) as (router, _):
         for _ in range(count):
             assert router.get("/health")["status"] == "ok"
@@ -215,7 +216,7 @@ def test_what_is_wrong_with_a_workers_predictions_is_said(script: Script, count:
         assert router.get("/health")["status"] == "ok"
 
 
-def test_siblings_are_no_proof() -> None:
+def test_overlapping_requests_prove_nothing() -> None:
     """Send more than enough requests that reuse less than predicted, but none of them alone."""
     with fleet(answer(PREDICTED - 16)) as (router, engine), router.connect() as client:
         # One request never ends; the engine answers each request on a separate connection.

@@ -36,40 +36,36 @@ async def until(subscriber: ReportSubscriber, *kinds: type) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", ["many_frames", "large_frames"])
-def test_reports_that_are_a_flood_are_cut_off_and_named(context: zmq.Context[zmq.Socket[bytes]], mode: str) -> None:
-    async def main() -> None:
-        with flooding("zmtp_flooder.py", mode, "PUB") as (port, _):
-            async with FakeReporter(context) as reporter:
-                reporter.reports_said = f"tcp://127.0.0.1:{port}"
-                subscriber = ReportSubscriber(reporter.requests_endpoint, context=context)
-                await subscriber.start()
-                try:
-                    items = await until(subscriber, Connected, Flooded, Disconnected)
-                    (flood,) = (item for item in items if isinstance(item, Flooded))
-                    assert flood.is_live and f"127.0.0.1:{port}" in flood.reason
-                    # The next flood is cut off too, once the connection is back.
-                    await until(subscriber, Connected, Flooded)
-                finally:
-                    await subscriber.close()
-
-    asyncio.run(main())
-
-
-def test_answers_that_are_a_flood_are_cut_off_and_named(
-    context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+async def test_reports_that_are_a_flood_are_cut_off_and_named(
+    context: zmq.Context[zmq.Socket[bytes]], mode: str
 ) -> None:
-    async def main() -> None:
-        with flooding("zmtp_flooder.py", "many_frames", "ROUTER") as (port, _):
-            endpoint = f"tcp://127.0.0.1:{port}"
-            with caplog.at_level(logging.WARNING):
-                assert await greet(endpoint, context=context, timeout_s=1.0) is None
-            assert any(endpoint in str(record.__dict__.get("reason")) for record in caplog.records)
-            subscriber = ReportSubscriber(endpoint, context=context)
+    with flooding("zmtp_flooder.py", mode, "PUB") as (port, _):
+        async with FakeReporter(context) as reporter:
+            reporter.reports_said = f"tcp://127.0.0.1:{port}"
+            subscriber = ReportSubscriber(reporter.requests_endpoint, context=context)
             await subscriber.start()
             try:
-                items = await until(subscriber, Flooded)
-                assert all(not item.is_live for item in items if isinstance(item, Flooded))
+                items = await until(subscriber, Connected, Flooded, Disconnected)
+                (flood,) = (item for item in items if isinstance(item, Flooded))
+                assert flood.is_live and f"127.0.0.1:{port}" in flood.reason
+                # The next flood is cut off too, once the connection is back.
+                await until(subscriber, Connected, Flooded)
             finally:
                 await subscriber.close()
 
-    asyncio.run(main())
+
+async def test_answers_that_are_a_flood_are_cut_off_and_named(
+    context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with flooding("zmtp_flooder.py", "many_frames", "ROUTER") as (port, _):
+        endpoint = f"tcp://127.0.0.1:{port}"
+        with caplog.at_level(logging.WARNING):
+            assert await greet(endpoint, context=context, timeout_s=1.0) is None
+        assert any(endpoint in str(record.__dict__.get("reason")) for record in caplog.records)
+        subscriber = ReportSubscriber(endpoint, context=context)
+        await subscriber.start()
+        try:
+            items = await until(subscriber, Flooded)
+            assert all(not item.is_live for item in items if isinstance(item, Flooded))
+        finally:
+            await subscriber.close()

@@ -34,7 +34,7 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[so
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_it_is_notified_when_the_router_answers(
+def test_the_manager_is_notified_when_the_router_answers(
     manager: tuple[socket.socket, str], tmp_path: Path, processes: int
 ) -> None:
     listener, address = manager

@@ -7,26 +7,10 @@ import json
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
-from typing import Any
 
 import pytest
 
-
-def call(url: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(
-        urllib.request.Request(url, data, {"content-type": "application/json"}), timeout=10
-    ) as reply:
-        return json.loads(reply.read() or b"null")
-
-
-def refusal(url: str, body: Any) -> tuple[int, dict[str, Any]]:
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        call(url, body)
-    with caught.value as error:
-        return error.code, json.loads(error.read())["error"]
+from tests.support.json_http import call, refusal
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

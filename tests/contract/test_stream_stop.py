@@ -37,65 +37,62 @@ WORKER = WorkerKey("m", "stopping")
 
 
 @pytest.mark.parametrize("stops", [True, False], ids=["stopping", "going on"])
-def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded_url: str) -> None:
-    async def main() -> None:
-        store = await IndexStore.open(embedded_url)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        rng, clock, metrics = random.Random(1), time.monotonic, CoreMetrics(MetricRegistry())
-        supervisor = TaskSupervisor(clock=clock, rng=rng)
-        mirror = MirrorSync(
-            WorkerRegistry(),
-            store=store,
-            contact=StoreContact(metrics=metrics.fleet, clock=clock),
-            metrics=metrics.fleet,
-            clock=clock,
-            rng=rng,
-            supervisor=supervisor,
-            budget_bytes=1 << 24,
-        )
-        held = HeldWorkers()
-        rounds = LeaseRounds(store.leases, "t", 1.0, lambda: 0)
-        services = StreamServices(
-            store=store,
-            leases=rounds,
-            held=held,
-            turns=IngestTurns(),
-            token="t",
-            config=Config(),
-            metrics=metrics.streams,
-            context=context,
-            clock=clock,
-            rng=rng,
-            http=None,
-            polls=asyncio.Semaphore(1),
-            allowed=AllowList(),
-            permits=Permits(rng=rng),
-            supervisor=supervisor,
-            mirror=mirror,
-            feed=bare_feed(clock, metrics.watch),
-        )
-        record = WorkerRecord(Registration(WORKER), services, lambda: None)
-        lease = LeaseHolder(
-            WORKER, store=store, rounds=rounds, held=held, token="t", ttl_s=1.0, metrics=metrics.streams, mine=lambda: True,
-            changed=record.store_changed,
-        )  # fmt: skip
-        commits = CommitLoop(record, lease, services)
-        engine = EnginePoller(record, commits, services, lambda said: None)
-        lost = asyncio.Event()
+async def test_a_lease_lost_while_stopping_does_not_keep_the_stream_running(stops: bool, embedded_url: str) -> None:
+    store = await IndexStore.open(embedded_url)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    rng, clock, metrics = random.Random(1), time.monotonic, CoreMetrics(MetricRegistry())
+    supervisor = TaskSupervisor(clock=clock, rng=rng)
+    mirror = MirrorSync(
+        WorkerRegistry(),
+        store=store,
+        contact=StoreContact(metrics=metrics.fleet, clock=clock),
+        metrics=metrics.fleet,
+        clock=clock,
+        rng=rng,
+        supervisor=supervisor,
+        budget_bytes=1 << 24,
+    )
+    held = HeldWorkers()
+    rounds = LeaseRounds(store.leases, "t", 1.0, lambda: 0)
+    services = StreamServices(
+        store=store,
+        leases=rounds,
+        held=held,
+        turns=IngestTurns(),
+        token="t",
+        config=Config(),
+        metrics=metrics.streams,
+        context=context,
+        clock=clock,
+        rng=rng,
+        http=None,
+        polls=asyncio.Semaphore(1),
+        allowed=AllowList(),
+        permits=Permits(rng=rng),
+        supervisor=supervisor,
+        mirror=mirror,
+        feed=bare_feed(clock, metrics.watch),
+    )
+    record = WorkerRecord(Registration(WORKER), services, lambda: None)
+    lease = LeaseHolder(
+        WORKER, store=store, rounds=rounds, held=held, token="t", ttl_s=1.0, metrics=metrics.streams, mine=lambda: True,
+        changed=record.store_changed,
+    )  # fmt: skip
+    commits = CommitLoop(record, lease, services)
+    engine = EnginePoller(record, commits, services, lambda said: None)
+    lost = asyncio.Event()
 
-        async def loses() -> None:
-            await lost.wait()
-            raise LeaseLost("at the same moment")
+    async def loses() -> None:
+        await lost.wait()
+        raise LeaseLost("at the same moment")
 
-        following = asyncio.ensure_future(SourceSwitch(record, lease, commits, engine, services).hold(loses()))
-        await asyncio.sleep(0)
-        lost.set()
-        if stops:
-            record.facts.stopping = True
-            following.cancel()
-        (ended,) = await asyncio.gather(following, return_exceptions=True)
-        await store.close()
-        context.destroy(linger=0)
-        assert isinstance(ended, asyncio.CancelledError if stops else LeaseLost)
-
-    asyncio.run(main())
+    following = asyncio.ensure_future(SourceSwitch(record, lease, commits, engine, services).hold(loses()))
+    await asyncio.sleep(0)
+    lost.set()
+    if stops:
+        record.facts.stopping = True
+        following.cancel()
+    (ended,) = await asyncio.gather(following, return_exceptions=True)
+    await store.close()
+    context.destroy(linger=0)
+    assert isinstance(ended, asyncio.CancelledError if stops else LeaseLost)

@@ -31,7 +31,6 @@ from tests.contract.lead_support import (
     registration,
     reused,
     router,
-    run,
     shows,
     status,
     until,
@@ -69,7 +68,7 @@ async def leave_dead(server: StoreServer) -> None:
     await store.close()
 
 
-def test_a_follower_that_finds_no_engine_does_not_keep_the_dead_routers_word_alive(
+async def test_a_follower_that_finds_no_engine_does_not_keep_the_dead_routers_word_alive(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Let a router and its patched engine die together.
@@ -90,61 +89,55 @@ def test_a_follower_that_finds_no_engine_does_not_keep_the_dead_routers_word_ali
     def lease() -> int:
         return int(server.client.hget(keys.meta(WORKER), keys.META_LEASE))
 
-    async def main() -> None:
-        await leave_dead(server)
-        async with AsyncExitStack() as stack:
-            follows_first = assign_workers([WORKER], {FIRST, SECOND}, {})[WORKER] == FIRST
-            follower, third = (FIRST, SECOND) if follows_first else (SECOND, FIRST)
-            first = await stack.enter_async_context(router(server, follower))
-            await first.register(Registration(WORKER, patch=f"tcp://127.0.0.1:{free_port()}"))
-            second = await stack.enter_async_context(router(server, third, watch))
-            await until(lambda: WORKER in second.registry.streams, "the registration is not known at the other")
-            await until(lambda: first.peers.routers == 2 and second.peers.routers == 2, "they do not see each other")
-            await until(lambda: any(credited for _, credited in seen), "what is stored is not shown")
-            await until(lambda: reused(second) == 0, "doubt is credited for ever")
-            assert not second.registry.streams[WORKER].held
-            withdrawn, before = len(seen), lease()
-            await until(lambda: lease() >= before + GIVE_UPS, "the follower does not try again")
-            assert not [state for state, _ in seen if state is StreamState.LIVE], "the dead router's word"
-            assert not [credited for _, credited in seen[withdrawn:] if credited], "doubt has begun again"
-            row = status(second)
-            assert row.state == "suspect" and row.reason
-
-    run(main)
+    await leave_dead(server)
+    async with AsyncExitStack() as stack:
+        follows_first = assign_workers([WORKER], {FIRST, SECOND}, {})[WORKER] == FIRST
+        follower, third = (FIRST, SECOND) if follows_first else (SECOND, FIRST)
+        first = await stack.enter_async_context(router(server, follower))
+        await first.register(Registration(WORKER, patch=f"tcp://127.0.0.1:{free_port()}"))
+        second = await stack.enter_async_context(router(server, third, watch))
+        await until(lambda: WORKER in second.registry.streams, "the registration is not known at the other")
+        await until(lambda: first.peers.routers == 2 and second.peers.routers == 2, "they do not see each other")
+        await until(lambda: any(credited for _, credited in seen), "what is stored is not shown")
+        await until(lambda: reused(second) == 0, "doubt is credited for ever")
+        assert not second.registry.streams[WORKER].held
+        withdrawn, before = len(seen), lease()
+        await until(lambda: lease() >= before + GIVE_UPS, "the follower does not try again")
+        assert not [state for state, _ in seen if state is StreamState.LIVE], "the dead router's word"
+        assert not [credited for _, credited in seen[withdrawn:] if credited], "doubt has begun again"
+        row = status(second)
+        assert row.state == "suspect" and row.reason
 
 
-def test_a_router_that_hears_the_follower_and_not_its_log_is_in_doubt_until_it_has_read_it(
+async def test_a_router_that_hears_the_follower_and_not_its_log_is_in_doubt_until_it_has_read_it(
     server: StoreServer, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with router(server, FIRST) as first, router(server, SECOND) as second:
-            await until(lambda: first.peers.routers == 2 and second.peers.routers == 2, "they do not see each other")
-            await first.register(registration(engine))
-            await until(lambda: WORKER in second.registry.streams, "the registration is not known at the other")
-            engine.publish(stored(TOKENS, 0, 12))
-            await until(lambda: is_well(first, 12) and is_well(second, 12), "not both are well")
-            follower, third = apart(first, second)
-            assert follower.registry.streams[WORKER].held and not third.registry.streams[WORKER].held
-            # Hold the log back as a slow connection to the store would; heartbeats come over another one.
-            gate, sync = asyncio.Event(), third.mirror_sync
+    async with router(server, FIRST) as first, router(server, SECOND) as second:
+        await until(lambda: first.peers.routers == 2 and second.peers.routers == 2, "they do not see each other")
+        await first.register(registration(engine))
+        await until(lambda: WORKER in second.registry.streams, "the registration is not known at the other")
+        engine.publish(stored(TOKENS, 0, 12))
+        await until(lambda: is_well(first, 12) and is_well(second, 12), "not both are well")
+        follower, third = apart(first, second)
+        assert follower.registry.streams[WORKER].held and not third.registry.streams[WORKER].held
+        # Hold the log back as a slow connection to the store would; heartbeats come over another one.
+        gate, sync = asyncio.Event(), third.mirror_sync
 
-            async def wait_and_read() -> Any:
-                await gate.wait()
-                return await read()
+        async def wait_and_read() -> Any:
+            await gate.wait()
+            return await read()
 
-            read = sync._follower.next
-            monkeypatch.setattr(sync._follower, "next", wait_and_read)
-            # One read was in flight already.
-            seq = engine.publish(stored(TOKENS, 0, 1))
-            await until(lambda: shows(third, seq), "the read under way is not applied")
-            seq = engine.publish(stored(TOKENS, 0, 2))
-            await until(lambda: shows(follower, seq), "the follower is behind")
-            await until(lambda: status(third).state == "suspect", "old content is shown as live for ever")
-            assert "has written more than was read here" in status(third).reason
-            assert reused(third) == 12, "doubt is credited for a while"
-            await until(lambda: reused(third) == 0, "doubt is credited for ever")
-            assert follower.health() == [] and status(follower).state == "live"
-            gate.set()
-            await until(lambda: is_well(third, 12) and shows(third, seq), "it is not live again")
-
-    run(main)
+        read = sync._follower.next
+        monkeypatch.setattr(sync._follower, "next", wait_and_read)
+        # One read was in flight already.
+        seq = engine.publish(stored(TOKENS, 0, 1))
+        await until(lambda: shows(third, seq), "the read under way is not applied")
+        seq = engine.publish(stored(TOKENS, 0, 2))
+        await until(lambda: shows(follower, seq), "the follower is behind")
+        await until(lambda: status(third).state == "suspect", "old content is shown as live for ever")
+        assert "has written more than was read here" in status(third).reason
+        assert reused(third) == 12, "doubt is credited for a while"
+        await until(lambda: reused(third) == 0, "doubt is credited for ever")
+        assert follower.health() == [] and status(follower).state == "live"
+        gate.set()
+        await until(lambda: is_well(third, 12) and shows(third, seq), "it is not live again")

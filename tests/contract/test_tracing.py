@@ -125,7 +125,7 @@ def test_a_gateways_answer_that_stays_the_best_ends_its_trace() -> None:
         assert spans[f"POST {CHAT}"].attributes["http.response.status_code"] == 503
 
 
-def test_what_the_router_refuses_is_a_trace_too() -> None:
+def test_a_refused_request_is_a_trace_too() -> None:
     with Collector() as collector, fleet(ANSWER, otlp_endpoint=collector.url) as (router, _):
         router.post(CHAT, {"model": "nope", "messages": []})
         (root,) = collector.trace().values()
@@ -141,7 +141,7 @@ def test_what_the_router_refuses_is_a_trace_too() -> None:
         {"tracestate": "a=1"},
     ],
 )
-def test_a_context_that_is_none_begins_a_trace(headers: dict[str, str]) -> None:
+def test_an_invalid_context_begins_a_trace(headers: dict[str, str]) -> None:
     with Collector() as collector, fleet(ANSWER, otlp_endpoint=collector.url) as (router, engine):
         assert router.post(COMPLETIONS, TOKENS, headers)[0] == 200
         root = collector.trace()[f"POST {COMPLETIONS}"]
@@ -150,7 +150,7 @@ def test_a_context_that_is_none_begins_a_trace(headers: dict[str, str]) -> None:
         assert engine.asked[0].all("tracestate") == []
 
 
-def test_who_does_not_sample_is_not_sampled_and_still_passed_on() -> None:
+def test_an_unsampled_context_is_passed_on_unsampled() -> None:
     with Collector() as collector, fleet(ANSWER, otlp_endpoint=collector.url) as (router, engine):
         router.post(COMPLETIONS, TOKENS, {"traceparent": PARENT[:-1] + "0"})
         router.post(COMPLETIONS, TOKENS)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.stream_items import Batch, ResumePoint, StreamItem, fingerprint
 
@@ -41,10 +43,21 @@ def asked(cursor: Cursor) -> int | None:
     return None if cursor.request is None else cursor.request.start
 
 
-def following(*seqs: int, **options: object) -> Cursor:
-    """Return a connected cursor with a replay endpoint that has already handed out the batches `seqs`."""
-    cursor = Cursor(replay=True, **options)  # type: ignore[arg-type]
+def joined(**options: Any) -> Cursor:
+    """Return a connected cursor with a replay endpoint."""
+    cursor = Cursor(replay=True, **options)
     cursor.connected()
+    return cursor
+
+
+def reconnect(cursor: Cursor) -> None:
+    cursor.disconnected()
+    cursor.connected()
+
+
+def following(*seqs: int, **options: Any) -> Cursor:
+    """Return a connected cursor with a replay endpoint that has already handed out the batches `seqs`."""
+    cursor = joined(**options)
     replay(cursor, *seqs)
     assert cursor.request is None
     return cursor

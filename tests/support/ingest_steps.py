@@ -6,21 +6,24 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
+from kvrouter.events.patch.items import Loaded
 from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
-from kvrouter.router.base.common.ids import GPU, WorkerKey
+from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.index.ingest.ingest import Ingest
-from kvrouter.router.model.workers.registration import CatalogSpec, Registration
+from kvrouter.router.index.ingest.pending_commit import PendingCommit
+from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
 
 REPLAY = "tcp://127.0.0.1:2"
 
 
-def make(replay: str | None = REPLAY, catalog: CatalogSpec | None = None) -> Ingest:
+def make(replay: str | None = REPLAY, **registered: Any) -> Ingest:
+    """Return the ingest of a worker; `registered` are more fields of its registration."""
     numbers = count()
-    registration = Registration(WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay=replay, catalog=catalog)
+    registration = Registration(WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay=replay, **registered)
     return Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
 
 
@@ -41,9 +44,12 @@ def batch(seq: int, *events: Any) -> Batch:
     return Batch(seq, payload, fingerprint(payload), False)
 
 
-def feed(ingest: Ingest, *items: Any) -> Ingest:
+def feed(ingest: Ingest, *items: Any, now: float = 1.0) -> Ingest:
+    """Apply the items, and `CaughtUp` after each snapshot, as the cursor yields it when nothing came meanwhile."""
     for item in items:
-        ingest.apply(item, 1.0)
+        ingest.apply(item, now)
+        if isinstance(item, Loaded):
+            ingest.apply(CaughtUp(), now)
     return ingest
 
 
@@ -51,3 +57,18 @@ def live(**options: Any) -> Ingest:
     ingest = feed(make(**options), FellBehind(), Connected(), CaughtUp())
     assert ingest.state is StreamState.LIVE
     return ingest
+
+
+def taken(ingest: Ingest) -> PendingCommit:
+    """Take the commit that is due."""
+    commit = ingest.held.take()
+    assert commit is not None
+    return commit
+
+
+def restored(ingest: Ingest, seq: int = 0, residency: dict[Place, Any] | None = None, **registered: Any) -> Ingest:
+    """Return the ingest of another router that loaded what this one committed, with `residency`, up to batch `seq`."""
+    commit = taken(ingest)
+    again = make(**registered)
+    again.restore(commit.epoch, seq, residency or {}, {}, commit.meta)
+    return again

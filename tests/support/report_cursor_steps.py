@@ -58,9 +58,21 @@ def greeted(**options: Any) -> ReportCursor:
     return cursor
 
 
-def in_order(next_seq: int = 10, **options: Any) -> ReportCursor:
+def requested(**options: Any) -> ReportCursor:
+    """Return a cursor that has sent its first request for a snapshot."""
     cursor = greeted(**options)
     cursor.on_request_sent()
+    return cursor
+
+
+def reload(cursor: ReportCursor, next_seq: int, epoch: str = A) -> None:
+    """Send the request that the cursor wants to be sent, and answer it with a snapshot."""
+    cursor.on_request_sent()
+    load(cursor, next_seq, epoch)
+
+
+def in_order(next_seq: int = 10, **options: Any) -> ReportCursor:
+    cursor = requested(**options)
     load(cursor, next_seq)
     assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
     return cursor

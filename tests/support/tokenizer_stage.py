@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -127,10 +127,6 @@ async def case(
             await tokenizer.stop()
             for engine in running:
                 await engine.__aexit__()
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 2 * PATIENCE_S))
 
 
 async def until(holds: Any) -> None:

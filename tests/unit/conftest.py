@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,12 +16,9 @@ import zmq
 
 from kvrouter.engine_patch.reporter import snapshots
 from kvrouter.engine_patch.reporter.reporter import Reporter
-from tests.support.report_peer import start
+from tests.support.report_peer import Peer, start
 
 Context = zmq.Context[zmq.Socket[bytes]]
-
-# Only a failing test waits this long.
-PATIENCE_S = 15.0
 
 
 @pytest.fixture(autouse=True)
@@ -45,16 +44,11 @@ def context() -> Iterator[Context]:
     assert open_sockets == []
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
-    """Return a function that runs a test, once on each kind of event loop."""
-    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
-
-    def run(test: Coroutine[Any, Any, None]) -> None:
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(asyncio.wait_for(test, PATIENCE_S))
-
-    return run
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each asynchronous test of this folder once on each kind of event loop."""
+    if inspect.iscoroutinefunction(metafunc.function):
+        metafunc.fixturenames.append("loop_factory")
+        metafunc.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 
 
 @pytest.fixture
@@ -69,6 +63,19 @@ def made(context: Context) -> Iterator[Callable[..., Reporter]]:
     yield make
     for reporter in reporters:
         reporter.close()
+
+
+@pytest.fixture
+def joined(context: Context, made: Callable[..., Reporter]) -> Iterator[Callable[..., tuple[Reporter, Peer, int]]]:
+    """Provide a function that starts a reporter as `made` does, and joins it; it returns them and the next seq."""
+    with ExitStack() as stack:
+
+        def join(**changes: Any) -> tuple[Reporter, Peer, int]:
+            reporter = made(**changes)
+            peer = stack.enter_context(Peer(context, reporter))
+            return reporter, peer, peer.joined(reporter)
+
+        yield join
 
 
 @pytest.fixture

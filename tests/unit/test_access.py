@@ -57,7 +57,7 @@ def test_a_file_lists_keys_by_themselves_or_by_their_digest() -> None:
     assert parse_keys(json.dumps({"keys": [{"name": "gateway", "scopes": ["ask"], "key": KEY}]}), "f") == [first]
 
 
-def test_admin_may_do_all_and_others_what_they_name() -> None:
+def test_an_admin_key_has_every_scope_and_others_the_scopes_they_name() -> None:
     admin = ApiKey("a", frozenset({Scope.ADMIN}), b"", KeyBounds("a"))
     ask = ApiKey("b", frozenset({Scope.ASK}), b"", KeyBounds("b"))
     for scope in Scope:
@@ -95,14 +95,14 @@ def test_admin_may_do_all_and_others_what_they_name() -> None:
         ("keys: [" + ", ".join(f"{{name: k{n}}}" for n in range(MAX_KEYS + 1)) + "]", f"at most {MAX_KEYS}"),
     ],
 )
-def test_a_wrong_file_is_refused_without_a_word_of_its_keys(text: str, said: str) -> None:
+def test_the_refusal_of_a_wrong_file_shows_no_key(text: str, said: str) -> None:
     with pytest.raises(SettingError) as caught:
         parse_keys(text, "keys.yaml")
     assert said in caught.value.message and caught.value.message.startswith("keys.yaml")
     assert KEY not in caught.value.message and "short" not in caught.value.message
 
 
-def test_the_setting_is_one_key_among_those_of_the_file(tmp_path: Path) -> None:
+def test_the_key_of_the_setting_is_valid_beside_those_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"keys: [{{name: gateway, scopes: [ask], key: {KEY}}}]")
     assert access().keys is None
@@ -112,7 +112,7 @@ def test_the_setting_is_one_key_among_those_of_the_file(tmp_path: Path) -> None:
     assert admin is not None and admin.scopes == {Scope.ADMIN}
 
 
-def test_files_that_are_not_there_end_the_start(tmp_path: Path) -> None:
+def test_missing_files_end_the_start(tmp_path: Path) -> None:
     missing = str(tmp_path / "none")
     with pytest.raises(SettingError, match="No such file"):
         access(api_keys_file=missing)
@@ -129,7 +129,7 @@ def test_files_that_are_not_there_end_the_start(tmp_path: Path) -> None:
 # Certificates.
 
 
-def test_a_certificate_says_when_it_is_near_its_end() -> None:
+def test_a_certificate_near_its_expiry_is_reported() -> None:
     def at(days_left: float, life_days: float) -> tuple[str | None, str | None]:
         certificate = Certificate(None, Validity(0.0, life_days * DAY_S))  # type: ignore[arg-type]
         now_s = (life_days - days_left) * DAY_S
@@ -151,7 +151,7 @@ def test_a_certificate_says_when_it_is_near_its_end() -> None:
 # Registrations.
 
 
-def test_registrations_come_in_a_burst_and_then_at_a_rate() -> None:
+def test_registrations_are_limited_to_a_burst_and_a_rate() -> None:
     bucket = TokenBucket(10.0, 3, 0.0)
     assert [bucket.take(0.0) for _ in range(3)] == [0.0, 0.0, 0.0]
     assert bucket.take(0.0) == pytest.approx(0.1)
@@ -163,7 +163,7 @@ def test_registrations_come_in_a_burst_and_then_at_a_rate() -> None:
     assert bucket.take(1_000.0) > 0
 
 
-def test_each_key_has_its_own_rate_and_a_fleet_may_come_at_once() -> None:
+def test_each_key_has_its_own_rate_limit() -> None:
     now = [0.0]
     limited = access(now, max_workers=10, registrations_per_s=1.0)
     assert not any(limited.registration_pause_s("a") for _ in range(40))
@@ -178,7 +178,7 @@ def test_each_key_has_its_own_rate_and_a_fleet_may_come_at_once() -> None:
 # Files.
 
 
-def test_files_that_belong_together_are_due_when_one_of_them_changes_and_rests(tmp_path: Path) -> None:
+def test_a_group_of_files_is_reloaded_when_one_has_changed_and_settled(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     first.write_text("1")
     second.write_text("2")

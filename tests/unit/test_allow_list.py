@@ -42,7 +42,7 @@ def test_without_a_list_all_is_allowed(endpoint: str) -> None:
         ("ipc://@kv", "ipc://@kv"),
     ],
 )
-def test_what_is_listed_is_allowed(entry: str, endpoint: str) -> None:
+def test_a_listed_address_is_allowed(entry: str, endpoint: str) -> None:
     assert allows(["unrelated", entry], endpoint)
 
 
@@ -73,7 +73,7 @@ def test_what_is_listed_is_allowed(entry: str, endpoint: str) -> None:
         ("engine", "http://[engine"),
     ],
 )
-def test_what_is_not_listed_is_refused_and_the_setting_named(entry: str, endpoint: str) -> None:
+def test_the_refusal_of_an_address_names_the_setting(entry: str, endpoint: str) -> None:
     problem = AllowList([entry]).problem(endpoint)
     assert problem is not None
     assert "allow_hosts" in problem
@@ -83,7 +83,7 @@ def test_what_is_not_listed_is_refused_and_the_setting_named(entry: str, endpoin
     "entry",
     ["", "10.0.0.1/8", "10.0.0.256", "127.1", "0x7f000001", "h:80", "http://h", "a b", "*", "*.", "ipc://", "h/8"],
 )
-def test_an_entry_that_is_none_ends_the_start(entry: str) -> None:
+def test_an_invalid_entry_ends_the_start(entry: str) -> None:
     with pytest.raises(SettingError, match="host name"):
         AllowList([entry])
     with pytest.raises(SettingError, match="--allow-host"):
@@ -105,7 +105,7 @@ def test_every_address_of_a_registration_is_judged(field: str, registration: Reg
     assert problem.startswith(f"{field}: ")
 
 
-def test_a_registration_whose_addresses_are_all_listed() -> None:
+def test_a_registration_with_listed_addresses_is_allowed() -> None:
     registration = Registration(W0, "tcp://good:1", "tcp://good:2", "http://good", patch=NO_PATCH)
     assert AllowList(["good"]).registration_problem(registration) is None
 
@@ -121,17 +121,17 @@ def test_a_worker_of_the_settings_is_judged_before_anything_starts() -> None:
 @pytest.mark.parametrize(
     "endpoint", ["tcp://10.0.0.1:1;10.9.9.9:1", "tcp://fd00::1:1", "tcp://a@b:1", "tcp://good\\bad:1", "tcp://[good]:1"]
 )
-def test_endpoints_with_more_than_one_reading_are_none(endpoint: str) -> None:
+def test_ambiguous_endpoints_are_refused(endpoint: str) -> None:
     assert endpoint_problem(endpoint)
 
 
 @pytest.mark.parametrize(
     "url", ["http://good@bad", "http://bad\\@good/", "http://u:p@good", "ftp://good", "file:///good"]
 )
-def test_urls_with_more_than_one_reading_are_none(url: str) -> None:
+def test_ambiguous_urls_are_refused(url: str) -> None:
     assert url_problem(url)
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://[fe80::1%eth0]:5557", "tcp://[::1]:5557", "tcp://engine_0.svc:5557"])
-def test_endpoints_of_all_kinds_are_still_such(endpoint: str) -> None:
+def test_endpoints_of_all_kinds_are_accepted(endpoint: str) -> None:
     assert endpoint_problem(endpoint) is None

@@ -36,7 +36,7 @@ def test_an_http_endpoint_is_the_url_and_the_events_stand_beside_it() -> None:
     assert registration.given_id == 7
 
 
-def test_what_is_no_64_bit_number_goes_back_as_text() -> None:
+def test_an_id_beyond_64_bits_is_returned_as_text() -> None:
     for worker_id, back in ((2**64 - 1, 2**64 - 1), (0, 0), (2**64, str(2**64)), (-1, "-1"), ("7", "7")):
         (registration,) = registered(worker_id=worker_id, model="m", endpoint="tcp://h:1")
         assert registration.given_id == back
@@ -84,7 +84,7 @@ def test_each_rank_has_its_own_stream_and_no_rank_the_replay_of_another() -> Non
         ({"kv_events_endpoint": "http://h:1"}, "endpoint"),
     ],
 )
-def test_what_cannot_be_is_refused(body: dict[str, Any], said: str) -> None:
+def test_a_contradictory_registration_is_refused(body: dict[str, Any], said: str) -> None:
     with pytest.raises(BadQuestion, match=said):
         registered(model="m", endpoint=URL, **body)
 

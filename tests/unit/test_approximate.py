@@ -22,7 +22,7 @@ def question(tokens: np.ndarray = TOKENS, **fields: Any) -> Question:
     return Question("m", len(tokens), token_ids=tokens, **fields)
 
 
-def test_what_was_sent_is_believed_for_a_while() -> None:
+def test_a_sent_prompt_counts_as_cached_for_a_while() -> None:
     history = RoutingHistory(TTL_S)
     pieces = pieces_of(question(), None)
     history.sent(W0, pieces, 0.0)
@@ -66,7 +66,7 @@ def test_an_engine_that_says_its_block_size_is_guessed_in_its_own_blocks(block_s
             assert hit == expected
 
 
-def test_where_room_is_lacking_the_least_lately_sent_goes_its_end_first() -> None:
+def test_the_least_recently_sent_prompt_is_forgotten_from_its_end() -> None:
     history = RoutingHistory(TTL_S, max_pieces=7)
     first, second = pieces_of(question(), None), pieces_of(question(TOKENS + 9), None)
     history.sent(W0, first, 0.0)

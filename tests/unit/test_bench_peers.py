@@ -20,7 +20,7 @@ def cells(row: PeerRow) -> list[str]:
     return [cell.strip() for cell in table([row]).splitlines()[2].strip("|").split("|")]
 
 
-def test_above_one_this_router_is_ahead_for_times_and_for_rates() -> None:
+def test_a_ratio_above_one_means_that_this_router_is_ahead() -> None:
     values = {OURS: [100.0, 300.0, 200.0], "peer": [500.0, 100.0, 300.0]}
     time, rate = peer_row("a", "us", "peer", values), peer_row("a", "1/s", "peer", values, more=True)
     assert (time.ratio, rate.ratio) == (1.5, pytest.approx(2 / 3))
@@ -28,20 +28,20 @@ def test_above_one_this_router_is_ahead_for_times_and_for_rates() -> None:
 
 
 @pytest.mark.parametrize(("goal", "met", "word"), [(1.5, True, "yes"), (1.51, False, "**no**"), (None, None, "")])
-def test_a_goal_is_the_least_ratio(goal: float | None, met: bool | None, word: str) -> None:
+def test_a_goal_is_the_lowest_allowed_ratio(goal: float | None, met: bool | None, word: str) -> None:
     row = peer_row("a", "us", "peer", {OURS: [2.0], "peer": [3.0]}, goal=goal)
     assert row.met is met
     assert cells(row) == ["a", "us", "2.00", "3.00", "peer", "1.50", "" if goal is None else f"{goal:g}", word]
 
 
-def test_a_peer_that_is_not_there_is_named_with_the_reason() -> None:
+def test_a_missing_peer_is_named_with_the_reason() -> None:
     row = peer_row("a", "us", "dynamo.indexer", {OURS: [2.0]}, goal=1.5, problem="no wheel for this machine")
     assert row.ratio is None
     assert cells(row)[3:] == ["not measured: no wheel for this machine", "dynamo.indexer", "-", "1.5", "unknown"]
 
 
 @pytest.mark.parametrize("ours", [0.0, -3.0])
-def test_what_drowns_in_noise_has_no_ratio(ours: float) -> None:
+def test_figures_within_the_noise_have_no_ratio(ours: float) -> None:
     assert peer_row("a", "us", "peer", {OURS: [ours], "peer": [3.0]}, goal=1.0).met is None
 
 
@@ -88,13 +88,13 @@ def test_a_page_keeps_what_is_around_its_table(tmp_path: Path) -> None:
         ({1: 0.5, 2: 0.5, 3: 0.5}, 1_000 / 0.75),
     ],
 )
-def test_what_a_router_can_do_is_bound_by_its_busiest_process_and_by_the_cores(
+def test_throughput_is_bounded_by_the_busiest_process_and_by_the_cores(
     used_s: dict[int, float], expected: float
 ) -> None:
     assert capacity(1_000, used_s) == pytest.approx(expected)
 
 
-def test_pips_reason_fits_a_cell() -> None:
+def test_the_reason_of_a_failed_installation_fits_a_table_cell() -> None:
     output = "WARNING: Location '/x' is ignored\nERROR: Could not find a version | of x\n\nERROR: No match | for x==1\n"
     assert reason(output) == "No match / for x==1"
     assert reason("") == "no reason given"
@@ -107,7 +107,7 @@ def test_pips_reason_fits_a_cell() -> None:
         (JSON_FIELDS, [b"ZADD", b"engine:7", b"0", b"9"], b'"PodIdentifier":"10.0.0.3:8000","DeviceTier":"gpu"'),
     ],
 )
-def test_llm_ds_layout_has_two_keys_a_block(layout: str, lead: list[bytes], field: bytes) -> None:
+def test_the_layout_of_llm_d_has_two_keys_a_block(layout: str, lead: list[bytes], field: bytes) -> None:
     first, second, *others = commands(layout, "10.0.0.3:8000", [7, 8], [9, 10])
     assert first.split(b"\r\n")[2::2] == [*lead]
     name, key, pod, value = second.split(b"\r\n")[2::2]

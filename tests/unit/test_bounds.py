@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -28,9 +27,9 @@ from kvrouter.events.transport.progress import CaughtUp
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.messages import MAX_NAME_CHARS
 from kvrouter.events.vllm.settings import SubscriberSettings
-from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, StreamItem, fingerprint
+from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, StreamItem
 from kvrouter.events.vllm.subscriber import Subscriber
-from kvrouter.events.vllm.wire import WireRemoved, WireStored
+from kvrouter.events.vllm.wire import WireRemoved
 from kvrouter.router.base.common.compiled import wanted
 from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.index.ingest import event_runs
@@ -46,31 +45,20 @@ from kvrouter.router.model.kvcache.catalog_learner import MAX_BLOCK_SIZES
 from kvrouter.router.model.kvcache.gpu_hit import MAX_SPEC_GROUPS
 from kvrouter.router.model.kvcache.hit_tables import BANK_BITS
 from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS, Registration
+from kvrouter.router.model.workers.registration import MAX_GROUPS, MAX_TOKENS
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.support import ingest_steps as steps
+from tests.support.ingest_steps import batch, stored
 
 WORKER = WorkerKey("m", "w")
 
 
 def make() -> Ingest:
-    numbers = count()
-    registration = Registration(WORKER, events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2")
-    ingest = Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
-    ingest.apply(Connected(), 1.0)
-    ingest.apply(CaughtUp(), 1.0)
-    return ingest
+    return steps.feed(steps.make(), Connected(), CaughtUp())
 
 
 def feed(ingest: Ingest, seq: int, *events: Any) -> Ingest:
-    payload = encode_batch(1.0, list(events))
-    ingest.apply(Batch(seq, payload, fingerprint(payload), False), 1.0)
-    return ingest
-
-
-def stored(hashes: list[int], group: int = 0, **fields: Any) -> WireStored:
-    arguments: dict[str, Any] = {"block_size": 16, "medium": GPU, "kv_cache_spec_kind": "full_attention"} | fields
-    size, medium = arguments.pop("block_size"), arguments.pop("medium")
-    return WireStored(hashes, 77, [], size, None, medium, None, group_idx=group, **arguments)
+    return steps.feed(ingest, batch(seq, *events))
 
 
 def hashes_of(*numbers: int) -> Any:
@@ -108,7 +96,7 @@ def test_a_worker_holds_a_bounded_number_of_blocks_over_all_places() -> None:
     assert (residency.blocks, residency.refused_blocks) == (10, 6)
 
 
-def test_changed_copies_wait_within_the_bound_of_what_is_pending() -> None:
+def test_changed_copies_count_toward_the_bound_of_pending_changes() -> None:
     residency = Residency()
     residency.add_copies(Place(0, GPU), hashes_of(*range(100)))
     residency.take_changes()
@@ -116,7 +104,7 @@ def test_changed_copies_wait_within_the_bound_of_what_is_pending() -> None:
     assert residency.pending_blocks == 100
 
 
-def test_a_snapshot_finds_room_although_empty_places_had_it_all() -> None:
+def test_a_snapshot_gets_the_room_of_empty_places() -> None:
     ingest = feed(make(), 0, *(stored([1], medium="FS", ownership=f"o{number}") for number in range(MAX_PLACES)))
     places = [SnapshotPlace(g, GPU, None, hashes_of(1, 2), []) for g in range(3)]
     ingest.apply(Loaded(Snapshot("a" * 16, 1.0, 5, places, [])), 1.0)
@@ -136,7 +124,7 @@ def test_a_name_that_is_too_long_breaks_its_event(fields: dict[str, Any]) -> Non
         assert (len(batch.events), len(batch.broken)) == (2 - broken, broken)
 
 
-def test_a_removal_with_a_name_that_is_too_long_voids_what_is_held() -> None:
+def test_a_removal_with_a_name_that_is_too_long_voids_the_blocks() -> None:
     ingest = feed(make(), 0, stored([1, 2]))
     feed(ingest, 1, WireRemoved([1], "GPU", 0, ownership="x" * (MAX_NAME_CHARS + 1)))
     assert ingest.held.blocks.counts() == {}
@@ -251,36 +239,33 @@ def test_a_table_without_a_free_slot_refuses_blocks_and_still_knows_the_worker(m
     assert (hit.on_gpu, hit.state) == (0, ingest.state.value)
 
 
-def test_a_message_over_the_limit_costs_its_connection_and_not_the_stream() -> None:
-    async def follow() -> None:
-        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
-            publisher.setsockopt(zmq.LINGER, 0)
-            # With XPUB_VERBOSE, each subscription is shown, also that of a reader that reconnects.
-            publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
-            port = publisher.bind_to_random_port("tcp://127.0.0.1")
-            settings = SubscriberSettings(max_message_bytes=1_000, reopen_s=0.1)
-            subscriber = Subscriber(f"tcp://127.0.0.1:{port}", context=context, settings=settings)
-            await subscriber.start()
-            items: list[StreamItem] = []
+async def test_a_message_over_the_limit_costs_its_connection_and_not_the_stream() -> None:
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.setsockopt(zmq.LINGER, 0)
+        # With XPUB_VERBOSE, each subscription is shown, also that of a reader that reconnects.
+        publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        settings = SubscriberSettings(max_message_bytes=1_000, reopen_s=0.1)
+        subscriber = Subscriber(f"tcp://127.0.0.1:{port}", context=context, settings=settings)
+        await subscriber.start()
+        items: list[StreamItem] = []
 
-            async def until(kind: type[StreamItem], times: int = 1) -> None:
-                while sum(isinstance(item, kind) for item in items) < times:
-                    items.extend(await subscriber.next())
+        async def until(kind: type[StreamItem], times: int = 1) -> None:
+            while sum(isinstance(item, kind) for item in items) < times:
+                items.extend(await subscriber.next())
 
-            async def subscribed() -> None:
-                while not (publisher.poll(0) and publisher.recv().startswith(b"\1")):
-                    await asyncio.sleep(0.005)
+        async def subscribed() -> None:
+            while not (publisher.poll(0) and publisher.recv().startswith(b"\1")):
+                await asyncio.sleep(0.005)
 
-            async with asyncio.timeout(20):
-                await until(Connected)
-                await subscribed()
-                publisher.send_multipart([b"", bytes(8), b"x" * 1_001])
-                await until(Disconnected)
-                assert not any(isinstance(item, Batch) for item in items)
-                await until(Connected, 2)
-                await subscribed()
-                publisher.send_multipart([b"", bytes(8), b"x" * 1_000])
-                await until(Batch)
-            await subscriber.close()
-
-    asyncio.run(follow())
+        async with asyncio.timeout(20):
+            await until(Connected)
+            await subscribed()
+            publisher.send_multipart([b"", bytes(8), b"x" * 1_001])
+            await until(Disconnected)
+            assert not any(isinstance(item, Batch) for item in items)
+            await until(Connected, 2)
+            await subscribed()
+            publisher.send_multipart([b"", bytes(8), b"x" * 1_000])
+            await until(Batch)
+        await subscriber.close()

@@ -84,7 +84,7 @@ def test_an_unstated_pool_is_the_most_that_any_worker_held_until_it_evicts_itsel
     assert writes.pool_blocks(B) == 20_112
 
 
-def test_what_is_void_costs_nothing_until_the_cache_is_full_again() -> None:
+def test_voided_blocks_cost_nothing_until_the_cache_is_full_again() -> None:
     writes = ModelWrites()
     for worker in (A, B):
         writes.state(worker, 100)
@@ -129,7 +129,7 @@ def test_blocks_that_found_no_room_in_the_mirror_count_when_they_come_and_when_t
     assert mirror.writes.of("m").workers[A].held_blocks == 0 and mirror.writes.of("m").pool_blocks(A) == 5_000
 
 
-def test_a_worker_that_is_gone_takes_no_memory_and_an_unknown_one_has_none() -> None:
+def test_a_removed_worker_takes_no_memory() -> None:
     writes = CacheWrites()
     writes.of("m").stored(A, 10)
     assert writes.of("m").recent_blocks(B) == 0

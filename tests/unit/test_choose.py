@@ -72,7 +72,7 @@ def test_the_longest_reuse_wins_whatever_tier_it_comes_from() -> None:
     assert name_of(chosen(hit("a", 32), hit("b", 16, 16, 160))) == "b"
 
 
-def test_loading_back_has_its_price() -> None:
+def test_loading_blocks_back_from_a_tier_costs_tokens() -> None:
     far = hit("far", 0, 0, 112)
     assert name_of(chosen(hit("near", 96), far)) == "near"
     cheap = weights()
@@ -88,7 +88,7 @@ def test_among_equal_costs_the_nearer_tier_wins() -> None:
         assert name_of(chosen(hit("a", 16, 16, 96), hit("b", 16, 96), seed=seed, weights=free)) == "b"
 
 
-def test_where_full_attention_reaches_further_a_checkpoint_is_made_for_the_next_one() -> None:
+def test_a_longer_full_attention_hit_earns_a_bonus() -> None:
     for seed in range(20):
         assert name_of(chosen(hit("a", 16), hit("b", 16, full=64), seed=seed)) == "b"
     # Twice as many blocks of full attention alone are not worth an actual hit, and a queue outweighs them.
@@ -98,12 +98,12 @@ def test_where_full_attention_reaches_further_a_checkpoint_is_made_for_the_next_
     assert name_of(chosen(hit("a", 16), hit("b", 16, full=64), weights=weights(b=50))) == "a"
 
 
-def test_full_ties_are_broken_by_chance() -> None:
+def test_equal_workers_are_chosen_at_random() -> None:
     wins = Counter(name_of(chosen(hit("a", 96), hit("b", 96), hit("c", 96), seed=seed)) for seed in range(600))
     assert set(wins) == {"a", "b", "c"} and min(wins.values()) > 120
 
 
-def test_what_is_queued_is_weighed_against_what_is_reused() -> None:
+def test_queued_tokens_are_weighed_against_reused_tokens() -> None:
     hits = (hit("warm", 96), hit("cold", 0))
     # The hit saves 96 tokens of computing, and also keeps later prompts back a little less.
     assert name_of(chosen(*hits, weights=weights(warm=105))) == "warm"
@@ -112,14 +112,14 @@ def test_what_is_queued_is_weighed_against_what_is_reused() -> None:
     assert choice.reason == "computes all 200 tokens; warm would reuse 96, but has 120 tokens of load"
 
 
-def test_what_is_decoded_counts_a_little() -> None:
+def test_decoded_tokens_count_a_little() -> None:
     load = weights()
     load.table.reserve("r", key("a"), 0, round(40 / DECODE_TOKEN_COST), 0.0)
     assert name_of(chosen(hit("a", 96), hit("b", 80), weights=load)) == "b"
     assert name_of(chosen(hit("a", 96), hit("b", 64), weights=load)) == "a"
 
 
-def test_of_those_that_reuse_as_much_the_least_loaded_is_chosen_and_it_says_so() -> None:
+def test_among_equal_hits_the_least_loaded_worker_is_chosen_and_the_reason_says_so() -> None:
     choice = chosen(hit("a", 96), hit("b", 96), hit("c", 96), weights=weights(a=10, b=20))
     assert name_of(choice) == "c" and not choice.lost
     assert choice.reason == "reuses 96 of 200 tokens (96 on the GPU); the least loaded of 3 that reuse as much"
@@ -167,14 +167,14 @@ def test_a_saturated_worker_is_not_skipped_for_one_with_a_longer_queue() -> None
     assert (name_of(chosen_empty), chosen_empty.lost) == ("empty", "load") and "it is saturated" in chosen_empty.reason
 
 
-def test_a_prompt_that_is_just_being_computed_is_worth_what_it_will_be() -> None:
+def test_a_prompt_under_way_counts_as_the_hit_that_it_will_become() -> None:
     choice = chosen(hit("a", 0), hit("b", 64), pending={key("a"): 128}, weights=weights(a=10))
     assert name_of(choice) == "a" and choice.hit.tokens == 0 and choice.lost == "affinity"
     assert choice.prefill_tokens == TOKENS - 128
     assert "128 tokens of it are being computed there" in choice.reason
 
 
-def test_a_session_is_a_bonus_and_no_rule() -> None:
+def test_a_session_lowers_the_cost_of_its_worker_and_decides_nothing_alone() -> None:
     session = SessionPlace(key("a"), 10_000, 1e9)
     for seed in range(10):
         assert name_of(chosen(hit("a", 96), hit("b", 96), session=session, seed=seed)) == "a"
@@ -240,7 +240,7 @@ def test_every_worker_is_explained_with_the_parts_of_its_cost() -> None:
     assert choice.reason == "reuses 160 of 200 tokens (64 on the GPU, 64 more from the CPU tier, 32 more from storage)"
 
 
-def test_what_a_worker_has_computed_of_the_prompt_under_way_is_queued_no_longer() -> None:
+def test_the_computed_part_of_a_running_prompt_is_not_queued() -> None:
     load = weights(warm=100)
     hits = (hit("warm", 80), hit("cold", 0))
     # The worker's speed is not known yet.
@@ -257,7 +257,7 @@ def test_what_a_worker_has_computed_of_the_prompt_under_way_is_queued_no_longer(
     assert chosen(hits[0], weights=load, now=60.0).queued_tokens == 60
 
 
-def test_computing_a_long_prompt_behind_others_keeps_back_those_to_come() -> None:
+def test_a_long_computation_behind_a_queue_costs_a_delay() -> None:
     # By tokens alone, both workers are equal: 100 to compute behind 100, or 200 behind none.
     choice = chosen(hit("a", 100), hit("b", 0), weights=weights(a=100))
     assert [candidate.parts.delay for candidate in choice.candidates] == [15 * DELAY_WEIGHT, 20 * DELAY_WEIGHT]

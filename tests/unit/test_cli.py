@@ -91,7 +91,7 @@ def test_the_client_takes_the_port_of_the_environment(
     assert len(stub.received) == 2
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"kvrouter {VERSION}\n"
 
@@ -148,11 +148,19 @@ def test_explain_says_how_many_tokens_are_unknown(stub: StubRouter, capsys: pyte
     assert "about 9 tokens, 0 of them known (source: none): no engine [x] to ask" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["", "{", "3", "{}", '{"messages": "x"}'])
-def test_a_file_without_a_chat(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str) -> None:
-    (tmp_path / "c").write_text(content)
-    code, line = failing(capsys, "explain", "-m", "m", "--messages", str(tmp_path / "c"))
-    assert code == 2 and '"role": "user"' in line
+@pytest.mark.parametrize(
+    ("flag", "content", "wanted"),
+    [
+        *[("--messages", content, '"role": "user"') for content in ("", "{", "3", "{}", '{"messages": "x"}')],
+        *[("--tokens", content, "ids like [1, 2, 3]") for content in ("", "[]", "1 x", "1.5", "-1", "[[1]]")],
+    ],
+)
+def test_a_file_without_a_prompt_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, content: str, wanted: str
+) -> None:
+    (tmp_path / "f").write_text(content)
+    code, line = failing(capsys, "explain", "-m", "m", flag, str(tmp_path / "f"))
+    assert code == 2 and wanted in line
 
 
 def test_the_routers_error_message_is_shown(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +192,7 @@ def test_a_server_that_is_not_a_router_is_detected(
     assert code == 1 and "500" in line
 
 
-def test_no_router_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_router_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     # Port 9 is discard; nothing listens there in any test environment.
     code, line = failing(capsys, "workers", "--url", "http://127.0.0.1:9")
     assert code == 1 and "kvrouter serve" in line
@@ -211,17 +219,10 @@ def test_no_router_at_all(capsys: pytest.CaptureFixture[str]) -> None:
         (["nonsense"], "nonsense"),
     ],
 )
-def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
+def test_wrong_usage_prints_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
     code, line = failing(capsys, *arguments)
     assert named in line
     assert code == 2
-
-
-@pytest.mark.parametrize("content", ["", "[]", "1 x", "1.5", "-1", "[[1]]"])
-def test_a_file_without_token_ids(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str) -> None:
-    (tmp_path / "t").write_text(content)
-    code, line = failing(capsys, "explain", "-m", "m", "--tokens", str(tmp_path / "t"))
-    assert code == 2 and "ids like [1, 2, 3]" in line
 
 
 def test_a_port_that_is_taken_is_one_line(stub: StubRouter, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_router_that_is_well_is_one_line(stub: Any, capsys: pytest.CaptureFixt
     assert doctor(capsys, url) == (0, [])
 
 
-def test_no_router_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_router_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(capsys, f"http://127.0.0.1:{free_port()}") == (1, ["KV001"])
 
 
@@ -185,7 +185,7 @@ def test_a_code_that_does_not_exist_is_a_usage_error(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(("severity", "colour"), [(Severity.ERROR, "red"), (Severity.WARNING, "yellow")])
-def test_severities_have_colours(severity: Severity, colour: str) -> None:
+def test_each_severity_is_shown_in_its_colour(severity: Severity, colour: str) -> None:
     finding = Finding("KV101", severity, "w", "p", "e", "f", "page")
     text = findings_text(DoctorReport(False, "u", "1", 1, 1, 1, [finding]), 80)
     assert isinstance(text, Text)

@@ -82,7 +82,7 @@ def test_each_event_is_a_line_and_control_characters_are_not_printed(
     assert "the router ended the stream; connecting again" in err
 
 
-def test_filters_go_to_the_router_and_json_is_what_it_says(
+def test_filters_are_sent_to_the_router_and_json_is_passed_through(
     stub: StubRouter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = "/events?worker=w+0&model=m&type=stored%2Cgap&hashes=true"
@@ -93,14 +93,14 @@ def test_filters_go_to_the_router_and_json_is_what_it_says(
     assert stub.received == [("GET", path, b"", "Bearer k")]
 
 
-def test_a_refusal_ends_it(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_ends_the_command(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     body = {"error": {"message": "parameter type: born is no event", "type": "invalid_request_error", "code": "x"}}
     stub.answers["/events?type=born"] = (400, json.dumps(body).encode())
     assert run(["tail", "--url", stub.url, "--type", "born"]) == 1
     assert "born is no event" in capsys.readouterr().err
 
 
-def test_a_router_that_is_not_there_at_first_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_router_that_is_unreachable_at_first_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["tail", "--url", "127.0.0.1:9"]) == 1
     assert "no router answers" in capsys.readouterr().err
 

@@ -61,12 +61,12 @@ def test_wide_workers_has_every_column(stub: StubRouter, capsys: pytest.CaptureF
         assert cell in row
 
 
-def test_workers_as_json(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
+def test_workers_are_printed_as_json(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["workers", "--url", stub.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"workers": [WORKER]}
 
 
-def test_no_workers_says_what_to_do(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_list_says_how_to_register_a_worker(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     stub.answer("/workers", {"workers": []})
     assert run(["workers", "--url", stub.url]) == 0
     assert "--worker" in capsys.readouterr().out
@@ -117,7 +117,7 @@ def test_the_tables_say_why_a_worker_gets_no_requests(
     assert state.removesuffix(", saturated") in wide and reason in wide
 
 
-def test_what_is_not_known_is_a_dash() -> None:
+def test_an_unknown_value_is_shown_as_a_dash() -> None:
     row = narrow(LIVE | {"residency": {}, "lag_ms": None, "reuse": None}).splitlines()[2]
     assert row.split() == ["w0", "live", "-", "-", "-", "-", "-"]
 

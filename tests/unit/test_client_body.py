@@ -56,7 +56,7 @@ def outcome(path: str, raw: bytes) -> Any:
         b'[{"%s": [1, 2]}]',
     ],
 )
-def test_ids_read_in_passing_change_nothing(path: str, body: bytes) -> None:
+def test_reading_ids_leaves_the_body_unchanged(path: str, body: bytes) -> None:
     plain, escaped = ESCAPED[path]
     raw = body.replace(b'"%s"', plain)
     actual, expected = outcome(path, raw), outcome(path, raw.replace(plain, escaped))
@@ -67,7 +67,7 @@ def test_ids_read_in_passing_change_nothing(path: str, body: bytes) -> None:
 
 
 @pytest.mark.skipif(caution() is not None, reason="without the compiled reader all ways are the general one")
-def test_ids_of_a_completion_are_read_in_passing() -> None:
+def test_ids_of_a_completion_are_read_from_the_body() -> None:
     body = read_client_body(TEXT_PATH, b'{"prompt": [5, 6], "model": "m"}')
     assert body.ids is not None
     np.testing.assert_array_equal(body.ids, [5, 6])

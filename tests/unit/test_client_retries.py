@@ -29,7 +29,7 @@ ERRORS = st.one_of(
 
 
 @given(error=ERRORS, attempt=st.integers(0, 20), is_repeatable=st.booleans(), chance=st.floats(0, 1))
-def test_what_may_have_been_done_is_not_done_twice(
+def test_a_request_that_may_have_acted_is_not_repeated(
     error: RouterError, attempt: int, is_repeatable: bool, chance: float
 ) -> None:
     retries = Retries(count=3, first_pause_s=0.1, longest_pause_s=2.0)
@@ -50,7 +50,7 @@ def test_pauses_double_up_to_the_longest(attempt: int, most: float) -> None:
     assert pauses == pytest.approx([most / 2, most])
 
 
-def test_no_retries_are_none() -> None:
+def test_a_count_of_0_retries_nothing() -> None:
     for error in (RouterUnreachable("x"), AnswerLost("x"), refused(503, retry_after="0")):
         assert Retries(count=0).pause_s(error, 0, is_repeatable=True, chance=0.5) is None
 

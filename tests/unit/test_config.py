@@ -38,7 +38,7 @@ def test_the_settings_are_few_and_each_says_what_it_takes() -> None:
     assert all(describe(name) for name in FIELDS)
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_no_settings_give_the_defaults() -> None:
     config = load_config(None, {"PATH": "/bin"}, {"port": None, "workers": []})
     assert config == Config()
     assert (config.host, config.port, config.redis, config.data_dir) == ("127.0.0.1", 30_000, None, "./kvrouter-data")
@@ -188,20 +188,20 @@ def test_an_unknown_key_suggests_the_right_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["- a\n- b\n", "just text", "port: [1", "\x00"])
-def test_a_file_that_is_no_settings(tmp_path: Path, content: str) -> None:
+def test_a_file_without_settings_is_refused(tmp_path: Path, content: str) -> None:
     file = tmp_path / "k.yaml"
     file.write_text(content)
     assert str(file) in wrong(file)
 
 
-def test_an_unreadable_file(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     assert "No such file" in wrong(tmp_path / "nope.yaml")
     binary = tmp_path / "b.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert "UTF-8" in wrong(binary)
 
 
-def test_an_empty_file_and_null_values_are_the_defaults(tmp_path: Path) -> None:
+def test_an_empty_file_and_null_values_give_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "k.yaml"
     file.write_text("# nothing\n")
     assert load_config(file, {}, {}) == Config()
@@ -209,7 +209,7 @@ def test_an_empty_file_and_null_values_are_the_defaults(tmp_path: Path) -> None:
     assert load_config(file, {}, {}) == Config()
 
 
-def test_yaml_numbers_where_text_is_meant(tmp_path: Path) -> None:
+def test_a_yaml_number_is_read_as_text_where_text_is_wanted(tmp_path: Path) -> None:
     file = tmp_path / "k.yaml"
     file.write_text("none_hash_seed: 0\n")
     assert load_config(file, {}, {}).none_hash_seed == "0"
@@ -246,7 +246,7 @@ def test_no_secret_is_shown() -> None:
     assert without_password("redis://h:1/0") == "redis://h:1/0"
 
 
-def test_a_worker_spec_with_everything() -> None:
+def test_a_worker_spec_with_every_field_is_read() -> None:
     spec = (
         "w0=https://h:8000/base,events=tcp://h:5557,replay=ipc:///r,model=org/name,dp_rank=3,block_size=16,lora_name=a,"
         "hash_block_size=16,hash_algo=xxhash,none_hash_seed=0,offload_connector=OffloadingConnector"
@@ -280,7 +280,7 @@ def test_a_worker_spec_states_hashes_as_a_registration_does() -> None:
     assert scheme.none_hash == b"\xab" * 16
 
 
-def test_the_shortest_worker_spec() -> None:
+def test_the_shortest_worker_spec_is_an_id_and_a_url() -> None:
     assert parse_worker("w0=http://h:8000") == WorkerSpec("w0", "http://h:8000")
 
 

@@ -13,10 +13,9 @@ import pytest
 
 from kvrouter.events.patch.messages import DeclaredCatalog
 from kvrouter.events.transport.progress import CaughtUp
-from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
-from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
+from kvrouter.events.vllm.stream_items import Connected
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
-from kvrouter.router.base.common.ids import CPU, GPU, STORAGE, Place, WorkerKey
+from kvrouter.router.base.common.ids import CPU, GPU, STORAGE, Place
 from kvrouter.router.index.ingest.declared_catalog import contradictions, declared_spec
 from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.model.kvcache.offload_connectors import (
@@ -27,7 +26,8 @@ from kvrouter.router.model.kvcache.offload_connectors import (
     TierRule,
     effective_connector,
 )
-from kvrouter.router.model.workers.registration import CatalogSpec, Registration
+from kvrouter.router.model.workers.registration import CatalogSpec
+from tests.support.ingest_steps import batch, feed, make, restored
 from tests.support.judging import judge
 
 BLOCK = 16
@@ -85,16 +85,8 @@ def event(shape: str, block_hash: int) -> WireStored:
 
 def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> Ingest:
     """Return the ingest of a worker whose stream brought these batches."""
-    registration = Registration(
-        WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2", catalog=catalog
-    )
-    ingest = Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e")
-    ingest.apply(Connected(), 0.0)
-    ingest.apply(CaughtUp(), 0.0)
-    for seq, events in enumerate(batches):
-        payload = encode_batch(float(seq), events)
-        ingest.apply(Batch(seq, payload, fingerprint(payload), False), 0.0)
-    return ingest
+    brought = [batch(seq, *events) for seq, events in enumerate(batches)]
+    return feed(make(catalog=catalog), Connected(), CaughtUp(), *brought)
 
 
 def hit_of(ingest: Ingest, num_tokens: int) -> tuple[int, ...]:
@@ -110,7 +102,7 @@ ON_GPU = [stored(i, token_ids=[]) for i in range(1, 5)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_only_what_its_events_prove_earns_credit(shape: str) -> None:
+def test_blocks_earn_credit_only_where_events_prove_it(shape: str) -> None:
     ingest = follow(ON_GPU, [event(shape, i) for i in range(1, 9)])
     gpu, cpu, disk = hit_of(ingest, 8 * BLOCK)
     assert gpu == 64
@@ -168,21 +160,16 @@ def test_a_connector_without_a_rule_is_named() -> None:
     assert hit_of(ingest, 200) == (64, 64, 64)
 
 
-def test_what_was_learned_survives_a_restart_of_the_router() -> None:
+def test_the_learned_connector_survives_a_restart_of_the_router() -> None:
     before = follow(ON_GPU, [event("simple", i) for i in range(1, 9)])
-    flush = before.held.take()
-    assert flush is not None
-    after = follow()
-    after.restore("e", 1, {}, {}, flush.meta)
-    assert after.profile.catalog.offload == before.profile.catalog.offload
+    assert restored(before, 1).profile.catalog.offload == before.profile.catalog.offload
 
 
 def test_a_clear_without_a_medium_leaves_no_credit_on_any() -> None:
     """Clear as a reset of the connector's pool does, like the GPU's; later removals of its blocks change nothing."""
     ingest = follow(ON_GPU, [event("simple", i) for i in range(1, 9)], [WireCleared()])
     assert hit_of(ingest, 200) == (0, 0, 0)
-    payload = encode_batch(3.0, [event("simple", 1), *[WireRemoved([i], CPU, 0, locality="LOCAL") for i in (1, 2)]])
-    ingest.apply(Batch(3, payload, fingerprint(payload), False), 0.0)
+    feed(ingest, batch(3, event("simple", 1), *[WireRemoved([i], CPU, 0, locality="LOCAL") for i in (1, 2)]))
     assert hit_of(ingest, 200) == (0, 0, 0)
 
 
@@ -190,8 +177,7 @@ def test_a_block_stays_until_its_last_copy_is_removed() -> None:
     twice = [event("simple", i) for i in (5, 5, 6)]
     ingest = follow(ON_GPU, twice, [WireRemoved([5], CPU, 0, locality="LOCAL")])
     assert hit_of(ingest, 200)[1] == 96
-    payload = encode_batch(2.0, [WireRemoved([5], CPU, 0, locality="LOCAL")])
-    ingest.apply(Batch(3, payload, fingerprint(payload), False), 0.0)
+    feed(ingest, batch(3, WireRemoved([5], CPU, 0, locality="LOCAL")))
     assert hit_of(ingest, 200)[1] == 64
 
 
@@ -233,7 +219,7 @@ def test_a_declared_connector_earns_by_its_own_rule_or_not_at_all(names: list[st
         (DeclaredCatalog([], connector=f"{OFFLOADING} with my.Manager", offload_blocks_per_chunk=1), None),
     ],
 )
-def test_the_engines_word_decides(declared: DeclaredCatalog, rule: TierRule | None) -> None:
+def test_the_statement_of_the_engine_decides(declared: DeclaredCatalog, rule: TierRule | None) -> None:
     stated = CatalogSpec(offload_connector=OFFLOADING)
     tier = follow(ON_GPU, catalog=declared_spec(declared, stated)).profile.catalog.offload
     assert tier.rule is rule and tier.finer_suffix is bool(declared.offload_partial_hits)

@@ -60,8 +60,7 @@ def test_one_service_builds_the_image_and_the_others_never_pull_it() -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_service_is_confined_and_watched(name: str) -> None:
     service = SERVICES[name]
-    assert service["cap_drop"] == ["ALL"]
-    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert (service["cap_drop"], service["security_opt"]) == (["ALL"], ["no-new-privileges:true"])
     assert service["mem_limit"]
     assert set(service["logging"]["options"]) == {"max-size", "max-file"}
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
@@ -122,7 +121,7 @@ def test_prometheus_scrapes_both_routers_and_grafana_finds_dashboard_and_source(
     assert used <= {f"${{{variable['name']}}}"}
 
 
-def test_what_the_image_writes_outside_of_its_volumes_is_nothing() -> None:
+def test_the_image_writes_only_to_its_volumes() -> None:
     env = dict(word.split("=", 1) for step in dockerfile() if step.name == "ENV" for word in step.words())
     assert all("volumes" not in SERVICES[name] for name in ROUTERS), "their index is in the other store"
     assert env["PYTHONDONTWRITEBYTECODE"] == "1"
@@ -156,7 +155,7 @@ def sent(path: str) -> bool:
     return result
 
 
-def test_the_builder_gets_the_source_and_nothing_else() -> None:
+def test_the_builder_gets_only_the_source() -> None:
     wanted = [
         word.rstrip("/")
         for step in dockerfile()

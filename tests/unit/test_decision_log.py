@@ -39,7 +39,7 @@ class Kept:
         return [entry.event for entry in self.feed._ring.since(0)[0]]
 
 
-def test_a_decision_is_kept_with_all_that_it_rested_on() -> None:
+def test_a_decision_is_kept_with_everything_that_it_was_based_on() -> None:
     kept = Kept(hit("a", 64), hit("b", 640), hit("c", state="suspect"))
     request = ask(session_id="s", max_tokens=9, exclude_worker_ids=frozenset({"b"}))
     placement = kept.placer.reserve(request)
@@ -62,7 +62,7 @@ def test_a_decision_is_kept_with_all_that_it_rested_on() -> None:
     assert choice.comparison is None
 
 
-def test_what_is_kept_of_the_candidates_is_what_explain_says() -> None:
+def test_the_kept_candidates_are_those_of_explain() -> None:
     """Law: an explanation that is read later equals the one at the time of the choice, for any hits and loads."""
     for seed in range(60):
         rng = random.Random(seed)
@@ -81,7 +81,7 @@ def test_what_is_kept_of_the_candidates_is_what_explain_says() -> None:
         assert result[0].decision().choice.reason == explained.reason
 
 
-def test_of_many_workers_the_chosen_and_the_cheapest_are_kept() -> None:
+def test_the_chosen_and_the_cheapest_of_many_workers_are_kept() -> None:
     kept = Kept(*[hit(f"w{i}", i) for i in range(200)])
     placement = kept.placer.reserve(ask())
     result = kept.log.find(placement.selection_id)
@@ -108,13 +108,13 @@ def test_a_request_is_found_by_its_id_with_the_attempts_before() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "state", "proof"), [(TOKENS, "live", "exact"), (TOKENS, "suspect", "assumed")])
-def test_the_proof_is_as_good_as_the_state(tokens: int, state: str, proof: str) -> None:
+def test_the_proof_of_a_decision_follows_the_state_of_its_worker(tokens: int, state: str, proof: str) -> None:
     kept = Kept(hit("a", 64, state))
     result = kept.log.find(kept.placer.reserve(ask()).selection_id)
     assert result is not None and decision_reply(*result).proof == proof
 
 
-def test_the_oldest_go_first_whatever_the_bound_is() -> None:
+def test_the_oldest_decisions_are_forgotten_first() -> None:
     """Law: the log keeps the newest decisions, within both bounds, and no id leads to a decision that is gone."""
     for seed in range(30):
         rng = random.Random(seed)
@@ -135,7 +135,7 @@ def test_the_oldest_go_first_whatever_the_bound_is() -> None:
             assert attempts and set(attempts) <= set(kept_ids) and len(attempts) <= MAX_ATTEMPTS
 
 
-def test_an_id_that_is_used_again_means_the_later_decision() -> None:
+def test_a_repeated_id_finds_the_later_decision() -> None:
     kept = Kept()
     kept.placer.choose(ask(0), "mine")
     kept.log.name("mine", "req")
@@ -145,7 +145,7 @@ def test_an_id_that_is_used_again_means_the_later_decision() -> None:
     assert kept.log.find("req") is None
 
 
-def test_nothing_is_kept_where_nothing_is_to_be() -> None:
+def test_a_bound_of_0_keeps_no_decision() -> None:
     kept = Kept(max_kept=0)
     assert kept.log.find(kept.placer.reserve(ask()).selection_id) is None
     assert kept.shown, "the stream has them all the same"

@@ -202,7 +202,7 @@ def test_a_fault_is_found_by_its_code_alone(code: str) -> None:
     assert finding.page == f"{PAGE}#{code.lower()}"
 
 
-def test_a_fleet_that_is_well_has_no_finding() -> None:
+def test_a_healthy_fleet_has_no_finding() -> None:
     assert findings(snapshot(worker(), worker("w1"))) == []
 
 
@@ -222,7 +222,7 @@ def test_a_fleet_that_is_well_has_no_finding() -> None:
         worker(given={"replay": None}, is_patched=True),
     ],
 )
-def test_what_is_young_or_plain_is_no_fault(young: WorkerFacts) -> None:
+def test_a_young_or_plain_worker_has_no_finding(young: WorkerFacts) -> None:
     assert codes(snapshot(young)) == []
 
 
@@ -282,7 +282,7 @@ def test_a_worker_without_events_is_told_what_it_lacks_and_no_more() -> None:
     assert fix(published=[Stream(EVENTS)]) == f"register events={EVENTS}: its engine publishes there"
 
 
-def test_what_the_engine_said_is_the_evidence_of_a_worker_without_events() -> None:
+def test_a_worker_without_events_shows_the_statement_of_its_engine() -> None:
     fields = {"events": None, "replay": None, "note": "its engine publishes no KV events"}
     (finding,) = findings(snapshot(worker(given=fields, is_silent=True, is_heard=False, reason="registered without")))
     assert finding.evidence == "its engine publishes no KV events"
@@ -296,7 +296,7 @@ def test_ranks_and_models_of_one_engine_are_no_twins() -> None:
     assert finding.subject == "workers w0 and w1"
 
 
-def test_a_store_that_is_away_is_one_finding() -> None:
+def test_an_unreachable_store_is_one_finding() -> None:
     away = StoreFacts(problem="Redis has not answered for 3 s", unwritten=("Redis takes no commits",))
     assert codes(snapshot(store=away, load_problems=["the load of other routers is not known"])) == ["KV501"]
 
@@ -306,7 +306,7 @@ def test_closed_ports_explain_why_events_are_not_followed() -> None:
     assert codes(closed) == ["KV205"]
 
 
-def test_what_another_engine_said_is_not_judged() -> None:
+def test_a_mismatched_worker_has_no_other_finding() -> None:
     assert codes(snapshot(worker(state=StreamState.MISMATCHED, scheme=SchemeState.ASSUMED))) == ["KV203"]
 
 
@@ -356,7 +356,7 @@ def test_a_setting_that_a_router_of_another_version_lacks_is_no_difference() -> 
     assert codes(snapshot(routers=routers)) == []
 
 
-def test_heartbeats_that_anybody_wrote_are_cut() -> None:
+def test_long_heartbeats_are_shortened_in_findings() -> None:
     forged = {
         f"r{number}": RouterStatement(str(number), {"policy": "x" * 10_000, "other": str(number)})
         for number in range(99)

@@ -58,8 +58,7 @@ def decided(stage: Stage) -> dict[str, int]:
 
 def test_without_prefill_workers_nothing_is_decided_and_nothing_counted() -> None:
     stage = stage_of(hit("d"), hit("e"))
-    placement = stage.placer.reserve(ask(tokens=LONG))
-    assert placement.prefill is None and not decided(stage)
+    assert stage.placer.reserve(ask(tokens=LONG)).prefill is None and not decided(stage)
 
 
 def test_a_long_prompt_goes_to_the_prefill_worker_of_a_busy_decode_worker() -> None:
@@ -92,7 +91,7 @@ def test_a_long_prompt_goes_to_the_prefill_worker_of_a_busy_decode_worker() -> N
         ((hit("d"), hit("p")), {"unavailable": {"p": "draining"}}, "unavailable"),
     ],
 )
-def test_each_reason_to_compute_it_where_it_is_decoded(hits: Any, fields: Any, outcome: str) -> None:
+def test_each_reason_against_a_hand_over_is_counted(hits: Any, fields: Any, outcome: str) -> None:
     stage = stage_of(*hits, **fields)
     placement = stage.placer.reserve(ask(tokens=LONG))
     assert (placement.worker.worker_id, placement.prefill) == ("d", None)
@@ -123,7 +122,7 @@ def test_a_prompt_is_ahead_of_others_where_it_is_computed_and_then_where_it_is_d
     assert (sibling.hit.worker.worker_id, sibling.expected_tokens) == ("d", LONG - 16)
 
 
-def test_saturated_prefill_workers_are_left_alone() -> None:
+def test_saturated_prefill_workers_get_no_prompt() -> None:
     stage = stage_of(saturation_tokens=2 * LONG)
     occupy(stage, "p", 3 * LONG)
     assert stage.placer.choose(ask(tokens=LONG)).prefill is None
@@ -174,7 +173,7 @@ def test_a_failed_prefill_is_looked_for_elsewhere_and_then_done_by_the_decode_wo
     assert stage.load("d") == before
 
 
-def test_where_nobody_else_is_left_a_failed_prefill_is_the_decode_workers() -> None:
+def test_the_decode_worker_computes_a_failed_prefill_when_no_other_worker_is_left() -> None:
     stage = stage_of()
     placement = stage.placer.reserve(ask(tokens=LONG))
     placement.prefill_failed(ask(tokens=LONG, exclude_workers=frozenset({WorkerKey("m", "p")})))
@@ -212,7 +211,7 @@ def test_an_idle_decode_worker_does_not_void_what_is_about_to_come() -> None:
     assert stage.load("d") == (0, 0, 0)
 
 
-def test_a_prefill_worker_alone_is_no_answer() -> None:
+def test_a_prefill_worker_alone_serves_no_request() -> None:
     for stage in (stage_of(hit("p"), busy=None), stage_of(hit("p"), hit("d", 0, "down"), busy=None)):
         with pytest.raises(NoWorker, match="p: role prefill; register a worker that decodes") as refused:
             stage.placer.reserve(ask(tokens=LONG))
@@ -294,7 +293,7 @@ def test_a_prefill_worker_never_decodes_and_a_hand_over_always_pays(
     assert num_tokens - prefill_hit.tokens + burdens[prefill_hit.worker].queued_tokens + HANDOVER_TOKENS < here_at_most
 
 
-def test_what_is_on_its_way_is_not_sent_twice() -> None:
+def test_tokens_under_way_are_not_handed_over_twice() -> None:
     worker = WorkerKey("m", "d")
     context = ChoiceContext(LONG, LoadModel(LoadTable(), 131_072))
     for number in range(16):

@@ -36,6 +36,12 @@ def watched(path: Path) -> FileSource:
     return source
 
 
+def watched_file(folder: Path, text: str = "- a=http://h:1\n") -> tuple[Path, FileSource]:
+    file = folder / "w.yaml"
+    file.write_text(text)
+    return file, watched(file)
+
+
 def look(source: FileSource, times: int = 2) -> list[str]:
     """Look at the file `times` times and return the workers' ids; a change counts at the second look."""
     for _ in range(times):
@@ -90,7 +96,7 @@ def test_an_entry_is_a_spec_or_the_fields_of_register() -> None:
         ("- &a [*a]\n", "line 1"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(text: str, words: str) -> None:
+def test_a_wrong_entry_is_named_with_its_line(text: str, words: str) -> None:
     with pytest.raises(SettingError) as caught:
         parse_workers(text, "w.yaml", FILE)
     assert caught.value.message.startswith("w.yaml ") and words in caught.value.message
@@ -98,9 +104,7 @@ def test_what_is_wrong_is_named_with_its_line(text: str, words: str) -> None:
 
 
 def test_a_rename_is_seen(tmp_path: Path) -> None:
-    file = tmp_path / "w.yaml"
-    file.write_text("- a=http://h:1\n")
-    source = watched(file)
+    file, source = watched_file(tmp_path)
     assert look(source) == ["a"]
     (tmp_path / "new").write_text("- b=http://h:1\n")
     (tmp_path / "new").rename(file)
@@ -122,10 +126,8 @@ def test_a_config_maps_exchanged_link_is_seen(tmp_path: Path) -> None:
     assert look(source) == ["b"]
 
 
-def test_what_is_written_in_place_is_read_when_it_rests(tmp_path: Path) -> None:
-    file = tmp_path / "w.yaml"
-    file.write_text("- a=http://h:1\n- b=http://h:1\n")
-    source = watched(file)
+def test_a_file_written_in_place_is_read_once_it_has_settled(tmp_path: Path) -> None:
+    file, source = watched_file(tmp_path, "- a=http://h:1\n- b=http://h:1\n")
     # Each half is itself a valid file of workers.
     with file.open("w") as writer:
         for name in "abc":
@@ -137,20 +139,16 @@ def test_what_is_written_in_place_is_read_when_it_rests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "- {", "- a=http://h:1\n- b\n", "\x00", "{}"])
-def test_a_wrong_one_keeps_what_was_known(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "w.yaml"
-    file.write_text("- a=http://h:1\n")
-    source = watched(file)
+def test_a_wrong_file_keeps_the_known_workers(tmp_path: Path, text: str) -> None:
+    file, source = watched_file(tmp_path)
     file.write_text(text)
     assert look(source) == ["a"] and str(file) in source.problem
     file.write_text("- b=http://h:1\n")
     assert look(source) == ["b"] and source.problem == ""
 
 
-def test_one_that_is_gone_keeps_what_was_known_also_when_it_comes_back_the_same(tmp_path: Path) -> None:
-    file = tmp_path / "w.yaml"
-    file.write_text("- a=http://h:1\n")
-    source = watched(file)
+def test_a_missing_file_keeps_the_known_workers(tmp_path: Path) -> None:
+    file, source = watched_file(tmp_path)
     file.rename(tmp_path / "away")
     assert look(source) == ["a"] and source.problem.endswith("put it back")
     (tmp_path / "away").rename(file)
@@ -162,22 +160,16 @@ def test_one_that_is_gone_keeps_what_was_known_also_when_it_comes_back_the_same(
     assert look(source) == ["a"] and "cannot read" in source.problem
 
 
-def test_one_that_is_too_large_keeps_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_too_large_keeps_the_known_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrouter.router.follow.discovery.files.file_source.MAX_FILE_BYTES", 100)
-    file = tmp_path / "w.yaml"
-    file.write_text("- a=http://h:1\n")
-    source = watched(file)
+    file, source = watched_file(tmp_path)
     file.write_text("- b=http://h:1\n" + "#" * 100)
     assert look(source) == ["a"] and "at most 100 are read" in source.problem
 
 
-def test_one_that_could_not_be_read_is_tried_again_though_it_does_not_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_is_tried_again_without_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rights that are given back, or a mount's error that passes, leave the time of modification unchanged."""
-    file = tmp_path / "w.yaml"
-    file.write_text("- a=http://h:1\n")
-    source = watched(file)
+    file, source = watched_file(tmp_path)
     file.write_text("- b=http://h:1\n")
     with monkeypatch.context() as refused:
         refused.setattr(file_watch, "read_regular", refuse)
@@ -218,7 +210,7 @@ def test_the_settings_file_names_workers_unless_a_flag_does(tmp_path: Path, capl
     assert look(source) == [] and source.problem == "", "who takes the list away wants none of it"
 
 
-def test_a_settings_file_that_names_none_says_nothing_of_them(tmp_path: Path) -> None:
+def test_a_settings_file_without_workers_declares_none(tmp_path: Path) -> None:
     file = tmp_path / "k.yaml"
     file.write_text("")
     assert settings(file, {}, {}).shown is None

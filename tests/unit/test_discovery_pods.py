@@ -36,7 +36,7 @@ def test_a_bare_pod_is_its_address_and_the_engine_tells_the_rest() -> None:
     )
 
 
-def test_what_is_said_of_it_is_taken() -> None:
+def test_labels_and_annotations_describe_the_worker() -> None:
     candidate = only(
         "e-0",
         labels={"kvrouter/role": "decode", "kvrouter/model": "label"},
@@ -77,12 +77,12 @@ def test_ranks_have_ports_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("given", "note"), [({"terminating": True}, "its pod is terminating"), ({"ready": False}, "its pod is not ready")]
 )
-def test_one_that_takes_no_request_only_counts_if_it_is_known(given: dict[str, Any], note: str) -> None:
+def test_a_pod_that_takes_no_request_retires_a_known_worker(given: dict[str, Any], note: str) -> None:
     candidate = only("e-0", **given)
     assert candidate.only_known and candidate.registration.retiring and candidate.registration.note == note
 
 
-def test_one_without_an_address_or_an_end_is_none() -> None:
+def test_a_pod_without_an_address_or_at_its_end_is_no_worker() -> None:
     assert candidates("e-0", None) == []
     assert candidates("e-0", phase="Succeeded") == candidates("e-0", phase="Failed") == []
 
@@ -102,12 +102,12 @@ def test_on_the_hosts_network_no_port_is_guessed() -> None:
         {"kvrouter/handover": "mail"},
     ],
 )
-def test_what_is_wrong_is_named_with_its_pod(annotations: dict[str, str]) -> None:
+def test_a_wrong_annotation_is_named_with_its_pod(annotations: dict[str, str]) -> None:
     candidate = only("e-0", annotations=annotations)
     (name,) = annotations
     assert candidate.problem.startswith(f"pod e-0: {name} ")
 
 
-def test_an_address_that_is_none_is_not_used() -> None:
+def test_an_invalid_address_is_refused() -> None:
     assert only("e-0", "127.0.0.1/../x").problem
     assert "must not end in '@1'" in only("e@1").problem

@@ -63,7 +63,7 @@ def told(url: str = "http://10.0.0.5:8000", **by_rank: dict[str, Any]) -> Engine
         ("http://10.0.0.5:8000", "", None),
     ],
 )
-def test_where_an_engine_publishes_as_seen_from_here(url: str, endpoint: str, events: str | None) -> None:
+def test_an_engines_endpoints_are_translated_to_this_host(url: str, endpoint: str, events: str | None) -> None:
     answers = told(url, r0=config(endpoint=endpoint))
     assert answers.streams == ({} if events is None else {0: Stream(events)})
     assert bool(answers.problem) == (events is None)
@@ -82,7 +82,7 @@ def test_an_engine_without_events_is_told_how_to_have_them() -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"<html>", b'{"x": {}}', b'{"0": 5}', b"[" * 100_000])
-def test_what_is_no_answer_is_refused(raw: bytes) -> None:
+def test_an_unreadable_answer_is_refused(raw: bytes) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         streams_in(raw, "http://h:1")
 
@@ -166,7 +166,7 @@ def test_the_v1_of_a_base_url_is_taken_off_at_every_door(given: str, url: str) -
         assert registration.url == url
 
 
-def test_what_was_written_is_not_asked() -> None:
+def test_stated_fields_are_not_taken_from_the_engine() -> None:
     written = spec("w0=http://h:1,model=m,events=tcp://h:2")
     assert not written.asks_model and not written.asks_events
     assert completed(written, EngineAnswers(), []) == [written.registration]
@@ -174,7 +174,7 @@ def test_what_was_written_is_not_asked() -> None:
     assert spec("w0=http://h:1,model=m,patch=off").asks_events
 
 
-def test_nothing_is_forgotten_while_an_engine_is_away() -> None:
+def test_known_answers_are_kept_while_an_engine_is_away() -> None:
     away = EngineAnswers(problem="it is not known (refused)")
     assert completed(spec("w0=http://h:1"), away, []) == []
     registrations = completed(spec("w0=http://h:1"), msgspec.structs.replace(RANKS, model="m"), [])

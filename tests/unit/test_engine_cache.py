@@ -47,7 +47,7 @@ def test_vllm_describes_its_cache() -> None:
     assert not cache_problem(cache)
 
 
-def test_of_several_cores_each_has_its_share_of_their_blocks() -> None:
+def test_each_core_has_its_share_of_the_blocks() -> None:
     page = vllm_page({"engine": "0"}, {"engine": "1", "kv_cache_size_tokens": "7"})
     assert VLLM.cache_in(page, 1) == EngineCache(prefix_caching=True, block_size=128, blocks=120, tokens=7)
     assert VLLM.cache_in(page, 2) is None
@@ -59,13 +59,13 @@ def test_an_engine_without_prefix_caching_says_so() -> None:
 
 
 @pytest.mark.parametrize("value", ["None", "", "many", "-1", "0", "nan", "inf", "1e400", str(2 * MAX_COUNT)])
-def test_what_is_no_count_is_not_known(value: str) -> None:
+def test_an_invalid_count_is_unknown(value: str) -> None:
     fields = {"engine": "0", "block_size": value, "num_gpu_blocks": value, "enable_prefix_caching": value}
     assert VLLM.cache_in(vllm_page(fields), 0) == EngineCache(tokens=30_720)
 
 
 @pytest.mark.parametrize("page", [b"", b"vllm:cache_config_info 1.0\n", b'vllm:cache_config_info{block_size="1'])
-def test_a_page_without_it_says_nothing(page: bytes) -> None:
+def test_a_page_without_the_metric_says_nothing(page: bytes) -> None:
     assert VLLM.cache_in(page, 0) is None
     assert SGLANG.cache_in(page, 0) is None
 
@@ -81,7 +81,7 @@ def test_sglang_describes_its_pool() -> None:
     assert SGLANG.cache_in(b"sglang:page_size 1.0\n", 5) == EngineCache(block_size=1)
 
 
-def test_other_routers_read_it_from_the_store() -> None:
+def test_the_description_of_a_cache_is_read_back_from_the_store() -> None:
     cache = EngineCache(prefix_caching=False, block_size=16, blocks=3, tokens=48)
     fields = state_fields(StreamState.LIVE, "", True, None, cache=cache)
     assert engine_cache(fields) == cache

@@ -16,7 +16,7 @@ vllm:kvrouter_offload_disk_corrupt_created{engine="0",model_name="m"} 1.7e+09
 """
 
 
-def test_what_a_page_says_of_the_disk() -> None:
+def test_the_state_of_the_disk_is_read_from_a_page_of_metrics() -> None:
     # The engine's side uses the same names.
     assert f"{PREFIX}disk_corrupt" in COUNTERS and f"{PREFIX}disk_off" in GAUGES
     assert parse_disk(PAGE, 0) == DiskSigns(3, False)
@@ -28,7 +28,7 @@ def test_what_a_page_says_of_the_disk() -> None:
     assert parse_disk(b"vllm:kvrouter_offload_disk_corrupt_total +-.\n", 0) is None
 
 
-def test_bad_data_is_named_for_a_while_and_again_when_there_is_more() -> None:
+def test_damaged_records_are_reported_for_a_while_and_again_when_more_come() -> None:
     watch = DiskWatch()
     watch.observe(DiskSigns(0), 0.0)
     assert watch.problem(0.0) == ""

@@ -39,7 +39,7 @@ def test_the_operators_own_workers_get_the_key_and_a_clients_do_not(source: str)
     assert ("worker_api_key is not sent to 1 workers ('w0')" in "".join(key.health())) != is_operators
 
 
-def test_a_list_decides_for_all_others() -> None:
+def test_a_list_decides_for_all_other_workers() -> None:
     key = EngineKey("secret", AllowList(["10.0.0.0/8", "*.engines"]), lambda: [registered(REGISTER)])
     for url, listed in ((URL, True), ("http://a.engines", True), ("http://11.0.0.1", False), ("http://engines", False)):
         for _ in range(2):
@@ -94,22 +94,19 @@ class OneAddress(AllowList):
         return super().admits_address(host, "169.254.0.1" if address in ("127.0.0.1", "::1") else address)
 
 
-def test_a_name_with_a_link_local_address_gets_no_request() -> None:
-    async def ask() -> None:
-        loop = asyncio.get_running_loop()
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-            target = target_of(f"http://localhost:{port}")
-            with pytest.raises(Failure, match="localhost has a link-local address"):
-                await Pool(loop, OneAddress()).connect(target)
-            connection, _ = server.accept()
-            with connection:
-                # The server receives nothing but the end of the connection.
-                assert await asyncio.to_thread(connection.recv, 1) == b""
-            with pytest.raises(OSError, match="localhost has a link-local address"):
-                await CheckedResolver(OneAddress()).resolve("localhost", port, socket.AF_INET)
-            assert await CheckedResolver(AllowList()).resolve("localhost", port, socket.AF_INET)
-            for allowed in (AllowList(), OneAddress(["localhost"])):
-                (await Pool(loop, allowed).connect(target)).close()
-
-    asyncio.run(ask())
+async def test_a_name_with_a_link_local_address_gets_no_request() -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        target = target_of(f"http://localhost:{port}")
+        with pytest.raises(Failure, match="localhost has a link-local address"):
+            await Pool(loop, OneAddress()).connect(target)
+        connection, _ = server.accept()
+        with connection:
+            # The server receives nothing but the end of the connection.
+            assert await asyncio.to_thread(connection.recv, 1) == b""
+        with pytest.raises(OSError, match="localhost has a link-local address"):
+            await CheckedResolver(OneAddress()).resolve("localhost", port, socket.AF_INET)
+        assert await CheckedResolver(AllowList()).resolve("localhost", port, socket.AF_INET)
+        for allowed in (AllowList(), OneAddress(["localhost"])):
+            (await Pool(loop, allowed).connect(target)).close()

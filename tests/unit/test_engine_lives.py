@@ -35,7 +35,7 @@ def test_a_process_with_another_start_is_another_life() -> None:
     assert signs.begins(start_s=3.0)
 
 
-def test_whatever_voids_what_was_learned_may_be_another_life() -> None:
+def test_voiding_the_learned_catalog_may_be_another_life() -> None:
     signs = Signs()
     assert signs.begins(voids=1)
     assert not signs.begins()
@@ -44,14 +44,14 @@ def test_whatever_voids_what_was_learned_may_be_another_life() -> None:
     assert signs.begins(voids=1)
 
 
-def test_an_engine_that_is_gone_ends_its_life_once() -> None:
+def test_a_lost_engine_ends_its_life_once() -> None:
     signs = Signs()
     assert signs.begins(is_down=True)
     assert not signs.begins()
     assert not signs.begins(is_down=False)
 
 
-def test_where_another_router_follows_the_start_decides_and_without_one_the_epoch() -> None:
+def test_a_followed_worker_has_the_life_that_its_follower_published() -> None:
     signs = Signs()
     assert not signs.begins(epoch="a", start_s=1.0)
     assert not signs.begins(epoch="b"), "the follower voided in one process"

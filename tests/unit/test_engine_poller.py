@@ -39,85 +39,76 @@ class Stage:
 
 
 @pytest.mark.parametrize("late_s", [0.0, 3.0], ids=["the engine is slow", "the router is slow"])
-def test_a_slow_router_never_marks_an_engine_down(late_s: float) -> None:
-    async def main() -> None:
-        polls = 0
+async def test_a_slow_router_never_marks_an_engine_down(late_s: float) -> None:
+    polls = 0
 
-        async def poll() -> None:
-            nonlocal polls
-            polls += 1
-            if polls > 50:
-                task.cancel()
-            await asyncio.sleep(0)
-            poller.ask_now()
-            # The engine answers its first /health and /metrics.
-            if polls > 2:
-                stage.now_s += TIMEOUT_S + late_s
-                raise TimeoutError
-
-        stage = Stage(poll)
-        poller, record = stage.poller("w")
-        task = asyncio.ensure_future(poller.run())
-        await asyncio.gather(task, return_exceptions=True)
-        assert (record.ingest.state is StreamState.DOWN) == (not late_s)
-        assert stage.metrics.polls_unjudged.labels().value == (48 if late_s else 0)
-
-    asyncio.run(main())
-
-
-def test_of_many_engines_a_bounded_number_is_polled_at_once() -> None:
-    async def main() -> None:
-        running, asked, most = 0, 0, 0
-        done = asyncio.Event()
-
-        async def poll() -> None:
-            nonlocal running, asked, most
-            running, asked = running + 1, asked + 1
-            most = max(most, running)
-            for _ in range(3):
-                await asyncio.sleep(0)
-            running -= 1
-            if asked == 2 * 5 * POLLS_AT_ONCE:
-                done.set()
-
-        stage = Stage(poll)
-        tasks = [asyncio.ensure_future(stage.poller(f"w{i}")[0].run()) for i in range(5 * POLLS_AT_ONCE)]
-        await done.wait()
-        for task in tasks:
+    async def poll() -> None:
+        nonlocal polls
+        polls += 1
+        if polls > 50:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert most == POLLS_AT_ONCE
+        await asyncio.sleep(0)
+        poller.ask_now()
+        # The engine answers its first /health and /metrics.
+        if polls > 2:
+            stage.now_s += TIMEOUT_S + late_s
+            raise TimeoutError
 
-    asyncio.run(main())
+    stage = Stage(poll)
+    poller, record = stage.poller("w")
+    task = asyncio.ensure_future(poller.run())
+    await asyncio.gather(task, return_exceptions=True)
+    assert (record.ingest.state is StreamState.DOWN) == (not late_s)
+    assert stage.metrics.polls_unjudged.labels().value == (48 if late_s else 0)
+
+
+async def test_a_bounded_number_of_engines_is_polled_at_once() -> None:
+    running, asked, most = 0, 0, 0
+    done = asyncio.Event()
+
+    async def poll() -> None:
+        nonlocal running, asked, most
+        running, asked = running + 1, asked + 1
+        most = max(most, running)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        running -= 1
+        if asked == 2 * 5 * POLLS_AT_ONCE:
+            done.set()
+
+    stage = Stage(poll)
+    tasks = [asyncio.ensure_future(stage.poller(f"w{i}")[0].run()) for i in range(5 * POLLS_AT_ONCE)]
+    await done.wait()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert most == POLLS_AT_ONCE
 
 
 @pytest.mark.parametrize("answered", [2, 0], ids=["it hung", "nobody was there yet"])
-def test_an_engine_that_was_away_when_a_hold_ended_is_seen_to_be_back_under_the_next(answered: int) -> None:
-    async def main() -> None:
-        left = answered
+async def test_an_engine_that_was_away_when_a_hold_ended_is_seen_to_be_back_under_the_next(answered: int) -> None:
+    left = answered
 
-        async def poll() -> None:
-            nonlocal left
-            left -= 1
-            await asyncio.sleep(0)
-            poller.ask_now()
-            if left < -9:
-                task.cancel()
-            elif left < 0:
-                raise Failure(Kind.REFUSED, "refused") from ConnectionRefusedError()
-
-        stage = Stage(poll)
-        poller, record = stage.poller("w")
-        states = []
-        # The second run has another lease, or follows the other stream.
-        for left in (answered, 20):
-            task = asyncio.ensure_future(poller.run())
-            while not task.done() and left != 5:
-                await asyncio.sleep(0)
+    async def poll() -> None:
+        nonlocal left
+        left -= 1
+        await asyncio.sleep(0)
+        poller.ask_now()
+        if left < -9:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            record.pause("the hold ended")
-            states.append(record.view.state)
-        assert states == [StreamState.DOWN, StreamState.CONNECTING], record.view.reason
+        elif left < 0:
+            raise Failure(Kind.REFUSED, "refused") from ConnectionRefusedError()
 
-    asyncio.run(main())
+    stage = Stage(poll)
+    poller, record = stage.poller("w")
+    states = []
+    # The second run has another lease, or follows the other stream.
+    for left in (answered, 20):
+        task = asyncio.ensure_future(poller.run())
+        while not task.done() and left != 5:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        record.pause("the hold ended")
+        states.append(record.view.state)
+    assert states == [StreamState.DOWN, StreamState.CONNECTING], record.view.reason

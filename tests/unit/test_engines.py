@@ -171,7 +171,7 @@ def test_no_room_outside_decides_by_an_engines_name() -> None:
 @pytest.mark.parametrize(
     "code", ["if engine == 'sglang': pass", "x = {'vllm': 1}[e] if e in ('vllm', 'b') else 0", "table['sglang']"]
 )
-def test_the_law_sees_a_comparison(code: str) -> None:
+def test_the_check_finds_a_comparison_with_an_engine_name(code: str) -> None:
     assert names_compared(ast.parse(code))
 
 
@@ -213,5 +213,5 @@ def test_tokenize_is_given_what_the_real_endpoint_reads() -> None:
         ({"prompt_logprobs": 0}, True, False),
     ],
 )
-def test_what_has_the_whole_prompt_computed(fields: dict[str, object], vllm: bool, sglang: bool) -> None:
+def test_some_requests_have_the_whole_prompt_computed(fields: dict[str, object], vllm: bool, sglang: bool) -> None:
     assert (ENGINES["vllm"].skips_cache(fields), ENGINES["sglang"].skips_cache(fields)) == (vllm, sglang)

@@ -73,155 +73,130 @@ def event(number: int) -> FleetEvent:
     return FleetEvent(EventType.GAP, float(number), count=number)
 
 
-def test_a_subscriber_gets_what_it_wants_from_now_on_and_hashes_only_where_wanted() -> None:
-    async def main() -> None:
-        source, every, some = feed(), Reader(), Reader()
-        store(source)
-        source.subscribe(ALL, every, None)
-        source.subscribe(EventFilter(workers=frozenset({"w1"}), with_hashes=True), some, None)
-        store(source, W0)
-        store(source, W1, 3, 2**64 - 1)
-        source.close()
-        first, second = every.events
-        assert first == {
-            "type": "stored", "time_s": 7.0, "model": "m", "worker_id": "w0", "dp_rank": 0, "group_idx": 0, "medium": "GPU",
-            "blocks": 2,
-        }  # fmt: skip
-        assert second["worker_id"] == "w1" and "block_hashes" not in second
-        assert [event["block_hashes"] for event in some.events] == [["0000000000000003", "f" * 16]]
-        assert every.ended and some.ended and "shutting down" in every.received.decode()
-
-    asyncio.run(main())
+async def test_a_subscriber_gets_what_it_wants_from_now_on_and_hashes_only_where_wanted() -> None:
+    source, every, some = feed(), Reader(), Reader()
+    store(source)
+    source.subscribe(ALL, every, None)
+    source.subscribe(EventFilter(workers=frozenset({"w1"}), with_hashes=True), some, None)
+    store(source, W0)
+    store(source, W1, 3, 2**64 - 1)
+    source.close()
+    first, second = every.events
+    assert first == {
+        "type": "stored", "time_s": 7.0, "model": "m", "worker_id": "w0", "dp_rank": 0, "group_idx": 0, "medium": "GPU",
+        "blocks": 2,
+    }  # fmt: skip
+    assert second["worker_id"] == "w1" and "block_hashes" not in second
+    assert [event["block_hashes"] for event in some.events] == [["0000000000000003", "f" * 16]]
+    assert every.ended and some.ended and "shutting down" in every.received.decode()
 
 
-def test_events_are_sent_without_anybody_asking_for_them() -> None:
-    async def main() -> None:
-        source, reader = feed(), Reader()
-        source.subscribe(ALL, reader, None)
-        store(source)
-        async with asyncio.timeout(10):
-            while not reader.events:
-                await asyncio.sleep(0.005)
-        source.close()
-
-    asyncio.run(main())
+async def test_events_are_sent_without_anybody_asking_for_them() -> None:
+    source, reader = feed(), Reader()
+    source.subscribe(ALL, reader, None)
+    store(source)
+    async with asyncio.timeout(10):
+        while not reader.events:
+            await asyncio.sleep(0.005)
+    source.close()
 
 
-def test_a_quiet_subscriber_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quiet_subscriber_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_feed, "PING_S", 0.01)
-
-    async def main() -> None:
-        source, reader = feed(), Reader()
-        source.subscribe(ALL, reader, None)
-        async with asyncio.timeout(10):
-            while b": ping" not in reader.received:
-                await asyncio.sleep(0.005)
-        source.close()
-
-    asyncio.run(main())
+    source, reader = feed(), Reader()
+    source.subscribe(ALL, reader, None)
+    async with asyncio.timeout(10):
+        while b": ping" not in reader.received:
+            await asyncio.sleep(0.005)
+    source.close()
 
 
-def test_who_comes_back_gets_what_it_missed_once_and_hears_what_is_lost() -> None:
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_returning_subscriber_gets_missed_events_once_and_the_number_lost(seed: int) -> None:
     """Law: after any interruptions, the received events and those reported as lost are all events, in order."""
-
-    async def main(seed: int) -> None:
-        rng, source = random.Random(seed), feed()
-        source._ring = EventRing(EVENT_BYTES * 5)
-        numbers: list[int] = []
-        lost, published, last_id = 0, 0, None
-        for _ in range(40):
-            reader = Reader()
-            source.subscribe(ALL, reader, last_id)
-            for _ in range(rng.randrange(4)):
-                published += 1
-                source.publish(event(published))
-            source._flush()
-            source.unsubscribe(ALL, reader)
-            for item in reader.events:
-                if item["type"] == "lost":
-                    assert item["count"] > 0
-                    lost += item["count"]
-                    numbers += [0] * item["count"]
-                else:
-                    numbers.append(item["count"])
-            last_id = reader.last_id
-            for _ in range(rng.randrange(9)):
-                published += 1
-                source.publish(event(published))
-        source.subscribe(ALL, reader := Reader(), last_id)
-        tail = [item["count"] for item in reader.events if item["type"] == "gap"]
-        lost += sum(item["count"] for item in reader.events if item["type"] == "lost")
-        received = [number for number in numbers if number] + tail
-        assert received == sorted(set(received)) and len(received) + lost == published and received[-1] == published
-        assert lost
-        source.close()
-
-    for seed in range(20):
-        asyncio.run(main(seed))
+    rng, source = random.Random(seed), feed()
+    source._ring = EventRing(EVENT_BYTES * 5)
+    numbers: list[int] = []
+    lost, published, last_id = 0, 0, None
+    for _ in range(40):
+        reader = Reader()
+        source.subscribe(ALL, reader, last_id)
+        for _ in range(rng.randrange(4)):
+            published += 1
+            source.publish(event(published))
+        source._flush()
+        source.unsubscribe(ALL, reader)
+        for item in reader.events:
+            if item["type"] == "lost":
+                assert item["count"] > 0
+                lost += item["count"]
+                numbers += [0] * item["count"]
+            else:
+                numbers.append(item["count"])
+        last_id = reader.last_id
+        for _ in range(rng.randrange(9)):
+            published += 1
+            source.publish(event(published))
+    source.subscribe(ALL, reader := Reader(), last_id)
+    tail = [item["count"] for item in reader.events if item["type"] == "gap"]
+    lost += sum(item["count"] for item in reader.events if item["type"] == "lost")
+    received = [number for number in numbers if number] + tail
+    assert received == sorted(set(received)) and len(received) + lost == published and received[-1] == published
+    assert lost
+    source.close()
 
 
 @pytest.mark.parametrize(
     "last_id", ["other-1", "life-99", "life--1", "life-x", "", "x" * 10_000, "life-\xff", "life-٣"]
 )
-def test_an_id_of_nobody_is_answered_with_what_it_means(last_id: str) -> None:
-    async def main() -> None:
-        source, reader = feed(), Reader()
-        store(source)
-        source.subscribe(ALL, reader, last_id)
-        store(source)
-        source._flush()
-        assert [item["type"] for item in reader.events] == ["lost", "stored"]
-        source.close()
-
-    asyncio.run(main())
+async def test_an_unknown_last_id_is_answered_with_a_loss(last_id: str) -> None:
+    source, reader = feed(), Reader()
+    store(source)
+    source.subscribe(ALL, reader, last_id)
+    store(source)
+    source._flush()
+    assert [item["type"] for item in reader.events] == ["lost", "stored"]
+    source.close()
 
 
-def test_a_client_that_does_not_read_is_cut_and_others_are_not() -> None:
-    async def main() -> None:
-        metrics = WatchMetrics(MetricRegistry())
-        source, slow, quick = bare_feed(lambda: 1.0, metrics), Reader(), Reader()
-        source.subscribe(ALL, slow, None)
-        source.subscribe(ALL, quick, None)
-        slow.unread_bytes = event_feed.MAX_UNREAD_BYTES + 1
-        store(source)
-        source._flush()
-        store(source)
-        source._flush()
-        assert slow.ended and not slow.events and "too slowly" in slow.received.decode()
-        assert not quick.ended and len(quick.events) == 2 and source.subscribers == 1
-        assert metrics.subscribers_cut.labels().value == 1
-        source.close()
-
-    asyncio.run(main())
+async def test_a_client_that_does_not_read_is_cut_and_others_are_not() -> None:
+    metrics = WatchMetrics(MetricRegistry())
+    source, slow, quick = bare_feed(lambda: 1.0, metrics), Reader(), Reader()
+    source.subscribe(ALL, slow, None)
+    source.subscribe(ALL, quick, None)
+    slow.unread_bytes = event_feed.MAX_UNREAD_BYTES + 1
+    store(source)
+    source._flush()
+    store(source)
+    source._flush()
+    assert slow.ended and not slow.events and "too slowly" in slow.received.decode()
+    assert not quick.ended and len(quick.events) == 2 and source.subscribers == 1
+    assert metrics.subscribers_cut.labels().value == 1
+    source.close()
 
 
-def test_text_that_is_no_utf_8_is_shown_with_marks_and_takes_no_other_event_with_it() -> None:
-    async def main() -> None:
-        source, reader = feed(), Reader()
-        source.subscribe(ALL, reader, None)
-        source.of_worker(EventType.EPOCH, W0, epoch="a\ud800b")
-        store(source)
-        source._flush()
-        assert [item.get("epoch") for item in reader.events] == ["a?b", None]
-        source.subscribe(ALL, again := Reader(), "life-0")
-        assert again.events == reader.events
-        source.close()
-
-    asyncio.run(main())
+async def test_text_that_is_no_utf_8_is_shown_with_marks_and_takes_no_other_event_with_it() -> None:
+    source, reader = feed(), Reader()
+    source.subscribe(ALL, reader, None)
+    source.of_worker(EventType.EPOCH, W0, epoch="a\ud800b")
+    store(source)
+    source._flush()
+    assert [item.get("epoch") for item in reader.events] == ["a?b", None]
+    source.subscribe(ALL, again := Reader(), "life-0")
+    assert again.events == reader.events
+    source.close()
 
 
-def test_there_is_room_for_so_many_clients_and_none_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_clients_is_bounded_and_none_is_taken_after_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(event_feed, "MAX_SUBSCRIBERS", 1)
-
-    async def main() -> None:
-        source = feed()
-        assert source.refusal is None
-        source.subscribe(ALL, Reader(), None)
-        assert source.refusal is not None and "1 clients" in source.refusal
-        source.close()
-        assert source.refusal == event_feed.STOPPING and not source.subscribers
-
-    asyncio.run(main())
+    source = feed()
+    assert source.refusal is None
+    source.subscribe(ALL, Reader(), None)
+    assert source.refusal is not None and "1 clients" in source.refusal
+    source.close()
+    assert source.refusal == event_feed.STOPPING and not source.subscribers
 
 
 def test_the_ring_keeps_the_newest_within_its_bytes() -> None:
@@ -254,7 +229,7 @@ def test_filters_are_read_from_the_query() -> None:
         (b"hashes=maybe", "neither true nor false"),
     ],
 )
-def test_a_query_that_cannot_be_meant_is_refused(query: bytes, problem: str) -> None:
+def test_an_invalid_filter_is_refused(query: bytes, problem: str) -> None:
     with pytest.raises(BadQuestion, match=problem):
         filter_of(b"/events?" + query)
 
@@ -297,90 +272,75 @@ def connected(source: EventFeed, room: int = 0, wanted: EventFilter = ALL) -> tu
 MANY = range(1, 40_001)
 
 
-def test_clients_that_read_nothing_share_what_they_do_not_read() -> None:
-    async def main() -> None:
-        source = feed()
-        wanted = EventFilter(with_hashes=True)
-        clients = [connected(source, wanted=wanted) for _ in range(20)]
-        for _ in range(20):
-            store(source, W0, *MANY)
-            source._flush()
-        unread = [client.unread_bytes for client, _ in clients]
-        assert min(unread) == max(unread) > 10 * 1024**2
-        # Each connection has a piece or two of its own, and all other bytes exist only once.
-        assert all(connection.unread_bytes <= 3 * PIECE_BYTES for _, connection in clients)
-        assert source.held.size_bytes <= max(unread)
-        source.close()
-        assert source.held.size_bytes == 0
-
-    asyncio.run(main())
+async def test_clients_that_read_nothing_share_what_they_do_not_read() -> None:
+    source = feed()
+    wanted = EventFilter(with_hashes=True)
+    clients = [connected(source, wanted=wanted) for _ in range(20)]
+    for _ in range(20):
+        store(source, W0, *MANY)
+        source._flush()
+    unread = [client.unread_bytes for client, _ in clients]
+    assert min(unread) == max(unread) > 10 * 1024**2
+    # Each connection has a piece or two of its own, and all other bytes exist only once.
+    assert all(connection.unread_bytes <= 3 * PIECE_BYTES for _, connection in clients)
+    assert source.held.size_bytes <= max(unread)
+    source.close()
+    assert source.held.size_bytes == 0
 
 
-def test_the_slowest_are_cut_first_where_all_hold_too_much_and_their_memory_is_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("seed", range(5))
+async def test_the_slowest_clients_are_cut_first_within_the_budget(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: clients hold no more than the budget, and no client is cut before one that has more unread bytes.
 
     This holds for all filters and speeds of clients.
     """
     budget = 4 * 1024**2
     monkeypatch.setattr(event_feed, "MAX_HELD_BYTES", budget)
-
-    async def main(seed: int) -> None:
-        rng, source = random.Random(seed), feed()
-        # Give each client its own filter, so that no client shares bytes with another.
-        wanted = [EventFilter(workers=frozenset({f"w{number}"}), with_hashes=True) for number in range(8)]
-        clients = [connected(source, wanted=event_filter) for event_filter in wanted]
-        cut: list[int] = []
-        for _ in range(60):
-            number = rng.randrange(8)
-            store(source, WorkerKey("m", f"w{number}"), *range(1, rng.randrange(2, 40_000)))
-            unread_before = [client.unread_bytes for client, _ in clients]
-            source._flush()
-            assert source.held.size_bytes <= budget
-            newly_cut = [n for n, (client, _) in enumerate(clients) if client.ended.is_set() and n not in cut]
-            for n in newly_cut:
-                other_unread = [unread_before[k] for k in range(8) if k not in cut and k not in newly_cut]
-                # Client `number` has just got more bytes, by one event at most.
-                assert n == number or unread_before[n] >= max(other_unread, default=0)
-            cut += newly_cut
-        assert cut and len(cut) < 8
-        source.close()
-
-    for seed in range(5):
-        asyncio.run(main(seed))
+    rng, source = random.Random(seed), feed()
+    # Give each client its own filter, so that no client shares bytes with another.
+    wanted = [EventFilter(workers=frozenset({f"w{number}"}), with_hashes=True) for number in range(8)]
+    clients = [connected(source, wanted=event_filter) for event_filter in wanted]
+    cut: list[int] = []
+    for _ in range(60):
+        number = rng.randrange(8)
+        store(source, WorkerKey("m", f"w{number}"), *range(1, rng.randrange(2, 40_000)))
+        unread_before = [client.unread_bytes for client, _ in clients]
+        source._flush()
+        assert source.held.size_bytes <= budget
+        newly_cut = [n for n, (client, _) in enumerate(clients) if client.ended.is_set() and n not in cut]
+        for n in newly_cut:
+            other_unread = [unread_before[k] for k in range(8) if k not in cut and k not in newly_cut]
+            # Client `number` has just got more bytes, by one event at most.
+            assert n == number or unread_before[n] >= max(other_unread, default=0)
+        cut += newly_cut
+    assert cut and len(cut) < 8
+    source.close()
 
 
-def test_who_reads_again_gets_every_event_once_and_who_is_cut_never_half_of_one() -> None:
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_slow_reader_gets_whole_events_in_order(seed: int) -> None:
     """Law: a client that takes any number of bytes at a time gets the events in order.
 
     If a client is cut in the middle of an event, its answer breaks off there.
     """
-
-    async def main(seed: int) -> None:
-        rng, source = random.Random(seed), feed()
-        subscriber, connection = connected(source, wanted=EventFilter(with_hashes=True))
-        sizes = [rng.choice((1, 100, 20_000)) for _ in range(12)]
-        for size in sizes:
-            store(source, W0, *range(1, size + 1))
-            source._flush()
-            connection.room += rng.randrange(200_000)
+    rng, source = random.Random(seed), feed()
+    subscriber, connection = connected(source, wanted=EventFilter(with_hashes=True))
+    sizes = [rng.choice((1, 100, 20_000)) for _ in range(12)]
+    for size in sizes:
+        store(source, W0, *range(1, size + 1))
+        source._flush()
+        connection.room += rng.randrange(200_000)
+        subscriber.resume()
+    if seed % 2:
+        while subscriber.unread_bytes:
+            connection.room += rng.randrange(300_000)
             subscriber.resume()
-        if seed % 2:
-            while subscriber.unread_bytes:
-                connection.room += rng.randrange(300_000)
-                subscriber.resume()
-        is_behind = subscriber.unread_bytes > connection.unread_bytes
-        source.close()
-        subscriber.finish()
-        reader = Reader()
-        reader.received = (
-            connection.taken if connection.is_whole else connection.taken[: connection.taken.rfind(b"\n\n")]
-        )
-        assert [item["blocks"] for item in reader.events] == sizes[: len(reader.events)]
-        if not is_behind:
-            assert connection.is_whole and len(reader.events) == len(sizes)
-        assert source.held.size_bytes == 0
-
-    for seed in range(20):
-        asyncio.run(main(seed))
+    is_behind = subscriber.unread_bytes > connection.unread_bytes
+    source.close()
+    subscriber.finish()
+    reader = Reader()
+    reader.received = connection.taken if connection.is_whole else connection.taken[: connection.taken.rfind(b"\n\n")]
+    assert [item["blocks"] for item in reader.events] == sizes[: len(reader.events)]
+    if not is_behind:
+        assert connection.is_whole and len(reader.events) == len(sizes)
+    assert source.held.size_bytes == 0

@@ -7,10 +7,11 @@ import os
 import select
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from kvrouter.engine_patch.reporter.event_queue import EventQueue, EventsDropped, EventsLost, Message
-from kvrouter.events.patch.messages import ReportCleared, ReportStored
+from kvrouter.events.patch.messages import ReportCleared
 from tests.support.report_peer import fails, removed, said, stored
 
 
@@ -25,7 +26,7 @@ def alarmed(queue: EventQueue) -> bool:
     return bool(select.select([queue.fileno()], [], [], 0)[0])
 
 
-def test_first_in_first_out(queue: EventQueue) -> None:
+def test_messages_are_taken_in_their_order(queue: EventQueue) -> None:
     make = said(stored([1]))
     queue.put(make, 7)
     queue.put(make, None)
@@ -59,15 +60,12 @@ def test_a_message_that_does_not_fit_stays_in_compact_form(queue: EventQueue) ->
     queue.put(
         said(stored([1], runs=[(1, 1)], kind="k", lora_name="l", ownership="o", locality="x"), removed([2]), clear), 2
     )
-    assert isinstance(queue.take(), Message)
+    queue.take()
     queue.put(said(stored([3])), 3)
-    assert isinstance(queue.take(), Message)
-    dropped = queue.take()
+    _, dropped = queue.take(), queue.take()
     assert isinstance(dropped, EventsDropped)
-    event = dropped.events[0]
-    assert isinstance(event, ReportStored)
-    assert (event.runs, event.kind, event.lora_name, event.ownership, event.locality) == ([], None, None, "o", "x")
-    assert dropped.events[2] is clear
+    compact = [stored([1], ownership="o", locality="x"), removed([2]), clear]
+    assert msgspec.to_builtins(dropped.events) == msgspec.to_builtins(compact) and dropped.events[2] is clear
     # The queue was still full when this message came.
     assert isinstance(queue.take(), EventsDropped)
 
@@ -75,8 +73,7 @@ def test_a_message_that_does_not_fit_stays_in_compact_form(queue: EventQueue) ->
 def test_an_unreadable_message_is_a_loss_in_its_place(queue: EventQueue) -> None:
     for make in (said(), said(), fails, said()):
         queue.put(make, None)
-    kinds = [type(queue.take()) for _ in range(4)]
-    assert kinds == [Message, Message, EventsLost, EventsDropped]
+    assert [type(queue.take()) for _ in range(4)] == [Message, Message, EventsLost, EventsDropped]
 
 
 def test_beyond_the_bound_the_queue_is_given_up_until_the_reader_sees_it(queue: EventQueue) -> None:
@@ -91,8 +88,7 @@ def test_beyond_the_bound_the_queue_is_given_up_until_the_reader_sees_it(queue: 
     assert len(queue) == 1
     lost = queue.take()
     assert isinstance(lost, EventsLost)
-    assert lost.given_up is not None
-    assert (len(lost.given_up), lost.unread) == (5, 2)
+    assert (len(lost.given_up or ()), lost.unread) == (5, 2)
     # From here on, the queue behaves as at the start.
     queue.put(said(), 9)
     assert isinstance(queue.take(), Message)
@@ -101,15 +97,14 @@ def test_beyond_the_bound_the_queue_is_given_up_until_the_reader_sees_it(queue: 
     assert len(queue) == 5
 
 
-def test_taken_messages_no_longer_count(queue: EventQueue) -> None:
+def test_taken_messages_do_not_count_toward_the_bound(queue: EventQueue) -> None:
     sized = said(stored(range(50)))
     queue.put(said(), 0)
     queue.put(said(), 1)
     for _ in range(30):
         # Two messages stay queued; one message of 912 bytes at a time waits behind them.
         queue.put(sized, None)
-        item = queue.take()
-        assert isinstance(item, Message | EventsDropped)
+        assert isinstance(queue.take(), Message | EventsDropped)
 
 
 def test_nothing_is_raised_after_close() -> None:

@@ -62,8 +62,7 @@ def decode(payload: bytes, **options: Any) -> EventBatch:
 
 def only(payload: bytes, **options: Any) -> Any:
     batch = decode(payload, **options)
-    assert batch.broken == []
-    assert batch.unknown == 0
+    assert (batch.broken, batch.unknown) == ([], 0)
     (event,) = batch.events
     return event
 
@@ -103,8 +102,7 @@ class TestGoldenBytesOfVllm:
                     assert event.token_ids.tolist() == fields["token_ids"]
                     assert event.extra_keys == frozen(plain(fields.get("extra_keys")))
                 else:
-                    assert event.token_ids is None
-                    assert event.extra_keys is None
+                    assert (event.token_ids, event.extra_keys) == (None, None)
 
 
 class OldBatch(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -183,7 +181,7 @@ class TestArrayLayout:
             batch = decoder.decode(encode_batch(1.0, [stored()], layout=layout))  # type: ignore[arg-type]
             assert len(batch.events) == 1
 
-    def test_both_layouts_in_one_batch(self) -> None:
+    def test_both_layouts_may_share_a_batch(self) -> None:
         batch = decode(pack([1.0, [["BlockRemoved", [BIG]], {"type": "BlockRemoved", "block_hashes": [BIG]}]]))
         assert len(batch.events) == 2
 
@@ -191,7 +189,7 @@ class TestArrayLayout:
 class TestHashes:
     @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 300, 70_000])
     @pytest.mark.parametrize("form", ["int", "bytes32", "bytes16"])
-    def test_any_count_in_any_form(self, count: int, form: Any) -> None:
+    def test_any_number_of_hashes_is_read_in_each_form(self, count: int, form: Any) -> None:
         hashes = [BIG - number for number in range(count)]
         event = only(encode_batch(1.0, [WireRemoved(list(hashes), "GPU")], hash_form=form))
         assert event.block_hashes.tolist() == hashes
@@ -210,14 +208,13 @@ class TestHashes:
             (b"\x00" * 7 + b"\x09", 9),
         ],
     )
-    def test_the_low_64_bits_count(self, sent: Any, read: int) -> None:
+    def test_a_hash_is_its_low_64_bits(self, sent: Any, read: int) -> None:
         for more_hashes in ([], [BIG], [b"\x01" * 32], [-(1 << 40)]):
             event = only(
                 pack([1.0, [{"type": "BlockStored", "block_hashes": [sent, *more_hashes], "parent_block_hash": sent}]])
             )
             assert event.block_hashes.tolist()[0] == read
-            assert event.parent_block_hash == read
-            assert len(event.block_hashes) == 1 + len(more_hashes)
+            assert (event.parent_block_hash, len(event.block_hashes)) == (read, 1 + len(more_hashes))
 
     def test_events_of_one_batch_keep_their_own_hashes(self) -> None:
         events = [WireRemoved([BIG + number] * (number % 3), "GPU") for number in range(40)]

@@ -15,7 +15,7 @@ EXTRAS = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(
 
 
 @pytest.mark.parametrize("extra", sorted(EXTRAS))
-def test_the_command_names_what_the_extra_needs(extra: str) -> None:
+def test_the_command_of_an_extra_names_its_packages(extra: str) -> None:
     words = install_command(extra).split("'")
     assert words[0] == "pip install "
     assert [Requirement(word) for word in words[1::2]] == [Requirement(need) for need in EXTRAS[extra]]

@@ -33,7 +33,7 @@ LIMITS = InflowLimits(max_message_bytes=64 * MIB, max_unread_bytes=256 * MIB)
 OVERHEAD = 42
 
 
-def test_what_an_honest_connection_brings_is_never_a_flood() -> None:
+def test_an_honest_connection_is_never_a_flood() -> None:
     """Law: an honest connection is never a flood, whenever the watch looks at it.
 
     Its messages are within the limit, and its unread messages within theirs. Pings and any growth of the process are no
@@ -60,7 +60,7 @@ def test_what_an_honest_connection_brings_is_never_a_flood() -> None:
                 inflow.count(received, delivered_bytes, resident, is_read=True)
 
 
-def test_a_message_that_does_not_end_is_a_flood_whatever_came_before() -> None:
+def test_an_endless_message_is_a_flood() -> None:
     rng = random.Random(2)
     for _ in range(200):
         delivered = rng.randrange(10**10)
@@ -78,7 +78,7 @@ def test_a_message_that_does_not_end_is_a_flood_whatever_came_before() -> None:
         assert "without the end of a message" in inflow.problem(0, has_message=False)
 
 
-def test_small_frames_show_by_what_the_process_takes() -> None:
+def test_many_small_frames_are_found_by_the_memory_of_the_process() -> None:
     inflow = Inflow(LIMITS)
     for resident in (0, 10**9):
         # The process took this memory while almost no bytes came, so it is not this connection's.
@@ -106,34 +106,30 @@ class Looked:
         self.looks.append(resident_bytes)
 
 
-def test_connections_are_looked_at_as_soon_as_memory_rises(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_looked_at_as_soon_as_memory_rises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flood_watch, "LOOK_S", 0.001)
     monkeypatch.setattr(flood_watch, "FULL_LOOK_S", 3_600.0)
     memory = [5 * RISE_BYTES]
+    watch, link = FloodWatch(lambda: memory[0]), Looked()
+    watch.add(link)
 
-    async def main() -> None:
-        watch, link = FloodWatch(lambda: memory[0]), Looked()
-        watch.add(link)
+    async def until(count: int) -> None:
+        async with asyncio.timeout(20):
+            while len(link.looks) < count:
+                await asyncio.sleep(0.001)
 
-        async def until(count: int) -> None:
-            async with asyncio.timeout(20):
-                while len(link.looks) < count:
-                    await asyncio.sleep(0.001)
-
-        # The first look covers all connections.
-        await until(1)
-        memory[0] -= 2 * RISE_BYTES
-        for _ in range(20):
-            await asyncio.sleep(0.001)
-        assert len(link.looks) == 1
-        memory[0] += RISE_BYTES
-        await until(2)
-        assert link.looks == [5 * RISE_BYTES, 4 * RISE_BYTES]
-        watch.discard(link)
-        watch.discard(link)
-        assert watch._timer is None
-
-    asyncio.run(main())
+    # The first look covers all connections.
+    await until(1)
+    memory[0] -= 2 * RISE_BYTES
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert len(link.looks) == 1
+    memory[0] += RISE_BYTES
+    await until(2)
+    assert link.looks == [5 * RISE_BYTES, 4 * RISE_BYTES]
+    watch.discard(link)
+    watch.discard(link)
+    assert watch._timer is None
 
 
 def test_the_kernel_counts_what_tcp_received_and_nothing_else() -> None:
@@ -194,41 +190,38 @@ class Followed:
     [([1] * (MAX_FRAMES + 1), f"more than {MAX_FRAMES} frames"), ([2 * MIB] * MAX_FRAMES, "a message|of messages")],
     ids=["frames", "bytes"],
 )
-def test_a_message_over_the_bounds_costs_its_connection_and_the_next_is_read(
+async def test_a_message_over_the_bounds_costs_its_connection_and_the_next_is_read(
     encrypted: bool, frames: list[int], reason: str
 ) -> None:
-    async def main() -> None:
-        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
-            publisher.setsockopt(zmq.LINGER, 0)
-            publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
-            curve = None
-            if encrypted:
-                public, secret = zmq.curve_keypair()
-                publisher.setsockopt(zmq.CURVE_SERVER, 1)
-                publisher.setsockopt(zmq.CURVE_SECRETKEY, secret)
-                curve = CurveClient(public.decode())
-            port = publisher.bind_to_random_port("tcp://127.0.0.1")
-            with Followed(context, f"tcp://127.0.0.1:{port}", curve) as followed:
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.setsockopt(zmq.LINGER, 0)
+        publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
+        curve = None
+        if encrypted:
+            public, secret = zmq.curve_keypair()
+            publisher.setsockopt(zmq.CURVE_SERVER, 1)
+            publisher.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            curve = CurveClient(public.decode())
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        with Followed(context, f"tcp://127.0.0.1:{port}", curve) as followed:
 
-                async def subscribed() -> None:
-                    while not (publisher.poll(0) and publisher.recv().startswith(b"\1")):
-                        followed.link.take_news()
-                        await asyncio.sleep(0.001)
+            async def subscribed() -> None:
+                while not (publisher.poll(0) and publisher.recv().startswith(b"\1")):
+                    followed.link.take_news()
+                    await asyncio.sleep(0.001)
 
-                async with asyncio.timeout(60):
-                    await subscribed()
-                    honest = [b"", bytes(8), bytes(3 * MIB)]
-                    publisher.send_multipart(honest)
-                    assert await followed.next() == honest
-                    publisher.send_multipart([bytes(size) for size in frames])
-                    reading = asyncio.ensure_future(followed.next())
-                    await subscribed()
-                    assert len(followed.floods) == 1 and "the connection was closed" in followed.floods[0]
-                    assert any(part in followed.floods[0] for part in reason.split("|"))
-                    publisher.send_multipart(honest)
-                    assert await reading == honest
-
-    asyncio.run(main())
+            async with asyncio.timeout(60):
+                await subscribed()
+                honest = [b"", bytes(8), bytes(3 * MIB)]
+                publisher.send_multipart(honest)
+                assert await followed.next() == honest
+                publisher.send_multipart([bytes(size) for size in frames])
+                reading = asyncio.ensure_future(followed.next())
+                await subscribed()
+                assert len(followed.floods) == 1 and "the connection was closed" in followed.floods[0]
+                assert any(part in followed.floods[0] for part in reason.split("|"))
+                publisher.send_multipart(honest)
+                assert await reading == honest
 
 
 def look_until(link: Link, calls: list[bool]) -> None:
@@ -243,66 +236,58 @@ def look_until(link: Link, calls: list[bool]) -> None:
         time.sleep(0.001)
 
 
-def test_news_that_a_look_has_read_wakes_the_reader() -> None:
+async def test_a_look_that_reads_news_wakes_the_reader() -> None:
     """Liveness: a look that reads the monitor before the loop does must wake the reader.
 
     A quiet publisher sends nothing else that would wake it.
     """
-
-    async def main() -> None:
-        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
-            publisher.setsockopt(zmq.LINGER, 0)
-            port = publisher.bind_to_random_port("tcp://127.0.0.1")
-            calls: list[bool] = []
-            link = Link(
-                context,
-                f"tcp://127.0.0.1:{port}",
-                LinkSettings(),
-                loop=asyncio.get_running_loop(),
-                on_readable=lambda: calls.append(True),
-                receive_hwm=10,
-                topic=b"",
-            )
-            try:
-                assert publisher.poll(10_000) and publisher.recv() == b"\1"
-                look_until(link, calls)
-                assert calls and link.take_news() == [True]
-            finally:
-                link.close()
-
-    asyncio.run(main())
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.setsockopt(zmq.LINGER, 0)
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        calls: list[bool] = []
+        link = Link(
+            context,
+            f"tcp://127.0.0.1:{port}",
+            LinkSettings(),
+            loop=asyncio.get_running_loop(),
+            on_readable=lambda: calls.append(True),
+            receive_hwm=10,
+            topic=b"",
+        )
+        try:
+            assert publisher.poll(10_000) and publisher.recv() == b"\1"
+            look_until(link, calls)
+            assert calls and link.take_news() == [True]
+        finally:
+            link.close()
 
 
-def test_messages_that_nobody_reads_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_that_nobody_reads_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flood_watch, "FULL_LOOK_S", 0.0)
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PUB) as publisher:
+        publisher.setsockopt(zmq.LINGER, 0)
+        publisher.setsockopt(zmq.XPUB_NODROP, 1)
+        publisher.setsockopt(zmq.SNDHWM, 4)
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        ended = threading.Event()
 
-    async def main() -> None:
-        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PUB) as publisher:
-            publisher.setsockopt(zmq.LINGER, 0)
-            publisher.setsockopt(zmq.XPUB_NODROP, 1)
-            publisher.setsockopt(zmq.SNDHWM, 4)
-            port = publisher.bind_to_random_port("tcp://127.0.0.1")
-            ended = threading.Event()
+        def publish() -> None:
+            while not ended.is_set():
+                if publisher.poll(10, zmq.POLLOUT):
+                    try:
+                        publisher.send_multipart([b"", bytes(8), bytes(MIB)], zmq.NOBLOCK)
+                    except zmq.Again:
+                        continue
 
-            def publish() -> None:
-                while not ended.is_set():
-                    if publisher.poll(10, zmq.POLLOUT):
-                        try:
-                            publisher.send_multipart([b"", bytes(8), bytes(MIB)], zmq.NOBLOCK)
-                        except zmq.Again:
-                            continue
-
-            followed = Followed(context, f"tcp://127.0.0.1:{port}", None)
-            thread = threading.Thread(target=publish)
-            thread.start()
-            try:
-                async with asyncio.timeout(60):
-                    while not followed.floods:
-                        await asyncio.sleep(0.005)
-            finally:
-                ended.set()
-                thread.join()
-                followed.link.close()
-            assert "faster than they could be read" in followed.floods[0]
-
-    asyncio.run(main())
+        followed = Followed(context, f"tcp://127.0.0.1:{port}", None)
+        thread = threading.Thread(target=publish)
+        thread.start()
+        try:
+            async with asyncio.timeout(60):
+                while not followed.floods:
+                    await asyncio.sleep(0.005)
+        finally:
+            ended.set()
+            thread.join()
+            followed.link.close()
+        assert "faster than they could be read" in followed.floods[0]

@@ -53,11 +53,11 @@ def test_the_model_is_found_among_other_parts_and_can_be_replaced(name: str, rng
         (TYPE, b'--b0\r\nContent-Disposition: form-data; name="model"\r\n\r\nm'),
     ],
 )
-def test_what_is_no_model_names_none(kind: bytes | None, body: bytes) -> None:
+def test_a_form_without_a_model_part_names_none(kind: bytes | None, body: bytes) -> None:
     assert read_form_model(kind, body) == FormModel(None)
 
 
-def test_an_empty_model_is_empty() -> None:
+def test_an_empty_model_part_is_an_empty_name() -> None:
     assert read_form_model(TYPE, part("model", b"") + END).name == ""
 
 

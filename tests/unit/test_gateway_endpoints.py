@@ -67,7 +67,7 @@ def test_a_gateway_is_given_addresses_alone() -> None:
     assert endpoints.unusable == {key("w1"), key("w2"), key("w3")}
 
 
-def test_a_subset_leaves_all_others_out() -> None:
+def test_a_subset_excludes_all_other_endpoints() -> None:
     endpoints, _ = known(
         *(registered(f"w{n}", f"http://10.0.0.{n}:80") for n in range(3)), registered("w3", "http://e:1")
     )

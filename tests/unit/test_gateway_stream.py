@@ -58,11 +58,17 @@ def answer(data: bytes, *, ends: bool = False) -> Incoming:
     return Incoming(Part.RESPONSE_BODY, data=data, ends=ends)
 
 
+def begun(*messages: Incoming) -> ProcessStream:
+    """Return a stream that received these messages."""
+    stream = ProcessStream(1_000)
+    for message in messages:
+        stream.receive(message)
+    return stream
+
+
 def sent(route: Route | None = None, modes: Modes | None = None) -> ProcessStream:
     """Return a stream whose request has been sent on."""
-    stream = ProcessStream(1_000)
-    stream.receive(headers(modes=modes))
-    stream.receive(body(b"ab", ends=True))
+    stream = begun(headers(modes=modes), body(b"ab", ends=True))
     stream.send_on(route or Route(ENDPOINT))
     return stream
 
@@ -72,8 +78,8 @@ def test_nothing_goes_on_before_the_request_is_whole() -> None:
     assert stream.receive(headers()) == stream.receive(body(b"ab")) == stream.receive(body(b"c")) == []
     assert stream.request is None
     assert stream.receive(body(b"", ends=True)) == []
-    assert stream.request is not None
     request = stream.request
+    assert request is not None
     assert (request.path, request.url, request.method) == ("/v1/completions", b"/v1/completions?x=1", b"POST")
     assert request.headers == [(b"x-session-id", b"s")]
     assert (request.body, request.subset) == (b"abc", ("1.2.3.4:5",))
@@ -95,9 +101,7 @@ def test_a_routes_prefix_is_not_part_of_the_path(given: bytes, path: str) -> Non
 
 
 def test_pieces_go_on_as_they_came_behind_the_headers() -> None:
-    stream = ProcessStream(1_000)
-    for message in (headers(), body(b"ab"), body(b"c", ends=True)):
-        stream.receive(message)
+    stream = begun(headers(), body(b"ab"), body(b"c", ends=True))
     added = [(b"x", b"y")]
     assert stream.send_on(Route(ENDPOINT, added, (b"z",))) == [
         HeadersReply(Part.REQUEST_HEADERS, [*added, (b"content-length", b"3")], (b"z",), ENDPOINT),
@@ -108,10 +112,7 @@ def test_pieces_go_on_as_they_came_behind_the_headers() -> None:
 
 
 def test_a_body_ends_with_its_trailers_where_it_has_some() -> None:
-    stream = ProcessStream(1_000)
-    stream.receive(headers())
-    stream.receive(body(b"ab"))
-    stream.receive(Incoming(Part.REQUEST_TRAILERS, ends=True))
+    stream = begun(headers(), body(b"ab"), Incoming(Part.REQUEST_TRAILERS, ends=True))
     assert stream.send_on(Route(ENDPOINT)) == [
         HeadersReply(Part.REQUEST_HEADERS, endpoint=ENDPOINT),
         BodyReply(Part.REQUEST_BODY, b"ab", ends=False),
@@ -121,8 +122,7 @@ def test_a_body_ends_with_its_trailers_where_it_has_some() -> None:
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_the_one_message_of_a_buffered_body_is_the_whole_body(ends: bool) -> None:
-    stream = ProcessStream(1_000)
-    stream.receive(headers(modes=Modes(BodyMode.BUFFERED, BodyMode.STREAMED)))
+    stream = begun(headers(modes=Modes(BodyMode.BUFFERED, BodyMode.STREAMED)))
     assert stream.receive(body(b"abc", ends=ends)) == []
     assert stream.request is not None and stream.request.body == b"abc"
     assert stream.send_on(Route(ENDPOINT)) == [KeptBody(Part.REQUEST_BODY, endpoint=ENDPOINT)]
@@ -138,9 +138,7 @@ def test_trailers_without_a_body_go_on_behind_the_headers() -> None:
         (None, [HeadersReply(Part.REQUEST_HEADERS, endpoint=ENDPOINT), TrailersReply(Part.REQUEST_TRAILERS)]),
         (Modes(BodyMode.BUFFERED, BodyMode.STREAMED), [TrailersReply(Part.REQUEST_TRAILERS)]),
     ):
-        stream = ProcessStream(1_000)
-        stream.receive(headers(modes=modes))
-        stream.receive(Incoming(Part.REQUEST_TRAILERS, ends=True))
+        stream = begun(headers(modes=modes), Incoming(Part.REQUEST_TRAILERS, ends=True))
         assert stream.request is not None and stream.request.body == b""
         assert stream.send_on(Route(ENDPOINT)) == expected
 
@@ -160,9 +158,7 @@ def test_trailers_behind_an_ended_body_go_on() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
 def test_a_changed_body_is_cut_into_pieces(size: int) -> None:
-    stream = ProcessStream(1_000)
-    stream.receive(headers())
-    stream.receive(body(b"ab", ends=True))
+    stream = begun(headers(), body(b"ab", ends=True))
     replies = [reply for reply in stream.send_on(Route(ENDPOINT, body=b"x" * size)) if isinstance(reply, BodyReply)]
     assert b"".join(reply.data for reply in replies) == b"x" * size
     assert max(len(reply.data) for reply in replies) <= PIECE_BYTES
@@ -170,10 +166,8 @@ def test_a_changed_body_is_cut_into_pieces(size: int) -> None:
 
 
 def test_a_request_without_a_body_is_whole_with_its_headers() -> None:
-    stream = ProcessStream(1_000)
-    stream.receive(headers(ends=True))
-    assert stream.request is not None
-    assert stream.request.body == b""
+    stream = begun(headers(ends=True))
+    assert stream.request is not None and stream.request.body == b""
     assert stream.send_on(Route(ENDPOINT)) == [HeadersReply(Part.REQUEST_HEADERS, endpoint=ENDPOINT)]
 
 
@@ -192,9 +186,7 @@ def test_a_buffered_body_gets_its_endpoint_with_its_one_answer() -> None:
 
 
 def test_a_changed_buffered_body_has_its_own_length() -> None:
-    stream = ProcessStream(1_000)
-    stream.receive(headers(modes=Modes(BodyMode.BUFFERED, BodyMode.STREAMED)))
-    stream.receive(body(b"abc", ends=True))
+    stream = begun(headers(modes=Modes(BodyMode.BUFFERED, BodyMode.STREAMED)), body(b"abc", ends=True))
     (reply,) = stream.send_on(Route(ENDPOINT, body=b"abcd"))
     assert reply == KeptBody(Part.REQUEST_BODY, b"abcd", [(b"content-length", b"4")], endpoint=ENDPOINT)
 
@@ -205,7 +197,7 @@ def test_a_mode_without_the_whole_body_is_refused_with_its_fix(mode: int) -> Non
         ProcessStream(1_000).receive(headers(modes=Modes(mode)))
 
 
-def test_a_gateway_that_only_observes_is_told() -> None:
+def test_a_gateway_in_observability_mode_is_refused() -> None:
     with pytest.raises(ProtocolError, match="observability_mode"):
         ProcessStream(1_000).receive(headers(observes=True))
 
@@ -293,9 +285,7 @@ def test_a_request_that_has_gone_on_waits_for_its_answers_headers(part: Part) ->
 
 
 def test_the_gateways_own_answer_to_half_a_request_passes() -> None:
-    stream = ProcessStream(1_000)
-    stream.receive(headers())
-    stream.receive(body(b"ab"))
+    stream = begun(headers(), body(b"ab"))
     assert stream.receive(Incoming(Part.RESPONSE_HEADERS, STATUS)) == [HeadersReply(Part.RESPONSE_HEADERS)]
     assert stream.receive(answer(b"{}", ends=True)) == [BodyReply(Part.RESPONSE_BODY, b"{}", ends=True)]
     assert stream.request is None

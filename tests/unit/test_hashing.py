@@ -53,7 +53,7 @@ def space_of(vector: dict[str, Any]) -> HashSpace:
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
-def test_digests_equal_vllms(algo: str) -> None:
+def test_digests_equal_those_of_vllm(algo: str) -> None:
     vectors = [vector for vector in GOLDEN["vectors"] if vector["algo"] == algo]
     assert len(vectors) == 3 * 7 * 6
     for vector in vectors:
@@ -88,7 +88,7 @@ def test_xxhash_without_a_seed_is_refused_because_vllm_draws_it(algo: str) -> No
         HashScheme.default(algo)
 
 
-def test_an_empty_seed_is_a_seed() -> None:
+def test_an_empty_seed_counts_as_a_seed() -> None:
     assert HashScheme.default("sha256", "") == HashScheme.from_seed("sha256", "") != DEFAULT
 
 
@@ -146,7 +146,7 @@ def test_bad_token_ids_are_refused(bad: list[Any]) -> None:
         hash_block(DEFAULT, None, bad, None)
 
 
-def test_the_ends_of_the_token_range_are_taken() -> None:
+def test_the_ends_of_the_token_range_are_accepted() -> None:
     assert check_token_ids([0, 2**63 - 1]).tolist() == [0, 2**63 - 1]
     assert check_token_ids([]).dtype == np.int64
 
@@ -173,8 +173,7 @@ def test_a_path_that_is_the_name_hashes_as_two_strings() -> None:
 @pytest.mark.parametrize("event", GOLDEN["announced"][:-1])
 def test_a_block_as_vllm_announces_it_verifies(event: dict[str, Any]) -> None:
     for hash_block_size in (event["hash_block_size"], None):
-        verdict = judge(event, hash_block_size)
-        assert verdict == SchemeVerified(DEFAULT, event["hash_block_size"])
+        assert judge(event, hash_block_size) == SchemeVerified(DEFAULT, event["hash_block_size"])
     assert judge({**event, "block_hash": event["block_hash"] ^ 1}, event["hash_block_size"]) == SchemeUnexplained(
         plain=event["extra_keys"] is None
     )
@@ -228,7 +227,7 @@ def verdict(scheme: HashScheme, candidates: list[HashScheme] | tuple[HashScheme,
 
 
 @pytest.mark.parametrize("scheme", known_schemes(["mine"]), ids=lambda scheme: scheme.label)
-def test_each_known_scheme_is_told_from_all_others(scheme: HashScheme) -> None:
+def test_each_known_scheme_is_distinguished_from_all_others(scheme: HashScheme) -> None:
     every = known_schemes(["mine"])
     assert verdict(scheme, every) == SchemeVerified(scheme, 16)
     assert verdict(scheme, [other for other in every if other != scheme]) == SchemeUnexplained(plain=True)
@@ -264,7 +263,7 @@ def test_bare_salts_of_older_engines_do_not_convict_the_scheme() -> None:
         ({"extra_keys_untagged": [["a", "b"]]}, "does not send: list"),
     ],
 )
-def test_what_cannot_be_judged_says_why(changes: dict[str, Any], why: str) -> None:
+def test_an_undecided_verdict_names_its_reason(changes: dict[str, Any], why: str) -> None:
     outcome = verdict(DEFAULT, [DEFAULT], **changes)
     assert isinstance(outcome, SchemeUnknown)
     assert why in outcome.reason

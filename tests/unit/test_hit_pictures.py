@@ -18,14 +18,14 @@ BY_NAME = {picture.name: picture for picture in PICTURES}
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
-def test_a_picture_is_drawn_from_the_rule(picture: Picture) -> None:
+def test_the_picture_on_the_page_is_drawn_from_the_rule(picture: Picture) -> None:
     drawn = draw(picture)
     assert (IMAGES / f"{picture.name}.svg").read_text() == drawn, "draw it again: tests/support/hit_pictures.py"
     ElementTree.fromstring(drawn)
     assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_the_page_says_what_the_rule_says() -> None:
+def test_the_figures_of_the_page_are_those_of_the_rule() -> None:
     texts = {name: alt for alt, name in re.findall(r"!\[([^\]]+)\]\(\.\./images/([\w-]+)\.svg\)", PAGE)}
     assert texts.keys() == BY_NAME.keys()
     for name, picture in BY_NAME.items():
@@ -40,8 +40,7 @@ def test_the_page_says_what_the_rule_says() -> None:
 
 def test_without_the_windows_last_block_in_the_tier_nothing_is_loaded() -> None:
     picture = BY_NAME["hit-offload"]
-    held = {**picture.held, Place(1, CPU): (6, 7)}
-    assert replace(picture, held=held).tokens == 80
+    assert replace(picture, held={**picture.held, Place(1, CPU): (6, 7)}).tokens == 80
 
 
 def test_a_whole_prompt_is_never_reused() -> None:

@@ -103,8 +103,7 @@ def test_log_entries_read_back(
     entry = parse_entry(worker, b"5-1", entry_fields(worker, kind, 7, epoch, seqs, changes, {"state": b"x"}))
     assert (entry.id, entry.commit, entry.epoch) == ("5-1", 7, epoch)
     assert (entry.first_seq, entry.last_seq) == (seqs or (None, None))
-    assert entry.opened_epoch == (kind is EntryKind.EPOCH)
-    assert entry.meta == {"state": b"x"}
+    assert (entry.opened_epoch, entry.meta) == (kind is EntryKind.EPOCH, {"state": b"x"})
     expected = [change for change in changes if len(change.added) or len(change.removed)]
     assert [change.place for change in entry.changes] == [change.place for change in expected]
     for parsed, wanted in zip(entry.changes, expected, strict=True):
@@ -129,7 +128,7 @@ def test_no_flipped_bit_of_a_log_entry_passes(at: int, bit: int) -> None:
 
 
 @given(args=st.lists(st.binary(max_size=20) | st.text(max_size=5) | st.integers(), min_size=1))
-def test_a_long_command_is_what_hiredis_packs(args: list[Any]) -> None:
+def test_commands_are_packed_as_hiredis_packs_them(args: list[Any]) -> None:
     assert long_command(*args) == command(*args)
 
 

@@ -24,15 +24,13 @@ from kvrouter.router.base.common.ids import GPU, Place
 from kvrouter.router.index.ingest.engine_liveness import EngineAbsent, EnginePresent
 from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.model.workers.stream_state import StreamState
-from tests.support.ingest_steps import batch, feed, live, make, removed, stored
+from tests.support.ingest_steps import batch, feed, live, make, removed, restored, stored, taken
 
 G0 = Place(0, GPU)
 
 
 def net(ingest: Ingest) -> dict[str, tuple[list[int], list[int]]]:
-    flush = ingest.held.take()
-    assert flush is not None
-    return {c.place.text: (sorted(c.added.tolist()), sorted(c.removed.tolist())) for c in flush.changes}
+    return {c.place.text: (sorted(c.added.tolist()), sorted(c.removed.tolist())) for c in taken(ingest).changes}
 
 
 def test_stored_twice_removed_once_is_still_there() -> None:
@@ -50,11 +48,9 @@ def test_a_block_that_came_and_went_between_flushes_is_no_change() -> None:
 
 def test_copies_are_reported_from_two_on_and_when_they_fall_below() -> None:
     ingest = feed(live(), batch(0, stored([1, 2]), stored([1])))
-    flush = ingest.held.take()
-    assert flush is not None and flush.copies == [(G0, 1, 2)]
+    assert taken(ingest).copies == [(G0, 1, 2)]
     feed(ingest, batch(1, removed([1])))
-    flush = ingest.held.take()
-    assert flush is not None and flush.copies == [(G0, 1, 1)]
+    assert taken(ingest).copies == [(G0, 1, 1)]
 
 
 def test_a_removal_of_what_was_never_stored_changes_nothing() -> None:
@@ -81,8 +77,8 @@ def test_clearing_drops_every_medium_and_the_stored_copies() -> None:
     ingest = feed(live(), batch(0, stored([1]), stored([1]), stored([2], medium="CPU")))
     ingest.held.take()
     feed(ingest, batch(1, WireCleared()))
-    flush = ingest.held.take()
-    assert flush is not None and flush.copies == [(G0, 1, 0)]
+    flush = taken(ingest)
+    assert flush.copies == [(G0, 1, 0)]
     assert {c.place.text: c.removed.tolist() for c in flush.changes} == {"g0:GPU": [1], "g0:CPU": [2]}
     assert ingest.held.blocks.counts() == {"g0:CPU": 0, "g0:GPU": 0}
 
@@ -97,8 +93,8 @@ def test_a_lost_gap_voids_and_learns_anew() -> None:
     epoch_before = ingest.held.epoch
     ingest.held.take()
     feed(ingest, GapLost(1, 6, "no replay endpoint"), batch(6, stored([9])))
-    flush = ingest.held.take()
-    assert flush is not None and flush.opens_epoch and flush.epoch != epoch_before and flush.seqs == (6, 6)
+    flush = taken(ingest)
+    assert flush.opens_epoch and flush.epoch != epoch_before and flush.seqs == (6, 6)
     assert ingest.held.blocks.counts() == {"g0:GPU": 1}
     assert ingest.state is StreamState.LIVE and "1 to 5 are lost" in ingest.reason and ingest.profile.tally.gaps == 1
 
@@ -117,8 +113,8 @@ def test_a_restart_voids_before_its_first_batch() -> None:
     ingest.held.take()
     feed(ingest, Restarted(0, 0, "seq fell back"))
     assert ingest.held.blocks.counts() == {} and ingest.profile.tally.restarts == 1
-    flush = ingest.held.take()
-    assert flush is not None and flush.opens_epoch and flush.seqs is None
+    flush = taken(ingest)
+    assert flush.opens_epoch and flush.seqs is None
 
 
 def test_an_unreadable_removal_voids_and_an_unreadable_store_does_not() -> None:
@@ -148,7 +144,7 @@ def test_a_payload_that_is_no_batch_voids() -> None:
     assert ingest.held.blocks.counts() == {} and "could not be decoded" in ingest.reason
 
 
-def test_restored_is_suspect_until_proven_and_credited_meanwhile() -> None:
+def test_a_restored_worker_is_suspect_and_credited_until_proven() -> None:
     ingest = make()
     ingest.restore("old", 41, {G0: np.array([1, 2], np.uint64)}, {(G0, 2): 2}, {})
     assert (
@@ -165,23 +161,19 @@ def test_restored_is_suspect_until_proven_and_credited_meanwhile() -> None:
     assert net(ingest) == {"g0:GPU": ([], [1])}
 
 
-def test_restored_and_disproven_is_void() -> None:
+def test_a_disproven_restored_state_is_void() -> None:
     ingest = make()
     ingest.restore("old", 41, {G0: np.array([1], np.uint64)}, {}, {})
     feed(ingest, Connected(), Restarted(41, 3, "another batch 41"), batch(3, stored([7])))
-    flush = ingest.held.take()
-    assert flush is not None and flush.opens_epoch and ingest.held.blocks.counts() == {"g0:GPU": 1}
+    assert taken(ingest).opens_epoch and ingest.held.blocks.counts() == {"g0:GPU": 1}
 
 
-def test_what_was_learned_survives_a_restore() -> None:
+def test_the_learned_catalog_survives_a_restore() -> None:
     first = feed(
         live(),
         batch(0, stored([1]), stored([2], 1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=64)),
     )
-    flush = first.held.take()
-    assert flush is not None
-    second = make()
-    second.restore(flush.epoch, 0, {}, {}, flush.meta)
+    second = restored(first)
     assert second.profile.catalog.groups == first.profile.catalog.groups and second.resume_point == first.resume_point
 
 

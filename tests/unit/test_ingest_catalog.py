@@ -16,7 +16,7 @@ from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, red
 from kvrouter.router.model.kvcache.catalog_learner import UNNAMED_BLOCK_TOKENS
 from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec
 from kvrouter.router.model.workers.stream_state import StreamState
-from tests.support.ingest_steps import batch, feed, live, make, removed, stored
+from tests.support.ingest_steps import batch, feed, live, make, removed, restored, stored, taken
 
 TOKENS = list(range(100, 116))
 
@@ -73,7 +73,7 @@ def test_a_self_describing_store_tells_the_chunk_size() -> None:
     assert ingest.profile.catalog.blocks_per_chunk == 2
 
 
-def test_what_is_stated_wins_over_what_is_learned() -> None:
+def test_a_stated_catalog_overrides_a_learned_one() -> None:
     spec = CatalogSpec(groups=(GroupSpec(0, "full_attention", 16, eagle=True),))
     ingest = feed(live(catalog=spec), batch(0, stored([1], kv_cache_spec_kind="mamba")))
     assert ingest.profile.catalog.source == "configured" and ingest.profile.catalog.groups[0].eagle
@@ -95,7 +95,7 @@ def test_a_group_that_is_stated_alone_is_the_one_that_is_announced_alone(
     assert {place.group_idx for place in ingest.held.blocks.places} == {announced}
 
 
-def test_another_group_beside_it_ends_that() -> None:
+def test_a_second_group_beside_the_stated_one_is_a_reason() -> None:
     spec = CatalogSpec(groups=(GroupSpec(None, "full_attention", 16),))
     ingest = feed(live(catalog=spec), batch(0, stored([1], 0), stored([1], 1)))
     assert ingest.profile.catalog.problem is not None
@@ -167,9 +167,7 @@ def test_the_rank_of_a_stream_is_remembered_over_a_restart() -> None:
     ingest = live()
     ingest.allow_ranks(frozenset({1}))
     feed(ingest, ranked(0, 0, stored([1])))
-    flush = ingest.held.take()
-    assert flush is not None
-    again = make()
+    flush, again = taken(ingest), make()
     again.allow_ranks(frozenset({1}))
     again.restore(flush.epoch, 0, {}, {}, flush.meta)
     assert again.state is StreamState.MISMATCHED and "publishes rank 0" in again.reason
@@ -180,7 +178,7 @@ def test_the_rank_of_a_stream_is_remembered_over_a_restart() -> None:
     assert again.state is StreamState.CATCHING_UP
 
 
-def test_what_happened_to_a_live_worker_hides_nothing_for_good() -> None:
+def test_a_passing_reason_hides_no_lasting_one() -> None:
     ingest = feed(make(replay=None), Connected(), batch(0, stored([1]), placeholder(2)))
     assert ingest.state is not StreamState.CONNECTING and "no replay endpoint" in ingest.reason
     ingest.profile.forget_incident()
@@ -206,11 +204,7 @@ def test_a_group_known_from_entries_inside_its_blocks_alone_has_larger_blocks() 
     ingest = feed(live(), partial())
     assert ingest.profile.catalog.problem is None and ingest.profile.catalog.partial_hits
     assert [group.block_size for group in ingest.profile.catalog.groups] == [UNNAMED_BLOCK_TOKENS, 16]
-    flush = ingest.held.take()
-    assert flush is not None
-    again = make()
-    again.restore(flush.epoch, 0, {}, {}, flush.meta)
-    assert again.profile.catalog == ingest.profile.catalog, "a router that takes over knows it too"
+    assert restored(ingest).profile.catalog == ingest.profile.catalog, "a router that takes over knows it too"
     feed(ingest, batch(1, stored([9], 0, block_size=528), entry(12, 11, 1, "mamba")))
     assert ingest.profile.catalog.groups[0].block_size == 528 and ingest.profile.catalog.partial_hits
 
@@ -224,13 +218,13 @@ def test_a_group_known_from_entries_inside_its_blocks_alone_has_larger_blocks() 
     ],
     ids=["what came before is not known", "several at a time", "each after its parent"],
 )
-def test_blocks_that_may_be_whole_are_taken_for_whole(events: list[Any]) -> None:
+def test_blocks_that_may_be_full_are_taken_as_full(events: list[Any]) -> None:
     ingest = feed(live(), *([batch(0, *events)] if events else []), partial(1))
     catalog = ingest.profile.catalog
     assert [group.block_size for group in catalog.groups] == [16, 16] and not catalog.partial_hits
 
 
-def test_after_an_event_that_cannot_be_read_blocks_are_taken_for_whole() -> None:
+def test_blocks_are_taken_as_full_after_an_unreadable_event() -> None:
     ingest = live()
     broken = Batch(0, msgspec.msgpack.encode([0.0, [{"type": "BlockStored", "block_hashes": "?"}]]), 0, False)
     feed(ingest, broken, partial(1))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -12,9 +11,8 @@ import pytest
 
 from kvrouter.events.patch.items import Declared, Expired, Greeted, Loaded, NewEpoch, ReportBatch, Snapshot
 from kvrouter.events.patch.messages import DeclaredCatalog, DeclaredGroup, Events, Hello, ReportStored, pack_hashes
-from kvrouter.events.transport.progress import CaughtUp, FellBehind
 from kvrouter.events.vllm.batch_cursor import Cursor
-from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
+from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
@@ -27,75 +25,37 @@ from kvrouter.events.vllm.stream_items import (
     RingReread,
     fingerprint,
 )
-from kvrouter.events.vllm.wire import WireRemoved, WireStored
-from kvrouter.router.base.common.ids import CPU, GPU, Place, WorkerKey
+from kvrouter.events.vllm.wire import WireStored
+from kvrouter.router.base.common.ids import CPU, GPU, Place
 from kvrouter.router.index.ingest.engine_liveness import EngineLost, EngineRestarted, EngineSame
-from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.index.ingest.stock_feed import SAME_PROCESS_WAIT_S
 from kvrouter.router.index.ingest.worker_profile import META_LEARNED, META_SCHEME
 from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, reduce_hash
 from kvrouter.router.model.kvcache.catalog_learner import ODD_EVENTS_FORGOTTEN_AFTER
 from kvrouter.router.model.kvcache.scheme_verification import SchemeState
-from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec
 from kvrouter.router.model.workers.stream_state import StreamState
+from tests.support.ingest_steps import batch, feed, live, make, removed, restored, stored, taken
 
-REPLAY = "tcp://127.0.0.1:2"
 URL = "http://127.0.0.1:3"
 TOKENS = list(range(100, 132))
 CBOR, PICKLED = HashScheme.default("sha256_cbor"), HashScheme.default()
-
-
-def make(replay: str | None = REPLAY, url: str | None = None, catalog: CatalogSpec | None = None) -> Ingest:
-    numbers = count()
-    registration = Registration(
-        WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay=replay, url=url, catalog=catalog
-    )
-    return Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
-
-
-def stored(hashes: list[int], group: int | None = 0, size: int = 16, kind: str | None = "full_attention") -> WireStored:
-    return WireStored(hashes, 77, [], size, None, GPU, None, group_idx=group, kv_cache_spec_kind=kind)
-
-
-def removed(hashes: list[int], group: int | None = 0) -> WireRemoved:
-    return WireRemoved(hashes, GPU, group_idx=group)
 
 
 def root(scheme: HashScheme, size: int) -> WireStored:
     """Return the event of a prompt's first block, as an engine with blocks of `size` tokens announces it."""
     tokens = TOKENS[:size]
     block_hash = reduce_hash(hash_block(scheme, None, tokens, None))
-    return WireStored(
-        [block_hash], None, tokens, size, None, GPU, None, extra_keys=[None], group_idx=0,
-        kv_cache_spec_kind="full_attention",
-    )  # fmt: skip
+    return stored([block_hash], parent_block_hash=None, token_ids=tokens, block_size=size, extra_keys=[None])
 
 
-def batch(seq: int, *events: Any) -> Batch:
-    payload = encode_batch(float(seq), list(events))
-    return Batch(seq, payload, fingerprint(payload), False)
-
-
-def feed(ingest: Ingest, *items: Any, now: float = 1.0) -> Ingest:
-    """Apply the items, and `CaughtUp` after each snapshot, as the cursor yields it when nothing came meanwhile."""
-    for item in items:
-        ingest.apply(item, now)
-        if isinstance(item, Loaded):
-            ingest.apply(CaughtUp(), now)
-    return ingest
-
-
-def test_nothing_of_another_process_was_heard() -> None:
+def test_a_restart_forgets_when_the_last_event_came() -> None:
     ingest = feed(make(url=URL), Connected(), batch(0, stored([1])))
     assert ingest.profile.contact.last_event_s is not None
     ingest.on_liveness(EngineRestarted("its start is 2.00"))
     assert ingest.profile.contact.last_event_s is None
     feed(ingest, Restarted(0, 0, "seq 0"), batch(0, stored([2])), now=3.0)
     assert ingest.profile.contact.last_event_s == 3.0
-
-
-def live(**options: Any) -> Ingest:
-    return feed(make(**options), FellBehind(), Connected(), CaughtUp())
 
 
 # -- a new life begins with nothing learned
@@ -113,9 +73,9 @@ def live(**options: Any) -> Ingest:
     ids=lambda end: type(end[0]).__name__,
 )
 def test_another_layout_and_hash_scheme_are_learned_from_nothing(end: list[Any]) -> None:
-    ingest = feed(live(url=URL), batch(0, root(CBOR, 16), stored([5], 1, kind="mamba")))
+    ingest = feed(live(url=URL), batch(0, root(CBOR, 16), stored([5], 1, kv_cache_spec_kind="mamba")))
     assert ingest.profile.identity.scheme == CBOR and len(ingest.profile.catalog.groups) == 2
-    ingest.held.take()
+    taken(ingest)
     for sign in end:
         ingest.on_liveness(sign) if isinstance(sign, EngineRestarted | EngineLost) else feed(ingest, sign)
     feed(ingest, batch(5, root(PICKLED, 32)))
@@ -123,11 +83,10 @@ def test_another_layout_and_hash_scheme_are_learned_from_nothing(end: list[Any])
     assert catalog.problem is None and [(g.group_idx, g.block_size) for g in catalog.groups] == [(0, 32)]
     assert (ingest.profile.identity.scheme, ingest.profile.identity.standing) == (PICKLED, SchemeState.VERIFIED)
     # Other routers read the scheme and the catalog from Redis.
-    flush = ingest.held.take()
-    assert flush is not None and flush.opens_epoch
-    restored = make()
-    restored.restore(flush.epoch, 5, {}, {}, flush.meta)
-    assert restored.profile.catalog.groups == catalog.groups and restored.profile.identity.scheme == PICKLED
+    flush, other = taken(ingest), make()
+    assert flush.opens_epoch
+    other.restore(flush.epoch, 5, {}, {}, flush.meta)
+    assert other.profile.catalog.groups == catalog.groups and other.profile.identity.scheme == PICKLED
     assert {META_LEARNED, META_SCHEME} <= flush.meta.keys()
 
 
@@ -144,17 +103,14 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("odd", UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_what_voids_an_unproven_epoch_voids_what_was_learned_with_it(odd: Batch) -> None:
+def test_voiding_an_unproven_epoch_forgets_the_learned_catalog(odd: Batch) -> None:
     """Void an unproven epoch by a batch that cannot be read.
 
     The next seq follows after a start of the router, and the engine's HTTP has not yet said whether its process is the
     same. The unreadable batch voids the blocks, so no proof is awaited, and the engine may be another one.
     """
-    before = feed(live(url=URL), batch(4, root(CBOR, 16), stored([5], 1, kind="mamba")))
-    flush = before.held.take()
-    assert flush is not None
-    ingest = make(url=URL)
-    ingest.restore(flush.epoch, 4, {}, {}, flush.meta)
+    before = feed(live(url=URL), batch(4, root(CBOR, 16), stored([5], 1, kv_cache_spec_kind="mamba")))
+    ingest = restored(before, 4, url=URL)
     ingest.allow_ranks(frozenset({0}))
     feed(ingest, Connected(), Proven(4, "next_seq"))
     assert ingest.state is StreamState.SUSPECT and ingest.profile.identity.scheme == CBOR
@@ -166,9 +122,9 @@ def test_what_voids_an_unproven_epoch_voids_what_was_learned_with_it(odd: Batch)
     assert ingest.state is StreamState.LIVE
 
 
-def test_what_voids_an_epoch_of_a_proven_engine_keeps_what_was_learned() -> None:
+def test_voiding_an_epoch_of_a_proven_engine_keeps_the_learned_catalog() -> None:
     for odd in UNREADABLE.values():
-        ingest = feed(live(url=URL), batch(4, root(CBOR, 16), stored([5], 1, kind="mamba")))
+        ingest = feed(live(url=URL), batch(4, root(CBOR, 16), stored([5], 1, kv_cache_spec_kind="mamba")))
         ingest.allow_ranks(frozenset({0}))
         epoch_before = ingest.held.epoch
         feed(ingest, odd)
@@ -176,7 +132,7 @@ def test_what_voids_an_epoch_of_a_proven_engine_keeps_what_was_learned() -> None
         assert ingest.profile.identity.scheme == CBOR and len(ingest.profile.catalog.groups) == 2
 
 
-def test_what_the_user_stated_stays() -> None:
+def test_a_stated_catalog_survives_a_restart() -> None:
     spec = CatalogSpec(groups=(GroupSpec(0, "full_attention", 16),), hash_algo="sha256_cbor")
     ingest = feed(live(catalog=spec), batch(0, stored([1])), Restarted(0, 0, "seq fell back"))
     assert [g.block_size for g in ingest.profile.catalog.groups] == [
@@ -208,8 +164,8 @@ def test_a_new_epoch_of_the_patch_declares_anew() -> None:
     assert [g.block_size for g in ingest.profile.catalog.groups] == [32] and ingest.profile.catalog.problem is None
 
 
-def test_what_the_own_topic_taught_does_not_stand_beside_what_the_patch_declares() -> None:
-    ingest = feed(live(), batch(0, stored([1]), stored([2], 1, kind="mamba")))
+def test_a_declared_catalog_replaces_the_learned_one() -> None:
+    ingest = feed(live(), batch(0, stored([1]), stored([2], 1, kv_cache_spec_kind="mamba")))
     ingest.pause("followed again in a moment")
     ingest.follow_reports()
     assert ingest.state is StreamState.SUSPECT
@@ -217,7 +173,7 @@ def test_what_the_own_topic_taught_does_not_stand_beside_what_the_patch_declares
     assert [g.group_idx for g in ingest.profile.catalog.groups] == [0] and ingest.state is StreamState.LIVE
 
 
-def test_what_still_comes_of_an_ended_process_is_not_taken() -> None:
+def test_late_items_of_an_ended_process_are_ignored() -> None:
     ingest = feed(live(url=URL), batch(0, stored([1])))
     ingest.on_liveness(EngineRestarted("another start"))
     feed(ingest, batch(1, stored([2])))
@@ -284,18 +240,15 @@ def test_a_process_that_was_not_known_before_is_no_proof_and_neither_is_silence(
     assert ingest.held.blocks.counts() == {"g0:GPU": 1} and ingest.state is StreamState.LIVE
 
 
-def test_another_router_knows_the_process_and_what_was_not_replayed() -> None:
+def test_the_process_and_missing_replays_are_restored() -> None:
     ingest = feed(live(url=URL), batch(0, stored([1])), GapLost(1, 2, "no answer"), Incomplete(), batch(2, stored([2])))
     ingest.on_liveness(EngineSame(1.0, 5.0))
     feed(ingest, batch(3, stored([3])))
-    flush = ingest.held.take()
-    assert flush is not None
-    restored = make(replay=None, url=URL)
-    restored.restore(flush.epoch, 3, {Place(0, GPU): np.array([2, 3], np.uint64)}, {}, flush.meta)
-    assert restored.resume_point == ResumePoint(3, batch(3, stored([3])).fingerprint, incomplete=True)
-    feed(restored, Connected(), Proven(3, "next_seq"), batch(4), now=3.0)
-    restored.on_liveness(EngineSame(4.0, 5.0))
-    assert restored.state is StreamState.LIVE and restored.held.blocks.counts() == {"g0:GPU": 2}
+    other = restored(ingest, 3, {Place(0, GPU): np.array([2, 3], np.uint64)}, replay=None, url=URL)
+    assert other.resume_point == ResumePoint(3, batch(3, stored([3])).fingerprint, incomplete=True)
+    feed(other, Connected(), Proven(3, "next_seq"), batch(4), now=3.0)
+    other.on_liveness(EngineSame(4.0, 5.0))
+    assert other.state is StreamState.LIVE and other.held.blocks.counts() == {"g0:GPU": 2}
 
 
 @pytest.mark.parametrize(
@@ -303,7 +256,7 @@ def test_another_router_knows_the_process_and_what_was_not_replayed() -> None:
     [{"fingerprint": b"-1"}, {"fingerprint": b"9" * 40}, {"gaps": b"x"}, {"process_start": b""}, {"learned": b"["}],
     ids=lambda meta: next(iter(meta)),
 )
-def test_what_no_router_writes_is_refused_and_named(meta: dict[str, bytes]) -> None:
+def test_invalid_stored_fields_are_refused_by_name(meta: dict[str, bytes]) -> None:
     with pytest.raises(ValueError) as raised:
         make().restore("e", 1, {}, {}, meta)
     ingest = make()
@@ -317,27 +270,25 @@ def test_what_no_router_writes_is_refused_and_named(meta: dict[str, bytes]) -> N
 def test_a_removal_of_a_group_that_nothing_else_speaks_of_is_forgotten_in_time_and_a_restore_keeps_it() -> None:
     ingest = feed(live(), batch(0, stored([1])), batch(1, removed([4], 3)))
     assert ingest.profile.catalog.problem is not None
-    flush = ingest.held.take()
-    assert flush is not None
-    restored = make()
-    restored.restore(flush.epoch, 1, {}, {}, flush.meta)
-    for subject in (ingest, restored):
+    for subject in (ingest, restored(ingest, 1)):
         feed(subject, batch(2, *[stored([1])] * (ODD_EVENTS_FORGOTTEN_AFTER - 2)))
         assert subject.profile.catalog.problem is not None
         feed(subject, batch(3, stored([1]), stored([1])))
         assert subject.profile.catalog.problem is None and [g.group_idx for g in subject.profile.catalog.groups] == [0]
 
 
-def test_another_sign_of_the_group_keeps_it() -> None:
+def test_a_further_event_of_a_group_keeps_its_problem() -> None:
     ingest = feed(live(), batch(0, stored([1])), batch(1, removed([4], 3)))
     feed(ingest, batch(2, *[stored([1])] * 1_000), batch(3, removed([5], 3)), batch(4, *[stored([1])] * 1_000))
     assert ingest.profile.catalog.problem is not None
-    feed(ingest, batch(5, stored([], 3, kind="mamba")), batch(6, *[stored([1])] * 2_000))
+    feed(ingest, batch(5, stored([], 3, kv_cache_spec_kind="mamba")), batch(6, *[stored([1])] * 2_000))
     assert ingest.profile.catalog.problem is None and len(ingest.profile.catalog.groups) == 2
 
 
 def test_a_removal_without_a_group_takes_a_copy_from_every_group_of_its_medium() -> None:
-    ingest = feed(live(), batch(0, stored([1, 2]), stored([1], 1, kind="mamba")), batch(1, removed([1], None)))
+    ingest = feed(
+        live(), batch(0, stored([1, 2]), stored([1], 1, kv_cache_spec_kind="mamba")), batch(1, removed([1], None))
+    )
     assert ingest.profile.catalog.problem is None
     assert ingest.held.blocks.counts() == {"g0:GPU": 1, "g1:GPU": 0}
     on_cpu = WireStored([8], None, [], 0, None, CPU, None, group_idx=0)
@@ -346,7 +297,9 @@ def test_a_removal_without_a_group_takes_a_copy_from_every_group_of_its_medium()
 
 
 def test_a_contradiction_is_forgotten_when_all_that_came_since_agrees() -> None:
-    ingest = feed(live(), batch(0, stored([1])), batch(1, stored([2], kind="mamba")), batch(2, stored([3])))
+    ingest = feed(
+        live(), batch(0, stored([1])), batch(1, stored([2], kv_cache_spec_kind="mamba")), batch(2, stored([3]))
+    )
     assert ingest.profile.catalog.problem is not None and "contradicts itself" in ingest.profile.catalog.problem
     feed(ingest, batch(3, *[stored([3])] * (ODD_EVENTS_FORGOTTEN_AFTER + 1)))
     assert ingest.profile.catalog.problem is None and [g.kind for g in ingest.profile.catalog.groups] == [
@@ -355,7 +308,7 @@ def test_a_contradiction_is_forgotten_when_all_that_came_since_agrees() -> None:
 
 
 def test_a_store_without_a_group_is_forgotten_too() -> None:
-    ingest = feed(live(), batch(0, stored([1])), batch(1, stored([2], None)))
+    ingest = feed(live(), batch(0, stored([1])), batch(1, stored([2], None, kv_cache_spec_kind="full_attention")))
     assert ingest.profile.catalog.problem is not None
     feed(ingest, batch(2, *[stored([1])] * (ODD_EVENTS_FORGOTTEN_AFTER + 1)))
     assert ingest.profile.catalog.problem is None and [g.group_idx for g in ingest.profile.catalog.groups] == [0]

@@ -51,7 +51,7 @@ def test_all_streams_together_hold_the_loop_for_one_pass_and_one_turn(took_s: fl
     assert sorted(streams.order) == sorted([*range(STREAMS)] * TURNS)
 
 
-def test_nobody_gets_a_second_turn_before_all_had_one() -> None:
+def test_each_stream_gets_one_turn_before_any_gets_two() -> None:
     streams = Streams(PASS_S)
     asyncio.run(streams.run())
     # The first stream had its turn before the others wanted theirs.
@@ -59,32 +59,26 @@ def test_nobody_gets_a_second_turn_before_all_had_one() -> None:
         assert sorted(streams.order[1 + turn * STREAMS :][:STREAMS]) == [*range(STREAMS)]
 
 
-def test_a_stream_that_ends_while_it_waits_keeps_nobody_waiting() -> None:
-    async def main() -> None:
-        turns = IngestTurns()
-        turns.spend(PASS_S)
-        waiting = [asyncio.ensure_future(turns.wait()) for _ in range(3)]
-        await asyncio.sleep(0)
-        waiting[1].cancel()
-        async with asyncio.timeout(10.0):
-            await waiting[0]
-            # This stream ends when its turn has already come.
-            waiting[0].cancel()
-            turns.spend(0.0)
-            await waiting[2]
-
-    asyncio.run(main())
+async def test_a_stream_that_ends_while_it_waits_keeps_nobody_waiting() -> None:
+    turns = IngestTurns()
+    turns.spend(PASS_S)
+    waiting = [asyncio.ensure_future(turns.wait()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    async with asyncio.timeout(10.0):
+        await waiting[0]
+        # This stream ends when its turn has already come.
+        waiting[0].cancel()
+        turns.spend(0.0)
+        await waiting[2]
 
 
-def test_a_turn_that_its_stream_no_longer_wants_goes_to_the_next() -> None:
-    async def main() -> None:
-        turns = IngestTurns()
-        turns.spend(PASS_S)
-        first, second = (asyncio.ensure_future(turns.wait()) for _ in range(2))
-        await asyncio.sleep(0)
-        # The turn comes and the stream ends in the same pass.
-        asyncio.get_running_loop().call_soon(first.cancel)
-        async with asyncio.timeout(10.0):
-            await second
-
-    asyncio.run(main())
+async def test_a_turn_that_its_stream_no_longer_wants_goes_to_the_next() -> None:
+    turns = IngestTurns()
+    turns.spend(PASS_S)
+    first, second = (asyncio.ensure_future(turns.wait()) for _ in range(2))
+    await asyncio.sleep(0)
+    # The turn comes and the stream ends in the same pass.
+    asyncio.get_running_loop().call_soon(first.cancel)
+    async with asyncio.timeout(10.0):
+        await second

@@ -65,7 +65,7 @@ def test_a_key_among_many_small_ones_pays_up_to_a_bound_and_the_small_ones_never
     assert large is not None and large.excess == EXCESS_MAX and shares.share("small 7") is None
 
 
-def test_what_was_written_long_ago_counts_no_longer() -> None:
+def test_old_writes_no_longer_count() -> None:
     shares = KeyShares()
     shares.wrote("burst", A, 1_000_000, 0.0)
     shares.wrote("steady", A, 10_000, 0.0)
@@ -76,7 +76,7 @@ def test_what_was_written_long_ago_counts_no_longer() -> None:
     assert shares.share("burst") is None
 
 
-def test_writings_that_begin_again_begin_the_books_again() -> None:
+def test_counting_restarts_after_a_pause() -> None:
     """The model's last worker left, and another worker joined."""
     shares = KeyShares()
     for key, tokens in (("before", 9_000), ("other", 1_000)):

@@ -133,7 +133,7 @@ def room(package: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_import_runs_back(package: str) -> None:
+def test_no_import_runs_against_the_order_of_the_rooms(package: str) -> None:
     problems = []
     for name, path in modules(package):
         for imported in imports(path):
@@ -177,7 +177,7 @@ def test_no_modules_import_each_other() -> None:
         imported_by = {name: imported for name, imported in imported_by.items() if name not in free}
 
 
-def test_the_check_itself_sees_a_run_back() -> None:
+def test_the_check_finds_an_import_against_the_order() -> None:
     assert violations("client", "calls", "kvrouter.events.vllm.codec")
     assert violations("router", "model.kvcache.gpu_hit", "kvrouter.router.app.core.router_core")
     assert violations("events", "vllm.codec", "kvrouter.router.base.common.ids")
@@ -194,7 +194,7 @@ def test_the_check_itself_sees_a_run_back() -> None:
 
 
 @pytest.mark.parametrize("library", OFFLOAD_WITH)
-def test_the_offload_tiers_books_need_no_engine(library: str) -> None:
+def test_the_books_of_the_offload_tiers_import_no_engine(library: str) -> None:
     folder = ROOT / "engine_patch" / "offload"
     users = {
         path.stem for path in folder.rglob("*.py") if any(name.partition(".")[0] == library for name in imports(path))

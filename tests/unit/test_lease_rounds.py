@@ -63,7 +63,7 @@ TTL_S = 0.02
 WAIT_S = 10.0
 
 
-def test_members_are_looked_at_once_under_each_assignment() -> None:
+async def test_members_are_checked_once_under_each_assignment() -> None:
     assignment = 0
     rounds = LeaseRounds(cast(Any, Leases()), "t", TTL_S, lambda: assignment)
     still, moving = Member(), Member()
@@ -75,63 +75,56 @@ def test_members_are_looked_at_once_under_each_assignment() -> None:
             while moving.looks < looks_before + 5:
                 await asyncio.sleep(TTL_S / LOOKS_PER_TTL)
 
-    async def main() -> None:
-        nonlocal assignment
-        running = asyncio.ensure_future(rounds.run())
-        rounds.join(cast(Any, still))
-        rounds.join(cast(Any, moving))
-        moving.settled = False
-        await look()
-        assert still.looks == 1
-        assignment += 1
-        await look()
-        assert still.looks == 2
-        late = Member()
-        rounds.join(cast(Any, late))
-        await look()
-        assert (still.looks, late.looks) == (2, 1)
-        rounds.leave(cast(Any, late))
-        assignment += 1
-        await look()
-        assert (still.looks, late.looks) == (3, 1)
-        running.cancel()
-
-    asyncio.run(main())
+    running = asyncio.ensure_future(rounds.run())
+    rounds.join(cast(Any, still))
+    rounds.join(cast(Any, moving))
+    moving.settled = False
+    await look()
+    assert still.looks == 1
+    assignment += 1
+    await look()
+    assert still.looks == 2
+    late = Member()
+    rounds.join(cast(Any, late))
+    await look()
+    assert (still.looks, late.looks) == (2, 1)
+    rounds.leave(cast(Any, late))
+    assignment += 1
+    await look()
+    assert (still.looks, late.looks) == (3, 1)
+    running.cancel()
 
 
-def test_the_store_is_looked_at_in_turns_and_wholly_where_something_may_have_been_missed() -> None:
-    async def main() -> None:
-        leases = Leases()
-        rounds = LeaseRounds(cast(Any, leases), "t", TTL_S, lambda: 0)
-        members = [Member(Lease("t", 1)) for _ in range(2 * LOOKS_PER_REQUEST * ROUNDS_PER_CYCLE + 3)]
-        for member in members:
-            rounds.join(cast(Any, member))
+async def test_the_store_is_checked_in_turns_and_wholly_after_a_failure() -> None:
+    leases = Leases()
+    rounds = LeaseRounds(cast(Any, leases), "t", TTL_S, lambda: 0)
+    members = [Member(Lease("t", 1)) for _ in range(2 * LOOKS_PER_REQUEST * ROUNDS_PER_CYCLE + 3)]
+    for member in members:
+        rounds.join(cast(Any, member))
 
-        async def renew(times: int = 1) -> list[list[Member]]:
-            leases.looks.clear()
-            for _ in range(times):
-                await rounds._renew()
-            return cast(Any, list(leases.looks))
+    async def renew(times: int = 1) -> list[list[Member]]:
+        leases.looks.clear()
+        for _ in range(times):
+            await rounds._renew()
+        return cast(Any, list(leases.looks))
 
-        assert not rounds.begun.is_set()
+    assert not rounds.begun.is_set()
+    assert await renew() == [members]
+    assert rounds.begun.is_set()
+    for _ in range(2):
+        cycle = await renew(ROUNDS_PER_CYCLE)
+        # The cycle has each member once, and no round has many more members than another.
+        assert [member for part in cycle for member in part] == members
+        assert max(map(len, cycle)) <= 2 * LOOKS_PER_REQUEST + 1
+    for lost in (None, leases.count - 1 if leases.count else 0):
+        leases.count = lost
         assert await renew() == [members]
-        assert rounds.begun.is_set()
-        for _ in range(2):
-            cycle = await renew(ROUNDS_PER_CYCLE)
-            # The cycle has each member once, and no round has many more members than another.
-            assert [member for part in cycle for member in part] == members
-            assert max(map(len, cycle)) <= 2 * LOOKS_PER_REQUEST + 1
-        for lost in (None, leases.count - 1 if leases.count else 0):
-            leases.count = lost
-            assert await renew() == [members]
-            assert len((await renew())[0]) < len(members)
-        leases.away = True
-        assert await renew() == [] and {member.failures for member in members} == {1}
-        leases.away = False
-        assert await renew() == [members]
-        # Some members leave, and no turn is empty afterwards.
-        for member in members[5:]:
-            rounds.leave(cast(Any, member))
-        assert await renew(2) == [members[:5]] * 2
-
-    asyncio.run(main())
+        assert len((await renew())[0]) < len(members)
+    leases.away = True
+    assert await renew() == [] and {member.failures for member in members} == {1}
+    leases.away = False
+    assert await renew() == [members]
+    # Some members leave, and no turn is empty afterwards.
+    for member in members[5:]:
+        rounds.leave(cast(Any, member))
+    assert await renew(2) == [members[:5]] * 2

@@ -61,7 +61,7 @@ def test_a_clear_takes_one_medium_of_every_owner_or_of_one() -> None:
     assert [place.digest for place in ledger(*everything, ReportCleared("CPU", ownership="a")).places()] == [1, 2, 4]
 
 
-def test_no_hashes_is_no_place() -> None:
+def test_an_event_without_hashes_makes_no_place() -> None:
     assert ledger(stored([])).places() == []
 
 
@@ -101,7 +101,7 @@ class made_of:
         return isinstance(other, ReportStored) and unpack_hashes(other.hashes).tolist() == self.hashes
 
 
-def test_frozen_stays_as_it_was() -> None:
+def test_a_frozen_ledger_does_not_change() -> None:
     filled_ledger = ledger(stored([1, 2, 2, BIG]), stored([5], "CPU", 3, ownership="a"))
     frozen = filled_ledger.freeze()
     filled_ledger.apply(stored([1, 9]))
@@ -114,7 +114,7 @@ def test_frozen_stays_as_it_was() -> None:
     assert frozen.summaries() == [PlaceSummary(0, "GPU", 3, 4, 2), PlaceSummary(3, "CPU", 1, 1, 5, "a")]
 
 
-def test_many_blocks_come_and_go() -> None:
+def test_the_digest_is_right_after_many_changes() -> None:
     # These counts need more than one merge of new blocks with earlier ones, and of removed blocks.
     filled_ledger = ledger()
     for start in range(0, 50_000, 500):

@@ -58,7 +58,7 @@ def test_a_worker_that_became_slower_is_soon_known_to_be() -> None:
     assert rates.prefill_rate == 2_000
 
 
-def test_what_loading_back_costs_is_learned_once_the_prefill_rate_is_known() -> None:
+def test_the_cost_of_loading_is_learned_once_the_prefill_rate_is_known() -> None:
     rates = WorkerSpeed()
     for _ in range(SAMPLES_MIN):
         rates.first_token(1_000, 8_000, 0, 0.1)
@@ -148,7 +148,7 @@ def test_a_page_without_the_numbers_gives_no_report(page: bytes) -> None:
     assert parse_engine_load(page, 0, VLLM.gauges) is None
 
 
-def test_absurd_numbers_are_bounded() -> None:
+def test_absurd_metrics_are_bounded() -> None:
     load = parse_engine_load(
         b"vllm:num_requests_running 1e300\nvllm:num_requests_waiting 1e99\nvllm:kv_cache_usage_perc 7\n",
         0,
@@ -244,7 +244,7 @@ def test_siblings_are_credited_with_what_they_share_until_it_ends() -> None:
     assert pending_tokens(pending, first, 10.0) == {}
 
 
-def test_what_is_mixed_into_the_engines_hashes_keeps_prompts_apart() -> None:
+def test_a_salt_and_an_adapter_keep_prompts_apart() -> None:
     pending = PendingPrefixes()
     pending.sent(A, names_of(question(1), 16, 7)[0], 10.0)
     for changed in (question(1, cache_salt="s"), question(1, lora_name="l")):
@@ -263,7 +263,7 @@ def test_block_hashes_are_names_already() -> None:
     assert names_of(Question("m", 5, block_hashes=np.empty(0, np.uint64)), 1, 7) == ([], 128)
 
 
-def test_the_first_token_ends_it_soon_and_never_later() -> None:
+def test_the_first_token_shortens_pending_credit() -> None:
     pending = PendingPrefixes()
     names, _ = names_of(question(1), 16, 7)
     pending.sent(A, names, 10.0)
@@ -306,7 +306,7 @@ def test_the_queue_is_served_in_order_and_bounded() -> None:
     assert len(line) == 0 and not line.waits_for("m")
 
 
-def test_one_that_waits_for_a_worker_of_its_own_does_not_keep_the_others_waiting() -> None:
+def test_a_prompt_that_cannot_be_placed_does_not_block_others() -> None:
     line: WaitQueue[int] = WaitQueue(100)
     for number in range(50):
         line.join(Waiter("m", 1, number), 1.0)

@@ -15,7 +15,7 @@ def selected(expiry_s: float, worker_id: str = "w0") -> Selected:
     return Selected("m", Choice(hit, None, "", None), [], 10, None, expiry_s)
 
 
-def test_it_is_found_until_it_expires() -> None:
+def test_a_selection_is_found_until_it_expires() -> None:
     selections = Selections()
     selections.keep("a", selected(10.0))
     selections.keep("b", selected(20.0))
@@ -28,7 +28,7 @@ def test_it_is_found_until_it_expires() -> None:
     assert len(selections) == 1 and selections.find("b", 10.0) is not None
 
 
-def test_a_later_one_of_the_same_id_takes_its_place() -> None:
+def test_a_later_selection_of_the_same_id_replaces_the_first() -> None:
     selections = Selections()
     selections.keep("a", selected(10.0, "w0"))
     selections.keep("a", selected(10.0, "w1"))
@@ -36,7 +36,7 @@ def test_a_later_one_of_the_same_id_takes_its_place() -> None:
     assert len(selections) == 1 and selection is not None and selection.choice.hit.worker.worker_id == "w1"
 
 
-def test_the_oldest_go_for_want_of_room() -> None:
+def test_the_oldest_selections_are_forgotten_beyond_the_bound() -> None:
     selections = Selections(max_selections=2)
     for name in "abc":
         selections.keep(name, selected(10.0))

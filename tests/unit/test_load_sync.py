@@ -67,40 +67,30 @@ def answers(share: Share) -> list[tuple[str, int, bool]]:
     return [answer for message in share.sent for answer in message.answers]
 
 
-def test_an_answer_that_could_not_be_sent_goes_with_the_next_message() -> None:
-    async def body() -> None:
-        share = Share(2, asyncio.get_running_loop().time)
-        share.ask(ReservationEnd(1, "ours", RELEASE), ReservationEnd(2, "theirs", RELEASE))
-        await share.until(lambda: len(share.sent) == 1)
-        assert answers(share) == [("q", 1, True), ("q", 2, False)]
-        share.ask(ReservationEnd(3, "ours", RELEASE))
-        await share.until(lambda: len(share.sent) == 2)
-        assert answers(share)[2:] == [("q", 3, True)], "each is sent once"
-
-    asyncio.run(body())
+async def test_an_answer_that_could_not_be_sent_goes_with_the_next_message() -> None:
+    share = Share(2, asyncio.get_running_loop().time)
+    share.ask(ReservationEnd(1, "ours", RELEASE), ReservationEnd(2, "theirs", RELEASE))
+    await share.until(lambda: len(share.sent) == 1)
+    assert answers(share) == [("q", 1, True), ("q", 2, False)]
+    share.ask(ReservationEnd(3, "ours", RELEASE))
+    await share.until(lambda: len(share.sent) == 2)
+    assert answers(share)[2:] == [("q", 3, True)], "each is sent once"
 
 
-def test_an_answer_for_which_nobody_waits_is_dropped() -> None:
-    async def body() -> None:
-        now = 100.0
-        share = Share(1, lambda: now)
-        share.ask(ReservationEnd(1, "ours", RELEASE))
-        await share.until(lambda: not share.failures)
-        now += ENDING_ANSWER_S
-        share.ask(ReservationEnd(2, "ours", RELEASE))
-        await share.until(lambda: len(share.sent) == 1)
-        assert answers(share) == [("q", 2, True)]
-
-    asyncio.run(body())
+async def test_an_answer_for_which_nobody_waits_is_dropped() -> None:
+    now = 100.0
+    share = Share(1, lambda: now)
+    share.ask(ReservationEnd(1, "ours", RELEASE))
+    await share.until(lambda: not share.failures)
+    now += ENDING_ANSWER_S
+    share.ask(ReservationEnd(2, "ours", RELEASE))
+    await share.until(lambda: len(share.sent) == 1)
+    assert answers(share) == [("q", 2, True)]
 
 
-def test_answers_that_cannot_be_sent_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_that_cannot_be_sent_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_sync, "MAX_ENDINGS", 3)
-
-    async def body() -> None:
-        share = Share(0, lambda: 100.0)
-        share.ask(*(ReservationEnd(number, "ours", RELEASE) for number in range(9)))
-        await share.until(lambda: len(share.sent) == 1)
-        assert [number for _, number, _ in answers(share)] == [0, 1, 2]
-
-    asyncio.run(body())
+    share = Share(0, lambda: 100.0)
+    share.ask(*(ReservationEnd(number, "ours", RELEASE) for number in range(9)))
+    await share.until(lambda: len(share.sent) == 1)
+    assert [number for _, number, _ in answers(share)] == [0, 1, 2]

@@ -49,6 +49,13 @@ class World:
         self.now_s += INTERVAL_S
         self.me.look(self.fields, self.now_s, self.now_s)
 
+    def rounds(self, count: int, **holds: list[str]) -> None:
+        """Let each router send a heartbeat with what it holds, and look at them; repeat that `count` times."""
+        for _ in range(count):
+            for token, worker_ids in holds.items():
+                self.beat(token, worker_ids)
+            self.look()
+
     def problem(self) -> str | None:
         return self.me.follower_problem("w", self.now_s, self.shown)
 
@@ -59,9 +66,7 @@ def world() -> World:
 
 
 def test_a_worker_is_vouched_for_while_its_follower_beats(world: World) -> None:
-    for _ in range(50):
-        world.beat("you", ["w"])
-        world.look()
+    world.rounds(50, you=["w"])
     assert world.problem() is None
     assert world.me.routers == {"me", "you"}
     # The other router stops; the store goes on answering.
@@ -74,9 +79,7 @@ def test_a_worker_is_vouched_for_while_its_follower_beats(world: World) -> None:
 
 
 def test_a_store_that_does_not_answer_vouches_for_nothing_and_moves_nobody(world: World) -> None:
-    for _ in range(3):
-        world.beat("you", ["w"])
-        world.look()
+    world.rounds(3, you=["w"])
     world.now_s += HEARD_S - INTERVAL_S
     assert world.problem() is None
     world.now_s += 30.0
@@ -90,7 +93,7 @@ def test_a_store_that_does_not_answer_vouches_for_nothing_and_moves_nobody(world
     assert world.problem() is None
 
 
-def test_what_a_dead_router_left_vouches_for_nothing_and_soon_counts_no_longer(world: World) -> None:
+def test_the_heartbeat_of_a_dead_router_vouches_for_nothing(world: World) -> None:
     world.beat("dead", ["w"], refuses={"x": "because"})
     for _ in range(UNPROVEN_LOOKS):
         world.look()
@@ -106,7 +109,7 @@ def test_what_a_dead_router_left_vouches_for_nothing_and_soon_counts_no_longer(w
     assert world.me.routers == {"me", "dead"} and world.problem() is None
 
 
-def test_what_comes_later_counts_from_its_second_heartbeat_on(world: World) -> None:
+def test_a_new_router_counts_from_its_second_heartbeat(world: World) -> None:
     world.look()
     world.beat("forged", ["w"], refuses={"x": "because"})
     for _ in range(10):
@@ -128,20 +131,14 @@ def test_a_worker_that_nobody_follows_is_in_doubt(world: World) -> None:
 
 
 def test_a_worker_that_changes_hands_is_not_in_doubt(world: World) -> None:
-    world.beat("one", ["w"])
-    world.beat("two")
-    world.look()
+    world.rounds(1, one=["w"], two=[])
     world.beat("one", ["w"])
     world.look()
     for _ in range(3):
-        world.beat("one")
-        world.beat("two")
-        world.look()
+        world.rounds(1, one=[], two=[])
         assert world.problem() is None
     for _ in range(10):
-        world.beat("one")
-        world.beat("two", ["w"])
-        world.look()
+        world.rounds(1, one=[], two=["w"])
         assert world.problem() is None
 
 
@@ -152,14 +149,10 @@ def test_a_worker_that_two_say_they_follow_is_not_in_doubt_while_one_goes_on(wor
         world.look()
         assert world.problem() is None or world.counts["one"] == 1
     # Router one, the remaining follower, falls silent, and then is gone.
-    for _ in range(20):
-        world.beat("two")
-        world.look()
+    world.rounds(20, two=[])
     assert world.problem() == "router one, which follows this worker, has not been heard for 5 s"
     del world.fields[b"one"]
-    for _ in range(20):
-        world.beat("two")
-        world.look()
+    world.rounds(20, two=[])
     assert world.problem() == "no router follows this worker"
 
 
@@ -188,10 +181,7 @@ def test_a_change_that_waits_ages_what_a_heartbeat_vouches_for(world: World) -> 
 
 
 def test_a_new_follower_does_not_vouch_for_the_state_of_the_one_before(world: World) -> None:
-    for _ in range(3):
-        world.beat("one", ["w"])
-        world.beat("two")
-        world.look()
+    world.rounds(3, one=["w"], two=[])
     assert world.problem() is None
     # Router one dies. Router two takes the lease, and loads the store's data for any length of time.
     for _ in range(100):
@@ -233,9 +223,7 @@ def test_a_heartbeat_vouches_only_for_entries_that_were_read(world: World) -> No
 
 
 def test_a_heartbeat_that_a_store_brings_back_vouches_for_nothing(world: World) -> None:
-    for _ in range(3):
-        world.beat("you", ["w"])
-        world.look()
+    world.rounds(3, you=["w"])
     # The router wrote this heartbeat just before the store went away, and it is seen when the store is back.
     world.beat("you", ["w"])
     world.now_s += 4.0
@@ -260,10 +248,7 @@ def test_an_entry_of_a_new_lease_vouches_for_itself_until_a_heartbeat_is_due(wor
 
 
 def test_an_entry_that_is_read_late_does_not_vouch_for_itself(world: World) -> None:
-    for _ in range(10):
-        world.beat("one", ["w"])
-        world.beat("two")
-        world.look()
+    world.rounds(10, one=["w"], two=[])
     # Router two took the worker, wrote its state, and died; for a while, nothing of that arrived here.
     world.now_s += 10.0
     world.shown = Position(2, 1, since_s=world.now_s)
@@ -276,10 +261,7 @@ def test_an_entry_that_is_read_late_does_not_vouch_for_itself(world: World) -> N
 
 
 def test_an_entry_does_not_vouch_for_itself_where_more_is_known_to_be_written(world: World) -> None:
-    for _ in range(10):
-        world.beat("one", ["w"])
-        world.beat("two")
-        world.look()
+    world.rounds(10, one=["w"], two=[])
     for _ in range(10):
         world.beat("one")
         world.beat("two", ["w"], lease=2, commits=9)
@@ -304,10 +286,8 @@ def test_a_store_that_lost_its_data_begins_with_low_numbers_again(world: World) 
     assert world.problem() is None
 
 
-def test_a_router_that_left_counts_no_longer(world: World) -> None:
-    for _ in range(2):
-        world.beat("you")
-        world.look()
+def test_a_router_that_left_is_forgotten(world: World) -> None:
+    world.rounds(2, you=[])
     world.fields.clear()
     world.look()
     assert world.me.routers == {"me", "you"}
@@ -335,9 +315,7 @@ GARBAGE = {
 @pytest.mark.parametrize("field", GARBAGE)
 def test_garbage_is_counted_and_not_believed(world: World, field: bytes) -> None:
     world.fields[field] = GARBAGE[field]
-    for _ in range(3):
-        world.beat("you", ["other"])
-        world.look()
+    world.rounds(3, you=["other"])
     assert world.me.routers == {"me", "you"} and world.me.ignored == 1
     assert world.problem() == "no router follows this worker"
     # Garbage that changes is no heartbeat either.

@@ -22,7 +22,7 @@ def test_a_release_that_gave_nothing_back_is_not_repeated() -> None:
     assert not any(rule.is_due(140 * MIB + MIN_RISE_BYTES - 1) for _ in range(3))
 
 
-def test_a_fall_counts_for_the_next_rise() -> None:
+def test_a_fall_of_memory_lowers_the_base_of_the_next_rise() -> None:
     rule = ReleaseRule()
     for size_mib in (140, 100, 117):
         assert not rule.is_due(size_mib * MIB)

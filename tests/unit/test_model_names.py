@@ -31,7 +31,7 @@ def names(*registrations: Registration, listed: dict[str, dict[str, str]] | None
     return model_names
 
 
-def test_a_registered_model_is_itself() -> None:
+def test_a_registered_model_is_found_by_its_name() -> None:
     assert names(worker("w0")).resolve(BASE) == ServedModel(BASE)
 
 
@@ -69,7 +69,7 @@ def test_an_adapter_of_two_models_is_ambiguous() -> None:
     assert caught.value.code == "ambiguous_model"
 
 
-def test_what_is_gone_is_forgotten() -> None:
+def test_names_of_removed_workers_are_forgotten() -> None:
     model_names = names(worker("w0", lora="style"))
     model_names.learn([worker("w1", OTHER)], {})
     assert model_names.names() == [OTHER]

@@ -20,7 +20,7 @@ from kvrouter.router.route.load.pending_prefixes import names_of
 CAT, DOG = MultimodalItem("cat", 3, 4), MultimodalItem("dog", 7, 9)
 
 
-def test_they_come_in_the_order_of_the_prompt() -> None:
+def test_items_are_sorted_by_their_place_in_the_prompt() -> None:
     assert in_order([DOG, CAT]) == (CAT, DOG)
     assert in_order([]) == ()
 
@@ -34,13 +34,15 @@ def test_they_come_in_the_order_of_the_prompt() -> None:
         [MultimodalItem("a", at, 1) for at in range(MAX_ITEMS + 1)],
     ],
 )
-def test_what_cannot_be_is_refused(items: list[MultimodalItem]) -> None:
+def test_contradictory_items_are_refused(items: list[MultimodalItem]) -> None:
     with pytest.raises(ValueError, match="item"):
         in_order(items)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), max_size=6), st.integers(0, 60), st.integers(1, 20))
-def test_an_item_is_in_a_block_when_a_token_of_it_is(gaps: list[tuple[int, int]], start: int, length: int) -> None:
+def test_an_item_belongs_to_each_block_with_one_of_its_tokens(
+    gaps: list[tuple[int, int]], start: int, length: int
+) -> None:
     items: Items = ()
     end = 0
     for gap, tokens in gaps:
@@ -57,7 +59,7 @@ def test_an_item_is_in_a_block_when_a_token_of_it_is(gaps: list[tuple[int, int]]
     ]
 
 
-def test_its_name_and_place_stand_between_the_lora_and_the_salt() -> None:
+def test_the_keys_of_an_item_stand_between_the_lora_and_the_salt() -> None:
     space = HashSpace(HashScheme.default(), 8, ("sql", "/a"), "tenant")
     assert extra_keys_for(space, 0, within((CAT, DOG), 0, 8)) == (
         *(("lora", "sql", "/a"), ("mm", "cat", 3), ("mm", "dog", 7), ("cache_salt", "tenant")),
@@ -74,7 +76,7 @@ def pending(question: Question) -> list[int]:
 
 
 @pytest.mark.parametrize(("names", "piece_tokens"), [(guessed, PIECE_TOKENS), (pending, PENDING_PIECE_TOKENS)])
-def test_names_of_prompts_tell_images_apart(names: Callable[[Question], list[int]], piece_tokens: int) -> None:
+def test_names_of_prompts_distinguish_images(names: Callable[[Question], list[int]], piece_tokens: int) -> None:
     """Give both images the same placeholder tokens."""
     tokens = np.zeros(4 * piece_tokens, np.int64)
 

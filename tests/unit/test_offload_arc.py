@@ -143,8 +143,7 @@ def test_one_request_at_a_time_equals_the_paper(kind: str, c: int) -> None:
         for x in trace(kind, c, 600, random.Random(f"{kind} {c} {seed}")):
             paper.request(x)
             cache.request(x)
-            assert cache.resident == paper.resident
-            assert cache.policy.sizes == paper.sizes
+            assert (cache.resident, cache.policy.sizes) == (paper.resident, paper.sizes)
             cache.check()
         assert cache.evictions > 10
 
@@ -168,8 +167,7 @@ def test_a_batch_equals_its_keys_one_after_another(kind: str) -> None:
                 continue
             cache.request(*hits, *misses)
             paper = paper_after
-            assert cache.resident == paper.resident
-            assert cache.policy.sizes == paper.sizes
+            assert (cache.resident, cache.policy.sizes) == (paper.resident, paper.sizes)
             compared += len(misses) > 1
     assert compared > 100
 
@@ -219,7 +217,7 @@ def test_ghosts_move_the_target_both_ways() -> None:
     assert cache.policy.sizes == ArcSizes(t1=1, t2=3, b1=2, b2=0, target=0.0)
 
 
-def test_a_scan_leaves_what_is_used_again() -> None:
+def test_a_scan_does_not_evict_repeatedly_used_keys() -> None:
     cache = filled(8, once=(), again=(1, 2, 3, 4))
     cache.request(*range(100, 104))
     for x in range(200, 300, 2):
@@ -227,7 +225,7 @@ def test_a_scan_leaves_what_is_used_again() -> None:
     assert {1, 2, 3, 4} <= cache.resident
 
 
-def test_where_one_list_is_in_use_the_other_gives() -> None:
+def test_the_other_list_gives_victims_where_one_is_in_use() -> None:
     # The target is 0, so T1 would give a key.
     cache = filled(4, once=(3, 4), again=(1, 2))
     cache.in_use = {3, 4}
@@ -245,8 +243,7 @@ def test_a_refused_batch_teaches_nothing() -> None:
     assert cache.policy.sizes == before
     cache.in_use = set()
     # Key 4 was not set aside either, so it is still the oldest.
-    victims = cache.policy.victims(1, cache.may_evict, [key(9)])
-    assert victims == [key(4)]
+    assert cache.policy.victims(1, cache.may_evict, [key(9)]) == [key(4)]
 
 
 def test_a_key_in_use_that_is_used_again_is_in_t2_when_it_returns() -> None:
@@ -257,11 +254,10 @@ def test_a_key_in_use_that_is_used_again_is_in_t2_when_it_returns() -> None:
     assert cache.policy.sizes == ArcSizes(t1=1, t2=3, b1=1, b2=0, target=0.0)
     cache.in_use = set()
     cache.policy.evictable_again(key(3))
-    victims = cache.policy.victims(4, cache.may_evict)
-    assert victims == [key(5), key(1), key(2), key(3)]
+    assert cache.policy.victims(4, cache.may_evict) == [key(5), key(1), key(2), key(3)]
 
 
-def test_a_ghost_that_finds_room_teaches_too() -> None:
+def test_a_ghost_that_finds_room_moves_the_target() -> None:
     cache = filled(4, once=(3, 4), again=(1, 2))
     cache.request(5)
     cache.resident.remove(4)

@@ -56,8 +56,7 @@ def oldest_first(cpu_tier: CpuTier) -> list[OffloadKey]:
 def test_a_chunk_is_absent_then_writing_then_ready() -> None:
     cpu_tier = tier(4)
     assert cpu_tier.state(key(1)) is ABSENT
-    allocation = cpu_tier.allocate(keys(1, 2))
-    assert allocation == Allocation([0, 1], [])
+    assert cpu_tier.allocate(keys(1, 2)) == Allocation([0, 1], [])
     assert [cpu_tier.state(chunk) for chunk in keys(1, 2, 3)] == [WRITING, WRITING, ABSENT]
     assert [cpu_tier.slot(chunk) for chunk in keys(1, 2)] == [0, 1]
     cpu_tier.ready(key(2))
@@ -74,7 +73,7 @@ def test_an_abandoned_slot_is_free_at_once() -> None:
     assert cpu_tier.allocate(keys(3)) == Allocation([0], [])
 
 
-def test_the_oldest_makes_room_and_its_slot_is_used_again() -> None:
+def test_the_oldest_chunk_is_evicted_and_its_slot_used_again() -> None:
     cpu_tier = tier(3, 1, 2, 3)
     cpu_tier.touch(keys(1))
     assert cpu_tier.allocate(keys(4, 5)) == Allocation([2, 1], keys(2, 3))
@@ -90,7 +89,7 @@ def test_free_slots_are_used_before_anything_is_evicted() -> None:
     assert len(allocation.evicted) == 2
 
 
-def test_all_or_nothing() -> None:
+def test_an_allocation_without_room_for_all_keys_changes_nothing() -> None:
     cpu_tier = tier(4, 1, 2)
     cpu_tier.allocate(keys(3))
     before = books(cpu_tier)
@@ -104,14 +103,14 @@ def test_all_or_nothing() -> None:
     assert allocation.evicted == keys(1, 2)
 
 
-def test_no_keys_need_no_room() -> None:
+def test_an_empty_allocation_needs_no_room() -> None:
     cpu_tier = tier(1, 1)
     cpu_tier.pin(keys(1))
     assert cpu_tier.allocate([]) == Allocation([], [])
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_what_is_in_use_stays(policy: str) -> None:
+def test_chunks_in_use_are_not_evicted(policy: str) -> None:
     cpu_tier = tier(5, 1, 2, 3, 4, policy=policy)
     cpu_tier.pin(keys(1))
     cpu_tier.allocate(keys(5))
@@ -125,7 +124,7 @@ def test_what_is_in_use_stays(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_what_was_in_use_can_go_afterwards(policy: str) -> None:
+def test_chunks_are_evictable_again_after_their_use(policy: str) -> None:
     cpu_tier = tier(5, 1, 2, 3, 4, policy=policy)
     cpu_tier.pin(keys(1))
     cpu_tier.allocate(keys(5))
@@ -138,7 +137,7 @@ def test_what_was_in_use_can_go_afterwards(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_chunk_that_was_met_while_it_was_written_can_go_when_it_is_ready(policy: str) -> None:
+def test_a_chunk_passed_over_while_written_is_evictable_when_ready(policy: str) -> None:
     cpu_tier = tier(2, policy=policy)
     cpu_tier.allocate(keys(1))
     store(cpu_tier, 2)
@@ -148,7 +147,7 @@ def test_a_chunk_that_was_met_while_it_was_written_can_go_when_it_is_ready(polic
     assert oldest_first(cpu_tier) == keys(3, 1)
 
 
-def test_the_tail_of_what_was_pinned_goes_before_its_head() -> None:
+def test_the_tail_of_pinned_chunks_is_evicted_before_the_head() -> None:
     cpu_tier = tier(3, 1, 2, 3)
     cpu_tier.pin(keys(1, 2))
     store(cpu_tier, 4)
@@ -171,7 +170,7 @@ def test_protected_keys_need_not_be_there() -> None:
     assert cpu_tier.allocate(keys(3, 4), frozenset(keys(3, 4, 5, 6, 7))) == Allocation([1, 0], keys(1, 2))
 
 
-def test_the_tail_of_a_prompt_goes_before_its_head() -> None:
+def test_the_tail_of_a_prompt_is_evicted_before_its_head() -> None:
     cpu_tier = tier(6)
     store(cpu_tier, 1, 2, 3)
     store(cpu_tier, 4, 5, 6)
@@ -193,7 +192,7 @@ def test_pins_are_counted() -> None:
     assert cpu_tier.allocate(keys(3, 4)) is not None
 
 
-def test_touch_passes_over_what_is_not_ready() -> None:
+def test_touching_ignores_chunks_that_are_not_ready() -> None:
     cpu_tier = CpuTier(3, policy := make_policy("arc", 3))
     cpu_tier.allocate(keys(1, 2))
     cpu_tier.touch(keys(1, 2, 3))
@@ -205,7 +204,7 @@ def test_touch_passes_over_what_is_not_ready() -> None:
     assert oldest_first(cpu_tier) == keys(2, 1, 3)
 
 
-def test_discard_takes_only_what_is_ready_and_not_pinned() -> None:
+def test_only_ready_unpinned_chunks_are_discarded() -> None:
     cpu_tier = tier(3, 1, 2)
     cpu_tier.allocate(keys(3))
     cpu_tier.pin(keys(2))
@@ -232,7 +231,7 @@ def test_clear_withholds_the_slots_of_transfers_under_way() -> None:
     assert cpu_tier.allocate(keys(4)) == Allocation([3], [])
 
 
-def test_the_caller_may_say_which_slots_are_busy() -> None:
+def test_a_caller_may_name_the_busy_slots_of_a_clear() -> None:
     cpu_tier = tier(3, 1, 2)
     cpu_tier.allocate(keys(3))
     assert cpu_tier.clear([0]) == keys(1, 2)
@@ -240,7 +239,7 @@ def test_the_caller_may_say_which_slots_are_busy() -> None:
     assert cpu_tier.usage.withheld == 1
 
 
-def test_a_second_clear_keeps_what_the_first_withheld() -> None:
+def test_a_second_clear_keeps_the_withheld_slots() -> None:
     cpu_tier = tier(3, 1, 2)
     cpu_tier.pin(keys(1))
     cpu_tier.clear()
@@ -349,7 +348,7 @@ class Unasked(LruPolicy):
         raise AssertionError("victims were requested")
 
 
-def test_an_allocation_that_cannot_be_is_refused_without_a_search() -> None:
+def test_an_impossible_allocation_is_refused_without_a_search() -> None:
     cpu_tier = CpuTier(4, Unasked(4))
     store(cpu_tier, 1, 2)
     cpu_tier.allocate(keys(3))

@@ -46,7 +46,7 @@ def test_a_damaged_record_is_dropped_when_it_is_read(desks: Callable[..., Desk],
     assert again.write(B) and again.read(B)
 
 
-def test_two_reads_of_a_damaged_record_tell_it_once(desks: Callable[..., Desk], tmp_path: Path) -> None:
+def test_two_reads_of_a_damaged_record_report_it_once(desks: Callable[..., Desk], tmp_path: Path) -> None:
     desk = desks(3, A)
     patch(files_of(tmp_path)[1], 0)
     assert desk.tier.read(A, 1) and desk.tier.read(A, 2)
@@ -85,7 +85,7 @@ def test_damaged_entries_are_dropped_at_the_start(desks: Callable[..., Desk], tm
     assert third.found == [B] and third.tier.counters.corrupt == 0
 
 
-def test_a_damaged_header_drops_all(desks: Callable[..., Desk], tmp_path: Path) -> None:
+def test_a_damaged_header_drops_all_records(desks: Callable[..., Desk], tmp_path: Path) -> None:
     desks(3, A, B).tier.close()
     patch(files_of(tmp_path)[0], 30)
     again = desks(3)
@@ -105,7 +105,7 @@ def test_a_torn_entry_is_never_found(desks: Callable[..., Desk]) -> None:
     assert again.found == [A] and again.tier.counters.corrupt == 1
 
 
-def test_what_is_left_of_an_entry_that_failed_is_voided(desks: Callable[..., Desk]) -> None:
+def test_the_rest_of_a_failed_entry_is_voided(desks: Callable[..., Desk]) -> None:
     desk = desks(2, A)
     desk.files.fail("write", "manifest", None, "short", errno.EIO)
     assert desk.write(B) is False
@@ -124,7 +124,7 @@ def store(folder: Path) -> Store:
     return record_store
 
 
-def test_of_a_key_that_is_there_twice_the_newer_stays(tmp_path: Path) -> None:
+def test_the_newer_of_two_entries_of_a_key_is_kept(tmp_path: Path) -> None:
     store(tmp_path).close()
     record_store = Store.open(tmp_path, identity(), FileOps())
     assert record_store.recover(4) == Found([(B, 1), (A, 2)], 3, 3, 0, 0)
@@ -136,7 +136,7 @@ def test_of_a_key_that_is_there_twice_the_newer_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["key", "generation"])
-def test_an_entry_of_something_else_is_not_loaded(tmp_path: Path, wrong: str) -> None:
+def test_an_entry_of_another_kind_is_not_loaded(tmp_path: Path, wrong: str) -> None:
     record_store = store(tmp_path)
     into = memoryview(bytearray(RECORD_BYTES))
     name, generation = (B, record_store.generation) if wrong == "key" else (A, record_store.generation + 1)
@@ -146,8 +146,7 @@ def test_an_entry_of_something_else_is_not_loaded(tmp_path: Path, wrong: str) ->
 
 
 def test_one_bad_record_does_not_stop_a_start_that_moves_it(desks: Callable[..., Desk], tmp_path: Path) -> None:
-    names = [A, B, C, D]
-    desks(4, *names).tier.close()
+    desks(4, A, B, C, D).tier.close()
     patch(files_of(tmp_path)[1], 2 * STRIDE_BYTES)
     again = desks(2)
     assert again.found == [D] and again.read(D)

@@ -68,7 +68,7 @@ def test_a_full_disk_makes_a_smaller_tier(desks: Callable[..., Desk]) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EFBIG])
-def test_other_ways_of_being_full(desks: Callable[..., Desk], number: int) -> None:
+def test_every_error_of_a_full_disk_is_recognised(desks: Callable[..., Desk], number: int) -> None:
     desk = desks(4, A)
     desk.files.fail("write", "records", number)
     assert desk.write(B) is False and desk.tier.state is State.FULL
@@ -84,7 +84,7 @@ def test_a_disk_full_from_the_start_takes_nothing(desks: Callable[..., Desk]) ->
     assert desk.write(A) is None
 
 
-def test_no_space_even_in_place_does_not_drain_the_tier(desks: Callable[..., Desk]) -> None:
+def test_failing_overwrites_do_not_drain_the_tier(desks: Callable[..., Desk]) -> None:
     desk = desks(3, A, B, C)
     desk.files.always[("write", "records")] = errno.ENOSPC
     assert desk.write(D) is False
@@ -132,7 +132,7 @@ def test_repeated_errors_withdraw_all_and_a_trial_brings_it_back(desks: Callable
     assert desk.read(A) and desk.write(D)
 
 
-def test_what_ends_while_it_is_off_is_told_when_it_is_back(desks: Callable[..., Desk]) -> None:
+def test_writes_that_end_while_off_are_reported_when_it_is_back(desks: Callable[..., Desk]) -> None:
     desk = desks(8, A)
     desk.slots.fill(1, payload(B))
     desk.slots.fill(2, payload(C))
@@ -152,7 +152,7 @@ def test_what_ends_while_it_is_off_is_told_when_it_is_back(desks: Callable[..., 
     assert desk.changes() == [("+", A), ("+", B)] and desk.read(B)
 
 
-def test_a_clear_that_fails_is_made_up_for(desks: Callable[..., Desk]) -> None:
+def test_a_failed_clear_is_repeated(desks: Callable[..., Desk]) -> None:
     desk = desks(3, A, B)
     desk.files.always[("write", "manifest")] = errno.EIO
     desk.tier.clear()
@@ -171,7 +171,7 @@ def test_a_clear_that_fails_is_made_up_for(desks: Callable[..., Desk]) -> None:
     assert desks().found == [C]
 
 
-def test_a_clear_that_fails_is_made_up_for_at_the_end(desks: Callable[..., Desk]) -> None:
+def test_a_failed_clear_is_repeated_at_the_end(desks: Callable[..., Desk]) -> None:
     desk = desks(3, A, B)
     desk.files.fail("write", "manifest", errno.EIO)
     desk.tier.clear()
@@ -179,7 +179,7 @@ def test_a_clear_that_fails_is_made_up_for_at_the_end(desks: Callable[..., Desk]
     assert desks().found == []
 
 
-def test_a_trial_of_before_a_failed_clear_does_not_count(desks: Callable[..., Desk]) -> None:
+def test_a_trial_before_a_failed_clear_does_not_count(desks: Callable[..., Desk]) -> None:
     desk = desks(3, A)
     desk.files.fail("write", "records", errno.EIO, errno.EIO, errno.EIO)
     assert [desk.write(B), desk.write(B), desk.write(B)] == [False, False, False]

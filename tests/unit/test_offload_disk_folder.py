@@ -19,7 +19,7 @@ def desks(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
         yield make
 
 
-def test_what_was_left_is_found_oldest_first(desks: Callable[..., Desk]) -> None:
+def test_records_of_an_earlier_engine_are_found_oldest_first(desks: Callable[..., Desk]) -> None:
     desk = desks()
     desk.store(A, B, C, D)
     desk.tier.close()
@@ -72,8 +72,7 @@ def test_a_move_that_was_cut_short_is_done_again(desks: Callable[..., Desk], tmp
     (manifest,) = tmp_path.glob("*/manifest")
     (records,) = tmp_path.glob("*/records")
     before = manifest.read_bytes(), records.read_bytes()
-    again = desks(records=2)
-    again.tier.close()
+    desks(records=2).tier.close()
     # The files look as if the process had been killed before they were cut: the records are moved, and also still at
     # their old places.
     moved = manifest.read_bytes(), records.read_bytes()
@@ -110,7 +109,7 @@ def test_a_renamed_folder_is_refused(desks: Callable[..., Desk], tmp_path: Path)
         desks(identity=other_identity)
 
 
-def test_one_folder_has_one_engine(desks: Callable[..., Desk]) -> None:
+def test_a_folder_is_used_by_one_engine_at_a_time(desks: Callable[..., Desk]) -> None:
     desk = desks()
     with pytest.raises(FolderInUse, match="set my_option to another folder"):
         desks(option="my_option")

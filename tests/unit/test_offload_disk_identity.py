@@ -44,7 +44,7 @@ WHOLE = DiskIdentity("m", "bfloat16", (GROUP,), 4, "sha256", 4_096, 2, "tp=2", "
     ],
     ids=str,
 )
-def test_everything_that_matters_makes_another_folder(changed: dict[str, object]) -> None:
+def test_every_field_of_the_identity_changes_the_folder(changed: dict[str, object]) -> None:
     variant = dataclasses.replace(WHOLE, **changed)  # type: ignore[arg-type]
     assert variant.digest() != WHOLE.digest()
     assert variant.folder_name() != WHOLE.folder_name()
@@ -57,7 +57,7 @@ def test_no_text_can_stand_for_two_fields() -> None:
     assert first.canonical() != second.canonical()
 
 
-def test_canonical_bytes_are_these() -> None:
+def test_the_canonical_bytes_do_not_change() -> None:
     assert WHOLE.canonical() == (
         b'{"blocks_per_chunk":4,"checksum":"crc32","dtype":"bfloat16","extra":[["revision","1"]],"format_version":1,'
         b'"groups":[{"page_bytes":[512,256],"spec":"full_attention","tokens_per_block":16}],"hash_algorithm":"sha256",'
@@ -66,13 +66,13 @@ def test_canonical_bytes_are_these() -> None:
     assert WHOLE.folder_name() == WHOLE.digest().hex()[:32]
 
 
-def test_readable_form_says_the_digest() -> None:
+def test_the_readable_form_has_the_digest() -> None:
     fields = json.loads(WHOLE.readable())
     assert fields.pop("digest") == WHOLE.digest().hex()
     assert fields == json.loads(WHOLE.canonical())
 
 
-def test_checksums() -> None:
+def test_checksums_are_the_standard_ones() -> None:
     data = memoryview(b"123456789")
     assert checksum(CRC32)(data) == 0xCBF43926
     # The xxhsum program prints this checksum for an empty file.
@@ -81,7 +81,7 @@ def test_checksums() -> None:
         checksum("md5")
 
 
-def test_without_xxhash_it_is_crc32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crc32_is_used_without_xxhash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksums, "xxh3_64", None)
     assert default_checksum() == CRC32
     with pytest.raises(ValueError, match="install xxhash"):
@@ -110,7 +110,7 @@ def test_a_second_engine_is_told_who_is_there_and_what_to_do(tmp_path: Path) -> 
     claim(tmp_path, identity(), "disk_path", LOG).release()
 
 
-def test_the_owner_is_the_last_one(tmp_path: Path) -> None:
+def test_the_named_owner_is_the_last_one(tmp_path: Path) -> None:
     folder = claim(tmp_path, identity(), "disk_path", LOG)
     folder.release()
     (folder.path / "lock").write_text("1234567890 on an earlier host\n" * 3)
@@ -119,7 +119,7 @@ def test_the_owner_is_the_last_one(tmp_path: Path) -> None:
     folder.release()
 
 
-def test_a_lock_without_an_owner_yet(tmp_path: Path) -> None:
+def test_a_lock_without_a_written_owner_is_respected(tmp_path: Path) -> None:
     claim(tmp_path, identity(), "disk_path", LOG).release()
     fd = os.open(tmp_path / identity().folder_name() / "lock", os.O_RDWR | os.O_TRUNC)
     fcntl.flock(fd, fcntl.LOCK_EX)
@@ -128,7 +128,7 @@ def test_a_lock_without_an_owner_yet(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / identity().folder_name()
     path.mkdir()
     (path / "identity.json").write_text(identity(model="n").readable())
@@ -140,7 +140,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     claim(tmp_path, identity(), "disk_path", LOG).release()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskFolderError, match=r"cannot use this folder .*set disk_path"):
         claim(tmp_path / "file", identity(), "disk_path", LOG)

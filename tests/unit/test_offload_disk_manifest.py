@@ -63,7 +63,7 @@ def place(record: int) -> int:
     return HEADER_BYTES + ENTRY_BYTES * record
 
 
-def test_an_entry_is_these_bytes() -> None:
+def test_the_bytes_of_an_entry_do_not_change() -> None:
     body = (
         b"KVRE" + bytes([12]) + bytes(3) + struct.pack("<QQQQ", 5, 6, 7, 2**64 - 1) + SHORT.ljust(72, b"\0") + bytes(12)
     )
@@ -72,7 +72,7 @@ def test_an_entry_is_these_bytes() -> None:
 
 
 @pytest.mark.parametrize("name", [SHORT, LONG])
-def test_an_entry_comes_back(name: OffloadKey) -> None:
+def test_an_entry_is_read_back(name: OffloadKey) -> None:
     full_entry = Entry(name, 2**40, 2**63, 2**64 - 1, 2**64 - 1)
     assert decode_entry(encode_entry(full_entry), 2**40) == full_entry
 
@@ -99,7 +99,7 @@ def test_an_entry_in_a_wrong_place_is_not_believed() -> None:
 @pytest.mark.parametrize(
     "change", [lambda b: b"KVRX" + b[4:], lambda b: b[:4] + b"\x0b" + b[5:], lambda b: b[:4] + b"\x49" + b[5:]]
 )
-def test_fields_that_cannot_be_are_not_believed_even_with_a_good_check(change: object) -> None:
+def test_impossible_fields_are_refused_despite_a_good_checksum(change: object) -> None:
     body = change(encode_entry(entry(9))[:-4])  # type: ignore[operator]
     assert decode_entry(body + struct.pack("<I", zlib.crc32(body)), 9) is None
 
@@ -110,7 +110,7 @@ def test_a_new_file_is_empty_and_stays_small(tmp_path: Path) -> None:
     assert (tmp_path / "m").stat().st_size == HEADER_BYTES
 
 
-def test_entries_are_found_again_and_voids_are_not(tmp_path: Path) -> None:
+def test_a_scan_finds_entries_and_no_voided_ones(tmp_path: Path) -> None:
     path = tmp_path / "m"
     filled(path, entry(0, 5), entry(3, 9, name=LONG), entry(1, 2))
     manifest = opened(path)
@@ -121,7 +121,7 @@ def test_entries_are_found_again_and_voids_are_not(tmp_path: Path) -> None:
     assert scanned(path)[0] == Scan([entry(1, 2), entry(3, 9, name=LONG)], [], 10)
 
 
-def test_a_scan_in_several_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_in_several_reads_finds_all_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m"
     entries = [entry(number, number) for number in range(11)]
     filled(path, *entries)
@@ -181,7 +181,7 @@ def test_another_identity_is_refused_and_not_changed(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_truncated_entries_are_gone(tmp_path: Path) -> None:
+def test_truncated_entries_are_not_found(tmp_path: Path) -> None:
     path = tmp_path / "m"
     filled(path, entry(0, 5), entry(1, 6), entry(2, 7))
     manifest = opened(path)

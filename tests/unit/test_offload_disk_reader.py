@@ -125,7 +125,7 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
     disk_writer.tier.close()
 
 
-def test_what_another_engine_wrote_is_found_told_and_read(writer: Writer, desks: Callable[[], Desk]) -> None:
+def test_records_of_another_engine_are_announced_and_read(writer: Writer, desks: Callable[[], Desk]) -> None:
     writer.store(A, B)
     desk = desks()
     assert desk.told == [A, B]
@@ -141,7 +141,7 @@ def test_what_another_engine_wrote_is_found_told_and_read(writer: Writer, desks:
     assert not desk.tier.read(A, 1)
 
 
-def test_what_was_given_to_another_key_since_the_last_look_is_a_miss(writer: Writer, desks: Callable[[], Desk]) -> None:
+def test_an_overwritten_record_is_a_miss(writer: Writer, desks: Callable[[], Desk]) -> None:
     writer.store(A, B, C)
     desk = desks()
     writer.store(D)
@@ -152,7 +152,7 @@ def test_what_was_given_to_another_key_since_the_last_look_is_a_miss(writer: Wri
     assert (desk.tier.counters.corrupt, desk.tier.counters.errors, desk.tier.state) == (0, 0, State.ON)
 
 
-def test_nothing_is_written_and_no_order_of_use_kept(writer: Writer, desks: Callable[[], Desk], tmp_path: Path) -> None:
+def test_a_reader_writes_nothing(writer: Writer, desks: Callable[[], Desk], tmp_path: Path) -> None:
     writer.store(A)
     desk = desks()
     (folder,) = tmp_path.iterdir()
@@ -164,9 +164,7 @@ def test_nothing_is_written_and_no_order_of_use_kept(writer: Writer, desks: Call
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_a_damaged_payload_is_told_removed_and_not_told_again(
-    writer: Writer, desks: Callable[[], Desk], tmp_path: Path
-) -> None:
+def test_a_damaged_payload_is_withdrawn_once(writer: Writer, desks: Callable[[], Desk], tmp_path: Path) -> None:
     writer.store(A, B)
     desk = desks()
     with next(tmp_path.glob(f"*/{RECORDS_FILE}")).open("r+b") as file:
@@ -182,7 +180,9 @@ def test_a_damaged_payload_is_told_removed_and_not_told_again(
     assert desk.look() == [B, A] and desk.read(A)
 
 
-def test_a_torn_entry_is_not_there_until_it_is_whole(writer: Writer, desks: Callable[[], Desk], tmp_path: Path) -> None:
+def test_a_torn_entry_is_not_announced_until_it_is_whole(
+    writer: Writer, desks: Callable[[], Desk], tmp_path: Path
+) -> None:
     writer.store(A, B)
     manifest = next(tmp_path.glob(f"*/{MANIFEST_FILE}"))
     content = manifest.read_bytes()
@@ -196,7 +196,7 @@ def test_a_torn_entry_is_not_there_until_it_is_whole(writer: Writer, desks: Call
     assert desk.look() == [B, A]
 
 
-def test_a_folder_that_is_not_there_is_waited_for(desks: Callable[[], Desk], tmp_path: Path) -> None:
+def test_a_missing_folder_is_waited_for(desks: Callable[[], Desk], tmp_path: Path) -> None:
     desk = desks()
     assert desk.told == [] and desk.tier.off and desk.tier.state is State.ON
     assert desk.look() == [] and desk.tier.counters.errors == 0
@@ -208,7 +208,7 @@ def test_a_folder_that_is_not_there_is_waited_for(desks: Callable[[], Desk], tmp
     assert desk.look() == [A] and desk.read(A)
 
 
-def test_a_folder_that_is_made_anew_is_read_anew(desks: Callable[[], Desk], tmp_path: Path) -> None:
+def test_a_recreated_folder_is_read_anew(desks: Callable[[], Desk], tmp_path: Path) -> None:
     first = Writer(tmp_path)
     first.store(A, B)
     desk = desks()
@@ -221,7 +221,7 @@ def test_a_folder_that_is_made_anew_is_read_anew(desks: Callable[[], Desk], tmp_
     second.tier.close()
 
 
-def test_a_smaller_budget_of_the_writer(desks: Callable[[], Desk], tmp_path: Path) -> None:
+def test_a_smaller_budget_of_the_writer_withdraws_records(desks: Callable[[], Desk], tmp_path: Path) -> None:
     """Restart the writer with a smaller budget, so that it moves and forgets records."""
     first = Writer(tmp_path)
     first.store(A, B, C)
@@ -271,7 +271,7 @@ def test_a_reset_before_there_was_a_folder_counts(desks: Callable[[], Desk], tmp
     writer.tier.close()
 
 
-def test_a_read_of_before_a_reset_ends_as_not_ok(writer: Writer, desks: Callable[[], Desk]) -> None:
+def test_a_read_before_a_reset_fails(writer: Writer, desks: Callable[[], Desk]) -> None:
     writer.store(A)
     desk = desks()
     assert desk.tier.read(A, 1)
@@ -305,7 +305,7 @@ def test_another_engines_records_are_never_believed(desks: Callable[[], Desk], t
     assert desk.told == [] and desk.tier.counters.errors == 1
 
 
-def test_a_header_that_is_not_there_yet(
+def test_a_missing_header_is_waited_for(
     desks: Callable[[], Desk], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / identity().folder_name()
@@ -321,7 +321,7 @@ def test_a_header_that_is_not_there_yet(
     writer.tier.close()
 
 
-def test_close_gives_back_what_was_queued(writer: Writer, desks: Callable[[], Desk]) -> None:
+def test_closing_fails_the_queued_reads(writer: Writer, desks: Callable[[], Desk]) -> None:
     writer.store(A)
     desk = desks()
     assert desk.tier.read(A, 1) and desk.tier.pending == 1

@@ -33,8 +33,7 @@ def test_records_begin_at_pages(tmp_path: Path, size: int, stride: int) -> None:
     records = opened(tmp_path, size=size)
     data = payload(b"x")[:size] if size < RECORD_BYTES else payload(b"x", size)
     check = records.write(2, memoryview(data))
-    content = (tmp_path / "records").read_bytes()
-    assert content[2 * stride :] == data
+    assert (tmp_path / "records").read_bytes()[2 * stride :] == data
     assert records.count() == 3
     assert read(records, 2, check) == (True, data)
     records.close()
@@ -87,7 +86,7 @@ def test_buffers_are_handed_to_the_system_as_they_are(tmp_path: Path) -> None:
     records.close()
 
 
-def test_every_flipped_bit_is_told(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
     records = opened(tmp_path)
     check = records.write(0, memoryview(A))
     path = tmp_path / "records"
@@ -110,7 +109,7 @@ def test_short_reads_and_writes_are_finished(tmp_path: Path) -> None:
     records.close()
 
 
-def test_failures_are_raised(tmp_path: Path) -> None:
+def test_failed_reads_and_writes_are_raised(tmp_path: Path) -> None:
     files = FaultyFiles()
     records = opened(tmp_path, files)
     files.fail("write", "records", "short", errno.ENOSPC, "none")
@@ -124,7 +123,7 @@ def test_failures_are_raised(tmp_path: Path) -> None:
     records.close()
 
 
-def test_read_page(tmp_path: Path) -> None:
+def test_a_page_beyond_the_file_is_an_error(tmp_path: Path) -> None:
     records = opened(tmp_path)
     records.write(0, memoryview(A))
     records.read_page(0)

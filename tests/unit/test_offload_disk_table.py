@@ -23,7 +23,7 @@ def full(records: int = 3) -> RecordTable:
     return table
 
 
-def test_the_longest_unused_goes() -> None:
+def test_the_least_recently_used_record_is_replaced() -> None:
     table = full()
     table.touch(A)
     table.touch(D)
@@ -31,7 +31,7 @@ def test_the_longest_unused_goes() -> None:
     assert list(table) == [C, A] and table.get(B) is None
 
 
-def test_a_record_that_is_read_does_not_go() -> None:
+def test_a_record_that_is_being_read_is_not_replaced() -> None:
     table = full()
     table.pin(0)
     table.pin(0)
@@ -45,7 +45,7 @@ def test_a_record_that_is_read_does_not_go() -> None:
     assert list(table) == [B]
 
 
-def test_a_record_that_is_written_is_nobodys() -> None:
+def test_a_record_that_is_being_written_belongs_to_no_key() -> None:
     table = RecordTable(1)
     assert table.room(True) == Room(0, True, None)
     assert table.room(True) is None and table.clear() == []
@@ -65,14 +65,14 @@ def test_growth_ends_at_the_budget_and_where_it_is_not_allowed() -> None:
     assert table.room(False) == Room(0, False, None)
 
 
-def test_a_place_that_failed_comes_last() -> None:
+def test_dropped_records_are_used_again_in_their_order() -> None:
     table = full()
     table.drop(B)
     table.drop(A)
     assert [table.room(True), table.room(True)] == [Room(1, False, None), Room(0, False, None)]
 
 
-def test_what_is_dropped_while_it_is_read_is_free_afterwards() -> None:
+def test_a_record_dropped_while_read_is_free_afterwards() -> None:
     table = full()
     table.pin(0)
     table.pin(1)
@@ -85,7 +85,7 @@ def test_what_is_dropped_while_it_is_read_is_free_afterwards() -> None:
     assert table.room(True) == Room(0, False, None)
 
 
-def test_what_is_there_at_the_start() -> None:
+def test_records_found_at_the_start_are_adopted() -> None:
     table = RecordTable(5)
     table.adopt([(B, 3), (A, 0)], 4)
     assert list(table) == [B, A]
@@ -110,7 +110,7 @@ def health(clock: Clock) -> Health:
     return disk_health
 
 
-def test_nothing_is_permitted_before_and_after() -> None:
+def test_nothing_is_permitted_before_the_start_and_after_the_end() -> None:
     disk_health = Health("/d", logging.getLogger("kv-disk-test"), Clock())
     assert disk_health.permit() is Permit.NONE
     disk_health.become(State.ON)
@@ -152,7 +152,7 @@ def test_several_failures_at_once_wait_no_longer_than_one() -> None:
     assert disk_health.permit() is Permit.GROW
 
 
-def test_no_space_even_in_place_ends_writes_until_one_goes_well() -> None:
+def test_failing_overwrites_end_writes_until_one_succeeds() -> None:
     clock = Clock()
     disk_health = health(clock)
     disk_health.no_space(False, "ENOSPC")
@@ -193,8 +193,7 @@ def test_trials_while_off_come_ever_later_up_to_a_bound() -> None:
             clock.now += 10.0
         waits.append(clock.now - start)
         disk_health.trial_ended("EIO")
-    assert waits[:4] == [10.0, 20.0, 40.0, 80.0]
-    assert waits[-1] == MAX_RETRY_S
+    assert (waits[:4], waits[-1]) == ([10.0, 20.0, 40.0, 80.0], MAX_RETRY_S)
     disk_health.trial_ended(None)
     assert disk_health.state is State.ON
     # An earlier error no longer counts.

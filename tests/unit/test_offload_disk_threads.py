@@ -56,7 +56,7 @@ def test_work_is_done_and_reads_go_first() -> None:
     threads.close()
 
 
-def test_queues_are_bounded_each() -> None:
+def test_each_queue_is_bounded() -> None:
     threads = IoThreads(1, 2, "t-bound")
     gate = Gate()
     threads.submit(gate, True)
@@ -106,7 +106,7 @@ def test_close_waits_for_what_runs_and_drops_the_rest() -> None:
     threads.close()
 
 
-def test_without_an_owner_they_end() -> None:
+def test_threads_end_without_their_owner() -> None:
     threads = IoThreads(2, 8, "t-owner")
     assert len(named("t-owner")) == 2
     del threads

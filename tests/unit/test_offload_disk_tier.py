@@ -25,7 +25,7 @@ def desks(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
         yield make
 
 
-def test_stored_is_told_when_the_entry_is_written_and_not_before(desks: Callable[..., Desk]) -> None:
+def test_a_record_is_announced_once_its_entry_is_written(desks: Callable[..., Desk]) -> None:
     desk = desks()
     assert desk.found == [] and desk.tier.state is State.ON
     assert desk.write(A, 2)
@@ -43,7 +43,7 @@ def test_stored_is_told_when_the_entry_is_written_and_not_before(desks: Callable
     assert desk.tier.records == 1
 
 
-def test_what_is_there_or_on_its_way_is_not_written_again(desks: Callable[..., Desk]) -> None:
+def test_a_present_or_pending_record_is_not_written_again(desks: Callable[..., Desk]) -> None:
     desk = desks()
     assert desk.write(A)
     assert not desk.write(A, 1)
@@ -55,7 +55,7 @@ def test_what_is_there_or_on_its_way_is_not_written_again(desks: Callable[..., D
     assert desk.tier.pending == 0
 
 
-def test_the_longest_unused_is_told_removed_before_its_record_is_written(desks: Callable[..., Desk]) -> None:
+def test_an_evicted_record_is_withdrawn_before_it_is_overwritten(desks: Callable[..., Desk]) -> None:
     desk = desks()
     desk.store(A, B, C)
     assert desk.reads_back(A)
@@ -113,7 +113,7 @@ def test_disk_space_is_the_budget_and_taken_as_it_is_used(desks: Callable[..., D
     assert desk.tier.records == 3
 
 
-def test_a_clear_takes_all_also_what_is_under_way(desks: Callable[..., Desk]) -> None:
+def test_a_clear_covers_writes_under_way(desks: Callable[..., Desk]) -> None:
     desk = desks(records=4)
     desk.store(A, B)
     assert desk.write(C, 1) and desk.tier.read(A, 2)
@@ -134,11 +134,10 @@ def test_a_clear_takes_all_also_what_is_under_way(desks: Callable[..., Desk]) ->
     assert desk.tier.poll()[0].ok and desk.slots.bytes(5) == payload(C, salt=1)
     assert desk.files.syncs == 1
     desk.tier.close()
-    again = desks(records=4)
-    assert again.found == [C]
+    assert desks(records=4).found == [C]
 
 
-def test_a_write_of_before_a_clear_that_was_done_is_not_told(desks: Callable[..., Desk]) -> None:
+def test_a_write_before_a_clear_is_not_announced(desks: Callable[..., Desk]) -> None:
     desk = desks()
     assert desk.write(A)
     desk.hands.run_all()
@@ -162,7 +161,7 @@ def test_records_in_use_at_a_clear_are_not_given_out_before_they_are_done(desks:
     assert desk.write(D, 4)
 
 
-def test_close_tells_what_was_not_done(desks: Callable[..., Desk]) -> None:
+def test_closing_reports_unfinished_work(desks: Callable[..., Desk]) -> None:
     desk = desks()
     desk.store(A)
     assert desk.write(B, 1) and desk.tier.read(A, 2)
@@ -212,13 +211,13 @@ def test_slots_may_be_larger_than_records(desks: Callable[..., Desk]) -> None:
     assert desk.reads_back(A)
 
 
-def test_crc32_where_there_is_no_xxhash(desks: Callable[..., Desk]) -> None:
+def test_crc32_protects_records_without_xxhash(desks: Callable[..., Desk]) -> None:
     desk = desks(identity=identity(checksum=CRC32))
     desk.store(A)
     assert desk.reads_back(A)
 
 
-def test_with_real_threads(tmp_path: Path) -> None:
+def test_real_threads_write_and_read_every_record(tmp_path: Path) -> None:
     slots = Slots(16)
     tier = DiskTier(tmp_path, identity(), RECORD_BYTES, 100 * STRIDE_BYTES, slots.view, threads=4)
     assert tier.open() == []

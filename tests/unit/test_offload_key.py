@@ -27,7 +27,7 @@ def block_hash(width: int, number: int = 0) -> bytes:
     return hashlib.shake_128(number.to_bytes(4, "big")).digest(width)
 
 
-def test_bytes_are_those_of_vllm() -> None:
+def test_the_bytes_of_a_key_are_those_of_vllm() -> None:
     # vLLM 0.32 printed these bytes: v1/kv_offload/base.py make_offload_key(hash, group_idx).
     hash_32 = bytes(range(32))
     assert pack(hash_32, 5).hex() == "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f" + "00000005"
@@ -37,7 +37,7 @@ def test_bytes_are_those_of_vllm() -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("group", GROUPS)
-def test_there_and_back(width: int, group: int) -> None:
+def test_a_key_is_packed_and_unpacked(width: int, group: int) -> None:
     key = pack(block_hash(width), group)
     assert type(key) is bytes
     assert len(key) == width + 4
@@ -46,24 +46,24 @@ def test_there_and_back(width: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_short_hash_is_what_events_carry(width: int) -> None:
+def test_the_short_hash_is_that_of_events(width: int) -> None:
     # vLLM takes the last 8 bytes of the hash, big-endian (maybe_convert_block_hash).
     long_hash = bytes(width - 8) + b"\x80\x00\x00\x00\x00\x00\x00\x01"
     assert short_hash(pack(long_hash, MAX_GROUP_IDX)) == 2**63 + 1
 
 
-def test_shortest_hash_is_its_own_short_hash() -> None:
+def test_an_8_byte_hash_is_its_own_short_hash() -> None:
     key = pack(b"\x00\x00\x00\x00\x00\x00\x01\x02", 7)
     assert short_hash(key) == 0x102
     assert unpack(key) == (b"\x00\x00\x00\x00\x00\x00\x01\x02", 7)
 
 
-def test_groups_and_hashes_tell_keys_apart() -> None:
+def test_keys_differ_by_group_and_hash() -> None:
     hashes = [block_hash(width, number) for width in WIDTHS for number in range(3)]
     assert len({pack(digest, group) for digest in hashes for group in GROUPS}) == len(hashes) * len(GROUPS)
 
 
-def test_order_is_by_group_then_hash() -> None:
+def test_keys_are_ordered_by_group_then_hash() -> None:
     # Groups are ordered as numbers: 255 comes before 256, and not where its bytes alone would put it.
     expected = [pack(block, group) for group in GROUPS for block in sorted(block_hash(32, n) for n in range(4))]
     mixed = list(expected)

@@ -63,43 +63,43 @@ class PolicyContract:
     def policy(self) -> Policy:
         raise NotImplementedError
 
-    def test_victims_are_the_oldest_and_gone(self, policy: Policy) -> None:
+    def test_the_oldest_keys_are_victims_and_leave_the_policy(self, policy: Policy) -> None:
         assert numbers(policy.victims(3, anything)) == [1, 2, 3]
         assert len(policy) == 5
         assert numbers(policy.victims(5, anything)) == [4, 5, 6, 7, 8]
         assert len(policy) == 0
         assert policy.victims(1, anything) is None
 
-    def test_no_victims_are_always_to_be_had(self, policy: Policy) -> None:
+    def test_zero_victims_are_always_available(self, policy: Policy) -> None:
         assert policy.victims(0, anything) == []
         assert policy.victims(0, all_but(*range(9))) == []
         assert len(policy) == 8
         policy.clear()
         assert policy.victims(0, anything) == []
 
-    def test_too_few_is_none_and_changes_nothing(self, policy: Policy) -> None:
+    def test_too_few_victims_are_none_and_change_nothing(self, policy: Policy) -> None:
         assert policy.victims(9, anything) is None
         assert policy.victims(7, all_but(2, 5)) is None
         assert len(policy) == 8
         assert numbers(policy.victims(8, anything)) == [1, 2, 3, 4, 5, 6, 7, 8]
 
-    def test_what_is_in_use_is_passed_over(self, policy: Policy) -> None:
+    def test_keys_in_use_are_passed_over(self, policy: Policy) -> None:
         assert numbers(policy.victims(6, all_but(1, 4))) == [2, 3, 5, 6, 7, 8]
         assert len(policy) == 2
 
-    def test_what_was_passed_over_comes_back_as_the_youngest(self, policy: Policy) -> None:
+    def test_a_key_passed_over_returns_as_the_youngest(self, policy: Policy) -> None:
         assert numbers(policy.victims(2, all_but(1, 2))) == [3, 4]
         for key in keys(2, 1):
             policy.evictable_again(key)
         assert numbers(policy.victims(6, anything)) == [5, 6, 7, 8, 2, 1]
 
-    def test_evictable_again_leaves_the_place_of_others(self, policy: Policy) -> None:
+    def test_returning_a_key_leaves_the_order_of_others(self, policy: Policy) -> None:
         policy.evictable_again(keys(1)[0])
         assert numbers(policy.victims(1, anything)) == [1]
         policy.evictable_again(keys(1)[0])
         assert len(policy) == 7
 
-    def test_what_is_in_use_is_asked_for_once(self, policy: Policy) -> None:
+    def test_a_key_in_use_is_asked_about_once(self, policy: Policy) -> None:
         in_use = Counting(1, 2, 3, 4)
         policy.victims(1, in_use)
         before = in_use.asked
@@ -136,7 +136,7 @@ class PolicyContract:
         assert len(policy) == 6
         assert numbers(policy.victims(6, anything)) == [3, 4, 5, 6, 7, 8]
 
-    def test_clear_forgets_all(self, policy: Policy) -> None:
+    def test_a_clear_forgets_all_keys(self, policy: Policy) -> None:
         policy.victims(1, all_but(1))
         policy.clear()
         assert len(policy) == 0
@@ -151,7 +151,7 @@ class TestLru(PolicyContract):
     def policy(self) -> Policy:
         return filled(make_policy("lru", 8), *range(1, 9))
 
-    def test_order_is_that_of_the_last_use(self, policy: Policy) -> None:
+    def test_keys_are_ordered_by_their_last_use(self, policy: Policy) -> None:
         for key in keys(3, 1, 3):
             policy.touch(key)
         policy.victims(1, anything, keys(9))
@@ -225,12 +225,12 @@ def test_a_third_party_can_add_a_policy(module: types.ModuleType) -> None:
     assert numbers(policy.victims(2, anything)) == [1, 2]
 
 
-def test_the_built_in_ones_have_their_names() -> None:
+def test_built_in_policies_are_found_by_name() -> None:
     assert type(make_policy("lru", 1)) is LruPolicy
     assert set(BUILT_IN) == {"lru", "arc"}
 
 
-def test_methods_are_those_of_the_interface() -> None:
+def test_the_required_methods_are_those_of_the_interface() -> None:
     declared = {
         name
         for name, value in vars(Policy).items()

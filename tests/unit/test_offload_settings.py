@@ -20,12 +20,12 @@ CPU = {"cpu_bytes_to_use": 1000}
 DISK = {**CPU, "disk_path": "/d"}
 
 
-def test_defaults() -> None:
+def test_missing_settings_have_their_defaults() -> None:
     assert tier_settings(CPU) == TierSettings(1000, DEFAULT_POLICY, None, 0, DEFAULT_DISK_THREADS)
     assert tier_settings(CPU | dict.fromkeys(OF_VLLM - {"canonical_layout"}, 1)) == tier_settings(CPU)
 
 
-def test_a_disk_of_ones_own_has_a_budget_and_one_of_another_engine_none() -> None:
+def test_only_an_own_disk_has_a_budget() -> None:
     assert tier_settings(DISK | {"disk_bytes_to_use": "5", "disk_threads": 2}) == TierSettings(
         1000, disk_folder=Path("/d"), disk_bytes=5, disk_threads=2
     )

@@ -123,7 +123,7 @@ def ask(tiers: Tiering, wanted: Sequence[OffloadKey], wish: PromotionRequest) ->
     return answers
 
 
-def test_a_chunk_is_there_when_its_store_has_ended() -> None:
+def test_a_chunk_is_available_once_its_store_has_ended() -> None:
     tiers, wish = tiering(4), PromotionRequest()
     assert ask(tiers, keys(1), wish) == [LookupAnswer.NO]
     assert tiers.begin_store(keys(1, 2)) == (keys(1, 2), [0, 1])
@@ -136,7 +136,7 @@ def test_a_chunk_is_there_when_its_store_has_ended() -> None:
     assert not tiers.busy
 
 
-def test_a_store_that_failed_leaves_nothing_and_says_nothing() -> None:
+def test_a_failed_store_leaves_and_announces_nothing() -> None:
     tiers = tiering(2)
     assert tiers.begin_store(keys(1, 2)) is not None
     tiers.end_store(keys(1, 2), False)
@@ -144,7 +144,7 @@ def test_a_store_that_failed_leaves_nothing_and_says_nothing() -> None:
     assert store(tiers, keys(3, 4)) == keys(3, 4)
 
 
-def test_what_is_there_already_is_not_stored_again_but_is_young() -> None:
+def test_a_present_chunk_is_not_stored_again_but_becomes_young() -> None:
     tiers = tiering(3)
     store(tiers, keys(1, 2, 3))
     assert tiers.begin_store(keys(1, 2)) == ([], [])
@@ -170,7 +170,7 @@ def test_a_store_without_room_is_refused_whole_and_counted() -> None:
     assert store(tiers, keys(2, 3)) == keys(2, 3)
 
 
-def test_what_is_stored_is_written_to_disk_and_said_when_it_is_there() -> None:
+def test_a_stored_chunk_is_written_to_disk_and_then_announced() -> None:
     disk = SlowDisk()
     tiers = tiering(2, disk)
     store(tiers, keys(1, 2))
@@ -187,7 +187,7 @@ def test_what_is_stored_is_written_to_disk_and_said_when_it_is_there() -> None:
     assert not tiers.busy
 
 
-def test_what_is_on_its_way_to_disk_is_not_written_twice() -> None:
+def test_a_chunk_on_its_way_to_disk_is_not_written_twice() -> None:
     disk = SlowDisk()
     tiers = tiering(2, disk)
     store(tiers, keys(1))
@@ -203,7 +203,7 @@ def test_writes_that_the_disk_cannot_take_are_counted() -> None:
     assert tiers.counts.writes_skipped == 2 and len(disk.jobs) == 1
 
 
-def test_what_an_earlier_engine_left_is_announced_and_promoted_on_demand() -> None:
+def test_chunks_of_an_earlier_engine_are_announced_and_promoted_on_demand() -> None:
     disk = SlowDisk(*keys(1, 2))
     tiers, wish = tiering(2, disk), PromotionRequest()
     assert tiers.busy and tiers.take_changes() == [TierChange(DISK, False, keys(1, 2))]
@@ -221,7 +221,7 @@ def test_what_an_earlier_engine_left_is_announced_and_promoted_on_demand() -> No
     assert not disk.jobs
 
 
-def test_a_request_that_may_not_use_the_disk_does_not() -> None:
+def test_a_request_without_disk_use_reads_nothing_from_disk() -> None:
     disk = SlowDisk(*keys(1))
     tiers = tiering(2, disk)
     assert tiers.look_up(key(1), PromotionRequest(), disk=False) is LookupAnswer.NO
@@ -242,7 +242,7 @@ def test_a_record_that_cannot_be_read_is_gone_and_the_request_goes_on() -> None:
     assert store(tiers, keys(2, 3)) == keys(2, 3)
 
 
-def test_what_a_waiting_request_needs_is_not_evicted_by_others() -> None:
+def test_chunks_of_a_waiting_request_are_not_evicted() -> None:
     disk = SlowDisk(*keys(2))
     tiers, wish = tiering(2, disk), PromotionRequest()
     store(tiers, keys(1))
@@ -259,7 +259,7 @@ def test_what_a_waiting_request_needs_is_not_evicted_by_others() -> None:
 
 
 @pytest.mark.parametrize("ends", ["forgotten", "no longer requested"])
-def test_a_request_that_went_away_keeps_nothing(ends: str) -> None:
+def test_a_request_that_ended_keeps_no_chunk(ends: str) -> None:
     disk = SlowDisk(*keys(1, 2))
     tiers, wish = tiering(2, disk), PromotionRequest()
     ask(tiers, keys(1, 2), wish)
@@ -273,7 +273,7 @@ def test_a_request_that_went_away_keeps_nothing(ends: str) -> None:
     assert store(tiers, keys(3, 4)) == keys(3, 4)
 
 
-def test_what_does_not_fit_is_refused_so_that_the_request_does_not_wait_for_ever() -> None:
+def test_a_promotion_without_room_is_refused() -> None:
     disk = SlowDisk(*keys(1, 2, 3))
     tiers, wish = tiering(2, disk), PromotionRequest()
     assert ask(tiers, keys(1, 2, 3), wish) == [LookupAnswer.SOON] * 3
@@ -313,7 +313,7 @@ def test_a_reset_empties_both_tiers_and_says_so() -> None:
     assert store(tiers, keys(4)) == keys(4)
 
 
-def test_groups_are_chunks_of_their_own() -> None:
+def test_chunks_of_different_groups_are_separate() -> None:
     tiers = tiering(4)
     store(tiers, [key(1, 0), key(1, 1)])
     assert ask(tiers, [key(1, 0), key(1, 1), key(1, 2)], PromotionRequest()) == [
@@ -329,7 +329,7 @@ def test_closing_closes_the_disk() -> None:
     assert disk.closed
 
 
-def test_what_was_waited_for_and_never_came_is_told_once() -> None:
+def test_a_chunk_awaited_in_vain_is_reported_once() -> None:
     disk = SlowDisk(*keys(1, 2, 3))
     tiers, wish, other_wish = tiering(4, disk), PromotionRequest(), PromotionRequest()
     tiers.take_changes()
@@ -352,7 +352,7 @@ def test_what_was_waited_for_and_never_came_is_told_once() -> None:
     assert tiers.take_missed() == keys(4)
 
 
-def test_another_request_that_waits_keeps_it_from_being_missed() -> None:
+def test_a_chunk_that_another_request_awaits_is_not_reported_missing() -> None:
     disk = SlowDisk(*keys(1))
     tiers, wish, other_wish = tiering(1, disk), PromotionRequest(), PromotionRequest()
     assert tiers.look_up(key(1), wish) is tiers.look_up(key(1), other_wish) is LookupAnswer.SOON
@@ -360,7 +360,7 @@ def test_another_request_that_waits_keeps_it_from_being_missed() -> None:
     assert tiers.take_missed() == []
 
 
-def test_nothing_is_kept_for_nobody() -> None:
+def test_missing_chunks_are_not_collected_without_announcements() -> None:
     tiers = Tiering(CpuTier(2, LruPolicy(2)), SlowDisk(*keys(1)), announce=False)
     wish = PromotionRequest()
     assert tiers.look_up(key(1), wish) is LookupAnswer.SOON

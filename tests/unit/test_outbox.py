@@ -13,41 +13,32 @@ def outbox() -> Outbox[object]:
     return Outbox(10, 1_000, size_bytes=lambda item: 1, on_room=lambda: None)
 
 
-def test_caught_up_comes_by_itself_when_nothing_else_waits() -> None:
-    async def main() -> None:
-        box = outbox()
-        box.put([FellBehind(), 1, 2, CaughtUp()])
-        assert await box.take(2) == [FellBehind(), 1]
-        # The consumer takes its time, and more items come meanwhile.
-        box.put([3])
-        assert await box.take(9) == [2, 3]
-        assert await box.take(9) == [CaughtUp()]
-        box.put([4])
-        assert await box.take(9) == [4]
-
-    asyncio.run(main())
+async def test_caught_up_is_handed_out_alone_when_nothing_else_waits() -> None:
+    box = outbox()
+    box.put([FellBehind(), 1, 2, CaughtUp()])
+    assert await box.take(2) == [FellBehind(), 1]
+    # The consumer takes its time, and more items come meanwhile.
+    box.put([3])
+    assert await box.take(9) == [2, 3]
+    assert await box.take(9) == [CaughtUp()]
+    box.put([4])
+    assert await box.take(9) == [4]
 
 
-def test_caught_up_wakes_a_consumer_that_waits() -> None:
-    async def main() -> None:
-        box = outbox()
-        taking = asyncio.ensure_future(box.take(9))
-        await asyncio.sleep(0)
-        box.put([CaughtUp()])
-        assert await taking == [CaughtUp()]
-
-    asyncio.run(main())
+async def test_caught_up_wakes_a_waiting_consumer() -> None:
+    box = outbox()
+    taking = asyncio.ensure_future(box.take(9))
+    await asyncio.sleep(0)
+    box.put([CaughtUp()])
+    assert await taking == [CaughtUp()]
 
 
-def test_what_fell_behind_again_was_never_caught_up() -> None:
-    async def main() -> None:
-        box = outbox()
-        box.put([1, CaughtUp(), FellBehind(missing=True), 2])
-        assert await box.take(9) == [1, FellBehind(missing=True), 2]
-        taking = asyncio.ensure_future(box.take(9))
-        await asyncio.sleep(0)
-        assert not taking.done()
-        box.put([CaughtUp()])
-        assert await taking == [CaughtUp()]
-
-    asyncio.run(main())
+async def test_falling_behind_again_revokes_caught_up() -> None:
+    box = outbox()
+    box.put([1, CaughtUp(), FellBehind(missing=True), 2])
+    assert await box.take(9) == [1, FellBehind(missing=True), 2]
+    taking = asyncio.ensure_future(box.take(9))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    box.put([CaughtUp()])
+    assert await taking == [CaughtUp()]

@@ -76,7 +76,7 @@ def test_a_waiting_reader_is_woken() -> None:
         ("tcp://h:1", False),
     ],
 )
-def test_what_vllm_binds(endpoint: str, bound: bool) -> None:
+def test_the_endpoints_that_vllm_binds_are_recognised(endpoint: str, bound: bool) -> None:
     assert binds(endpoint) is bound
 
 
@@ -91,11 +91,11 @@ def test_what_vllm_binds(endpoint: str, bound: bool) -> None:
         ("inproc://x", 1, "inproc://x_dp1"),
     ],
 )
-def test_every_rank_has_its_own(endpoint: str, rank: int, expected: str) -> None:
+def test_every_rank_has_its_own_endpoint(endpoint: str, rank: int, expected: str) -> None:
     assert of_rank(endpoint, rank) == expected
 
 
-def test_beside_the_engines_own_endpoint() -> None:
+def test_the_patch_listens_beside_the_engines_endpoint() -> None:
     """The endpoint that vLLM bound already includes the offset of the rank."""
     assert choose("tcp://*:5557", "tcp://*:5559", 2, None, None) == Endpoints("tcp://*:15559", "tcp://*:16559")
     assert choose("tcp://*:0", "tcp://10.0.0.1:40001", 0, None, None) == Endpoints(
@@ -103,7 +103,7 @@ def test_beside_the_engines_own_endpoint() -> None:
     )
 
 
-def test_where_the_user_says() -> None:
+def test_the_patch_listens_where_the_user_says() -> None:
     assert choose("tcp://h:1", "tcp://h:3", 2, "tcp://*:7000", "ipc:///r") == Endpoints("tcp://*:7002", "ipc:///r_dp2")
     assert choose("tcp://*:5557", "tcp://*:5557", 0, None, "tcp://*:9") == Endpoints("tcp://*:15557", "tcp://*:9")
 
@@ -116,7 +116,9 @@ def test_where_the_user_says() -> None:
         ("tcp://*:x", "tcp://*:x", None, "has no port"),
     ],
 )
-def test_no_place_to_listen(configured: str, bound: str, requests: str | None, word: str) -> None:
+def test_an_endpoint_without_a_place_to_listen_says_why(
+    configured: str, bound: str, requests: str | None, word: str
+) -> None:
     why = choose(configured, bound, 0, requests, None)
     assert isinstance(why, str)
     assert word in why and "KVROUTER_PATCH_REQUESTS" in why and "KVROUTER_PATCH_REPORTS" in why

@@ -8,7 +8,7 @@ import pytest
 from kvrouter.engine_patch.setup.settings import PatchSettings, from_environment
 
 
-def test_nothing_said_is_the_default() -> None:
+def test_an_empty_environment_gives_the_defaults() -> None:
     for environment in ({}, {"KVROUTER_PATCH": "", "KVROUTER_PATCH_MAX_BLOCKS": " "}, {"VLLM_X": "1"}):
         assert from_environment(environment) == (PatchSettings(), [])
     assert PatchSettings().enabled
@@ -17,11 +17,11 @@ def test_nothing_said_is_the_default() -> None:
 @pytest.mark.parametrize(
     ("text", "on"), [("1", True), ("TRUE", True), (" on ", True), ("0", False), ("No", False), ("off", False)]
 )
-def test_the_switch(text: str, on: bool) -> None:
+def test_the_switch_turns_the_patch_on_and_off(text: str, on: bool) -> None:
     assert from_environment({"KVROUTER_PATCH": text}) == (PatchSettings(enabled=on), [])
 
 
-def test_all_of_it() -> None:
+def test_every_variable_is_read() -> None:
     settings, wrong = from_environment(
         {
             "KVROUTER_PATCH_REQUESTS": "tcp://[::1]:0",
@@ -38,7 +38,7 @@ def test_all_of_it() -> None:
 @pytest.mark.parametrize(
     "text", ["tcp://*:15557", "tcp://10.0.0.1:65535", "tcp://host.name:1", "tcp://[fe80::1%eth0]:5", "inproc://x"]
 )
-def test_endpoints(text: str) -> None:
+def test_each_kind_of_endpoint_is_accepted(text: str) -> None:
     assert from_environment({"KVROUTER_PATCH_REQUESTS": text}) == (PatchSettings(requests=text), [])
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -159,7 +158,7 @@ def test_a_prompt_expects_what_the_prompts_ahead_of_it_will_leave() -> None:
     assert stage.placer.choose(sibling).expected_tokens == 64
 
 
-def test_an_expectation_takes_no_part_in_the_choice_and_is_none_of_a_guess() -> None:
+def test_a_guess_and_unknown_groups_have_no_expectation() -> None:
     stage = Stage(hit("a"), hit("b", 512))
     stage.placer.reserve(msgspec.structs.replace(ask(), pinned="a"))
     stage.fleet.rule = None
@@ -171,7 +170,7 @@ def test_an_expectation_takes_no_part_in_the_choice_and_is_none_of_a_guess() -> 
     assert guess.expected_tokens == guess.hit.tokens == 0, "a guess counts what was sent there already"
 
 
-def test_what_was_reused_teaches_what_to_expect() -> None:
+def test_delivered_reuse_adjusts_later_expectations() -> None:
     stage = Stage(hit("a"))
     stage.placer.reserve(ask())
     for _ in range(200):
@@ -199,7 +198,7 @@ def test_the_session_comes_back_where_nothing_else_is_known() -> None:
     assert len({stage.placer.choose(PlacementRequest(unknown, session_id=f"s{n}")).hit.worker for n in range(40)}) > 4
 
 
-def test_pins_exclusions_and_unavailable_workers() -> None:
+def test_pins_and_exclusions_are_kept_and_unavailable_workers_named() -> None:
     stage = Stage(
         hit("a", 900), hit("b", 800), hit("b", 700, rank=1), hit("c", 0, "down"), unavailable={"a": "draining"}
     )
@@ -218,7 +217,7 @@ def test_pins_exclusions_and_unavailable_workers() -> None:
         stage.placer.reserve(ask(exclude_worker_ids=frozenset({"a", "b", "c"})))
 
 
-def test_a_key_that_floods_is_named_and_counted() -> None:
+def test_a_key_beyond_its_fair_share_is_named_and_counted() -> None:
     stage = Stage(hit("a"), hit("b"))
     quiet = stage.placer.reserve(ask(1, key_name="quiet"))
     for seed in range(2, 6):
@@ -302,90 +301,74 @@ def test_rates_are_learned_from_placements_and_give_retry_after() -> None:
 # -- the line
 
 
-def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(main())
-
-
 async def settled() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def test_prompts_wait_while_all_are_saturated_and_are_served_in_their_order() -> None:
-    async def main() -> None:
-        stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_deadline_s=PATIENCE_S)
-        first = await stage.placer.place(ask(0))
-        waiting = [asyncio.ensure_future(stage.placer.place(ask(number))) for number in range(1, 4)]
+async def test_prompts_wait_while_all_are_saturated_and_are_served_in_their_order() -> None:
+    stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_deadline_s=PATIENCE_S)
+    first = await stage.placer.place(ask(0))
+    waiting = [asyncio.ensure_future(stage.placer.place(ask(number))) for number in range(1, 4)]
+    await settled()
+    assert stage.placer.waiting("m") == (3, 3 * TOKENS)
+    assert not any(task.done() for task in waiting)
+    stage.now = 3.0
+    first.first_token()
+    await settled()
+    assert [task.done() for task in waiting] == [True, False, False]
+    assert waiting[0].result().queued_s == 3.0
+    # A prompt that comes now stands behind the others, although it may fit.
+    late = asyncio.ensure_future(stage.placer.place(ask(9, tokens=16)))
+    for number in (0, 1):
+        waiting[number].result().done()
         await settled()
-        assert stage.placer.waiting("m") == (3, 3 * TOKENS)
-        assert not any(task.done() for task in waiting)
-        stage.now = 3.0
-        first.first_token()
-        await settled()
-        assert [task.done() for task in waiting] == [True, False, False]
-        assert waiting[0].result().queued_s == 3.0
-        # A prompt that comes now stands behind the others, although it may fit.
-        late = asyncio.ensure_future(stage.placer.place(ask(9, tokens=16)))
-        for number in (0, 1):
-            waiting[number].result().done()
-            await settled()
-        assert all(task.done() for task in waiting) and not late.done()
-        waiting[2].result().done()
-        await settled()
-        assert late.done() and stage.placer.waiting("m") == (0, 0)
-        assert stage.counted("queue_seconds_count") == 5
-
-    run(main)
+    assert all(task.done() for task in waiting) and not late.done()
+    waiting[2].result().done()
+    await settled()
+    assert late.done() and stage.placer.waiting("m") == (0, 0)
+    assert stage.counted("queue_seconds_count") == 5
 
 
-def test_the_queue_is_bounded_in_length_and_time() -> None:
-    async def main() -> None:
-        stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_size=1, queue_deadline_s=0.05)
-        await stage.placer.place(ask(0))
-        queued = asyncio.ensure_future(stage.placer.place(ask(1)))
-        await settled()
-        with pytest.raises(QueueFull) as full:
-            await stage.placer.place(ask(2))
-        assert full.value.status == 429 and full.value.retry_after_s
-        with pytest.raises(Saturated) as tired:
-            await queued
-        assert tired.value.status == 503 and tired.value.retry_after_s
-        assert stage.placer.waiting("m") == (0, 0)
-        assert stage.counted("queue_refused_total", reason="full") == 1
-        assert stage.counted("queue_refused_total", reason="deadline") == 1
-        assert stage.load("a")[2] == 1
-
-    run(main)
+async def test_the_queue_is_bounded_in_length_and_time() -> None:
+    stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_size=1, queue_deadline_s=0.05)
+    await stage.placer.place(ask(0))
+    queued = asyncio.ensure_future(stage.placer.place(ask(1)))
+    await settled()
+    with pytest.raises(QueueFull) as full:
+        await stage.placer.place(ask(2))
+    assert full.value.status == 429 and full.value.retry_after_s
+    with pytest.raises(Saturated) as tired:
+        await queued
+    assert tired.value.status == 503 and tired.value.retry_after_s
+    assert stage.placer.waiting("m") == (0, 0)
+    assert stage.counted("queue_refused_total", reason="full") == 1
+    assert stage.counted("queue_refused_total", reason="deadline") == 1
+    assert stage.load("a")[2] == 1
 
 
-def test_a_client_that_leaves_the_queue_leaves_no_load() -> None:
-    async def main() -> None:
-        stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_deadline_s=PATIENCE_S)
-        first = await stage.placer.place(ask(0))
-        waiting = [asyncio.ensure_future(stage.placer.place(ask(number))) for number in (1, 2)]
-        await settled()
-        # The first prompt is cancelled while it waits, and the second at the moment in which it is served.
-        waiting[0].cancel()
-        await settled()
-        first.done()
-        stage.placer._line.look()
-        waiting[1].cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert stage.load("a") == (0, 0, 0) and stage.placer.waiting("m") == (0, 0)
-
-    run(main)
+async def test_a_client_that_leaves_the_queue_leaves_no_load() -> None:
+    stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_deadline_s=PATIENCE_S)
+    first = await stage.placer.place(ask(0))
+    waiting = [asyncio.ensure_future(stage.placer.place(ask(number))) for number in (1, 2)]
+    await settled()
+    # The first prompt is cancelled while it waits, and the second at the moment in which it is served.
+    waiting[0].cancel()
+    await settled()
+    first.done()
+    stage.placer._line.look()
+    waiting[1].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert stage.load("a") == (0, 0, 0) and stage.placer.waiting("m") == (0, 0)
 
 
-def test_waiting_prompts_learn_that_their_worker_is_gone() -> None:
-    async def main() -> None:
-        stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_deadline_s=PATIENCE_S)
-        await stage.placer.place(ask(0))
-        waiting = asyncio.ensure_future(stage.placer.place(ask(1)))
-        await settled()
-        stage.out["a"] = "its circuit breaker is open"
-        stage.placer.take_engine_load(WorkerKey("m", "a"), EngineLoad(0, 1))
-        await settled()
-        with pytest.raises(NoWorker, match="circuit breaker"):
-            await waiting
-
-    run(main)
+async def test_waiting_prompts_learn_that_their_worker_is_gone() -> None:
+    stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_deadline_s=PATIENCE_S)
+    await stage.placer.place(ask(0))
+    waiting = asyncio.ensure_future(stage.placer.place(ask(1)))
+    await settled()
+    stage.out["a"] = "its circuit breaker is open"
+    stage.placer.take_engine_load(WorkerKey("m", "a"), EngineLoad(0, 1))
+    await settled()
+    with pytest.raises(NoWorker, match="circuit breaker"):
+        await waiting

@@ -35,7 +35,7 @@ def judged(*pairs: tuple[int, int], alone: bool = True) -> PredictionJudge:
     ("delivered", "outcome"),
     [(96, PredictionOutcome.EXACT), (95, PredictionOutcome.LESS), (97, PredictionOutcome.MORE)],
 )
-def test_an_outcome_is_exact_or_it_is_not(delivered: int, outcome: PredictionOutcome) -> None:
+def test_a_prediction_is_exact_within_its_block(delivered: int, outcome: PredictionOutcome) -> None:
     assert outcome_of(96, delivered) is outcome
 
 
@@ -102,7 +102,7 @@ def test_an_engine_that_leaves_zeros_out_means_zero() -> None:
     assert predictions.delivered_of(None, None) is None
 
 
-def test_what_was_judged_ends_with_the_engines_process_and_the_sums_stay() -> None:
+def test_judgements_end_with_the_engines_process_and_the_sums_stay() -> None:
     predictions = judged(*[(96, 0)] * BUSY_MIN)
     for _ in range(SILENT_MIN):
         predictions.delivered_of(None, 96)
@@ -117,7 +117,7 @@ def test_what_was_judged_ends_with_the_engines_process_and_the_sums_stay() -> No
     assert next_life.delivered_of(None, 0) is None, "the process before left zeros out; this one may report nothing"
 
 
-def test_other_lengths_are_another_tokenizer() -> None:
+def test_other_token_counts_mean_another_tokenizer() -> None:
     predictions = PredictionJudge()
     for _ in range(COUNTED_MIN - 1):
         predictions.counted(100, 101)

@@ -70,7 +70,7 @@ def test_short_questions_behind_a_common_beginning_are_different_prompts(kind: s
 
 
 @pytest.mark.parametrize("kind", [HASHED, IN_TOKENS])
-def test_counts_are_those_of_all_prompts_written_down(kind: str) -> None:
+def test_counts_equal_those_of_a_complete_record(kind: str) -> None:
     rng = random.Random(1)
     popular = PrefixPopularity()
     counts: dict[tuple[int, ...], int] = {}

@@ -76,7 +76,7 @@ def test_an_example_is_what_the_code_encodes_and_what_the_page_shows(name: str) 
     assert frames.startswith(f" {first}, payload:\n")
 
 
-def test_the_page_has_these_examples_and_no_others() -> None:
+def test_the_page_has_exactly_these_examples() -> None:
     assert re.findall(r"^```json (.*)$", EXAMPLES_PAGE, re.MULTILINE) == [title(name) for name in EXAMPLES]
     assert {case["side"] for case in EXAMPLES.values()} == {"report", "request", "reply"}
 

@@ -51,7 +51,7 @@ def worker(name: str, rank: int = 0, *, url: str | None = A_URL, events: str | N
         (1, False, (0, 1), None, True),
     ],
 )
-def test_which_ranks_are_a_workers_own(
+def test_a_worker_may_publish_only_the_ranks_allowed_to_it(
     rank: int, alone: bool, engine: tuple[int, ...], published: int | None, allowed: bool
 ) -> None:
     problem = rank_problem(published, rank, ranks_allowed(rank, alone, engine))

@@ -109,7 +109,7 @@ def test_a_try_that_breaks_off_opens_it_again() -> None:
     assert "1 useless answer in a row" in str(breaker.problem(PAUSE_FIRST_S))
 
 
-def test_a_try_that_takes_long_lets_another_one_try() -> None:
+def test_a_long_try_lets_another_request_try() -> None:
     breaker = opened()
     assert breaker.begun(PAUSE_FIRST_S)
     breaker.answered()

@@ -21,7 +21,7 @@ def tried(path: str, *kinds: Kind, pinned: bool = False) -> list[bool]:
     return [attempts.failed(f"w{n}", Failure(kind, "")) for n, kind in enumerate(kinds)]
 
 
-def test_the_kinds_are_all_of_them() -> None:
+def test_every_kind_of_failure_is_tested() -> None:
     assert {*NOT_ARRIVED, *MAY_HAVE_ARRIVED, *FINAL, Kind.STALE} == set(Kind)
 
 
@@ -57,7 +57,7 @@ def test_the_trail_names_each_failure_in_its_order() -> None:
     assert attempts.trail == ["w0 stale", "w0 refused", "w1 gone"]
 
 
-def test_only_what_may_arrive_twice_uses_kept_connections() -> None:
+def test_only_repeatable_requests_use_kept_connections() -> None:
     assert {path for path in PATHS if not Attempts(path, pinned=False).reuses_connections} == {RESPONSES}
 
 

@@ -25,7 +25,7 @@ from kvrouter.router.serve.proxy.worker_addresses import Addresses
         ("http://10.0.0.1:1/x", Target("10.0.0.1", 1, False, b"10.0.0.1:1", b"/x")),
     ],
 )
-def test_a_url_taken_apart(url: str, target: Target) -> None:
+def test_a_url_is_split_into_its_parts(url: str, target: Target) -> None:
     assert target_of(url) == target
 
 
@@ -40,7 +40,7 @@ def head(headers: list[tuple[bytes, bytes]], **others: object) -> bytes:
     return request_head(target_of("http://h:1/p"), b"/v1/x?y=1", headers, **arguments)  # type: ignore[arg-type]
 
 
-def test_a_head_is_whole_and_says_each_thing_once() -> None:
+def test_a_head_has_each_header_once() -> None:
     headers = [(b"host", b"a"), (b"content-length", b"99"), (b"x-request-id", b"other"), (b"a", b"1"), (b"a", b"2")]
     assert head(headers) == (
         b"POST /p/v1/x?y=1 HTTP/1.1\r\nhost: h:1\r\na: 1\r\na: 2\r\nx-request-id: r\r\ncontent-length: 2\r\n\r\n"
@@ -80,11 +80,11 @@ def test_an_engine_cannot_speak_for_the_router() -> None:
         ("a/b:1", "a/b:1"),
     ],
 )
-def test_a_workers_name_in_a_header(name: str, named: str) -> None:
+def test_the_name_of_a_worker_is_encoded_for_a_header(name: str, named: str) -> None:
     assert named_in_header(name) == named
 
 
-def test_addresses_of_a_fleet() -> None:
+def test_the_addresses_of_a_fleet_are_listed() -> None:
     def registered(name: str, url: str | None, rank: int = 0, model: str = "m") -> Registration:
         return Registration(WorkerKey(model, name, rank), url=url)
 
@@ -103,8 +103,7 @@ def test_addresses_of_a_fleet() -> None:
     )
     assert addresses.ranks == {WorkerKey("m", "dp", 0): 0, WorkerKey("m", "dp", 1): 1}
     assert {worker.worker_id for worker in addresses.unreachable} == {"silent", "far"}
-    assert addresses.models == {"m", "a", "b"}
-    assert len(addresses.targets) == 5
+    assert (addresses.models, len(addresses.targets)) == ({"m", "a", "b"}, 5)
     # When a process is gone, all of its ranks are gone, and no other worker of the name is.
     assert addresses.sharing(WorkerKey("m", "dp", 1)) == {WorkerKey("m", "dp", 0), WorkerKey("m", "dp", 1)}
     assert addresses.sharing(WorkerKey("m", "alone", 3)) == {WorkerKey("m", "alone", 3)}

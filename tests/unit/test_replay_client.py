@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable
 from random import Random
@@ -108,31 +107,25 @@ def test_a_replaced_request_is_never_overdue() -> None:
     assert not replay.failed()
 
 
-def test_a_replay_that_waits_for_its_permit_is_not_overdue() -> None:
-    async def wait() -> None:
-        permits = Permits(rng=Random(1), at_once=1)
-        first = permits.request(lambda: None)
-        replay = Replay(permits)
-        assert replay.client.request(10.0) == math.inf
-        replay.client.read(60.0)
-        assert not replay.failed()
-        first.end()
-        assert replay.client.request(60.0) == 65.0
-
-    asyncio.run(wait())
+async def test_a_replay_that_waits_for_its_permit_is_not_overdue() -> None:
+    permits = Permits(rng=Random(1), at_once=1)
+    first = permits.request(lambda: None)
+    replay = Replay(permits)
+    assert replay.client.request(10.0) == math.inf
+    replay.client.read(60.0)
+    assert not replay.failed()
+    first.end()
+    assert replay.client.request(60.0) == 65.0
 
 
-def test_a_finished_replay_returns_its_permit() -> None:
-    async def finish() -> None:
-        permits = Permits(rng=Random(1), at_once=1)
-        replay = Replay(permits)
-        replay.client.request(10.0)
-        assert not permits.request(lambda: None).granted
-        replay.cursor.replay_ended()
-        assert replay.client.request(10.1) == math.inf
-        assert permits.waiting == 0
-
-    asyncio.run(finish())
+async def test_a_finished_replay_returns_its_permit() -> None:
+    permits = Permits(rng=Random(1), at_once=1)
+    replay = Replay(permits)
+    replay.client.request(10.0)
+    assert not permits.request(lambda: None).granted
+    replay.cursor.replay_ended()
+    assert replay.client.request(10.1) == math.inf
+    assert permits.waiting == 0
 
 
 def test_a_deadline_never_passes_until_it_is_set() -> None:

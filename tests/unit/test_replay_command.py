@@ -106,7 +106,7 @@ def test_replicas_that_differ_and_restarts_are_named(trace: Path, capsys: pytest
         (["--trace", "/nowhere"], "cannot read /nowhere"),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_a_wrong_flag_prints_one_line(
     trace: Path, flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["replay", "--trace", str(trace), *flags]) == 2

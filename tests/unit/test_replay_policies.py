@@ -62,7 +62,7 @@ def picks(rule: Rule, what: Sight, times: int = 40) -> set[int]:
 # -- Dynamo: max(0, prefill - overlap) + decode, in blocks
 
 
-def test_dynamo_weighs_a_cached_block_like_a_queued_one() -> None:
+def test_dynamo_weighs_cached_and_queued_blocks_alike() -> None:
     assert picks(Dynamo(2), sight((5 * BLOCK, 0), prefill=(4 * BLOCK, 0))) == {0}
     assert picks(Dynamo(2), sight((5 * BLOCK, 0), prefill=(5 * BLOCK, 0))) == {0, 1}
     assert picks(Dynamo(2), sight((5 * BLOCK, 0), prefill=(6 * BLOCK, 0))) == {1}
@@ -124,7 +124,7 @@ def vllm_router() -> Rule:
 # -- LMetric: uncached tokens * (requests + 1)
 
 
-def test_lmetric_multiplies() -> None:
+def test_lmetric_multiplies_tokens_by_requests() -> None:
     assert picks(LMetric(), sight((6 * BLOCK, 0), requests=(1, 0))) == {0}
     assert picks(LMetric(), sight((5 * BLOCK, 0), requests=(1, 0))) == {0, 1}
     assert picks(LMetric(), sight((4 * BLOCK, 0), requests=(1, 0))) == {1}
@@ -231,5 +231,5 @@ def test_every_policy_places_and_ends_requests_and_counts_none_that_ended(name: 
         assert [(load.requests, load.prefill_tokens) for load in router.in_flight] == [(0, 0)] * 3
 
 
-def test_those_that_are_compared_are_there() -> None:
+def test_every_compared_policy_exists() -> None:
     assert set(COMPARED) <= set(NAMES)

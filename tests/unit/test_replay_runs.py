@@ -165,7 +165,7 @@ def test_a_pooled_cache_has_the_blocks_and_the_tiers_of_all(tmp_path: Path) -> N
     assert sum(pooled) <= sum(endless) and pooled_reuse(trace, shape(cache_tokens=4_000_000)) == endless
 
 
-def test_what_does_not_fit_a_pooled_cache_reuses_nothing() -> None:
+def test_a_prompt_that_does_not_fit_a_pooled_cache_reuses_nothing() -> None:
     chats = small_trace((0.0, [1, 2, 3]), (1.0, list(range(1, 900))), (2.0, [1, 2, 3]))
     finished: list[int] = []
     reused = pooled_reuse(chats, shape(workers=1), on_request=finished.append)
@@ -196,7 +196,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     assert [run.ttft_s[n] for n in answered] == [complete.ttft_s[n] for n in answered]
 
 
-def test_a_fleet_that_cannot_be_is_refused_with_what_to_do() -> None:
+def test_an_impossible_fleet_is_refused_with_what_to_do() -> None:
     trace = small_trace((0.0, [1]))
     with pytest.raises(SettingError, match="--block-tokens"):
         simulate(trace, dataclasses.replace(shape(), geometry=geometry_of("llama", 48)), "kv", 1)
@@ -223,7 +223,7 @@ def test_a_restarted_replica_has_lost_its_caches_and_the_index_shows_it(policy: 
     assert [reused > 0 for reused in run.reused] == [False, True, True, True, False, True, True, False]
 
 
-def test_of_a_process_that_is_gone_nothing_more_is_shown() -> None:
+def test_events_of_an_ended_process_are_not_shown() -> None:
     """Lose the events that were under way when the process ended; credit begins with the new process's first events."""
     fleet = VirtualFleet(geometry_of("llama", PIECE_TOKENS), 1)
     names = [int(name).to_bytes(8, "big") for name in range(1, 5)]

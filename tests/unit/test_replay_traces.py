@@ -89,7 +89,7 @@ def test_a_broken_line_is_named_by_its_number(tmp_path: Path, line: Any, problem
     assert "t.jsonl line 2: " in str(error.value)
 
 
-def test_files_that_are_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_a_trace_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TraceError, match="No such file"):
         recognised(tmp_path / "none")
     with pytest.raises(TraceError, match="Is a directory"):
@@ -147,8 +147,7 @@ def test_bodies_of_every_kind_are_read(tmp_path: Path) -> None:
     trace = read(path)
     assert trace.format == "openai"
     requests = [(request.time_s, request.prompt_tokens, request.output_tokens) for request in trace.requests]
-    assert requests[0][2] == 7
-    assert requests[1][1:] == (requests[0][1], 9)
+    assert (requests[0][2], requests[1][1:]) == (7, (requests[0][1], 9))
     assert requests[2:] == [(1.5, 75, 256), (2.5, 100, 1), (3.5, 1, 2), (3.5, 3, 2)]
     assert trace.requests[0].pieces.tolist() == trace.requests[1].pieces.tolist()
     assert any("estimated from text" in note for note in trace.notes)
@@ -188,7 +187,7 @@ def test_a_next_turn_begins_with_the_pieces_of_the_one_before(tmp_path: Path) ->
     ("time", "seconds"),
     [(1_700_000_000, 0), (1_700_000_000_500, 0.5), (1.7000000005e18, 0.5), ("2023-11-14T22:13:21Z", 1)],
 )
-def test_times_of_every_unit(tmp_path: Path, time: Any, seconds: float) -> None:
+def test_times_are_read_in_every_unit(tmp_path: Path, time: Any, seconds: float) -> None:
     path = lines(tmp_path / "t", {"timestamp": 1_700_000_000, "prompt": "a"}, {"timestamp": time, "prompt": "b"})
     assert read(path).requests[1].time_s == pytest.approx(seconds, abs=1e-3)
 
@@ -258,14 +257,14 @@ TWO_LINES = (
 )
 
 
-def test_the_two_lines_of_a_request_and_its_answer(tmp_path: Path) -> None:
+def test_the_log_lines_of_a_request_and_its_answer_are_joined(tmp_path: Path) -> None:
     trace = read(lines(tmp_path / "log", *TWO_LINES))
     (request,) = trace.requests
     assert (trace.format, request.prompt_tokens, request.output_tokens) == ("vllm", 40, 3)
     assert request.pieces.tolist() == pieces_of_tokens(list(range(40)), 16).tolist()
 
 
-def test_the_one_line_of_older_and_of_newer_versions(tmp_path: Path) -> None:
+def test_the_log_lines_of_all_versions_are_read(tmp_path: Path) -> None:
     older = (
         "INFO 11-24 10:00:02 [logger.py:41] Received request cmpl-2: prompt: 'Hi', params: SamplingParams(n=1, "
         "max_tokens=5), prompt_token_ids: [1, 2, 3], prompt_embeds shape: None, lora_request: None."
@@ -280,7 +279,7 @@ def test_the_one_line_of_older_and_of_newer_versions(tmp_path: Path) -> None:
     assert [request.time_s for request in trace.requests] == [0.0, 0.5]
 
 
-def test_colours_streams_and_new_year(tmp_path: Path) -> None:
+def test_colours_streams_and_a_new_year_are_read(tmp_path: Path) -> None:
     def received(day: str, name: str) -> str:
         return (
             f"\x1b[36m(APIServer pid=7)\x1b[0m \x1b[32mINFO\x1b[0m \x1b[90m{day}\x1b[0m \x1b[90m[logger.py:41]\x1b[0m "
@@ -304,7 +303,7 @@ def test_a_log_without_prompts_says_how_to_get_them(tmp_path: Path) -> None:
     assert any("1 requests without a prompt" in note for note in read(mixed).notes)
 
 
-def test_a_time_that_is_none_is_named(tmp_path: Path) -> None:
+def test_an_invalid_time_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="line 1: '13-45 10:00:00' is no time"):
         read(lines(tmp_path / "log", TWO_LINES[2].replace("11-24", "13-45")))
 

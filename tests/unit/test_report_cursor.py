@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from unittest.mock import ANY
 
 from kvrouter.events.patch.cursor import REMEMBERED_EPOCHS, ReportCursor
 from kvrouter.events.patch.items import (
@@ -36,6 +37,8 @@ from tests.support.report_cursor_steps import (
     kinds,
     live,
     load,
+    reload,
+    requested,
     seqs,
     snapshot,
 )
@@ -52,8 +55,7 @@ class TestStart:
         assert cursor.request is not None
 
     def test_batches_follow_the_snapshot(self) -> None:
-        cursor = greeted()
-        cursor.on_request_sent()
+        cursor = requested()
         live(cursor, 8, 9, 10, 11)
         assert cursor.take() == []
         assert (cursor.held, cursor.held_bytes) == (4, 40)
@@ -66,41 +68,35 @@ class TestStart:
         live(cursor, 12)
         assert seqs(cursor.take()) == [12]
 
-    def test_a_second_snapshot_revokes_that_the_first_was_caught_up(self) -> None:
-        async def main() -> None:
-            box: Outbox[Any] = Outbox(10, 1_000, size_bytes=lambda item: 1, on_room=lambda: None)
-            cursor = greeted()
-            cursor.on_request_sent()
-            load(cursor, 10)
-            box.put(cursor.take())
-            # The consumer has not taken the snapshot yet; a gap comes, and the live socket has more when the snapshot
-            # ends.
-            live(cursor, 12)
-            cursor.on_request_sent()
-            cursor.set_unread(True)
-            load(cursor, 13)
-            box.put(cursor.take())
-            assert "CaughtUp" not in kinds(await box.take(10))
-            taking = asyncio.ensure_future(box.take(10))
-            await asyncio.sleep(0)
-            assert not taking.done()
-            cursor.set_unread(False)
-            box.put(cursor.take())
-            assert kinds(await taking) == ["CaughtUp"]
-
-        asyncio.run(main())
+    async def test_a_second_snapshot_revokes_that_the_first_was_caught_up(self) -> None:
+        box: Outbox[Any] = Outbox(10, 1_000, size_bytes=lambda item: 1, on_room=lambda: None)
+        cursor = requested()
+        load(cursor, 10)
+        box.put(cursor.take())
+        # The consumer has not taken the snapshot yet; a gap comes, and the live socket has more when the snapshot
+        # ends.
+        live(cursor, 12)
+        cursor.on_request_sent()
+        cursor.set_unread(True)
+        load(cursor, 13)
+        box.put(cursor.take())
+        assert "CaughtUp" not in kinds(await box.take(10))
+        taking = asyncio.ensure_future(box.take(10))
+        await asyncio.sleep(0)
+        assert not taking.done()
+        cursor.set_unread(False)
+        box.put(cursor.take())
+        assert kinds(await taking) == ["CaughtUp"]
 
     def test_messages_before_the_request_are_in_the_snapshot(self) -> None:
         cursor = greeted()
         live(cursor, 5, MAX_SEQ)
         assert cursor.held == 0
-        cursor.on_request_sent()
-        load(cursor, 6)
+        reload(cursor, 6)
         assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
 
     def test_loaded_lists_all_resident_blocks(self) -> None:
-        cursor = greeted()
-        cursor.on_request_sent()
+        cursor = requested()
         load(cursor, 10)
         item, _ = cursor.take()
         assert isinstance(item, Loaded)
@@ -113,8 +109,7 @@ class TestStart:
         assert loaded.size_bytes == 24
 
     def test_an_empty_ledger_loads(self) -> None:
-        cursor = greeted()
-        cursor.on_request_sent()
+        cursor = requested()
         assert cursor.request is not None
         for part in parts({}, cursor.request, A, 0):
             cursor.part(part)
@@ -123,27 +118,23 @@ class TestStart:
         assert item.snapshot.places == []
 
     def test_a_snapshot_older_than_the_first_message_is_requested_again(self) -> None:
-        cursor = greeted()
-        cursor.on_request_sent()
+        cursor = requested()
         first = cursor.request
         live(cursor, 12)
         load(cursor, 10)
         assert kinds(cursor.take()) == ["SnapshotFailed"]
         assert cursor.request not in (None, first)
-        cursor.on_request_sent()
-        load(cursor, 13)
+        reload(cursor, 13)
         assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
 
     def test_a_held_heartbeat_reveals_a_lost_message(self) -> None:
-        cursor = greeted()
-        cursor.on_request_sent()
+        cursor = requested()
         cursor.heartbeat(12, beat(), 10)
         load(cursor, 10)
         assert kinds(cursor.take()) == ["SnapshotFailed"]
 
     def test_a_held_heartbeat_in_order_is_passed_on(self) -> None:
-        cursor = greeted()
-        cursor.on_request_sent()
+        cursor = requested()
         cursor.heartbeat(9, beat(), 10)
         live(cursor, 10)
         cursor.heartbeat(11, beat(), 10)
@@ -151,8 +142,7 @@ class TestStart:
         assert kinds(cursor.take()) == ["Loaded", "ReportBatch", "HeartbeatSeen", "CaughtUp"]
 
     def test_a_gap_among_held_messages_takes_another_snapshot(self) -> None:
-        cursor = greeted()
-        cursor.on_request_sent()
+        cursor = requested()
         live(cursor, 10, 13)
         load(cursor, 10)
         assert kinds(cursor.take()) == ["Loaded", "ReportBatch", "ReportGap"]
@@ -178,9 +168,7 @@ class TestResume:
     def test_the_first_answer_reveals_missed_messages(self) -> None:
         cursor = self.resumed()
         cursor.hello(hello(A, 12))
-        items = cursor.take()
-        assert isinstance(items[0], ReportGap)
-        assert (items[0].first_seq, items[0].next_seq) == (10, 12)
+        assert cursor.take()[0] == ReportGap(10, 12, ANY, ANY)
         assert cursor.request is not None
 
     def test_later_answers_reveal_nothing_missed(self) -> None:
@@ -206,8 +194,7 @@ class TestResume:
         cursor = self.resumed()
         cursor.hello(hello(A, 4))
         assert kinds(cursor.take()) == ["ReportGap", "Greeted"]
-        cursor.on_request_sent()
-        load(cursor, 4)
+        reload(cursor, 4)
         live(cursor, 4)
         assert kinds(cursor.take()) == ["Loaded", "CaughtUp", "ReportBatch"]
 
@@ -219,14 +206,13 @@ class TestGap:
         assert cursor.take() == [ReportGap(10, 12, 2, "seq 12 came next")]
         assert cursor.request is not None
         live(cursor, 13)
-        cursor.on_request_sent()
-        load(cursor, 14)
+        reload(cursor, 14)
         live(cursor, 14)
         items = cursor.take()
         assert kinds(items) == ["FellBehind", "Loaded", "CaughtUp", "ReportBatch"]
         assert seqs(items) == [14]
 
-    def test_of_dropped_messages_those_that_the_snapshot_contains_are_not_missing(self) -> None:
+    def test_dropped_messages_that_the_snapshot_contains_are_not_missing(self) -> None:
         cursor = in_order()
         cursor.events(11, events(dropped=5), 10)
         assert cursor.take() == [ReportGap(10, 11, 1, "seq 11 came next")]
@@ -259,8 +245,7 @@ class TestGap:
             assert cursor.take() == [ReportGap(10, 11, 0, "seq 10 cannot be read")]
 
     def test_an_unreadable_held_message_is_a_gap(self) -> None:
-        cursor = greeted()
-        cursor.on_request_sent()
+        cursor = requested()
         live(cursor, 10)
         cursor.unreadable(11, A, 10)
         live(cursor, 12)
@@ -283,8 +268,7 @@ class TestGap:
         live(cursor, 10)
         cursor.heartbeat(11, beat(), 10)
         assert cursor.take() == []
-        cursor.on_request_sent()
-        load(cursor, 11)
+        reload(cursor, 11)
         assert kinds(cursor.take()) == ["FellBehind", "Loaded", "CaughtUp"]
 
 
@@ -292,14 +276,10 @@ class TestLives:
     def test_a_message_of_another_epoch_takes_a_snapshot(self) -> None:
         cursor = in_order()
         live(cursor, 0, epoch=B)
-        items = cursor.take()
-        assert kinds(items) == ["NewEpoch"]
-        assert isinstance(items[0], NewEpoch)
-        assert (items[0].epoch, items[0].started_s) == (B, 1.0)
+        assert cursor.take() == [NewEpoch(B, 1.0, ANY)]
         assert cursor.greeting_wanted
         cursor.hello(hello(B, 1))
-        cursor.on_request_sent()
-        load(cursor, 1, B)
+        reload(cursor, 1, B)
         live(cursor, 1, epoch=B)
         assert kinds(cursor.take()) == ["Greeted", "FellBehind", "Loaded", "CaughtUp", "ReportBatch"]
 
@@ -324,8 +304,7 @@ class TestLives:
         assert cursor.heard == 0
 
     def test_a_new_epoch_voids_the_snapshot_under_way(self) -> None:
-        cursor = greeted()
-        cursor.on_request_sent()
+        cursor = requested()
         old = snapshot(cursor, 10)
         live(cursor, 0, epoch=B)
         cursor.hello(hello(B, 1))
@@ -348,8 +327,7 @@ class TestLives:
         assert kinds(cursor.take()) == ["NewEpoch", "Greeted", "NewEpoch"]
         assert cursor.greeting_wanted and cursor.request is None
         cursor.hello(hello(C, 2))
-        cursor.on_request_sent()
-        load(cursor, 2, C)
+        reload(cursor, 2, C)
         live(cursor, 5, epoch=B)
         live(cursor, 2, epoch=C)
         items = cursor.take()
@@ -359,18 +337,10 @@ class TestLives:
         cursor = in_order()
         live(cursor, 3, epoch=B)
         cursor.hello(hello(A, 11))
-        cursor.on_request_sent()
-        load(cursor, 11, A)
+        reload(cursor, 11, A)
         live(cursor, 11)
-        assert kinds(cursor.take()) == [
-            "NewEpoch",
-            "NewEpoch",
-            "Greeted",
-            "FellBehind",
-            "Loaded",
-            "CaughtUp",
-            "ReportBatch",
-        ]
+        news = ["NewEpoch", "NewEpoch", "Greeted", "FellBehind", "Loaded", "CaughtUp", "ReportBatch"]
+        assert kinds(cursor.take()) == news
 
     def test_remembered_epochs_are_bounded(self) -> None:
         cursor = in_order()
@@ -406,7 +376,7 @@ class TestCatalog:
         cursor.heartbeat(10, beat(catalog_version=2), 10)
         assert cursor.greeting_wanted
 
-    def test_a_publisher_without_a_catalog_lost_none(self) -> None:
+    def test_a_heartbeat_without_a_catalog_requests_none(self) -> None:
         cursor = in_order()
         cursor.heartbeat(10, beat(), 10)
         assert not cursor.greeting_wanted

@@ -6,7 +6,6 @@ The tests use no sockets.
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -42,33 +41,19 @@ from kvrouter.events.patch.messages import (
     pack_hashes,
 )
 from kvrouter.events.transport.progress import CaughtUp
-from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
+from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, Proven, fingerprint
 from kvrouter.events.vllm.wire import WireStored
-from kvrouter.router.base.common.ids import CPU, GPU, Place, WorkerKey
+from kvrouter.router.base.common.ids import CPU, GPU, Place
 from kvrouter.router.index.ingest.engine_liveness import EngineRestarted
 from kvrouter.router.index.ingest.ingest import Ingest
 from kvrouter.router.index.ingest.residency import PlaceSum
 from kvrouter.router.model.kvcache.block_hash import HashScheme, hash_block, reduce_hash
-from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.model.workers.registration import CatalogSpec, GroupSpec
 from kvrouter.router.model.workers.stream_state import CREDITED, StreamState
+from tests.support.ingest_steps import feed, make, taken
 
 EPOCH, OTHER = "aa" * 8, "bb" * 8
-
-
-def make(catalog: CatalogSpec | None = None) -> Ingest:
-    numbers = count()
-    registration = Registration(WorkerKey("m", "w"), events="tcp://127.0.0.1:1", catalog=catalog)
-    return Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
-
-
-def feed(ingest: Ingest, *items: Any) -> Ingest:
-    """Apply the items, and `CaughtUp` after each snapshot, as the cursor yields it when nothing came meanwhile."""
-    for item in items:
-        ingest.apply(item, 1.0)
-        if isinstance(item, Loaded):
-            ingest.apply(CaughtUp(), 1.0)
-    return ingest
 
 
 def hello(epoch: str = EPOCH) -> Greeted:
@@ -117,14 +102,13 @@ def beat(next_seq: int, places: dict[Place, dict[int, int]]) -> HeartbeatSeen:
 
 
 def net(ingest: Ingest) -> tuple[str, tuple[int, int] | None, dict[str, tuple[list[int], list[int]]]]:
-    flush = ingest.held.take()
-    assert flush is not None
+    flush = taken(ingest)
     changes = {c.place.text: (sorted(c.added.tolist()), sorted(c.removed.tolist())) for c in flush.changes}
     return flush.epoch, flush.seqs, changes
 
 
 def live(*items: Any, catalog: CatalogSpec | None = None) -> Ingest:
-    ingest = make(catalog)
+    ingest = make(catalog=catalog)
     ingest.follow_reports()
     return feed(ingest, hello(), Connected(), *items)
 
@@ -341,8 +325,7 @@ def _with(**changes: Any) -> DeclaredCatalog:
     ],
 )
 def test_an_unsupported_catalog_earns_no_credit_and_names_the_reason(changes: dict[str, Any], word: str) -> None:
-    ingest = live(Declared(1, _with(**changes)))
-    assert word in (ingest.profile.catalog.problem or "")
+    assert word in (live(Declared(1, _with(**changes))).profile.catalog.problem or "")
 
 
 def test_without_a_declared_catalog_it_is_learned_from_the_reports() -> None:
@@ -351,10 +334,9 @@ def test_without_a_declared_catalog_it_is_learned_from_the_reports() -> None:
     assert ingest.profile.catalog.blocks_per_chunk is None
 
 
-def restored(ingest: Ingest, catalog: CatalogSpec | None = None) -> Ingest:
-    flush = ingest.held.take()
-    assert flush is not None and flush.seqs is not None
-    again = make(catalog)
+def restored(ingest: Ingest) -> Ingest:
+    flush, again = taken(ingest), make()
+    assert flush.seqs is not None
     places = {c.place: c.added for c in flush.changes}
     copies = {(place, h): n for place, h, n in flush.copies}
     again.restore(flush.epoch, flush.seqs[1], places, copies, flush.meta)
@@ -369,7 +351,7 @@ def restored(ingest: Ingest, catalog: CatalogSpec | None = None) -> Ingest:
         ({"withheld": "a\n" + 10_000 * "b"}, "no longer reports anything ('a\\nb"),
     ],
 )
-def test_what_the_patch_withholds_is_a_reason_until_it_reports_again(withheld: dict[str, str], what: str) -> None:
+def test_withheld_reports_are_a_reason_until_they_return(withheld: dict[str, str], what: str) -> None:
     ingest = live(snapshot(5, {Place(0, GPU): {1: 1}}))
     feed(ingest, events(5, ReportCleared(GPU, "failed")))
     feed(ingest, HeartbeatSeen(6, msgspec.structs.replace(beat(6, {}).message, **withheld)))
@@ -430,7 +412,7 @@ def test_residency_from_the_engines_topic_is_replaced_by_the_patchs_snapshot() -
 
 
 @pytest.mark.parametrize("follows", ["a restart", "another epoch"])
-def test_what_the_patch_never_loaded_is_not_missing_from_the_engines_own_topic(follows: str) -> None:
+def test_a_patch_without_a_snapshot_leaves_nothing_missing(follows: str) -> None:
     ingest = make()
     ingest.follow_reports(EPOCH)
     feed(ingest, Connected())

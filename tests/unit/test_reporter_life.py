@@ -17,6 +17,7 @@ from kvrouter.events.transport import binding
 from tests.support.report_peer import ANY, CATALOG, Peer, Plug, eventually, reporting, said, start, stored, takes
 
 Context = zmq.Context[zmq.Socket[bytes]]
+Join = Callable[..., tuple[Reporter, Peer, int]]
 
 
 @pytest.fixture(autouse=True)
@@ -48,20 +49,16 @@ class FailingPub:
         return getattr(self._pub, name)
 
 
-def test_a_turn_that_fails_begins_a_new_epoch_and_ten_end_the_reporter(
-    context: Context, made: Callable[..., Reporter]
-) -> None:
+def test_a_turn_that_fails_begins_a_new_epoch_and_ten_end_the_reporter(context: Context, joined: Join) -> None:
     failing = FailingPub(context)
-    reporter = made(context=failing)
-    with Peer(context, reporter) as peer:
-        peer.joined(reporter)
-        failing.failures = 1
-        reporter.publish(said(), 1)
-        eventually(lambda: peer.hello().epoch == f"{1:016x}")
-        failing.failures = 1_000_000
-        # In the end nothing takes a message, so nothing may pile up.
-        eventually(lambda: not takes(reporter) and not reporting())
-        reporter.declare(CATALOG)
+    reporter, peer, _ = joined(context=failing)
+    failing.failures = 1
+    reporter.publish(said(), 1)
+    eventually(lambda: peer.hello().epoch == f"{1:016x}")
+    failing.failures = 1_000_000
+    # In the end nothing takes a message, so nothing may pile up.
+    eventually(lambda: not takes(reporter) and not reporting())
+    reporter.declare(CATALOG)
 
 
 def test_a_taken_reports_port_is_replaced_by_a_free_one(context: Context, made: Callable[..., Reporter]) -> None:
@@ -108,18 +105,16 @@ def test_ipc_inproc_and_ipv6_endpoints_work(
         peer.joined(reporter)
 
 
-def test_close_sends_what_is_queued_and_ends(context: Context, made: Callable[..., Reporter]) -> None:
-    reporter = made()
-    with Peer(context, reporter) as peer:
-        seq = peer.joined(reporter)
-        for number in range(50):
-            reporter.publish(said(stored([number])), number)
-        reporter.close()
-        assert not reporting()
-        reporter.close()
-        assert not takes(reporter)
-        reporter.declare(CATALOG)
-        assert [peer.next_events()[0] for _ in range(50)] == list(range(seq, seq + 50))
+def test_close_sends_what_is_queued_and_ends(joined: Join) -> None:
+    reporter, peer, seq = joined()
+    for number in range(50):
+        reporter.publish(said(stored([number])), number)
+    reporter.close()
+    assert not reporting()
+    reporter.close()
+    assert not takes(reporter)
+    reporter.declare(CATALOG)
+    assert [peer.next_events()[0] for _ in range(50)] == list(range(seq, seq + 50))
 
 
 def test_close_ends_a_reporter_that_is_busy(

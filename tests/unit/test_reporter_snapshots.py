@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from unittest.mock import ANY
 
 import pytest
 import zmq
@@ -140,9 +141,7 @@ def test_a_client_that_does_not_read_delays_only_itself(context: Context, made: 
             second_reader.send(SnapshotRequest(2))
             assert isinstance(second_reader.reply(), SnapshotPart)
             third.send(SnapshotRequest(3))
-            refused = third.reply()
-            assert isinstance(refused, Refused)
-            assert (refused.id, refused.retry_s) == (3, 0.25)
+            assert third.reply() == Refused(3, ANY, 0.25)
         eventually(lambda: reporter.counters.snapshots_gone == 1)
         assert reporter.counters.snapshots_abandoned == 0
         clock.now_s += 10.5
@@ -183,8 +182,7 @@ def test_a_new_epoch_ends_snapshots_of_the_old_one(context: Context, made: Calla
         # The refusal follows as soon as there is room, and the next request is answered.
         while isinstance(reply := slow.reply(), SnapshotPart):
             assert not reply.last
-        assert isinstance(reply, Refused)
-        assert (reply.id, reply.retry_s) == (1, 1.0)
+        assert reply == Refused(1, ANY, 1.0)
         slow.send(SnapshotRequest(2))
         reply = slow.reply()
         assert isinstance(reply, SnapshotPart)
@@ -253,8 +251,7 @@ def test_unreadable_requests_are_refused_where_their_id_is_legible(
             assert isinstance(peer.reply(), Hello)
         elif request_id >= 0:
             reply = peer.reply()
-            assert isinstance(reply, Refused)
-            assert (reply.id, reply.retry_s) == (request_id, None)
+            assert isinstance(reply, Refused) and reply == Refused(request_id, ANY)
             assert len(reply.reason) < 200
         peer.hello()
         assert reporter.counters.bad_requests == (0 if request_id is None else 1)

@@ -201,17 +201,14 @@ def test_a_worker_whose_follower_is_not_heard_says_why(world: World) -> None:
     assert stream.problem == "router you, which follows this worker, has not been heard for 3 s"
 
 
-def test_a_removed_stream_is_let_go_while_followers_are_judged(world: World) -> None:
-    async def main() -> None:
-        judging = asyncio.ensure_future(world.peers.judge_followers())
-        stream_ref = weakref.ref(world.add("a"))
-        await asyncio.sleep(0)
-        world.registry.remove(WorkerKey("m", "a"))
-        gc.collect()
-        assert stream_ref() is None
-        judging.cancel()
-
-    asyncio.run(main())
+async def test_a_removed_stream_is_let_go_while_followers_are_judged(world: World) -> None:
+    judging = asyncio.ensure_future(world.peers.judge_followers())
+    stream_ref = weakref.ref(world.add("a"))
+    await asyncio.sleep(0)
+    world.registry.remove(WorkerKey("m", "a"))
+    gc.collect()
+    assert stream_ref() is None
+    judging.cancel()
 
 
 def test_claims_of_living_peers_count_and_those_of_the_dead_are_dropped(world: World) -> None:

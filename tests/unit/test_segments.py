@@ -120,8 +120,7 @@ def test_a_shared_prefix_is_hashed_once() -> None:
     memory = SegmentMemory(PLENTY)
     hashed(SPACE, np.arange(32), memory)
     assert (memory.hits, memory.misses, len(memory)) == (0, 4, 4)
-    longer = np.concatenate([np.arange(16), np.arange(100, 120)])
-    hashed(SPACE, longer, memory)
+    hashed(SPACE, np.concatenate([np.arange(16), np.arange(100, 120)]), memory)
     assert (memory.hits, memory.misses, len(memory)) == (2, 7, 7)
 
 

@@ -59,7 +59,7 @@ def test_worker_usage_id_and_age_are_read() -> None:
     )
 
 
-def test_what_steers_a_choice_is_left_out() -> None:
+def test_fields_that_steer_a_choice_are_left_out() -> None:
     line_read = read({"messages": [], "workers": ["w0"], "pinned_worker": {"worker_id": "w0"}, "tools": [1]})
     assert json.loads(line_read.question) == {
         "model": "m",
@@ -135,7 +135,7 @@ def test_snapshots_of_large_fleets_are_bounded_too() -> None:
     assert awaited.add_snapshot("2", large, 0.0) == [large]
 
 
-def test_the_address_to_listen_at() -> None:
+def test_the_address_to_listen_at_is_read() -> None:
     assert read_address("8089") == ("127.0.0.1", 8089)
     assert read_address("0.0.0.0:0") == ("0.0.0.0", 0)
     assert read_address("[::1]:80") == ("::1", 80)

@@ -69,7 +69,7 @@ def test_a_path_that_is_missing_when_it_is_opened_again_is_awaited(
     assert not missing
 
 
-def test_what_was_written_just_before_a_rotation_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_written_just_before_a_rotation_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"before\n")
     is_replaced = LogReader._is_replaced

@@ -19,7 +19,9 @@ ROUTERS = st.sets(st.text("abcdef0123456789", min_size=1, max_size=4), min_size=
 
 
 @given(workers=WORKERS, routers=ROUTERS, seed=st.integers())
-def test_even_complete_and_independent_of_order(workers: list[WorkerKey], routers: set[str], seed: int) -> None:
+def test_an_assignment_is_even_complete_and_independent_of_order(
+    workers: list[WorkerKey], routers: set[str], seed: int
+) -> None:
     assignment = assign_workers(workers, routers, {})
     loads = Counter(assignment.values())
     counts = [loads[router] for router in routers]
@@ -30,7 +32,7 @@ def test_even_complete_and_independent_of_order(workers: list[WorkerKey], router
     assert assign_workers(shuffled, sorted(routers, reverse=True), {}) == assignment
 
 
-def test_who_stays_keeps_most_of_its_workers() -> None:
+def test_a_router_that_stays_keeps_most_of_its_workers() -> None:
     workers = [WorkerKey("m", f"w{number}") for number in range(60)]
     routers = {f"router-{number}" for number in range(4)}
     before = assign_workers(workers, routers, {})

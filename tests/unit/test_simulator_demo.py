@@ -74,21 +74,21 @@ def test_among_equal_hits_the_least_used_replica_is_taken() -> None:
     assert full_attention_choice([0, 0, 0], [1, 1, 1]) == 0
 
 
-def test_rivals_start_alike() -> None:
+def test_both_rivals_start_with_equal_caches() -> None:
     rivals = Rivals(SCENES["gemma3"], 3, warmup=100)
     for prompt in make_prompts(random.Random(3), 20):
         rivals.serve(prompt)
     assert rivals.round_robin_reused == rivals.full_attention_reused > 0
 
 
-def test_a_row_is_exact_only_if_all_is() -> None:
+def test_a_row_is_exact_only_if_every_figure_is() -> None:
     assert ROW.exact
     assert not replace(ROW, predicted=[16, 320]).exact
     assert not replace(ROW, reused=304).exact
     assert not replace(ROW, promised=304).exact
 
 
-def test_a_row_knows_where_full_attention_errs() -> None:
+def test_a_row_shows_where_full_attention_errs() -> None:
     assert ROW.full_attention_wrong and ROW.full_attention_overpromised
     right = replace(ROW, full_attention_choice=1)
     assert not right.full_attention_wrong and not right.full_attention_overpromised
@@ -96,7 +96,7 @@ def test_a_row_knows_where_full_attention_errs() -> None:
     assert not same.full_attention_wrong and same.full_attention_overpromised
 
 
-def test_the_summary_counts() -> None:
+def test_the_summary_adds_up_the_rows() -> None:
     summary = Summary()
     summary.add(ROW)
     summary.add(replace(ROW, number=2, predicted=[16, 320]))

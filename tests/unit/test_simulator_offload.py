@@ -26,7 +26,7 @@ def store(tier: CpuTier, *numbers: int) -> list[Key] | None:
     return new
 
 
-def test_what_is_being_written_is_seen_and_not_read() -> None:
+def test_a_chunk_that_is_being_written_is_not_read() -> None:
     tier = CpuTier(4)
     assert tier.begin_store({key(1): 16}, Uses()) == [key(1)]
     assert tier.lookup(key(1)) is None
@@ -90,8 +90,7 @@ def test_a_prompt_comes_back_from_the_cpu() -> None:
     assert sim.find(prompt).tokens == 0
     assert sim.reach(sim.text(prompt)) == (0, 96)
     batches.clear()
-    answer = sim.run(prompt)
-    assert answer.reused_tokens == 96
+    assert sim.run(prompt).reused_tokens == 96
     stored = [event for batch in batches for event in batch if isinstance(event, Stored)]
     # The blocks that a load has written are findable on the GPU, and reported.
     assert stored[0].hashes == tuple(sim.text(prompt).hashes)
@@ -104,7 +103,7 @@ def test_answers_are_not_offloaded() -> None:
     assert len([event for batch in batches for event in batch if isinstance(event, OffloadedChunk)]) == 2
 
 
-def test_of_a_window_the_tail_is_offloaded_only() -> None:
+def test_only_the_tail_of_a_window_is_offloaded() -> None:
     sim, batches = replica(gpt_oss(16, 32), 60, 60)
     sim.run(list(range(200)))
     keys = [event.key for batch in batches for event in batch if isinstance(event, OffloadedChunk)]
@@ -182,7 +181,7 @@ def test_an_aborted_load_gives_its_blocks_back_when_it_ends() -> None:
     assert sim.pool.num_free == 8
 
 
-def test_a_pool_in_which_nobody_can_go_on_is_told() -> None:
+def test_a_pool_in_which_no_request_can_go_on_is_an_error() -> None:
     batches: list[list[CacheEvent]] = []
     sim = Replica(gpt_oss(16, 32, None), 34, on_step=batches.append, chunk_tokens=16, cpu_chunks=200)
     fleet = ReplicaFleet([VirtualReplica(sim, TIMING)])

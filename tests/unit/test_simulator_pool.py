@@ -31,7 +31,7 @@ def test_a_request_freed_in_reverse_loses_its_tail_first() -> None:
     assert pool.find([0], key(0).block_hash) == [blocks[0]]
 
 
-def test_blocks_without_a_key_are_taken_before_all_others() -> None:
+def test_blocks_without_a_key_are_taken_first() -> None:
     pool = BlockPool(6)
     first, second, third, fourth, fifth = pool.take(5)
     pool.cache(first, key(1))

@@ -111,8 +111,7 @@ def test_events_chain_by_parent() -> None:
     first, second, third = batches.stored(0)
     assert first.parent is None
     assert second.parent == first.hashes[-1]
-    assert third.parent == second.hashes[-1]
-    assert third.tokens == (16, 17, 18, 19)
+    assert (third.parent, third.tokens) == (second.hashes[-1], (16, 17, 18, 19))
 
 
 def test_sparse_window_events_omit_hashes_and_span_all_tokens() -> None:
@@ -187,8 +186,7 @@ def test_mamba_chunks_stop_at_the_junction() -> None:
     sim.run(text(100))
     batches.clear()
     sim.run([*text(80), *text(30, 1000)])
-    ends = [len(event.tokens) for event in batches.stored(1)]
-    assert ends == [80, 16]
+    assert [len(event.tokens) for event in batches.stored(1)] == [80, 16]
     assert sim.find([*text(80), 7, 8, 9]).tokens == 80
 
 
@@ -250,11 +248,10 @@ def test_removed_copies_follow_the_blocks_taken() -> None:
     sim.run(text(80))
     batches.clear()
     sim.run(text(40, 1000))
-    kinds = [type(event) for event in batches[0]]
-    assert kinds == [Removed, Removed, Removed, Stored]
+    assert [type(event) for event in batches[0]] == [Removed, Removed, Removed, Stored]
 
 
-def test_a_reset_is_told_with_the_next_step() -> None:
+def test_a_reset_is_published_with_the_next_step() -> None:
     sim, batches = replica(llama(16))
     sim.run(text(40))
     batches.clear()
@@ -266,7 +263,7 @@ def test_a_reset_is_told_with_the_next_step() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [([], 1), ([1], 0), (text(200), 1), (text(60), 60)])
-def test_what_cannot_finish_is_refused_and_changes_nothing(prompt: list[int], max_tokens: int) -> None:
+def test_a_request_that_cannot_finish_is_refused(prompt: list[int], max_tokens: int) -> None:
     sim, batches = replica(llama(16), 7)
     with pytest.raises(RequestRefused):
         sim.run(prompt, max_tokens=max_tokens)
@@ -296,14 +293,14 @@ def test_the_fullest_fit_runs() -> None:
         lambda: make_geometry("llama", window=32),
     ],
 )
-def test_what_is_not_simulated_is_refused(make: object) -> None:
+def test_an_unsupported_shape_is_refused(make: object) -> None:
     assert callable(make)
     with pytest.raises(UnsupportedGeometry):
         make()
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_serves(name: str) -> None:
+def test_every_shape_serves_a_prompt(name: str) -> None:
     sim, _ = replica(make_geometry(name, block_size=16))
     sim.run(text(100))
     assert sim.run(text(100)).reused_tokens == 96

@@ -42,7 +42,7 @@ def url() -> Iterator[str]:
         thread.stop()
 
 
-def test_what_vllm_refuses_is_refused(url: str) -> None:
+def test_requests_that_vllm_refuses_are_refused(url: str) -> None:
     statuses = statuses_of(url, "m")
     assert statuses.keys() == GOLDEN.keys()
     differ = {name for name, status in statuses.items() if status != GOLDEN[name]}

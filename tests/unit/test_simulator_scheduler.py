@@ -41,11 +41,10 @@ def test_one_budget_for_all_and_running_requests_first() -> None:
     assert step(sim).jobs == [first, second]
     assert (first.computed, second.computed) == (40, 24)
     latest = step(sim)
-    assert latest.jobs == [first, second]
-    assert (latest.decodes, latest.prefill_tokens) == (1, 16)
+    assert (latest.jobs, latest.decodes, latest.prefill_tokens) == ([first, second], 1, 16)
 
 
-def test_no_more_run_than_may() -> None:
+def test_the_number_of_running_requests_is_bounded() -> None:
     sim = replica(max_running=2)
     jobs = [submit(sim, 100 * n, 5, 2) for n in range(3)]
     assert step(sim).jobs == jobs[:2]
@@ -53,7 +52,7 @@ def test_no_more_run_than_may() -> None:
     assert step(sim).jobs == jobs[2:]
 
 
-def test_nobody_overtakes_one_that_does_not_fit() -> None:
+def test_no_request_overtakes_one_that_does_not_fit() -> None:
     sim = replica(8, chunk_tokens=200)
     running = submit(sim, 0, 80, 3)
     large, small = submit(sim, 100, 60), submit(sim, 200, 5)
@@ -75,8 +74,7 @@ def test_the_last_one_admitted_makes_room_and_comes_back_first() -> None:
         step(sim)
     assert old.finished and young.finished
     assert (old.sampled, young.sampled) == (30, 30)
-    assert sim.scheduler.preemptions == young.preemptions
-    assert sim.pool.num_free == 4
+    assert (sim.scheduler.preemptions, sim.pool.num_free) == (young.preemptions, 4)
 
 
 def test_the_last_one_admitted_makes_room_for_nobody_by_going_itself() -> None:

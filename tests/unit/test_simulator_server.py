@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +17,7 @@ from kvrouter.simulator.cache.pool import Key
 from kvrouter.simulator.cache.shapes import gpt_oss
 from kvrouter.simulator.command import main
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+from tests.support.json_http import call, refusal
 
 PATIENCE_S = 20.0
 
@@ -37,21 +35,6 @@ def server(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[ReplicaServer]:
     thread.start()
     yield server
     thread.stop()
-
-
-def call(url: str, body: Any = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(
-        urllib.request.Request(url, data, {"content-type": "application/json"}), timeout=10
-    ) as reply:
-        return json.loads(reply.read() or b"null")
-
-
-def refusal(url: str, body: Any) -> tuple[int, dict[str, Any]]:
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        call(url, body)
-    with caught.value as error:
-        return error.code, json.loads(error.read())["error"]
 
 
 def complete(server: ReplicaServer, tokens: list[int], **more: Any) -> Any:
@@ -97,7 +80,7 @@ def test_usage_tells_what_was_reused(server: ReplicaServer) -> None:
     assert "token_ids" not in first["choices"][0]
 
 
-def test_the_salt_is_heeded(server: ReplicaServer) -> None:
+def test_the_salt_separates_prompts(server: ReplicaServer) -> None:
     complete(server, list(range(50)))
     assert complete(server, list(range(50)), cache_salt="a")["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
@@ -114,7 +97,7 @@ def test_the_salt_is_heeded(server: ReplicaServer) -> None:
         ({"prompt": list(range(2000))}, 400, "shorter prompt"),
     ],
 )
-def test_what_it_cannot_do_it_refuses_as_openai_does(
+def test_unsupported_fields_are_refused_as_openai_refuses_them(
     server: ReplicaServer, body: dict[str, Any], status: int, part: str
 ) -> None:
     code, error = refusal(f"{server.endpoints['url']}/v1/completions", body)
@@ -123,7 +106,7 @@ def test_what_it_cannot_do_it_refuses_as_openai_does(
     assert error["type"] and error["code"]
 
 
-def test_models_and_health(server: ReplicaServer) -> None:
+def test_models_and_health_are_served(server: ReplicaServer) -> None:
     assert call(f"{server.endpoints['url']}/health") is None
     (card,) = call(f"{server.endpoints['url']}/v1/models")["data"]
     assert card["id"] == "m"

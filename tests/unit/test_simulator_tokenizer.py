@@ -32,7 +32,7 @@ def test_words_keep_their_tokens(ids: list[int]) -> None:
     assert tokenizer.encode(tokenizer.decode(ids) + "<|im_end|>\n")[: len(ids)] == ids
 
 
-def test_what_is_sampled_is_a_word() -> None:
+def test_every_sampled_token_is_a_word() -> None:
     assert all(tokenizer.FIRST_WORD <= next_token(list(range(n))) < tokenizer.VOCABULARY for n in range(500))
 
 

@@ -46,7 +46,7 @@ def test_a_prompt_takes_its_prefill_and_a_token_its_step() -> None:
     assert told(list(sim.advance())) == [(5.12, "first_token"), (5.144, "done")]
 
 
-def test_time_goes_no_further_than_asked() -> None:
+def test_the_clock_advances_no_further_than_asked() -> None:
     sim = fleet()
     sim.submit(0, prompt(0, 100), 3, now_s=0.0)
     assert told(list(sim.advance(0.1201))) == [(0.12, "first_token")]
@@ -65,7 +65,7 @@ def test_a_request_joins_at_the_next_step() -> None:
     assert moments[1].job is not moments[0].job
 
 
-def test_what_is_cached_takes_no_time() -> None:
+def test_cached_tokens_take_no_time() -> None:
     sim = fleet()
     sim.submit(0, prompt(0, 65), 1, now_s=0.0)
     list(sim.advance())
@@ -144,11 +144,10 @@ def test_quiet_steps_taken_together_are_those_taken_one_by_one(geometry: Geometr
     assert skipped > 1000 and len(moments) == 120
 
 
-def test_pieces_that_are_equal_have_equal_hashes_and_no_others() -> None:
+def test_only_equal_pieces_have_equal_hashes() -> None:
     first = PieceText([1, 2, 3], 90, piece_tokens=32, hash_block_size=16, number=1)
     second = PieceText([1, 2, 4], 90, piece_tokens=32, hash_block_size=16, number=2)
-    assert len(first.hashes) == 5
-    assert first.hashes[:4] == second.hashes[:4]
+    assert (len(first.hashes), first.hashes[:4]) == (5, second.hashes[:4])
     assert first.hashes[4] != second.hashes[4]
     for text in (first, second):
         for _ in range(10):

@@ -14,7 +14,20 @@ from kvrouter.events.patch.messages import PlaceSummary, SnapshotPart
 from kvrouter.events.patch.snapshot_assembly import MAX_PLACES, SnapshotAssembly, SnapshotError
 from kvrouter.events.vllm.messages import MAX_NAME_CHARS
 from tests.support.fake_reporter import Ledger, packed, parts, summary
-from tests.support.report_cursor_steps import MAX_SEQ, A, B, greeted, in_order, kinds, live, load, seqs, snapshot
+from tests.support.report_cursor_steps import (
+    MAX_SEQ,
+    A,
+    B,
+    greeted,
+    in_order,
+    kinds,
+    live,
+    load,
+    reload,
+    requested,
+    seqs,
+    snapshot,
+)
 
 LEDGER: Ledger = {(0, "GPU"): Counter((5, 6, 6, 7)), (None, "CPU"): Counter((5, 2**64 - 1))}
 
@@ -22,8 +35,7 @@ LEDGER: Ledger = {(0, "GPU"): Counter((5, 6, 6, 7)), (None, "CPU"): Counter((5, 
 class TestSnapshotAnswers:
     @pytest.mark.parametrize("lost", [0, 1])
     def test_a_lost_part_fails_the_snapshot(self, lost: int) -> None:
-        cursor = greeted()
-        cursor.on_request_sent()
+        cursor = requested()
         first = cursor.request
         for index, part in enumerate(snapshot(cursor, 10)):
             if index != lost:
@@ -48,21 +60,18 @@ class TestSnapshotAnswers:
         cursor = in_order()
         live(cursor, 10, 11)
         cursor.request_snapshot()
-        cursor.on_request_sent()
-        load(cursor, 11)
+        reload(cursor, 11)
         assert kinds(cursor.take())[2:] == ["SnapshotFailed"]
 
     def test_an_overdue_snapshot_names_the_parts_received(self) -> None:
-        cursor = greeted()
-        cursor.on_request_sent()
+        cursor = requested()
         cursor.snapshot_overdue()
         cursor.on_request_sent()
         cursor.part(snapshot(cursor, 10)[0])
         cursor.snapshot_overdue()
         assert cursor.take() == [SnapshotFailed("no answer"), SnapshotFailed("the answer stopped after 1 parts")]
         assert cursor.failures == 2
-        cursor.on_request_sent()
-        load(cursor, 10)
+        reload(cursor, 10)
         assert cursor.failures == 0
 
     def test_a_failure_without_a_request_changes_nothing(self) -> None:
@@ -72,8 +81,7 @@ class TestSnapshotAnswers:
         assert cursor.request is None
 
     def test_held_messages_are_bounded_by_count(self) -> None:
-        cursor = greeted(max_held=3)
-        cursor.on_request_sent()
+        cursor = requested(max_held=3)
         live(cursor, *range(10, 20))
         assert cursor.held == 3
         load(cursor, 17)
@@ -81,21 +89,18 @@ class TestSnapshotAnswers:
 
     @pytest.mark.parametrize("bound", [{"max_held": 3}, {"max_held_bytes": 30}])
     def test_an_overflow_requests_again_at_the_next_part(self, bound: dict[str, int]) -> None:
-        cursor = greeted(**bound)
-        cursor.on_request_sent()
+        cursor = requested(**bound)
         first, *_ = snapshot(cursor, 10)
         live(cursor, *range(10, 20))
         assert (cursor.held, cursor.held_bytes) == (3, 30)
         cursor.part(first)
         assert kinds(cursor.take()) == ["SnapshotFailed"]
         assert cursor.held == 0
-        cursor.on_request_sent()
-        load(cursor, 20)
+        reload(cursor, 20)
         assert kinds(cursor.take()) == ["Loaded", "CaughtUp"]
 
     def test_one_message_of_any_size_is_held(self) -> None:
-        cursor = greeted(max_held_bytes=5)
-        cursor.on_request_sent()
+        cursor = requested(max_held_bytes=5)
         live(cursor, 10)
         load(cursor, 10)
         assert seqs(cursor.take()) == [10]

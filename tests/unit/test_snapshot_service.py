@@ -55,7 +55,7 @@ class Service:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_clients_of_one_moment_share_it_and_take_turns() -> None:
+def test_clients_of_one_moment_share_a_snapshot_and_take_turns() -> None:
     stage = Service()
     assert stage.ask(b"a")
     assert stage.service.turn(0.0)
@@ -68,8 +68,7 @@ def test_clients_of_one_moment_share_it_and_take_turns() -> None:
         [part.index for part in stage.wire.parts[b"a"]] == list(range(10)) == [p.index for p in stage.wire.parts[b"b"]]
     )
     assert {part.id for part in stage.wire.parts[b"b"]} == {2}
-    assert stage.counters.snapshots_served == 2
-    assert len(stage.service) == 0
+    assert (stage.counters.snapshots_served, len(stage.service)) == (2, 0)
 
 
 @pytest.mark.usefixtures("small_parts")

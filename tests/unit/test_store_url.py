@@ -25,8 +25,7 @@ def test_urls_are_read() -> None:
 
 def test_a_sentinel_url_names_the_sentinels_the_service_and_two_logins() -> None:
     url = parse_url("redis+sentinel://user:p%40w@a,[::1]:7000,b:26380/my%2Fservice/3?sentinel_password=s%26t")
-    assert url.sentinels == (("a", 26379), ("::1", 7000), ("b", 26380))
-    assert url.service == "my/service"
+    assert (url.sentinels, url.service) == ((("a", 26379), ("::1", 7000), ("b", 26380)), "my/service")
     assert url.login.options == {"username": "user", "password": "p@w", "db": 3}
     assert url.sentinel_options == {"password": "s&t"}
     bare = parse_url("redis+sentinel://a/service")
@@ -68,7 +67,7 @@ def test_a_wrong_url_is_refused_without_showing_its_password(url: str) -> None:
     assert any(words in str(raised.value) for words in ("://", "known are", "correct them"))
 
 
-def test_what_is_read_of_a_url_never_shows_its_passwords() -> None:
+def test_a_parsed_url_never_shows_its_passwords() -> None:
     url = parse_url("redis+sentinel://u:secret@host/service?sentinel_password=secret")
     assert "secret" not in f"{url!r} {url} {url.login!r} {url.login}"
 

@@ -20,7 +20,7 @@ def beat(holds: dict[WorkerKey, int], late: list[WorkerKey], refuses: int = 0) -
     return Heartbeat(1, VERSION, holds_by_tag, {str(i): "why" for i in range(refuses)}, "0.1.0")
 
 
-def test_each_worker_is_shown_with_the_router_whose_lease_it_is() -> None:
+def test_each_worker_is_shown_with_the_holder_of_its_lease() -> None:
     unknown = WorkerKey("m", "gone")
     reply = store_reply(
         workers=[A, B, C],

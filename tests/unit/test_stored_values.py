@@ -20,7 +20,7 @@ GOOD = Registration(WORKER, events="tcp://h:1", replay="tcp://h:2", url="http://
 
 
 @pytest.mark.parametrize("text", [b"", b"abc", b"1_0", b" 1", b"+1", b"-1", b"1.0", b"\xd9\xa1", b"%d" % 2**64, b"1\n"])
-def test_a_number_is_digits(text: bytes) -> None:
+def test_a_stored_number_has_digits_alone(text: bytes) -> None:
     with pytest.raises(ValueError):
         keys.parse_number(text)
 
@@ -32,7 +32,7 @@ def test_numbers_are_read() -> None:
 @pytest.mark.parametrize(
     "text", ["", "g0", "0:GPU", "g:GPU", "g00:GPU", "g-1:GPU", "g0:GPU:a:b", "g0:G U", "g0:%ff", "x0:GPU", "g0:%47PU"]
 )
-def test_a_place_is_as_it_is_written(text: str) -> None:
+def test_a_place_must_be_written_in_its_one_form(text: str) -> None:
     with pytest.raises(ValueError):
         keys.parse_place(text)
 
@@ -43,13 +43,13 @@ def test_a_place_is_read_as_it_was_written(place: Place) -> None:
 
 
 @pytest.mark.parametrize("field", [b"w9", b"w9@", b"w9@x", b"w9@01", b"w9@70000", b"\xff@0", b"a b@0", b"%zz@0"])
-def test_a_field_of_the_registry_is_as_it_is_written(field: bytes) -> None:
+def test_a_registry_field_must_be_written_in_its_one_form(field: bytes) -> None:
     with pytest.raises(ValueError):
         keys.parse_registry_field("m", field)
 
 
 @pytest.mark.parametrize("member", [b"\xff", b"a b", b"%e4", b"%61"])
-def test_a_model_is_as_it_is_written(member: bytes) -> None:
+def test_a_model_must_be_written_in_its_one_form(member: bytes) -> None:
     with pytest.raises(ValueError):
         keys.parse_model_member(member)
 
@@ -99,7 +99,7 @@ def test_a_field_that_was_changed_to_another_good_value_is_named(name: str) -> N
     "text",
     [b"g0:GPU", b"g0:GPU=", b"g0:GPU=1", b"g0:GPU=-1=0", b"=3=0", b"g0:GPU=1=0  g1:GPU=1=0", b"\xff=1=0"],
 )
-def test_places_are_as_they_are_written(text: bytes) -> None:
+def test_places_must_be_written_in_their_one_form(text: bytes) -> None:
     with pytest.raises(ValueError):
         parse_places(text)
 
@@ -139,7 +139,7 @@ def test_copies_that_were_changed_are_refused(value: bytes) -> None:
     ("value", "token"),
     [(b"t:1", "t"), (b"a:b:12", "a:b"), (b"\xff:1", None), (b"t", None), (b"t:x", None), (b":1", None), (b"", None)],
 )
-def test_a_lease_that_no_router_wrote_is_nobodys(value: bytes, token: str | None) -> None:
+def test_an_invalid_lease_has_no_holder(value: bytes, token: str | None) -> None:
     assert Lease.token_of(value) == token
 
 

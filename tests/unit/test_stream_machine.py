@@ -53,7 +53,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, Event)))
-def test_each_event_leads_where_the_table_says(phase: Phase, event: Event) -> None:
+def test_each_event_leads_to_the_phase_of_the_table(phase: Phase, event: Event) -> None:
     if (phase, event) in STEPS:
         assert step(phase, event, BOTH) == STEPS[phase, event]
     else:
@@ -149,7 +149,7 @@ CREDITS = {
 
 
 @pytest.mark.parametrize(("phase", "facts", "word", "state", "credited", "reason"), CREDITS.values(), ids=list(CREDITS))
-def test_state_credit_and_reason(
+def test_each_phase_has_its_state_credit_and_reason(
     phase: Phase, facts: dict[str, Any], word: Word, state: StreamState, credited: bool, reason: str
 ) -> None:
     all_facts = Facts(**facts)

@@ -7,7 +7,6 @@ import ast
 import asyncio
 import random
 from collections import Counter as Counts
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +71,6 @@ class Stage:
         return self.registry.get_sample_value("task_failures_total", {"task": task})
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 10))
-
-
 async def ended(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -86,114 +81,102 @@ async def until(reached: Any) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_task_that_raises_is_logged_counted_named_and_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        stage = Stage()
-        runs = 0
+async def test_a_task_that_raises_is_logged_counted_named_and_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage()
+    runs = 0
 
-        async def work() -> None:
-            nonlocal runs
-            runs += 1
-            if runs == 1:
-                raise ValueError("seq is abc")
+    async def work() -> None:
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            raise ValueError("seq is abc")
+        await asyncio.Event().wait()
+
+    task = stage.supervisor.start("mirror", work, of="w0\n")
+    assert stage.failures("mirror") == 0
+    await until(lambda: runs == 2)
+    assert stage.failures("mirror") == 1
+    (problem,) = stage.supervisor.health()
+    assert "mirror of 'w0\\n'" in problem and "ValueError: seq is abc" in problem and "runs again" in problem
+    assert "Traceback" in caplog.text and "seq is abc" in caplog.text
+    stage.now += RECENT_S + 1
+    assert stage.supervisor.health() == []
+    await ended(task)
+
+
+async def test_a_task_that_returns_and_one_whose_wait_is_cancelled_have_failed_too() -> None:
+    stage = Stage()
+    seen = 0
+
+    async def returns() -> None:
+        nonlocal seen
+        seen += 1
+        if seen > 2:
             await asyncio.Event().wait()
 
-        task = stage.supervisor.start("mirror", work, of="w0\n")
-        assert stage.failures("mirror") == 0
-        await until(lambda: runs == 2)
-        assert stage.failures("mirror") == 1
-        (problem,) = stage.supervisor.health()
-        assert "mirror of 'w0\\n'" in problem and "ValueError: seq is abc" in problem and "runs again" in problem
-        assert "Traceback" in caplog.text and "seq is abc" in caplog.text
-        stage.now += RECENT_S + 1
-        assert stage.supervisor.health() == []
+    async def waits() -> None:
+        nonlocal seen
+        seen += 1
+        if seen <= 4:
+            future = asyncio.get_running_loop().create_future()
+            future.cancel()
+            await future
+        await asyncio.Event().wait()
+
+    first = stage.supervisor.start("a", returns)
+    await until(lambda: seen == 3)
+    second = stage.supervisor.start("b", waits)
+    await until(lambda: seen == 5)
+    assert (stage.failures("a"), stage.failures("b")) == (2, 1)
+    assert len(stage.supervisor.health()) == 2
+    for task in (first, second):
         await ended(task)
+        assert task.cancelled()
+    # No task runs now, so there is nothing to name.
+    assert stage.supervisor.health() == []
 
-    run(main())
 
+async def test_pauses_double_to_a_last_and_begin_again_after_a_long_life() -> None:
+    stage = Stage()
+    lives_s = iter([0.0] * 10 + [STEADY_S + 1] + [0.0] * 3)
 
-def test_a_task_that_returns_and_one_whose_wait_is_cancelled_have_failed_too() -> None:
-    async def main() -> None:
-        stage = Stage()
-        seen = 0
-
-        async def returns() -> None:
-            nonlocal seen
-            seen += 1
-            if seen > 2:
-                await asyncio.Event().wait()
-
-        async def waits() -> None:
-            nonlocal seen
-            seen += 1
-            if seen <= 4:
-                future = asyncio.get_running_loop().create_future()
-                future.cancel()
-                await future
+    async def work() -> None:
+        try:
+            stage.now += next(lives_s)
+        except StopIteration:
             await asyncio.Event().wait()
+        raise OSError
 
-        first = stage.supervisor.start("a", returns)
-        await until(lambda: seen == 3)
-        second = stage.supervisor.start("b", waits)
-        await until(lambda: seen == 5)
-        assert (stage.failures("a"), stage.failures("b")) == (2, 1)
-        assert len(stage.supervisor.health()) == 2
-        for task in (first, second):
-            await ended(task)
-            assert task.cancelled()
-        # No task runs now, so there is nothing to name.
-        assert stage.supervisor.health() == []
-
-    run(main())
+    task = stage.supervisor.start("a", work)
+    await until(lambda: len(stage.pauses) == 14)
+    for number, pause_s in enumerate(stage.pauses[:10]):
+        full_s = min(RESTART_LAST_S, RESTART_FIRST_S * 2**number)
+        assert full_s / 2 <= pause_s <= full_s
+    assert stage.pauses[10] <= RESTART_FIRST_S
+    assert len(set(stage.pauses)) == 14
+    # A task that does not run is named, however old its failure is.
+    await ended(task)
 
 
-def test_pauses_double_to_a_last_and_begin_again_after_a_long_life() -> None:
-    async def main() -> None:
-        stage = Stage()
-        lives_s = iter([0.0] * 10 + [STEADY_S + 1] + [0.0] * 3)
+async def test_a_task_that_is_about_to_be_started_again_is_named() -> None:
+    stage = Stage()
+    asleep = asyncio.Event()
 
-        async def work() -> None:
-            try:
-                stage.now += next(lives_s)
-            except StopIteration:
-                await asyncio.Event().wait()
-            raise OSError
+    async def sleep(_: float) -> None:
+        asleep.set()
+        await asyncio.Event().wait()
 
-        task = stage.supervisor.start("a", work)
-        await until(lambda: len(stage.pauses) == 14)
-        for number, pause_s in enumerate(stage.pauses[:10]):
-            full_s = min(RESTART_LAST_S, RESTART_FIRST_S * 2**number)
-            assert full_s / 2 <= pause_s <= full_s
-        assert stage.pauses[10] <= RESTART_FIRST_S
-        assert len(set(stage.pauses)) == 14
-        # A task that does not run is named, however old its failure is.
-        await ended(task)
+    supervisor = TaskSupervisor(clock=lambda: stage.now, rng=random.Random(1), sleep=sleep)
 
-    run(main())
+    async def work() -> None:
+        raise OSError
 
-
-def test_a_task_that_is_about_to_be_started_again_is_named() -> None:
-    async def main() -> None:
-        stage = Stage()
-        asleep = asyncio.Event()
-
-        async def sleep(_: float) -> None:
-            asleep.set()
-            await asyncio.Event().wait()
-
-        supervisor = TaskSupervisor(clock=lambda: stage.now, rng=random.Random(1), sleep=sleep)
-
-        async def work() -> None:
-            raise OSError
-
-        task = supervisor.start("a", work)
-        await asleep.wait()
-        stage.now += 10 * RECENT_S
-        (problem,) = supervisor.health()
-        assert "about to be started again" in problem
-        await ended(task)
-
-    run(main())
+    task = supervisor.start("a", work)
+    await asleep.wait()
+    stage.now += 10 * RECENT_S
+    (problem,) = supervisor.health()
+    assert "about to be started again" in problem
+    await ended(task)
 
 
 def starts(path: Path) -> list[tuple[str, str]]:

@@ -48,8 +48,7 @@ def test_only_the_router_is_signalled_and_its_readiness_waited_for() -> None:
 
 def test_the_store_is_in_the_state_directory() -> None:
     service = unit()["Service"]
-    variable = variable_of("data_dir")
-    assert service["Environment"] == f"{variable}=%S/{service['StateDirectory']}"
+    assert service["Environment"] == f"{variable_of('data_dir')}=%S/{service['StateDirectory']}"
 
 
 def test_every_setting_of_the_environment_file_is_one_and_takes_its_example() -> None:

@@ -18,7 +18,7 @@ VALUES = st.floats(0, 100) | st.sampled_from(BUCKETS)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", 'b"\\', "c\n", ""]), VALUES), max_size=20))
-def test_the_page_is_that_of_the_library(counted: list[tuple[str, float]]) -> None:
+def test_the_page_equals_that_of_prometheus_client(counted: list[tuple[str, float]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     own_metrics: list[Any] = [
         Counter("x_total", "Text", ("name",), ours),
@@ -55,7 +55,7 @@ def test_a_removed_series_is_shown_no_longer_and_begins_at_zero() -> None:
     assert registry.get_sample_value("x_total", {"name": "a"}) == 1
 
 
-def test_labels_must_be_all_there() -> None:
+def test_missing_labels_are_an_error() -> None:
     counter = Counter("x_total", "Text", ("name", "code"), CollectorRegistry())
     with pytest.raises(ValueError, match="labels"):
         counter.labels("a")

@@ -28,7 +28,7 @@ def asked(body: dict[str, Any], path: str = CHAT_PATH) -> TokenRequest:
     return request
 
 
-def test_names_are_whole_words() -> None:
+def test_the_fields_without_influence_are_complete_names() -> None:
     assert {"model", "prediction", "return_mm_kwargs", "cache_salt"} <= WITHOUT_TOKENS
     assert all(len(name) > 1 or name == "n" for name in WITHOUT_TOKENS)
     # These fields do decide the tokens.
@@ -109,8 +109,7 @@ def test_a_result_within_results_is_descended_without_recursion() -> None:
     block: dict[str, Any] = {"type": "image"}
     for _ in range(300):
         block = {"type": "tool_result", "content": [block]}
-    message = {"role": "user", "content": [block]}
-    assert asked({"messages": [message]}, MESSAGES_PATH).media_at == 0
+    assert asked({"messages": [{"role": "user", "content": [block]}]}, MESSAGES_PATH).media_at == 0
     deep = b'[{"type":"tool_result","content":' * 450 + b"[]" + b"}]" * 450
     body = read_client_body(MESSAGES_PATH, b'{"messages":[{"role":"user","content":' + deep + b"}]}")
     request = read(MESSAGES_PATH, body)
@@ -209,7 +208,7 @@ def test_a_completion_is_forwarded_with_its_ids() -> None:
         (TEXT_PATH, body(), Prompt(9, None, "none", replaces=True)),
     ],
 )
-def test_in_doubt_the_clients_body_is_forwarded(path: str, raw: bytes, prompt: Prompt) -> None:
+def test_the_clients_body_is_forwarded_in_doubt(path: str, raw: bytes, prompt: Prompt) -> None:
     assert forwarded_body(path, raw, prompt) is raw
 
 

@@ -20,7 +20,7 @@ def ids(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.arange(count, dtype=np.int64)
 
 
-def test_the_least_recently_used_goes() -> None:
+def test_the_least_recently_used_tokens_are_forgotten() -> None:
     room = 3 * (4 * 100 + OVERHEAD_BYTES)
     memory = PromptMemory(Clock(), memory_bytes=room)
     for name in (b"a", b"b", b"c"):

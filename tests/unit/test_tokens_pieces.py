@@ -92,7 +92,7 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], bool]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_make_the_whole(kind: str) -> None:
+def test_the_tokens_of_the_pieces_equal_those_of_the_whole(kind: str) -> None:
     make, remembers = KINDS[kind]
     tokenizer = make()
     pieces = PieceCache(tokenizer, TEMPLATE)

@@ -85,7 +85,7 @@ class Medium(Enum):
 @pytest.mark.parametrize(
     ("given", "name"), [(None, "GPU"), ("GPU", "GPU"), ("cpu", "CPU"), (Medium.CPU, "CPU"), ("STORAGE", "STORAGE")]
 )
-def test_media(given: Any, name: str) -> None:
+def test_each_medium_has_its_name(given: Any, name: str) -> None:
     assert medium_name(given) == name
 
 
@@ -149,7 +149,7 @@ def test_the_parent_of_a_range_is_not_that_of_a_sparse_event() -> None:
     same(translate([sparse], {}), [ReportStored(pack([1]), None, "GPU", block_size=16)])
 
 
-def test_what_is_told_elsewhere_is_left_out() -> None:
+def test_events_reported_elsewhere_are_left_out() -> None:
     void, handed, kept = stored([1]), removed([2]), stored([3])
     notes: Notes = {}
     note(notes, void, None)
@@ -231,7 +231,7 @@ def hash_at(end: int, hash_block_size: int) -> int:
         ("0000", None, 0, 0, [], 0),
     ],
 )
-def test_positions_of_kept_blocks(
+def test_positions_of_kept_blocks_are_found(
     pattern: str, mask: list[bool] | None, first: int, hashes: int, runs: Any, before: int
 ) -> None:
     parent = hash_at(first * 16, 16) if first else None
@@ -250,7 +250,7 @@ def test_an_event_that_does_not_fit_its_blocks_is_refused() -> None:
         position_of(stored([1, 2, 3]), REQUEST, blocks("00xx"), None, 0, 4, 16, 16)
 
 
-def test_runs_of_neighbours() -> None:
+def test_neighbouring_positions_are_merged_into_runs() -> None:
     assert merge_runs([], 16) == []
     assert merge_runs([16, 32, 48, 96, 112, 160], 16) == [(16, 3), (96, 2), (160, 1)]
     assert merge_runs([64, 128], 16) == [(64, 1), (128, 1)]
@@ -287,7 +287,7 @@ def test_raw_events_before_024_keep_their_group() -> None:
     )
 
 
-def test_what_a_failed_transfer_gives_up_was_never_held() -> None:
+def test_blocks_of_a_failed_transfer_were_never_held() -> None:
     """From vLLM 0.33 on, the removal of such a chunk stays within vLLM."""
     events = [raw([key(1)], True, metadata_only=True), raw([key(2)], True, metadata_only=False)]
     same(translate_offloaded(events, GROUPS, lambda _: None), [ReportRemoved(pack([2]), 0, "CPU")])
@@ -351,5 +351,5 @@ def test_a_chunk_table_forgets_the_older_half() -> None:
         ("x", None),
     ],
 )
-def test_versions(text: str, parsed: Any) -> None:
+def test_versions_are_parsed(text: str, parsed: Any) -> None:
     assert parse_version(text) == parsed

@@ -13,7 +13,7 @@ def entry(name: str, commit: int) -> LogEntry:
     return LogEntry(WorkerKey("m", name), f"{commit}-0", commit, "e", commit, commit, False, [], {})
 
 
-def test_one_of_each_worker_in_turn() -> None:
+def test_one_entry_of_each_worker_comes_in_turn() -> None:
     backlog: list[FollowerItem] = [entry("noisy", number) for number in range(50)]
     items = [*backlog, entry("quiet", 0), entry("quiet", 1), Reload(WorkerKey("m", "third"), "trimmed"), StoreBack(())]
     ordered = list(in_turns(items))
@@ -27,6 +27,6 @@ def test_one_of_each_worker_in_turn() -> None:
         assert commits == sorted(commits)
 
 
-def test_what_breaks_a_worker_s_log_keeps_its_place_in_it() -> None:
+def test_a_break_of_a_log_keeps_its_place() -> None:
     reload = Reload(WorkerKey("m", "a"), "trimmed")
     assert list(in_turns([entry("a", 1), reload])) == [entry("a", 1), reload]

@@ -28,7 +28,7 @@ def test_most_texts_without_tokens_are_named_with_the_usual_reason() -> None:
     assert texts.health() == [f"model m: {missing.text}"] and "(unauthorized): sentence" in missing.text
 
 
-def test_half_is_not_most_and_what_is_well_again_is_forgotten() -> None:
+def test_half_of_the_texts_are_not_most_and_success_ends_the_finding() -> None:
     texts = UnknownPrompts()
     for _ in range(WINDOW):
         texts.add("m", unknown("busy"))
@@ -38,7 +38,7 @@ def test_half_is_not_most_and_what_is_well_again_is_forgotten() -> None:
     assert not list(texts.found())
 
 
-def test_what_a_request_decides_alone_and_ids_of_clients_do_not_count() -> None:
+def test_refusals_of_single_requests_and_given_ids_do_not_count() -> None:
     texts = UnknownPrompts()
     for _ in range(COUNTED_MIN):
         for reason in OF_THE_REQUEST:

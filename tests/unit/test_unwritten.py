@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,29 +25,26 @@ GREETING_S = 3.0
 
 
 @pytest.mark.parametrize("news", ["the stream is changed", "a batch comes"])
-def test_news_waits_from_when_it_is_known_whatever_the_writer_is_busy_with(news: str) -> None:
-    async def main() -> None:
-        now_s = 100.0
-        services = bare_services(lambda: now_s)
-        record = WorkerRecord(Registration(WORKER, events="tcp://127.0.0.1:1", replay=REPLAY), services, lambda: None)
-        commits = CommitLoop(record, cast(Any, SimpleNamespace(number=1)), services)
-        mirror = SimpleNamespace(begin_epoch=lambda worker, epoch: None, change=lambda worker, changes: None)
-        record.lead = MirrorLead(WORKER, cast(Any, mirror), max_blocks=10)
-        for item in (FellBehind(), Connected(), batch(0, stored([1])), CaughtUp()):
-            record.ingest.apply(item, now_s)
+async def test_a_change_waits_from_the_moment_it_is_known(news: str) -> None:
+    now_s = 100.0
+    services = bare_services(lambda: now_s)
+    record = WorkerRecord(Registration(WORKER, events="tcp://127.0.0.1:1", replay=REPLAY), services, lambda: None)
+    commits = CommitLoop(record, cast(Any, SimpleNamespace(number=1)), services)
+    mirror = SimpleNamespace(begin_epoch=lambda worker, epoch: None, change=lambda worker, changes: None)
+    record.lead = MirrorLead(WORKER, cast(Any, mirror), max_blocks=10)
+    for item in (FellBehind(), Connected(), batch(0, stored([1])), CaughtUp()):
+        record.ingest.apply(item, now_s)
+    record.refresh()
+    assert record.ingest.state is StreamState.LIVE
+    # The store has everything by now; a checkpoint is being written, or the patch is greeted.
+    services.held.unwritten_since_s.clear()
+    record.dirty.clear()
+    if news == "a batch comes":
+        record.ingest.apply(batch(1, stored([2])), now_s)
         record.refresh()
-        assert record.ingest.state is StreamState.LIVE
-        # The store has everything by now; a checkpoint is being written, or the patch is greeted.
-        services.held.unwritten_since_s.clear()
-        record.dirty.clear()
-        if news == "a batch comes":
-            record.ingest.apply(batch(1, stored([2])), now_s)
-            record.refresh()
-            commits.wake()
-        else:
-            record.pause("the other stream is followed in a moment")
-        now_s += GREETING_S
-        assert services.held.waits_s(keys.worker_tag(WORKER), now_s) == GREETING_S
-        record.end_timer()
-
-    asyncio.run(main())
+        commits.wake()
+    else:
+        record.pause("the other stream is followed in a moment")
+    now_s += GREETING_S
+    assert services.held.waits_s(keys.worker_tag(WORKER), now_s) == GREETING_S
+    record.end_timer()

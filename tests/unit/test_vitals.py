@@ -34,7 +34,7 @@ def test_an_engine_that_is_not_up_is_absent_until_it_answers() -> None:
     assert vitals.observe(GONE, 0.0) == [EngineLost("refused")]
 
 
-def test_nobody_listens_is_a_loss_at_once_and_told_once() -> None:
+def test_a_refused_connection_is_a_loss_reported_once() -> None:
     vitals = EngineLiveness()
     vitals.observe(Pulse(), 0.0)
     assert vitals.observe(GONE, 1.0) == [EngineLost("refused")]
@@ -63,7 +63,7 @@ def test_a_new_start_time_is_another_process_and_an_equal_one_the_same() -> None
     assert vitals.observe(Pulse(6.5), 4.0) == [EngineSame(4.0, 6.5)]
 
 
-def test_back_and_another() -> None:
+def test_an_engine_that_returns_with_another_start_is_another_process() -> None:
     vitals = EngineLiveness()
     vitals.observe(Pulse(5.0), 0.0)
     vitals.observe(GONE, 1.0)

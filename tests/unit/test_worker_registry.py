@@ -73,7 +73,7 @@ def subscriber(registry: WorkerRegistry) -> Subscriber:
     return subscriber
 
 
-def test_members_are_told_after_each_change(registry: WorkerRegistry, subscriber: Subscriber) -> None:
+def test_members_are_notified_after_each_change(registry: WorkerRegistry, subscriber: Subscriber) -> None:
     registry.add(stream(ONE))
     registry.add(two := stream(TWO))
     assert subscriber.take() == [[ONE], [ONE, TWO]]
@@ -137,7 +137,7 @@ def test_another_life_is_told_before_its_view_and_once(registry: WorkerRegistry,
     )
 
 
-def test_each_hears_only_what_it_subscribed_to(registry: WorkerRegistry) -> None:
+def test_a_subscriber_hears_only_its_subscriptions(registry: WorkerRegistry) -> None:
     to_members, to_load = Subscriber(registry), Subscriber(registry)
     registry.subscribe(members=to_members.members)
     registry.subscribe(load=to_load.load)
@@ -163,7 +163,7 @@ def test_streams_are_changed_by_nobody_else(registry: WorkerRegistry) -> None:
         registry.streams[TWO] = stream(TWO)  # type: ignore[index]
 
 
-def test_what_is_registered_is_found_anew_after_a_change(registry: WorkerRegistry) -> None:
+def test_lookups_follow_each_change_of_the_registrations(registry: WorkerRegistry) -> None:
     registry.add(one := stream(ONE, role=Role.PREFILL))
     first = registry.registrations()
     assert first == (one.registration,) and registry.registrations() is first
@@ -176,7 +176,7 @@ def test_what_is_registered_is_found_anew_after_a_change(registry: WorkerRegistr
     assert [registration.worker for registration in registry.registrations()] == [ONE, TWO]
 
 
-def test_of_an_unknown_worker_the_usual_holds(registry: WorkerRegistry) -> None:
+def test_an_unknown_worker_has_default_answers(registry: WorkerRegistry) -> None:
     assert registry.given_id(ONE) == "one"
     assert registry.handover(ONE) is HandoverWay.KV_TRANSFER_PARAMS
     assert not registry.drains(ONE)

@@ -43,7 +43,7 @@ def stage() -> Stage:
     return Stage()
 
 
-def test_what_happened_to_a_live_worker_is_said_for_a_while(stage: Stage) -> None:
+def test_a_past_problem_of_a_live_worker_is_shown_for_a_while(stage: Stage) -> None:
     stage.connect()
     stream = stage.stream
     assert stream.view.state is StreamState.LIVE and "no replay endpoint" in stream.view.reason
