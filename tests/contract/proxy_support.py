@@ -198,6 +198,7 @@ class ProxyServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         config = self._config
+        self.pool = Pool(self.loop, AllowList(config.allow_hosts))
         # The rest of the API uses a real placer.
         placer = Placer(
             self.core,
@@ -213,7 +214,7 @@ class ProxyServer:
             resolve=self.core.resolve,
             registrations=self.core.registrations,
             admission=self.admission,
-            pool=Pool(self.loop, AllowList(config.allow_hosts)),
+            pool=self.pool,
             metrics=self.metrics.proxy,
             quality=self.quality,
             allowed=AllowList(config.allow_hosts),
@@ -234,7 +235,7 @@ class ProxyServer:
             self.quality.tracing,
             access=access,
         )
-        self._server = uvicorn.Server(
+        self.server = uvicorn.Server(
             uvicorn.Config(
                 app.cold,
                 http=connection_factory(app, self._limits, lambda: access.context),  # type: ignore[arg-type]
@@ -246,13 +247,13 @@ class ProxyServer:
             )
         )
         self.loop.call_later(0.05, self._started.set)
-        await self._server.serve(sockets=[self._socket])
+        await self.server.serve(sockets=[self._socket])
         proxy.close()
         if self.quality.tracing is not None:
             await self.quality.tracing.close()
 
     def close(self) -> None:
-        self._server.should_exit = True
+        self.server.should_exit = True
         self._thread.join(WAIT_S)
         self._socket.close()
 

@@ -16,6 +16,7 @@ from tests.contract import (
     test_proxy,
     test_proxy_broken_answers,
     test_proxy_clients,
+    test_proxy_departures,
     test_proxy_faults,
     test_proxy_short_ways,
 )
@@ -29,6 +30,7 @@ MODULES: tuple[ModuleType, ...] = (
     test_proxy,
     test_proxy_broken_answers,
     test_proxy_clients,
+    test_proxy_departures,
     test_proxy_faults,
     test_proxy_short_ways,
 )

@@ -119,7 +119,9 @@ class ScriptedEngine:
         self.looked: list[str] = []
         # Requests whose connection the other side ended while the script ran.
         self.given_up = 0
+        # Connections so far, and those of them that are open.
         self.connections = 0
+        self.open_connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self._listener.getsockname()[1]
         self._started = threading.Event()
@@ -159,6 +161,7 @@ class ScriptedEngine:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self.open_connections += 1
         number = self.connections
         try:
             # A cancellation ends here, because asyncio before 3.12 logs a task that it ended.
@@ -166,6 +169,7 @@ class ScriptedEngine:
                 while not writer.is_closing():
                     await self._answer(await _read(reader, number), reader, writer)
         finally:
+            self.open_connections -= 1
             writer.close()
 
     async def _answer(self, request: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -135,11 +135,11 @@ class Connection(asyncio.Protocol):
         Both the call and the signal may raise Failure, but only after `take` got all parts received before.
         """
         self._take = take
+        # `take` may pause the connection again, so this comes first.
+        self._unpause()
         parts, self._parts = self._parts, []
         if parts:
             take(parts)
-        if self._paused:
-            self._unpause()
         if self._failure is not None:
             raise self._failure
         ended: Signal[None] = Signal()
