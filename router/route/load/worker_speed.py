@@ -15,7 +15,7 @@ from collections.abc import Iterable
 # of day.
 SAMPLES = 64
 # Fewer samples prove nothing; the median of three tolerates one wrong sample. An unequal fleet learns its speeds from
-# three prompts a worker: with eight, half of a short run was over before (docs/reference/benchmarks.md).
+# three prompts a worker: with eight, half of a short run was over before (benchmarks/results/2026-choice.md).
 SAMPLES_MIN = 3
 # The time of a shorter prompt is mostly overhead (a step, the network), not computing.
 PREFILL_TOKENS_MIN = 512

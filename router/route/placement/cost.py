@@ -42,22 +42,22 @@ from kvrouter.router.route.placement.policies import LEAST_COST, Policy
 # The cost of a token of context that is being decoded, for a new prompt. The prompt's chunks share their steps with the
 # running sequences, and a sequence of some thousand tokens takes 0.2 to 0.4 ms of a step (simulator/engine/timing.py),
 # as much as 4 to 6 tokens of prefill, in each of the one to three steps of a prompt. With a higher value, queues
-# elsewhere get longer (docs/reference/benchmarks.md).
+# elsewhere get longer (benchmarks/results/2026-choosing.md).
 DECODE_TOKEN_COST = 0.001
 
 # A worker may hold a hybrid model's blocks of full attention beyond the last point where the prompt can resume, because
 # windows or states were not kept there. Where such a prompt diverges, vLLM keeps a checkpoint (a junction), and the
 # next prompt with this beginning resumes there: computing that part at this worker is worth nearly as much as a hit.
 # The share is below 1, so that of two equal lengths the actual hit wins. With 0.25 a short queue outweighs most of it;
-# docs/reference/benchmarks.md has the effect.
+# benchmarks/results/2026-choosing.md has the effect.
 JUNCTION_SHARE = 0.9
 
 # Computing a prompt delays all later ones and evicts blocks that they might have reused. By queueing theory (one
 # server, first come first served, random arrivals, mean work m, load r), work x behind queued work q makes all later
 # prompts together wait r / (1 - r) * x * (2 * q + x) / (2 * m) longer; at r = 0.5 the first factor is 1. A second copy
 # of a prefix evicts another one, and computing that again costs more than the wait; how much depends on the workload.
-# From a sweep from 0 to 16 (docs/reference/benchmarks.md): up to this value reuse grows and first tokens come as soon,
-# or sooner under load; beyond it they come later.
+# From a sweep from 0 to 16 (benchmarks/results/2026-choosing.md): up to this value reuse grows and first tokens come as
+# soon, or sooner under load; beyond it they come later.
 DELAY_WEIGHT = 8.0
 
 # A block that is pushed out and computed again pushes out another one. If it comes back with probability p, pushing it
