@@ -16,31 +16,13 @@ import msgspec
 import typer
 import zmq
 
-from kvrouter.simulator.cache.shapes import SHAPES, Geometry, UnsupportedGeometry, make_geometry
+from kvrouter.simulator.cache.shapes import SHAPES, UnsupportedGeometry, make_geometry
 from kvrouter.simulator.engine.replica import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_RUNNING, DEFAULT_MAX_TEXT_TOKENS
 from kvrouter.simulator.engine.timing import INSTANT, Timing
 from kvrouter.simulator.http.faults import Faults
 from kvrouter.simulator.http.server import ANY_PORT, ReplicaServer, ServerThread
 
 DEFAULT = Timing()
-
-
-def _timing(options: SimpleNamespace) -> Timing:
-    if options.instant:
-        return INSTANT
-    return Timing(
-        prefill_tokens_per_s=options.prefill_rate,
-        step_base_s=options.step_ms / 1e3,
-        decode_sequence_s=options.decode_ms / 1e3,
-        load_tokens_per_s=options.load_rate,
-    )
-
-
-def _geometry(options: SimpleNamespace) -> Geometry:
-    interval = None if options.retention == "dense" else int(options.retention)
-    return make_geometry(
-        options.shape, block_size=options.block_size, window=options.window, retention_interval=interval
-    )
 
 
 def _servers(
@@ -50,7 +32,13 @@ def _servers(
         raise ValueError(f"--replicas {options.replicas}: start 1 or more")
     if options.replicas > 1 and (options.events, options.replay) != (ANY_PORT, ANY_PORT):
         raise ValueError("--events and --replay name one replica's endpoints; leave them out with more than one")
-    geometry, timing = _geometry(options), _timing(options)
+    interval = None if options.retention == "dense" else int(options.retention)
+    geometry = make_geometry(
+        options.shape, block_size=options.block_size, window=options.window, retention_interval=interval
+    )
+    timing = INSTANT
+    if not options.instant:
+        timing = Timing(options.prefill_rate, options.step_ms / 1e3, options.decode_ms / 1e3, options.load_rate)
     servers = []
     for n in range(options.replicas):
         server = ReplicaServer(

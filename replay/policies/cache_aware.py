@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 
-from kvrouter.replay.policies.peer import Sight
+from kvrouter.replay.policies.peer import Rule, Sight
 from kvrouter.replay.policies.prefix_tree import PrefixTree
 
 CACHE_THRESHOLD = 0.3
@@ -28,7 +28,7 @@ EVICT_EVERY_S = 120.0
 TEXT_BYTES_PER_TOKEN = 4
 
 
-class CacheAware:
+class CacheAware(Rule):
     """A rule that remembers every prompt it has placed, within the size of its tree."""
 
     def __init__(self, workers: int, piece_tokens: int) -> None:
@@ -51,6 +51,3 @@ class CacheAware:
     def placed(self, sight: Sight, worker: int) -> None:
         """Insert the prompt into the tree."""
         self._tree.insert(sight.pieces.tolist(), worker)
-
-    def done(self, blocks: list[int], worker: int) -> None:
-        """Keep the prompt, as the tree does not depend on running requests."""

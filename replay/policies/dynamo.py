@@ -19,10 +19,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from kvrouter.replay.policies.peer import Sight, least
+from kvrouter.replay.policies.peer import Rule, Sight, least
 
 
-class Dynamo:
+class Dynamo(Rule):
     """A rule that remembers the blocks of running requests."""
 
     def __init__(self, workers: int) -> None:

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import random
 
-from kvrouter.replay.policies.peer import Sight, StatelessRule, least
+from kvrouter.replay.policies.peer import Rule, Sight, least
 
 QUEUE_WEIGHT = 2.0
 KV_USAGE_WEIGHT = 2.0
 PREFIX_WEIGHT = 3.0
 
 
-class LlmD(StatelessRule):
+class LlmD(Rule):
     """llm-d's rule, which needs no state."""
 
     def pick(self, sight: Sight, rng: random.Random) -> int:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import random
 
-from kvrouter.replay.policies.peer import Sight, StatelessRule, least
+from kvrouter.replay.policies.peer import Rule, Sight, least
 
 
-class LMetric(StatelessRule):
+class LMetric(Rule):
     """LMetric's rule, which needs no state."""
 
     def __init__(self, *, exact: bool = False) -> None:

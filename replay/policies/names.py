@@ -43,8 +43,6 @@ COMPARED = (
     OWN,
 )
 NAMES = (*this_router.NAMES, *RULES)
-# Randomness has no effect on these policies.
-WITHOUT_CHANCE = frozenset({BASELINE, "session_hash", "cache_aware", "vllm_router"})
 
 
 def router_of(name: str, fleet: VirtualFleet, seed: int, piece_tokens: int) -> Router:

@@ -11,15 +11,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.replay.fleet.virtual_fleet import MODEL, VirtualFleet
-from kvrouter.replay.policies.routing import Arrival, EngineLoads
+from kvrouter.replay.policies.routing import Arrival, EngineLoads, Placed
 from kvrouter.router.index.matching.question import Question
-from kvrouter.router.model.engines.engine_metrics import EngineLoad
 
 
 @dataclass(slots=True)
@@ -46,74 +44,24 @@ class Sight:
     # Cached tokens by all groups and tiers, which no other router sees.
     exact_hits: Sequence[int]
     in_flight: Sequence[InFlight]
-    loads: EngineLoads = field(repr=False)
+    # Returns the engines' gauges.
+    engines: EngineLoads = field(repr=False)
     # See `Request.session`.
     session: int | None = None
 
-    def engines(self) -> Sequence[EngineLoad]:
-        """Return the engines' gauges."""
-        return self.loads()
 
-
-class Rule(Protocol):
-    """The interface of a rule, which picks a worker and may keep state of requests by `placed` and `done`."""
+class Rule:
+    """The base of a rule, which picks a worker and may keep state of requests by `placed` and `done`."""
 
     def pick(self, sight: Sight, rng: random.Random) -> int:
         """Return the worker for a prompt."""
-        ...
+        raise NotImplementedError
 
     def placed(self, sight: Sight, worker: int) -> None:
         """Note that the prompt was placed at `worker`, which may differ from the rule's pick."""
-        ...
 
     def done(self, blocks: list[int], worker: int) -> None:
         """Note that a request with these blocks has ended."""
-        ...
-
-
-class StatelessRule:
-    """The base of a rule that keeps no state."""
-
-    def placed(self, sight: Sight, worker: int) -> None:
-        """Do nothing."""
-
-    def done(self, blocks: list[int], worker: int) -> None:
-        """Do nothing."""
-
-
-class PeerPlaced:
-    """A request at the worker that a rule has picked."""
-
-    __slots__ = ("_blocks", "_prefill_tokens", "_router", "achievable_tokens", "number", "predicted_tokens")
-
-    def __init__(
-        self, router: PeerRouter, number: int, blocks: list[int], prefill_tokens: int, achievable: int, predicted: int
-    ) -> None:
-        self._router = router
-        self._blocks = blocks
-        self._prefill_tokens = prefill_tokens
-        self.number = number
-        self.achievable_tokens = achievable
-        self.predicted_tokens = predicted
-
-    def first_token(self) -> None:
-        """Note the first token: the prompt is computed."""
-        self._router.in_flight[self.number].prefill_tokens -= self._prefill_tokens
-        self._prefill_tokens = 0
-
-    @property
-    def expected_tokens(self) -> int:
-        """Tokens that the index predicts to be reused."""
-        return self.predicted_tokens
-
-    def reused(self, tokens: int) -> None:
-        """Do nothing, as these routers do not learn from it."""
-
-    def done(self, output_tokens: int | None) -> None:
-        """End the request."""
-        self.first_token()
-        self._router.in_flight[self.number].requests -= 1
-        self._router.rule.done(self._blocks, self.number)
 
 
 class PeerRouter:
@@ -129,7 +77,7 @@ class PeerRouter:
         self._block_tokens = fleet.block_tokens
         self._step = fleet.block_tokens // fleet.hash_block_size(MODEL)
 
-    def place(self, arrival: Arrival, pinned: int | None = None) -> PeerPlaced:
+    def place(self, arrival: Arrival, pinned: int | None = None) -> Placed:
         """Place a request at the worker that the rule picks, or at `pinned`."""
         self._fleet.catch_up()
         hits = self._fleet.hits(Question(MODEL, arrival.num_tokens, block_hashes=arrival.hashes))
@@ -151,14 +99,30 @@ class PeerRouter:
         )
         chosen = self.rule.pick(sight, self._rng) if pinned is None else pinned
         prefill_tokens = arrival.num_tokens - full_attention[chosen]
-        self.in_flight[chosen].requests += 1
-        self.in_flight[chosen].prefill_tokens += prefill_tokens
+        in_flight, blocks = self.in_flight[chosen], sight.blocks
+        in_flight.requests += 1
+        in_flight.prefill_tokens += prefill_tokens
         self.rule.placed(sight, chosen)
-        return PeerPlaced(self, chosen, sight.blocks, prefill_tokens, max(exact), exact[chosen])
+
+        def first_token() -> None:
+            nonlocal prefill_tokens
+            in_flight.prefill_tokens -= prefill_tokens
+            prefill_tokens = 0
+
+        def done(output_tokens: int | None) -> None:
+            first_token()
+            in_flight.requests -= 1
+            self.rule.done(blocks, chosen)
+
+        return Placed(chosen, max(exact), exact[chosen], exact[chosen], _learn_nothing, first_token, done)
 
     def tend(self, loads: EngineLoads) -> None:
         """Keep the engines' gauges for the next pick."""
         self._loads = loads
+
+
+def _learn_nothing(tokens: int) -> None:
+    """Ignore the reused tokens, as these routers do not learn from them."""
 
 
 def least(costs: Sequence[float], rng: random.Random) -> int:

@@ -30,46 +30,26 @@ class Arrival(NamedTuple):
     key: str = ""
 
 
-class Placed(Protocol):
-    """The interface of a placed request.
+class Placed(NamedTuple):
+    """A placed request, and the functions that report its progress.
 
     Hits follow vLLM's hit rule over every group and tier, whatever the policy itself looks at.
     """
 
-    @property
-    def number(self) -> int:
-        """Index of the worker."""
-        ...
-
-    @property
-    def achievable_tokens(self) -> int:
-        """Longest hit of any worker when the request came."""
-        ...
-
-    @property
-    def predicted_tokens(self) -> int:
-        """Hit of the request's own worker, by the index."""
-        ...
-
-    @property
-    def expected_tokens(self) -> int:
-        """Predicted tokens and those that other requests will have computed before this one gets its turn.
-
-        A router that expects nothing returns the predicted tokens.
-        """
-        ...
-
-    def reused(self, tokens: int) -> None:
-        """Note the tokens that the replica really reused."""
-        ...
-
-    def first_token(self) -> None:
-        """Note the first token."""
-        ...
-
-    def done(self, output_tokens: int | None) -> None:
-        """End the request. `output_tokens` is None if its worker refused or lost it."""
-        ...
+    # Index of the worker.
+    number: int
+    # Longest hit of any worker when the request came.
+    achievable_tokens: int
+    # Hit of the request's own worker, by the index.
+    predicted_tokens: int
+    # Predicted tokens and those that other requests will have computed before this one gets its turn. A router that
+    # expects nothing has the predicted tokens.
+    expected_tokens: int
+    # Takes the tokens that the replica really reused.
+    reused: Callable[[int], None]
+    first_token: Callable[[], None]
+    # Ends the request. It takes the tokens of the answer, or None if the worker refused or lost the request.
+    done: Callable[[int | None], None]
 
 
 class Router(Protocol):

@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 from hashlib import blake2b
 
-from kvrouter.replay.policies.peer import Sight, StatelessRule
+from kvrouter.replay.policies.peer import Rule, Sight
 
 
-class SessionHash(StatelessRule):
+class SessionHash(Rule):
     """A rule over a fixed number of workers."""
 
     def __init__(self, workers: int) -> None:

@@ -12,56 +12,19 @@ import itertools
 import random
 
 from kvrouter.replay.fleet.virtual_fleet import MODEL, VirtualFleet
-from kvrouter.replay.policies.routing import Arrival, EngineLoads
+from kvrouter.replay.policies.routing import Arrival, EngineLoads, Placed
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.route.placement.candidates import Pin
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
-from kvrouter.router.route.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.route.placement.placement_request import PlacementRequest
 from kvrouter.router.route.placement.placer import Placer
 from kvrouter.router.route.placement.policies import KV, OTHERS
 
 # How often the router reads each engine's load.
 GAUGE_EVERY_S = 2.0
 NAMES = (KV, *OTHERS)
-
-
-class OwnPlaced:
-    """A request placed by this router."""
-
-    __slots__ = ("_placement", "number")
-
-    def __init__(self, placement: Placement, number: int) -> None:
-        self._placement = placement
-        self.number = number
-
-    @property
-    def achievable_tokens(self) -> int:
-        """Longest hit of any worker when the request came."""
-        return self._placement.choice.best_hit_tokens
-
-    @property
-    def predicted_tokens(self) -> int:
-        """Hit of the request's own worker, over every group and tier."""
-        return self._placement.choice.hit.tokens
-
-    @property
-    def expected_tokens(self) -> int:
-        """Tokens that the router expects to be reused when the request gets its turn."""
-        return self._placement.expected_tokens
-
-    def reused(self, tokens: int) -> None:
-        """Report the tokens that the replica reused."""
-        self._placement.reused(tokens)
-
-    def first_token(self) -> None:
-        """Report the first token."""
-        self._placement.first_token()
-
-    def done(self, output_tokens: int | None) -> None:
-        """End the reservation."""
-        self._placement.done(output_tokens)
 
 
 class ThisRouter:
@@ -83,7 +46,7 @@ class ThisRouter:
         self._tick_s = 0.0
         self._gauge_s = 0.0
 
-    def place(self, arrival: Arrival, pinned: int | None = None) -> OwnPlaced:
+    def place(self, arrival: Arrival, pinned: int | None = None) -> Placed:
         """Place a request by the policy, or at `pinned`.
 
         No request waits: if all workers are saturated, the cheapest one gets it.
@@ -97,7 +60,16 @@ class ThisRouter:
             key_name=arrival.key,
         )
         placement = self._placer.reserve(request, anyway=True)
-        return OwnPlaced(placement, self._numbers[placement.worker])
+        choice = placement.choice
+        return Placed(
+            self._numbers[placement.worker],
+            choice.best_hit_tokens,
+            choice.hit.tokens,
+            placement.expected_tokens,
+            placement.reused,
+            placement.first_token,
+            placement.done,
+        )
 
     def tend(self, loads: EngineLoads) -> None:
         """Update the placer's gauges and timers when they are due."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from kvrouter.replay.policies.peer import Sight
+from kvrouter.replay.policies.peer import Rule, Sight
 
 SPECULATIVE_S = 2.0
 
 
-class VllmRouter:
+class VllmRouter(Rule):
     """A rule that remembers the blocks sent to each worker in the last two seconds."""
 
     def __init__(self, workers: int) -> None:
@@ -39,9 +39,6 @@ class VllmRouter:
         until_s = sight.now_s + SPECULATIVE_S
         self._sent[worker].update(dict.fromkeys(blocks, until_s))
         self._order.append((until_s, worker, blocks))
-
-    def done(self, blocks: list[int], worker: int) -> None:
-        """Do nothing, as blocks expire by time."""
 
     def _scores(self, sight: Sight) -> list[int]:
         """Return for each worker how many blocks in a row, from the first on, count as cached."""

@@ -87,7 +87,7 @@ class Summary(msgspec.Struct, frozen=True):
     # Until the last request ended.
     span_s: float
     wall_s: float
-    # See `PolicyRun`.
+    # Answers that ended in a second of the run (at saturation, the fleet's throughput), and their tokens.
     requests_per_s: float
     output_tokens_per_s: float
 
@@ -133,16 +133,6 @@ class PolicyRun:
         self.output.append(0)
         return len(self.prompt) - 1
 
-    @property
-    def requests_per_s(self) -> float:
-        """Answers that ended in a second of the run: at saturation, the fleet's throughput."""
-        return sum(tokens > 0 for tokens in self.output) / self.span_s if self.span_s else 0.0
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        """Tokens of these answers in a second of the run."""
-        return sum(self.output) / self.span_s if self.span_s else 0.0
-
     def summary(self) -> Summary:
         """Return the run as one row."""
         answered = [number for number, ttft_s in enumerate(self.ttft_s) if not math.isnan(ttft_s)]
@@ -173,8 +163,8 @@ class PolicyRun:
             self.load.mean_balance,
             self.span_s,
             self.wall_s,
-            self.requests_per_s,
-            self.output_tokens_per_s,
+            sum(tokens > 0 for tokens in self.output) / self.span_s if self.span_s else 0.0,
+            sum(self.output) / self.span_s if self.span_s else 0.0,
         )
 
 

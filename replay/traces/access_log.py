@@ -20,8 +20,6 @@ from kvrouter.replay.traces.reader import ReadOptions
 from kvrouter.replay.traces.request import Request, TraceError
 from kvrouter.router.observe.quality.access_log import LOGGER, PIECE_TOKENS
 
-TOKENS_MAX = 1 << 24
-
 
 def is_access_line(found: dict[str, Any] | None) -> bool:
     """Return whether a decoded line is one of the access log; `found` is None for a line without a JSON object."""
@@ -45,7 +43,7 @@ def read_access_log(path: Path, lines: Iterator[Line], options: ReadOptions) -> 
 
 
 def _request(path: Path, number: int, fields: dict[str, Any], options: ReadOptions) -> Request:
-    prompt = whole_number(path, number, fields, "num_tokens", least=1, most=TOKENS_MAX)
+    prompt = whole_number(path, number, fields, "num_tokens", least=1)
     pieces = fields["pieces"]
     if not isinstance(pieces, list) or any(type(piece) is not int or not 0 <= piece < 1 << ID_BITS for piece in pieces):
         raise TraceError(at(path, number, f"pieces is {shown(pieces)}, not a list of ids below 2**{ID_BITS}"))
@@ -57,7 +55,7 @@ def _request(path: Path, number: int, fields: dict[str, Any], options: ReadOptio
         options.note(f"answers of unknown length are taken to have {options.output_tokens} tokens (--output-tokens)")
         output = options.output_tokens
     else:
-        output = whole_number(path, number, fields, "completion_tokens", least=0, most=TOKENS_MAX)
+        output = whole_number(path, number, fields, "completion_tokens", least=0)
     # A line is written at the end of its request.
     return Request(_began_s(path, number, fields), prompt, output, np.array(pieces, np.uint64))
 

@@ -49,12 +49,10 @@ def _is_vllm_log(line: bytes, fields: dict[str, Any] | None) -> bool:
     return fields is None and (b"Received request " in line or b" details: prompt: " in line)
 
 
-def _is_access_log(line: bytes, fields: dict[str, Any] | None) -> bool:
-    return access_log.is_access_line(fields)
-
-
 FORMATS: dict[str, Format] = {
-    "access": Format(access_log.read_access_log, ACCESS_PIECE_TOKENS, _is_access_log),
+    "access": Format(
+        access_log.read_access_log, ACCESS_PIECE_TOKENS, lambda _, fields: access_log.is_access_line(fields)
+    ),
     "mooncake": Format(mooncake.read_mooncake, mooncake.PIECE_TOKENS, _is_mooncake),
     "openai": Format(openai.read_openai, openai.PIECE_TOKENS, _is_openai),
     "vllm": Format(vllm_log.read_vllm_log, openai.PIECE_TOKENS, _is_vllm_log),

@@ -14,6 +14,9 @@ from kvrouter.replay.traces.request import TraceError
 # Longer than the body of any request with text; a body with pictures may be longer.
 LINE_BYTES_MAX = 64 << 20
 
+# The most tokens of a prompt or an answer.
+TOKENS_MAX = 1 << 24
+
 Line: TypeAlias = tuple[int, bytes]
 Progress: TypeAlias = Callable[[int], None]
 
@@ -56,13 +59,13 @@ def json_object(path: Path, line: Line) -> dict[str, Any]:
     return value
 
 
-def whole_number(path: Path, number: int, found: Mapping[str, Any], name: str, *, least: int, most: int) -> int:
-    """Return a field that counts something, between `least` and `most`. Raises TraceError."""
+def whole_number(path: Path, number: int, found: Mapping[str, Any], name: str, *, least: int) -> int:
+    """Return a field that counts something, between `least` and TOKENS_MAX. Raises TraceError."""
     value = found.get(name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise TraceError(at(path, number, f"{name} is {shown(value)}, not a whole number from {least} to {most}"))
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= TOKENS_MAX:
+        raise TraceError(at(path, number, f"{name} is {shown(value)}, not a whole number from {least} to {TOKENS_MAX}"))
     return value
 
 

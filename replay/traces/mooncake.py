@@ -20,7 +20,6 @@ from kvrouter.replay.traces.reader import ReadOptions
 from kvrouter.replay.traces.request import Request, TraceError
 
 PIECE_TOKENS = 512
-TOKENS_MAX = 1 << 24
 # The year 2286 in milliseconds; a larger number cannot be a time.
 MILLISECONDS_MAX = 1e13
 
@@ -43,8 +42,8 @@ def read_mooncake(path: Path, lines: Iterator[Line], options: ReadOptions) -> It
         row = _row(path, line)
         number = line[0]
         lengths = {"input_length": row.input_length, "output_length": row.output_length}
-        prompt = whole_number(path, number, lengths, "input_length", least=1, most=TOKENS_MAX)
-        output = whole_number(path, number, lengths, "output_length", least=0, most=TOKENS_MAX)
+        prompt = whole_number(path, number, lengths, "input_length", least=1)
+        output = whole_number(path, number, lengths, "output_length", least=0)
         if not 0 <= row.timestamp <= MILLISECONDS_MAX:
             raise TraceError(at(path, number, f"timestamp is {shown(row.timestamp)}, not milliseconds from 0"))
         needed = -(-prompt // size)

@@ -22,8 +22,7 @@ import msgspec
 import numpy as np
 
 from kvrouter.replay.traces.lines import Line, at, json_object, shown, whole_number
-from kvrouter.replay.traces.mooncake import TOKENS_MAX
-from kvrouter.replay.traces.pieces import pieces_of_text, pieces_of_tokens, session_number
+from kvrouter.replay.traces.pieces import pieces_of_tokens, session_number
 from kvrouter.replay.traces.reader import ReadOptions
 from kvrouter.replay.traces.request import Request, TraceError
 from kvrouter.router.base.common.timestamps import TIME_FIELDS, seconds_of, time_in
@@ -69,24 +68,11 @@ def _request(
     if isinstance(prompt, list) and body.get("messages") is not prompt:
         tokens = _token_ids(path, number, prompt)
         return Request(time_s, len(tokens), output, pieces_of_tokens(tokens, options.piece_tokens)), 0
-    if options.tokenize is not None:
-        try:
-            kind, request_body = (
-                ("chat", body) if prompt is body.get("messages") else ("text", body | {"prompt": prompt})
-            )
-            tokens = options.tokenize(kind, request_body)
-            return Request(time_s, len(tokens), output, pieces_of_tokens(tokens, options.piece_tokens)), 0
-        except ValueError as error:
-            options.note(f"the tokenizer could not read some prompts, which are estimated ({error})")
+    if prompt is body.get("messages"):
+        pieces, count, size = options.pieces_of_prompt("chat", body, lambda: chat_text(path, number, body))
     else:
-        options.note(
-            f"prompt tokens are estimated from text, {options.bytes_per_token:g} bytes each; "
-            "--tokenizer FOLDER makes them exact"
-        )
-    text = chat_text(path, number, body) if prompt is body.get("messages") else prompt
-    raw = text.encode("utf-8", "surrogatepass")
-    pieces, tokens_count = pieces_of_text(raw, options.piece_tokens, options.bytes_per_token)
-    return Request(time_s, tokens_count, output, pieces), len(raw)
+        pieces, count, size = options.pieces_of_prompt("text", body | {"prompt": prompt}, lambda: str(prompt))
+    return Request(time_s, count, output, pieces), size
 
 
 def chat_text(path: Path, number: int, body: Mapping[str, Any]) -> str:
@@ -176,10 +162,10 @@ def _output_tokens(
     path: Path, number: int, body: Mapping[str, Any], usage: Mapping[str, Any], options: ReadOptions
 ) -> int:
     if usage.get("completion_tokens") is not None:
-        return whole_number(path, number, usage, "completion_tokens", least=0, most=TOKENS_MAX)
+        return whole_number(path, number, usage, "completion_tokens", least=0)
     for name in ("max_completion_tokens", "max_tokens"):
         if body.get(name) is not None:
             options.note("answers without usage are taken to be as long as their max_tokens")
-            return whole_number(path, number, body, name, least=0, most=TOKENS_MAX)
+            return whole_number(path, number, body, name, least=0)
     options.note(f"answers of unknown length are taken to have {options.output_tokens} tokens (--output-tokens)")
     return options.output_tokens

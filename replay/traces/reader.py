@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.replay.traces.lines import Line
+from kvrouter.replay.traces.pieces import pieces_of_text, pieces_of_tokens
 from kvrouter.replay.traces.request import Request
 
 # Takes "chat" or "text" and a body as its client wrote it, and returns its token ids.
@@ -45,10 +46,30 @@ class ReadOptions:
         """Add a note, unless it is there already."""
         self.notes[sentence] = None
 
+    def pieces_of_prompt(
+        self, kind: str, body: dict[str, Any], text: Callable[[], str]
+    ) -> tuple[NDArray[np.uint64], int, int]:
+        """Return the ids of a prompt's pieces, its tokens, and the bytes of text from which these were estimated; 0: exact.
 
-class Reader(Protocol):
-    """The interface of a reader."""
+        Args:
+            kind: The kind of `body`, see `Tokenize`.
+            body: The body for the tokenizer, if there is one.
+            text: Returns the prompt as text, if no tokenizer can read it.
+        """
+        if self.tokenize is not None:
+            try:
+                tokens = self.tokenize(kind, body)
+                return pieces_of_tokens(tokens, self.piece_tokens), len(tokens), 0
+            except ValueError as error:
+                self.note(f"the tokenizer could not read some prompts, which are estimated ({error})")
+        else:
+            self.note(
+                f"prompt tokens are estimated from text, {self.bytes_per_token:g} bytes each; "
+                "--tokenizer FOLDER makes them exact"
+            )
+        raw = text().encode("utf-8", "surrogatepass")
+        return *pieces_of_text(raw, self.piece_tokens, self.bytes_per_token), len(raw)
 
-    def __call__(self, path: Path, lines: Iterator[Line], options: ReadOptions) -> Iterator[Request]:
-        """Yield the requests of a file, in any order, with times in seconds from any moment. Raises TraceError."""
-        ...
+
+# Yields the requests of a file, in any order, with times in seconds from any moment. Raises TraceError.
+Reader: TypeAlias = Callable[[Path, Iterator[Line], ReadOptions], Iterator[Request]]

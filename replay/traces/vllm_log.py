@@ -28,9 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from kvrouter.replay.traces.lines import Line, at
-from kvrouter.replay.traces.mooncake import TOKENS_MAX
-from kvrouter.replay.traces.pieces import pieces_of_text, pieces_of_tokens
+from kvrouter.replay.traces.lines import TOKENS_MAX, Line, at
+from kvrouter.replay.traces.pieces import pieces_of_tokens
 from kvrouter.replay.traces.reader import ReadOptions
 from kvrouter.replay.traces.request import Request, TraceError
 
@@ -130,19 +129,8 @@ def _request(prompt: str, params: str, time_s: float, options: ReadOptions, *, w
         return None
     if not whole and len(text) == INFO_CHARACTERS:
         options.note(f"prompts of {INFO_CHARACTERS} characters may be cut: INFO lines have no more of them")
-    if options.tokenize is not None:
-        try:
-            tokens = options.tokenize("text", {"prompt": text, "add_special_tokens": False})
-            return Request(time_s, len(tokens), output, pieces_of_tokens(tokens, options.piece_tokens))
-        except ValueError as error:
-            options.note(f"the tokenizer could not read some prompts, which are estimated ({error})")
-    else:
-        options.note(
-            f"prompt tokens are estimated from text, {options.bytes_per_token:g} bytes each; "
-            "--tokenizer FOLDER makes them exact"
-        )
-    raw = text.encode("utf-8", "surrogatepass")
-    pieces, count = pieces_of_text(raw, options.piece_tokens, options.bytes_per_token)
+    body = {"prompt": text, "add_special_tokens": False}
+    pieces, count, _ = options.pieces_of_prompt("text", body, lambda: text)
     return Request(time_s, count, output, pieces)
 
 

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import zmq
 
-from kvrouter.simulator.demo.router import DemoFailed, Http, RouterProcess, serve_command
+from kvrouter.simulator.demo.router import DemoFailed, RouterProcess, call, serve_command
 from kvrouter.simulator.demo.summary import Row, Summary
 from kvrouter.simulator.demo.trace import (
     SCENES,
@@ -91,10 +91,9 @@ class DemoOptions:
 class Demo:
     """The replicas and the router in front of them. Serves one prompt after another."""
 
-    def __init__(self, fleet: list[ReplicaServer], router: RouterProcess, http: Http, warmup: int) -> None:
+    def __init__(self, fleet: list[ReplicaServer], router: RouterProcess, warmup: int) -> None:
         self._fleet = fleet
         self._router = router
-        self._http = http
         self._warmup = warmup
         self._model = fleet[0].endpoints["model"]
         self._ids = [f"w{i}" for i in range(len(fleet))]
@@ -152,7 +151,7 @@ class Demo:
 
     def _complete(self, url: str, tokens: list[int], max_tokens: int) -> int:
         body = {"model": self._model, "prompt": tokens, "max_tokens": max_tokens}
-        usage = self._http.call(f"{url}/v1/completions", body)["usage"]
+        usage = call(f"{url}/v1/completions", body)["usage"]
         reused: int = usage["prompt_tokens_details"]["cached_tokens"]
         return reused
 
@@ -279,10 +278,9 @@ def _stay(demo: Demo, options: DemoOptions, view: View) -> None:
 
 def _start(stack: contextlib.ExitStack, options: DemoOptions, scene: DemoScene, warmup: int) -> Demo:
     """Start and register router and replicas. Everything started is stopped when `stack` closes."""
-    http = Http()
     folder = tempfile.TemporaryDirectory(prefix="kvrouter-demo-", ignore_cleanup_errors=True)
     command = options.command or partial(serve_command, policy=options.policy)
-    router = RouterProcess(Path(stack.enter_context(folder)), http=http, command=command)
+    router = RouterProcess(Path(stack.enter_context(folder)), command=command)
     stack.callback(router.stop)
     router.start()
     context = stack.enter_context(zmq.Context[zmq.Socket[bytes]]())
@@ -302,6 +300,6 @@ def _start(stack: contextlib.ExitStack, options: DemoOptions, scene: DemoScene, 
     thread = ServerThread(fleet)
     stack.callback(thread.stop)
     thread.start()
-    demo = Demo(fleet, router, http, warmup)
+    demo = Demo(fleet, router, warmup)
     demo.register()
     return demo

@@ -31,23 +31,21 @@ class DemoFailed(RuntimeError):
     """A failure that ends the demo; the error's text says why and what to look at."""
 
 
-class Http:
-    """A client for JSON over HTTP to local servers. It ignores the proxies of the environment."""
+# The proxies of the environment are ignored, as all servers are local.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def __init__(self) -> None:
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def call(self, url: str, body: object = None) -> Any:
-        """Return the decoded reply to a GET, or a POST if there is a body. Raises DemoFailed if that fails."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, {"content-type": "application/json"})
-        try:
-            with self._opener.open(request, timeout=REQUEST_S) as reply:
-                return json.loads(reply.read() or b"null")
-        except urllib.error.HTTPError as error:
-            raise DemoFailed(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from None
-        except (OSError, ValueError) as error:
-            raise DemoFailed(f"{url} did not answer: {error}") from None
+def call(url: str, body: object = None) -> Any:
+    """Return the decoded JSON reply to a GET, or a POST if there is a body. Raises DemoFailed if that fails."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    try:
+        with _opener.open(request, timeout=REQUEST_S) as reply:
+            return json.loads(reply.read() or b"null")
+    except urllib.error.HTTPError as error:
+        raise DemoFailed(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from None
+    except (OSError, ValueError) as error:
+        raise DemoFailed(f"{url} did not answer: {error}") from None
 
 
 def serve_command(port: int, data_dir: Path, policy: str = "kv") -> list[str]:
@@ -70,14 +68,12 @@ class RouterProcess:
         self,
         folder: Path,
         *,
-        http: Http,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         command: Callable[[int, Path], list[str]] = serve_command,
     ) -> None:
         self._log = folder / "router.log"
         self._data_dir = folder / "data"
-        self._http = http
         self._clock = clock
         self._sleep = sleep
         self._command = command
@@ -101,7 +97,7 @@ class RouterProcess:
         deadline = self._clock() + START_S
         while True:
             try:
-                self._http.call(f"{self.url}/health")
+                call(f"{self.url}/health")
                 return
             except DemoFailed:
                 if self._process.poll() is not None:
@@ -123,7 +119,7 @@ class RouterProcess:
 
     def call(self, path: str, body: object = None) -> Any:
         """Return the router's reply. Raises DemoFailed."""
-        return self._http.call(self.url + path, body)
+        return call(self.url + path, body)
 
     def wait_until_shown(self, worker_ids: list[str], seqs: list[int]) -> None:
         """Wait until the router shows each worker live and up to its seq (-1: nothing published yet)."""

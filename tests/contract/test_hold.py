@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,10 +22,12 @@ from kvrouter.router.follow.streams.held_workers import HeldWorkers
 from kvrouter.router.follow.streams.lease_holder import HandedOver, LeaseHolder, LeaseLost
 from kvrouter.router.follow.streams.lease_rounds import LeaseRounds
 from kvrouter.router.follow.streams.stream_metrics import StreamMetrics
+from kvrouter.router.follow.streams.stream_services import StreamServices
 from kvrouter.router.index.ingest.net_changes import ResidencyDelta
 from kvrouter.router.index.ingest.pending_commit import PendingCommit
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.store import IndexStore
+from kvrouter.router.model.config.settings import Config
 
 WORKER = WorkerKey("m", "held")
 WAIT_S = 15.0
@@ -55,18 +58,15 @@ async def held(embedded_url: str) -> AsyncIterator[Held]:
     def hold(token: str) -> LeaseHolder:
         rounds = LeaseRounds(store.leases, token, TTL_S, lambda: 0)
         renewing.append(asyncio.ensure_future(rounds.run()))
-        metrics = StreamMetrics(MetricRegistry())
-        return LeaseHolder(
-            WORKER,
+        services = SimpleNamespace(
             store=store,
-            rounds=rounds,
+            leases=rounds,
             held=HeldWorkers(),
             token=token,
-            ttl_s=TTL_S,
-            metrics=metrics,
-            mine=lambda: True,
-            changed=lambda problem: None,
+            config=Config(lease_ttl_s=TTL_S),
+            metrics=StreamMetrics(MetricRegistry()),
         )
+        return LeaseHolder(WORKER, cast(StreamServices, services), mine=lambda: True, changed=lambda problem: None)
 
     try:
         async with asyncio.timeout(WAIT_S):

@@ -95,7 +95,9 @@ async def test_a_router_that_stops_leaves_nothing_unwritten(
             # The commit waits for the store, and no longer in the backlog.
             await until(
                 lambda: (
-                    stream.visible_seq == gone and stream.commits.unwritten_s and not stream.commits.unwritten_blocks
+                    stream.record.shown.seq == gone
+                    and stream.commits.unwritten_s
+                    and not stream.commits.unwritten_blocks
                 ),
                 "nothing is sent",
             )

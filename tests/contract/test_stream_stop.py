@@ -52,12 +52,10 @@ async def test_a_lease_lost_while_stopping_does_not_keep_the_stream_running(stop
         supervisor=supervisor,
         budget_bytes=1 << 24,
     )
-    held = HeldWorkers()
-    rounds = LeaseRounds(store.leases, "t", 1.0, lambda: 0)
     services = StreamServices(
         store=store,
-        leases=rounds,
-        held=held,
+        leases=LeaseRounds(store.leases, "t", 1.0, lambda: 0),
+        held=HeldWorkers(),
         turns=IngestTurns(),
         token="t",
         config=Config(),
@@ -74,10 +72,7 @@ async def test_a_lease_lost_while_stopping_does_not_keep_the_stream_running(stop
         feed=bare_feed(clock, metrics.watch),
     )
     record = WorkerRecord(Registration(WORKER), services, lambda: None)
-    lease = LeaseHolder(
-        WORKER, store=store, rounds=rounds, held=held, token="t", ttl_s=1.0, metrics=metrics.streams, mine=lambda: True,
-        changed=record.store_changed,
-    )  # fmt: skip
+    lease = LeaseHolder(WORKER, services, mine=lambda: True, changed=record.store_changed)
     commits = CommitLoop(record, lease, services)
     engine = EnginePoller(record, commits, services, lambda said: None)
     lost = asyncio.Event()

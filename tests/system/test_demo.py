@@ -16,7 +16,7 @@ import pytest
 
 from kvrouter.router.app.cli.demo import prompts_of
 from kvrouter.simulator.demo.demo import WARMUP_SHARE, DemoOptions, run_demo
-from kvrouter.simulator.demo.router import DemoFailed, Http, RouterProcess
+from kvrouter.simulator.demo.router import DemoFailed, RouterProcess, call
 from kvrouter.simulator.demo.trace import SCENES
 from tests.support.fleet import until
 
@@ -52,7 +52,7 @@ def ignorant(port: int, data_dir: Path) -> list[str]:
 
 def test_a_router_that_ends_at_once_is_shown_with_its_log(tmp_path: Path) -> None:
     router = RouterProcess(
-        tmp_path, http=Http(), command=lambda port, data: [sys.executable, "-c", "raise SystemExit('no database')"]
+        tmp_path, command=lambda port, data: [sys.executable, "-c", "raise SystemExit('no database')"]
     )
     with pytest.raises(DemoFailed, match="no database"):
         router.start()
@@ -62,14 +62,14 @@ def test_a_router_that_ends_at_once_is_shown_with_its_log(tmp_path: Path) -> Non
 def test_the_users_settings_do_not_reach_the_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVROUTER_API_KEY", "secret")
     code = "import os; raise SystemExit(str([n for n in os.environ if n.startswith('KVROUTER_')]))"
-    router = RouterProcess(tmp_path, http=Http(), command=lambda port, data: [sys.executable, "-c", code])
+    router = RouterProcess(tmp_path, command=lambda port, data: [sys.executable, "-c", code])
     with pytest.raises(DemoFailed, match=r"\[\]"):
         router.start()
 
 
 def test_a_worker_that_never_shows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvrouter.simulator.demo.router.VISIBLE_S", 0.0)
-    router = RouterProcess(tmp_path, http=Http(), command=ignorant)
+    router = RouterProcess(tmp_path, command=ignorant)
     router.start()
     try:
         router.call("/register", {"worker_id": "w0", "url": "http://127.0.0.1:1"})
@@ -159,9 +159,8 @@ def test_it_stays_until_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None:
         assert process.stdout is not None
         line = next(line for line in process.stdout if line.startswith("The fleet in a browser: "))
         url = line.split()[-1].rstrip("/")
-        http = Http()
-        until(lambda: len(http.call(f"{url}/decisions")["decisions"]) > 20, "traffic goes on")
-        outcomes = [decision["outcome"] for decision in http.call(f"{url}/decisions?limit=10")["decisions"]]
+        until(lambda: len(call(f"{url}/decisions")["decisions"]) > 20, "traffic goes on")
+        outcomes = [decision["outcome"] for decision in call(f"{url}/decisions?limit=10")["decisions"]]
         assert any(
             outcome and outcome["outcome"] == "ok" and outcome["delivered_tokens"] is not None for outcome in outcomes
         )
@@ -170,4 +169,4 @@ def test_it_stays_until_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None:
     assert process.returncode == 0 and "Stopped after" in out and not err
     assert list(scratch.iterdir()) == []
     with pytest.raises(DemoFailed):
-        http.call(f"{url}/health")
+        call(f"{url}/health")

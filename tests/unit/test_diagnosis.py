@@ -21,18 +21,15 @@ from kvrouter.router.app.diagnosis.event_checks import UNHEARD_PROMPTS, event_fi
 from kvrouter.router.app.diagnosis.prediction_checks import COUNTED_PROMPTS, prediction_findings
 from kvrouter.router.app.diagnosis.router_checks import router_findings
 from kvrouter.router.app.diagnosis.snapshot import (
-    Contested,
     PromptCount,
     RouterStatement,
     Snapshot,
     StoreFacts,
-    Unregistered,
     WorkerFacts,
 )
 from kvrouter.router.app.diagnosis.store_checks import store_findings
 from kvrouter.router.base.common.ids import WorkerKey
-from kvrouter.router.follow.streams.cpu_tier_watch import CpuTier, CpuTierWatch, parse_cpu_tier
-from kvrouter.router.follow.streams.offload_page import NAMED_S
+from kvrouter.router.follow.streams.offload_watch import NAMED_S, OffloadSigns, OffloadWatch, parse_offload
 from kvrouter.router.index.store.server_settings import ServerSettings
 from kvrouter.router.model.config.agreement import AGREED, AGREED_LISTS, AGREED_SECRETS, agreed_settings
 from kvrouter.router.model.config.settings import FIELDS, Config
@@ -42,6 +39,7 @@ from kvrouter.router.model.workers.engine_answers import Stream
 from kvrouter.router.model.workers.engine_cache import CACHING_OFF
 from kvrouter.router.model.workers.registration import CatalogSpec, Registration
 from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.model.workers.unregistered_worker import UnregisteredWorker, Waiting
 from kvrouter.router.observe.findings.explanations import EXPLANATIONS
 from kvrouter.router.observe.findings.finding import CODES, PAGE
 from kvrouter.router.observe.quality.prediction_judge import Doubt, DoubtKind
@@ -100,6 +98,10 @@ WELL_SERVER = ServerSettings(
 )
 PUBLISHES, REPLIES = EndpointAnswer(is_zmq=True, socket="XPUB"), EndpointAnswer(is_zmq=True, socket="ROUTER")
 
+UNREGISTERED = UnregisteredWorker(
+    Registration(WorkerKey("m", "w9"), source="file"), Waiting("its model is not known", "start the engine")
+)
+
 
 def snapshot(*workers: WorkerFacts, server: dict[str, Any] | None = None, **more: Any) -> Snapshot:
     """Return a snapshot of a healthy fleet; `server` changes the facts of its Redis server, and `more` the snapshot."""
@@ -138,7 +140,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV101": snapshot(worker(state=StreamState.DOWN, reason="refused"), endpoints={EVENTS: EndpointAnswer("refused")}),
     "KV102": snapshot(worker(unserved="its engine serves n: requests for m get 404")),
     "KV103": snapshot(worker(state=StreamState.DOWN, refusal="10.0.0.1 is not in allow_hosts")),
-    "KV104": snapshot(unregistered=[Unregistered("w9", 0, "file", "its model is not known", "start the engine")]),
+    "KV104": snapshot(unregistered=[UNREGISTERED]),
     "KV105": snapshot(worker(breaker="3 requests in a row failed")),
     "KV106": snapshot(worker(disk="its offload disk is left alone")),
     "KV107": snapshot(engine_clocks={URL: CLOCK_S + 1}),
@@ -184,7 +186,7 @@ FAULTS: dict[str, Snapshot] = {
     ),
     "KV603": snapshot(server={"time_s": NOW_S - CLOCK_S - 1}),
     "KV604": snapshot(load_problems=["the load of other routers is not known"]),
-    "KV606": snapshot(contested=[Contested("w0", 0, "file", "static registers it, too")]),
+    "KV606": snapshot(contested=[("file", ("w0", 0), "static registers it, too")]),
     "KV605": snapshot(source_problems=[("file", "source file is down")]),
 }
 
@@ -427,7 +429,7 @@ vllm:kvrouter_offload_stores_refused_total{engine="1"} 9e99
 
 
 def test_a_cpu_tier_is_named_when_it_refuses_and_for_a_while_after() -> None:
-    watch = CpuTierWatch()
+    watch = OffloadWatch()
     for now, refused, is_named in (
         (0.0, 0, False),
         (1.0, 2, True),
@@ -436,11 +438,11 @@ def test_a_cpu_tier_is_named_when_it_refuses_and_for_a_while_after() -> None:
         # Another life of the engine counts from zero.
         (NAMED_S + 2.0, 1, True),
     ):
-        tier = parse_cpu_tier(PAGE_OF_METRICS % refused, 0)
-        assert tier == CpuTier(1.0, refused)
+        tier = parse_offload(PAGE_OF_METRICS % refused, 0)
+        assert tier == OffloadSigns(usage=1.0, refused=refused)
         watch.observe(tier, now)
-        assert bool(watch.problem(now)) is is_named
-    assert "100% of its slots" in watch.problem(NAMED_S + 2.0)
-    assert parse_cpu_tier(PAGE_OF_METRICS % 1, 1) == CpuTier(0.0, 10**12)
-    assert parse_cpu_tier(b"vllm:num_requests_running 1\n", 0) is None
-    assert parse_cpu_tier(b"vllm:kvrouter_offload_cpu_usage_perc 1-e\n", 0) is None
+        assert bool(watch.cpu_tier_problem(now)) is is_named
+    assert "100% of its slots" in watch.cpu_tier_problem(NAMED_S + 2.0)
+    assert parse_offload(PAGE_OF_METRICS % 1, 1) == OffloadSigns(refused=10**12)
+    assert parse_offload(b"vllm:num_requests_running 1\n", 0) is None
+    assert parse_offload(b"vllm:kvrouter_offload_cpu_usage_perc 1-e\n", 0) is None

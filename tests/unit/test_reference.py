@@ -65,7 +65,7 @@ def test_the_page_of_http_has_every_error_code() -> None:
     }
     assert {(status, code) for status, code in served if code not in starts} <= listed
     source = "".join(path.read_text() for path in (ROOT / "router").rglob("*.py"))
-    named = set(re.findall(r'code="(\w+)"', source))
+    named = set(re.findall(r'\bcode="(\w+)"', source))
     assert {code for _, code in listed} == {code for _, code in served} - starts | named
 
 

@@ -144,19 +144,8 @@ def _of_client(version: str, date: str | None, now_s: float) -> list[Finding]:
 
 def _unanswered(error: ClientError, url: str) -> Finding:
     if error.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return found(
-            "KV002",
-            url,
-            str(error),
-            "kvrouter doctor --api-key KEY (or KVROUTER_API_KEY), the key that it was started with",
-        )
-    return found(
-        "KV001",
-        url,
-        str(error),
-        "kvrouter serve; or name its address: kvrouter doctor --url http://HOST:PORT; from another machine, it must listen on "
-        "--host 0.0.0.0, and its port be open",
-    )
+        return found("KV002", url, str(error))
+    return found("KV001", url, str(error))
 
 
 def findings_text(report: DoctorReport, width: int) -> Text:

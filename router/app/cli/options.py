@@ -12,51 +12,31 @@ import typer
 
 from kvrouter.router.app.cli.api_client import Client, client_context, router_url
 
-Url = Annotated[
-    str | None,
-    typer.Option(
-        envvar="KVROUTER_URL",
-        metavar="URL",
-        help="where the router listens, like localhost:30000; without it, on this machine at KVROUTER_PORT or 30000",
-    ),
-]
-Key = Annotated[
-    str | None, typer.Option(envvar="KVROUTER_API_KEY", metavar="KEY", help="the router's API key", show_envvar=True)
-]
-CaFile = Annotated[
-    str | None,
-    typer.Option(
-        envvar="KVROUTER_CA_FILE",
-        metavar="FILE",
-        help="PEM file of authorities for https, in place of this machine's",
-    ),
-]
-Certificate = Annotated[
-    str | None,
-    typer.Option(
-        envvar="KVROUTER_CLIENT_CERTIFICATE",
-        metavar="FILE",
-        help="PEM file with the certificate to show to a router that wants one, and its key",
-    ),
-]
-ClientKey = Annotated[
-    str | None,
-    typer.Option(
-        envvar="KVROUTER_CLIENT_KEY",
-        metavar="FILE",
-        help="PEM file with the key of --client-certificate, where it is another one",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="print the answer as JSON")]
+
+def _option(variable: str, metavar: str, text: str) -> Any:
+    return Annotated[str | None, typer.Option(envvar=variable, metavar=metavar, help=text)]
+
 
 # The options by the name of their parameter, which gives the flag.
 ROUTER_OPTIONS = {
-    "url": Url,
-    "api_key": Key,
-    "ca_file": CaFile,
-    "client_certificate": Certificate,
-    "client_key": ClientKey,
+    "url": _option(
+        "KVROUTER_URL",
+        "URL",
+        "where the router listens, like localhost:30000; without it, on this machine at KVROUTER_PORT or 30000",
+    ),
+    "api_key": _option("KVROUTER_API_KEY", "KEY", "the router's API key"),
+    "ca_file": _option("KVROUTER_CA_FILE", "FILE", "PEM file of authorities for https, in place of this machine's"),
+    "client_certificate": _option(
+        "KVROUTER_CLIENT_CERTIFICATE",
+        "FILE",
+        "PEM file with the certificate to show to a router that wants one, and its key",
+    ),
+    "client_key": _option(
+        "KVROUTER_CLIENT_KEY", "FILE", "PEM file with the key of --client-certificate, where it is another one"
+    ),
 }
+AsJson = Annotated[bool, typer.Option("--json", help="print the answer as JSON")]
+
 # The parameter of a command that stands for all of them.
 CLIENT = "client"
 

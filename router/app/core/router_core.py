@@ -7,7 +7,6 @@ Belongs to one asyncio loop. `ask` is synchronous and does no I/O; everything th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import secrets
@@ -28,6 +27,7 @@ from kvrouter.router.app.core.worker_report import count_worker, worker_status
 from kvrouter.router.base.common import compiled
 from kvrouter.router.base.common.errors import RouterError
 from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.base.common.event_wait import set_within
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.redis_client.errors import StoreError
@@ -122,13 +122,13 @@ class Core:
         self._memory = SegmentMemory(config.segment_memory_bytes)
         self._history = RoutingHistory(config.approximate_ttl_s)
         self.registry = WorkerRegistry()
-        self._contact = StoreContact(metrics=metrics.fleet, clock=clock)
+        self.contact = StoreContact(metrics=metrics.fleet, clock=clock)
         held_workers = HeldWorkers()
         self.peers = RouterPeers(
             self.registry,
             store=store,
             held=held_workers,
-            contact=self._contact,
+            contact=self.contact,
             metrics=metrics.fleet,
             clock=clock,
             token=token,
@@ -138,14 +138,14 @@ class Core:
         self.mirror_sync = MirrorSync(
             self.registry,
             store=store,
-            contact=self._contact,
+            contact=self.contact,
             metrics=metrics.fleet,
             clock=clock,
             rng=rng,
             supervisor=self._supervisor,
             budget_bytes=config.mirror_budget_bytes,
         )
-        self._engines = EngineLists(
+        self.engine_lists = EngineLists(
             http, engine_key or EngineKey(None, self._allowed), self._urls, self._on_engine_lists
         )
         self._kinds_shown = asyncio.Event()
@@ -154,10 +154,10 @@ class Core:
             self.mirror_sync.mirror,
             self._memory,
             self._history,
-            adapters=lambda: self._engines.adapters,
+            adapters=lambda: self.engine_lists.adapters,
             clock=clock,
         )
-        self._judge = RegistrationJudge(self.registry, self._engines, clock)
+        self._judge = RegistrationJudge(self.registry, self.engine_lists, clock)
         self._names = ModelNames(parse_aliases(config.model_aliases))
         self._names_known = self._loaded = False
         self._feed = feed or EventFeed(life=token, wall_clock=clock, metrics=metrics.watch)
@@ -225,7 +225,7 @@ class Core:
             "store_settings": self._watch_store_settings,
         }
         if http is not None:
-            self._runs["engine_lists"] = self._engines.run
+            self._runs["engine_lists"] = self.engine_lists.run
             self._runs["engine_kinds"] = self._name_engines
         self._tasks: list[asyncio.Task[None]] = []
         self._segments_counted = (0, 0)
@@ -275,7 +275,7 @@ class Core:
         url = None if stream is None else stream.registration.url
         # At the start all registrations are loaded first, and then all engines are queried.
         if self._loaded and url is not None and not self._allowed.problem(url):
-            self._engines.look_soon(url)
+            self.engine_lists.look_soon(url)
 
     def _on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
         self._unsettled.add(worker)
@@ -293,14 +293,11 @@ class Core:
         while True:
             # Look also without an event: when a patch ends, a worker may remain whose engine was known by the patch
             # alone.
-            with contextlib.suppress(TimeoutError):
-                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
-                async with asyncio.timeout(LOOK_S):
-                    await self._kinds_shown.wait()
+            await set_within(self._kinds_shown, LOOK_S)
             self._kinds_shown.clear()
             for registration in self.registrations():
                 engine, stream = (
-                    self._engines.kinds.get(registration.url or ""),
+                    self.engine_lists.kinds.get(registration.url or ""),
                     self.registry.streams.get(registration.worker),
                 )
                 if (
@@ -346,7 +343,7 @@ class Core:
 
     def _known_names(self) -> ModelNames:
         if not self._names_known:
-            self._names.learn(self.registrations(), self._engines.adapters)
+            self._names.learn(self.registrations(), self.engine_lists.adapters)
             self._names_known = True
         return self._names
 
@@ -363,7 +360,7 @@ class Core:
             if worker.model != model or url is None or url in engines:
                 continue
             if stream.view.state is not StreamState.DOWN and not self._allowed.problem(url):
-                engines[url] = stream.visible_epoch or "", stream.profile.engine
+                engines[url] = stream.record.shown.epoch or "", stream.profile.engine
         return engines
 
     def hash_block_size(self, model: str) -> int:
@@ -397,7 +394,7 @@ class Core:
 
     def statuses(self, worker_id: str | None = None) -> Iterator[WorkerStatus]:
         """Yield the status of each worker, or of those with this id, in order; each is read when its turn comes."""
-        unread, now = self._contact.unread_problem, self._clock()
+        unread, now = self.contact.unread_problem, self._clock()
         names: set[tuple[str, int]] = set()
         # Since the previous row was read, a worker may have been dropped, or registered again, perhaps with another
         # model.
@@ -407,16 +404,6 @@ class Core:
                 stream = self.registry.streams.get(worker)
                 if stream is not None and worker_id in (None, worker.worker_id):
                     yield worker_status(stream, self.mirror_sync, unread, now)
-
-    @property
-    def contact(self) -> StoreContact:
-        """The judge of whether Redis answers."""
-        return self._contact
-
-    @property
-    def engine_lists(self) -> EngineLists:
-        """The models, adapters, kinds and event endpoints that engines report."""
-        return self._engines
 
     def task_problems(self) -> list[str]:
         """Return a sentence for each task that fails."""
@@ -432,7 +419,7 @@ class Core:
 
     def health(self) -> list[str]:
         """Return a sentence for each problem that degrades the router."""
-        unheard = self._contact.problem
+        unheard = self.contact.problem
         problems = [] if unheard is None else [unheard]
         unwritten = {stream.problem for stream in self.registry.streams.values() if stream.problem}
         if unheard is None:
@@ -504,7 +491,7 @@ class Core:
         metrics.leases_held.set(sum(stream.held for stream in self.registry.streams.values()))
         metrics.recoveries_waiting.set(self._permits.waiting)
         metrics.routers.set(self.peers.routers)
-        metrics.store_silent_seconds.set(self._contact.lost_s)
+        metrics.store_silent_seconds.set(self.contact.lost_s)
         metrics.approximate_pieces.set(len(self._history))
         metrics.approximate_workers.set(sum(stream.view.approximate for stream in self.registry.streams.values()))
         metrics.mirror_entries.set(self.mirror_sync.mirror.entries)

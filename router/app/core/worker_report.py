@@ -44,18 +44,18 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         model=stream.worker.model,
         url=registration.url,
         state=stream.view.state.value,
-        state_age_s=round(now - stream.since_s, 3),
+        state_age_s=round(now - stream.record.since_s, 3),
         credited=stream.view.credited,
         approximate=stream.view.approximate,
         reason="; ".join(filter(None, reasons)),
-        epoch=stream.visible_epoch,
-        seq=stream.visible_seq,
+        epoch=stream.record.shown.epoch,
+        seq=stream.record.shown.seq,
         catalog=catalog.as_dict(),
         catalog_source=catalog.source,
         hash_scheme=profile.identity.label,
         residency=stream.counts(),
         lag_ms=None if (lag_s := _lag_s(stream)) is None else round(lag_s * 1000, 3),
-        gaps=stream.gaps,
+        gaps=stream.record.incidents.gaps,
         recovery=Recovery(**{name: getattr(profile.tally, name) for name in Recovery.__struct_fields__}),
         last_event_age_s=_age_s(profile.contact.last_event_s, now),
         patch=_patch_status(profile, now),
@@ -71,7 +71,7 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
 
 def _lag_s(stream: WorkerStream) -> float | None:
     """Return by how many seconds answers lag behind the worker's events; None while this process receives none."""
-    return stream.lag_s if stream.held and stream.view.state in HEARD else None
+    return stream.record.shown.lag_s if stream.held and stream.view.state in HEARD else None
 
 
 def _age_s(then: float | None, now: float) -> float | None:
@@ -111,7 +111,7 @@ def count_worker(metrics: StreamMetrics, worker: WorkerKey, stream: WorkerStream
     metrics.commit_lag_seconds(worker).set(stream.commits.unwritten_s)
     metrics.backlog_blocks(worker).set(stream.commits.unwritten_blocks)
     metrics.log_tail_blocks(worker).set(stream.commits.tail.blocks)
-    metrics.disk_corrupt_records(worker).set(stream.disk.signs.corrupt)
+    metrics.disk_corrupt_records(worker).set(stream.record.facts.offload.signs.corrupt)
     metrics.patch_withheld(worker).set(bool(stream.ingest.profile.patch.problem))
     metrics.unserved_models(worker).set(bool(stream.note))
     metrics.refusing_engines(worker).set(bool(stream.refused))

@@ -43,58 +43,28 @@ def cache_findings(snapshot: Snapshot) -> Iterator[Finding]:
 
 def _of_hashes(worker: WorkerFacts) -> Iterator[Finding]:
     if worker.state is StreamState.UNHASHABLE:
-        yield found(
-            "KV301",
-            worker.name,
-            f"{worker.reason} ({worker.hash_label})",
-            "kvrouter serve --none-hash-seed SEED with the engines' PYTHONHASHSEED; for one worker: --worker "
-            "ID=URL,...,none_hash_seed=SEED,hash_algo=ALGORITHM (its --prefix-caching-hash-algo); or install the engine patch",
-        )
+        yield found("KV301", worker.name, f"{worker.reason} ({worker.hash_label})")
     elif worker.scheme in (SchemeState.ASSUMED, SchemeState.DECLARED) and worker.blocks:
         yield found(
             "KV302",
             worker.name,
             f"it holds {worker.blocks} blocks, and none of them could be compared: {worker.hash_label}",
-            "send it one prompt of plain text that it does not have yet; if that changes nothing, state none_hash_seed and "
-            "hash_algo, or install the engine patch",
         )
 
 
 def _of_catalog(worker: WorkerFacts) -> Iterator[Finding]:
     catalog = worker.catalog
     if catalog.problem is not None and (catalog.groups or worker.blocks):
-        yield found(
-            "KV303",
-            worker.name,
-            catalog.problem,
-            'register the worker with its catalog: {"catalog": {"groups": [{"kind": ..., "block_size": ...}]}} (docs/reference/'
-            "http.md), or install the engine patch, which declares it",
-        )
+        yield found("KV303", worker.name, catalog.problem)
     if worker.refused:
-        yield found(
-            "KV308",
-            worker.name,
-            worker.refused,
-            "kvrouter serve --mirror-budget-bytes N, with more than now",
-        )
+        yield found("KV308", worker.name, worker.refused)
 
 
 def _of_tiers(worker: WorkerFacts) -> Iterator[Finding]:
     if worker.withheld:
-        yield found(
-            "KV306",
-            worker.name,
-            worker.withheld,
-            'register {"catalog": {"offload_connector": NAME, "offload_blocks_per_chunk": N}} as the engine is started, or install '
-            "the engine patch",
-        )
+        yield found("KV306", worker.name, worker.withheld)
     if worker.cpu_tier:
-        yield found(
-            "KV307",
-            worker.name,
-            worker.cpu_tier,
-            "give the tier more memory (cpu_bytes_to_use of its --kv-transfer-config), or send the engine fewer requests at a time",
-        )
+        yield found("KV307", worker.name, worker.cpu_tier)
 
 
 def _of_hybrid(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
@@ -159,8 +129,6 @@ def _of_models(snapshot: Snapshot) -> Iterator[Finding]:
                     f"model {printable(model)}",
                     f"{group.name} of {worker.name} has (kind, block, window, chunk) {_text(shape)}, that of {other.name} "
                     f"{_text(other_shape)}",
-                    "start all engines of a model with the same version, --block-size and cache flags, or give the others another "
-                    "model name",
                 )
 
 

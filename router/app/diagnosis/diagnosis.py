@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import aiohttp
 
@@ -19,12 +18,10 @@ from kvrouter.router.app.diagnosis.event_checks import endpoints_of, event_findi
 from kvrouter.router.app.diagnosis.prediction_checks import prediction_findings
 from kvrouter.router.app.diagnosis.router_checks import router_findings
 from kvrouter.router.app.diagnosis.snapshot import (
-    Contested,
     PromptCount,
     RouterStatement,
     Snapshot,
     StoreFacts,
-    Unregistered,
     WorkerFacts,
 )
 from kvrouter.router.app.diagnosis.store_checks import store_findings
@@ -34,6 +31,7 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.common.version import VERSION
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.base.redis_client.servers import Servers
+from kvrouter.router.follow.discovery.discovery import Discovery
 from kvrouter.router.follow.streams.worker_stream import WorkerStream
 from kvrouter.router.index.store.server_settings import ServerSettings, server_settings
 from kvrouter.router.model.config.agreement import agreed_settings
@@ -41,12 +39,11 @@ from kvrouter.router.model.config.cautions import open_to_all
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.provenance import own_streams
-from kvrouter.router.model.workers.unregistered_worker import UnregisteredWorker
 from kvrouter.router.observe.findings.finding import CODES
 from kvrouter.router.observe.findings.store_view import store_reply
 from kvrouter.router.observe.quality.request_watch import Quality
 from kvrouter.router.route.placement.placer import Placer
-from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
+from kvrouter.router.route.tokens.tokenizer import TextTokenizer
 from kvrouter.router.serve.access.access import Access
 from kvrouter.router.serve.proxy.admission import Admission
 
@@ -56,36 +53,6 @@ WORKERS_A_TURN = 64
 # unknown.
 USUAL_UNIT_MAX_TOKENS = 1_024
 ORDER = list(Severity)
-
-
-class TokensSource(Protocol):
-    """The part of `TextTokenizer` that the diagnosis reads."""
-
-    @property
-    def differences(self) -> Callable[[], Sequence[tuple[str, str, str]]]:
-        """A function that returns model, URL and problem where tokens of texts are not known to be the engine's."""
-        ...
-
-    @property
-    def missing(self) -> Callable[[], Iterable[MissingTokens]]:
-        """A function that returns the models whose texts mostly have no tokens."""
-        ...
-
-
-class WorkerSources(Protocol):
-    """The part of `Discovery` that the diagnosis reads."""
-
-    def unregistered(self) -> Sequence[UnregisteredWorker]:
-        """Return the workers that a source shows and that are not registered yet."""
-        ...
-
-    def down(self) -> Sequence[tuple[str, str]]:
-        """Return the names and problems of the sources that cannot be read."""
-        ...
-
-    def contested(self) -> Sequence[tuple[str, tuple[str, int], str]]:
-        """Return source, id and rank, and reason of each worker that sources describe differently."""
-        ...
 
 
 class Diagnosis:
@@ -101,8 +68,8 @@ class Diagnosis:
         placer: Placer,
         admission: Admission,
         quality: Quality,
-        tokens: TokensSource,
-        sources: WorkerSources,
+        tokens: TextTokenizer,
+        sources: Discovery,
         servers: Servers,
         config: Config,
         http: aiohttp.ClientSession,
@@ -165,14 +132,9 @@ class Diagnosis:
             token=core.peers.token,
             time_s=time_s,
             workers=workers,
-            unregistered=[
-                Unregistered(
-                    *entry.registration.worker[1:], entry.registration.source, entry.waiting.reason, entry.waiting.fix
-                )
-                for entry in self._sources.unregistered()
-            ],
+            unregistered=self._sources.unregistered(),
             left_out=core.registry.left_out,
-            contested=[Contested(*name, source, why) for source, name, why in self._sources.contested()],
+            contested=self._sources.contested(),
             endpoints=endpoints,
             engine_clocks=ahead,
             tokens=self._tokens.differences(),
@@ -256,7 +218,7 @@ class Diagnosis:
             cpu_tier=stream.cpu_tier_problem,
             refused=self._core.mirror_sync.lost_credit(worker),
             withheld=stream.withheld,
-            is_heard=stream.visible_seq is not None or profile.contact.last_event_s is not None,
+            is_heard=stream.record.shown.seq is not None or profile.contact.last_event_s is not None,
             is_silent=profile.is_silent,
             is_patched=profile.patch.epoch is not None,
             blocks=sum(stream.counts().values()),

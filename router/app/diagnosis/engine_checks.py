@@ -32,21 +32,12 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
             f'end a drain: curl -X PATCH {ROUTER}workers/ID -d \'{{"state": "active"}}\'; a model whose workers are all of role '
             "prefill needs one that decodes",
         )
-    for waiting in snapshot.unregistered:
-        yield found(
-            "KV104",
-            f"worker {printable(waiting.worker_id)} (rank {waiting.dp_rank}) of {waiting.source}",
-            waiting.reason,
-            waiting.fix,
-        )
+    for entry in snapshot.unregistered:
+        worker_id, dp_rank = entry.registration.worker[1:]
+        subject = f"worker {printable(worker_id)} (rank {dp_rank}) of {entry.registration.source}"
+        yield found("KV104", subject, entry.waiting.reason, entry.waiting.fix)
     for key, reason in snapshot.left_out.items():
-        yield found(
-            "KV108",
-            f"worker {printable(key.route_name)}",
-            reason,
-            "kvrouter serve --max-workers N, with more than now, or register fewer; if its registration cannot be read, register "
-            "it again",
-        )
+        yield found("KV108", f"worker {printable(key.route_name)}", reason)
     for worker in snapshot.workers:
         yield from _of_worker(worker)
     for twins in registered_twice(worker.registration for worker in snapshot.workers):
@@ -72,12 +63,7 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
     name = argument(worker.registration.worker.worker_id)
     engine = engine_named(worker.registration.engine)
     if worker.refusal:
-        yield found(
-            "KV103",
-            worker.name,
-            worker.refusal,
-            "kvrouter serve --allow-host HOST (all routers of this Redis), or register the worker with a listed address",
-        )
+        yield found("KV103", worker.name, worker.refusal)
     elif worker.is_down:
         yield found(
             "KV101",
@@ -104,7 +90,7 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
             f'if it should take some: curl -X PATCH {ROUTER}workers/{name} -d \'{{"state": "active"}}\'',
         )
     if worker.refused_key and not worker.is_down:
-        yield found("KV109", worker.name, worker.refused_key, "kvrouter serve --worker-api-key KEY (all routers)")
+        yield found("KV109", worker.name, worker.refused_key)
     if worker.breaker:
         yield found(
             "KV105",
@@ -113,9 +99,4 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
             f"look into the engine's log for the failed requests; test it: curl -i {url}/v1/models",
         )
     if worker.disk:
-        yield found(
-            "KV106",
-            worker.name,
-            worker.disk,
-            "check the disk of the folder that the engine's log names (smartctl, dmesg), then restart the engine",
-        )
+        yield found("KV106", worker.name, worker.disk)

@@ -61,13 +61,7 @@ def prediction_findings(snapshot: Snapshot) -> Iterator[Finding]:
         yield found("KV406", f"model {printable(missing.model)}", missing.text, TOKEN_FIXES[missing.reason])
     for model, url, problem in snapshot.tokens:
         where = f"model {printable(model)}" + (f" at {url}" if url else "")
-        yield found(
-            "KV405",
-            where,
-            problem,
-            "start all engines of the model with the same chat template and flags; where the engine has a render endpoint, nothing "
-            "else is needed; kvrouter serve --tokenizer MODEL=FOLDER must name the engine's own files",
-        )
+        yield found("KV405", where, problem)
 
 
 def _of_prompts(snapshot: Snapshot) -> Iterator[Finding]:
@@ -85,6 +79,4 @@ def _of_prompts(snapshot: Snapshot) -> Iterator[Finding]:
                 f"model {printable(model)}",
                 f"{short} of {total} prompts were shorter than {unit} tokens, the unit in which this model's cache is reused: "
                 "nothing of them can be",
-                "if they belong to one conversation or share a preamble, send them as one prompt; a smaller --block-size makes the "
-                "unit smaller where the model allows it",
             )

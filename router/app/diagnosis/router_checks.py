@@ -19,57 +19,30 @@ MAX_SHOWN = 8
 def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
     """Yield the findings about this router, its sources of workers and the other routers."""
     if snapshot.is_open is not None:
-        yield found(
-            "KV006",
-            "router",
-            snapshot.is_open,
-            "kvrouter serve --api-key KEY (or KVROUTER_API_KEY), or --host 127.0.0.1",
-        )
+        yield found("KV006", "router", snapshot.is_open)
     if snapshot.uncompiled is not None:
-        yield found(
-            "KV007",
-            "router",
-            snapshot.uncompiled,
-            "install the wheel of this platform; or gcc and Python's headers (Debian: gcc python3-dev), and then the router again",
-        )
+        yield found("KV007", "router", snapshot.uncompiled)
     for problem in snapshot.task_problems:
-        yield found(
-            "KV008",
-            "router",
-            problem,
-            "report it with the traceback in the router's log; restart the router if it stays",
-        )
+        yield found("KV008", "router", problem)
     for problem in snapshot.unused_files:
-        yield found("KV010", "router", problem, "correct the file; it is read again as soon as it changes")
+        yield found("KV010", "router", problem)
     for expiry, severity in ((snapshot.expiry_problem, Severity.ERROR), (snapshot.expiry_caution, Severity.WARNING)):
         if expiry is not None:
-            yield found(
-                "KV011", "router", expiry, "openssl x509 -enddate -noout -in FILE shows when one ends", severity
-            )
+            yield found("KV011", "router", expiry, severity=severity)
     # The load is shared through the store; while the store is away, KV501 reports that.
     for problem in () if snapshot.store.problem else snapshot.load_problems:
-        yield found("KV604", "router", problem, "see what KV501 says of Redis; the load is shared through it")
+        yield found("KV604", "router", problem)
     for source, problem in snapshot.source_problems:
-        yield found("KV605", f"source {source}", problem, "correct the file, or the router's access to Kubernetes")
-    for contested in snapshot.contested:
-        yield found(
-            "KV606",
-            f"worker {printable(contested.worker_id)} (rank {contested.dp_rank}) of {contested.source}",
-            contested.reason,
-            "name each worker in one source alone, and give all routers the same lists",
-        )
+        yield found("KV605", f"source {source}", problem)
+    for source, (worker_id, dp_rank), reason in snapshot.contested:
+        yield found("KV606", f"worker {printable(worker_id)} (rank {dp_rank}) of {source}", reason)
     yield from _of_peers(snapshot)
 
 
 def _of_peers(snapshot: Snapshot) -> Iterator[Finding]:
     versions = {token: word.version for token, word in snapshot.routers.items()}
     if len(set(versions.values())) > 1:
-        yield found(
-            "KV601",
-            "routers",
-            _listed(versions, snapshot.token),
-            "install the same version on all, and restart them in turn",
-        )
+        yield found("KV601", "routers", _listed(versions, snapshot.token))
     own = snapshot.routers.get(snapshot.token)
     # Settings that only a heartbeat in Redis names belong to another version.
     for name in sorted(own.settings if own is not None else ()):

@@ -17,6 +17,7 @@ from kvrouter.router.model.kvcache.scheme_verification import SchemeState
 from kvrouter.router.model.workers.engine_answers import Stream
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import StreamState
+from kvrouter.router.model.workers.unregistered_worker import UnregisteredWorker
 from kvrouter.router.observe.quality.prediction_judge import Doubt
 from kvrouter.router.route.tokens.unknown_prompts import MissingTokens
 
@@ -99,26 +100,6 @@ class RouterStatement(msgspec.Struct, frozen=True):
     settings: dict[str, str]
 
 
-class Unregistered(msgspec.Struct, frozen=True):
-    """A worker that a source lists and that is not registered."""
-
-    worker_id: str
-    dp_rank: int
-    source: str
-    reason: str
-    # How to remove the reason.
-    fix: str
-
-
-class Contested(msgspec.Struct, frozen=True):
-    """A worker that two sources, or two routers' sources of one name, describe differently."""
-
-    worker_id: str
-    dp_rank: int
-    source: str
-    reason: str
-
-
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about Redis. Each text is empty if nothing is wrong."""
 
@@ -147,10 +128,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     # This process's clock, since 1970, when Redis answered.
     time_s: float = 0.0
     workers: Sequence[WorkerFacts] = ()
-    unregistered: Sequence[Unregistered] = ()
+    unregistered: Sequence[UnregisteredWorker] = ()
     # Registered workers that are not followed here, and why.
     left_out: Mapping[WorkerKey, str] = {}
-    contested: Sequence[Contested] = ()
+    # Source, id and rank, and reason of each worker that two sources, or two routers' sources of one name, describe
+    # differently.
+    contested: Sequence[tuple[str, tuple[str, int], str]] = ()
     # The answer of each endpoint that workers are registered with.
     endpoints: Mapping[str, EndpointAnswer] = {}
     # Seconds by which each engine's clock is ahead of this process's, by URL.

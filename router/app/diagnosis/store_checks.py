@@ -23,34 +23,13 @@ def store_findings(snapshot: Snapshot) -> Iterator[Finding]:
     store = snapshot.store
     # A store that answers nothing takes no commit either.
     for problem in (store.problem,) if store.problem else store.unwritten:
-        yield found(
-            "KV501",
-            "Redis",
-            problem,
-            "start it, or correct --redis; what the server's log says: disk full, out of memory, or a replica that was promoted",
-        )
+        yield found("KV501", "Redis", problem)
     for problem in store.unreadable:
-        yield found(
-            "KV506",
-            "Redis",
-            problem,
-            "delete the key or correct the value, and give this Redis database to routers alone",
-        )
+        yield found("KV506", "Redis", problem)
     for problem in store.schemas:
-        yield found(
-            "KV507",
-            "Redis",
-            problem,
-            "finish the upgrade: replace the routers of the other version, then remove what they left (docs/how-to/upgrade.md)",
-        )
+        yield found("KV507", "Redis", problem)
     if store.lost:
-        yield found(
-            "KV508",
-            "fleet",
-            store.lost,
-            "register the workers again (POST /register), or name them in a source, which brings them back by itself: --worker, "
-            "--workers-file; if none is missing, delete the file that the evidence names",
-        )
+        yield found("KV508", "fleet", store.lost)
     for address, server in store.servers.items():
         yield from _of_server(f"Redis at {address}" if address else "Redis", address, server, store, snapshot.time_s)
 

@@ -35,8 +35,8 @@ from kvrouter.router.app.server.process_part import PRIVATE_TOKEN, ProcessPart
 from kvrouter.router.app.server.router_metrics import RouterMetrics
 from kvrouter.router.app.server.service_manager import announce
 from kvrouter.router.app.server.siblings import Siblings
-from kvrouter.router.app.server.stopping import Beside, Server
-from kvrouter.router.base.common.errors import StartError
+from kvrouter.router.app.server.stopping import EndBeside, Server
+from kvrouter.router.base.common.errors import NoWorker, StartError
 from kvrouter.router.base.common.random_ids import RandomIds
 from kvrouter.router.base.common.shutdown import Shutdown
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
@@ -183,7 +183,7 @@ class Assembly:
             diagnosis,
             access,
         )
-        beside, gateway_port = await self._start_gateway(core, placer, proxy, admission, quality, access)
+        end_gateway, gateway_port = await self._start_gateway(core, placer, proxy, admission, quality, access)
         limits = HttpLimits(max_connections=connections_possible(HttpLimits().max_connections))
         settings = uvicorn.Config(
             api.cold,
@@ -201,7 +201,7 @@ class Assembly:
         # Objects that exist now live long, so the garbage collector need not scan them between requests.
         gc.collect()
         gc.freeze()
-        return Server(settings, partial(self._tell_started, core, listener, gateway_port), beside)
+        return Server(settings, partial(self._tell_started, core, listener, gateway_port), end_gateway)
 
     def _start_upkeep(self, access: Access) -> None:
         tasks = {"access": access.watch}
@@ -368,25 +368,45 @@ class Assembly:
 
     async def _start_gateway(
         self, core: Core, placer: Placer, proxy: Proxy, admission: Admission, quality: Quality, access: Access
-    ) -> tuple[Beside | None, int | None]:
-        if self._config.gateway_port is None:
+    ) -> tuple[EndBeside | None, int | None]:
+        """Start the gRPC port for gateways, if it is wanted; return what ends it, and the port. Raises SettingError."""
+        config, metrics = self._config, self._metrics
+        if config.gateway_port is None:
             return None, None
-        from kvrouter.router.app.server.gateway_start import start_gateway
+        # Imported only if the port is wanted, because gRPC is an extra.
+        from kvrouter.router.serve.gateway.grpc_server import Certificate, GatewayServer
+        from kvrouter.router.serve.gateway.picker import Picker
 
-        beside, port = await start_gateway(
-            self._config,
-            core,
-            placer,
-            proxy,
-            admission,
-            quality,
-            self._metrics,
-            self._shutdown,
-            access,
-            time.monotonic,
+        def ready() -> str | None:
+            if self._shutdown.begun:
+                return "it is shutting down"
+            reason = core.readiness()
+            if reason is None:
+                try:
+                    placer.takers(core.models())
+                except NoWorker as error:
+                    reason = error.message
+            return reason
+
+        picker = Picker(
+            proxy=proxy,
+            placer=placer,
+            admission=admission,
+            quality=quality,
+            metrics=metrics.gateway,
+            models=core.models,
+            fallbacks=config.gateway_fallbacks,
+            clock=time.monotonic,
+            rng=random.Random(),
         )
-        self._stack.push_async_callback(beside.stop, 0)
-        return beside, port
+        errors = metrics.http.internal_errors.labels("gateway")
+        server = GatewayServer(picker.pick, ready, metrics.gateway, errors.inc, max_body_bytes=config.max_body_bytes)
+        certificate = None
+        if (pems := access.gateway_pems) is not None:
+            certificate = Certificate(lambda: access.gateway_pems or pems)
+        port = await server.start(config.host, config.gateway_port, certificate, shared=config.processes > 1)
+        self._stack.push_async_callback(server.stop, 0)
+        return server.stop, port
 
     def _tell_started(self, core: Core, listener: socket.socket, gateway_port: int | None) -> None:
         workers = len(core.registrations())

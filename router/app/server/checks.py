@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,22 @@ log = logging.getLogger(__name__)
 
 # The modules of the extra `gateway`.
 GATEWAY_MODULES = ("grpc", "google.protobuf")
+
+
+@contextmanager
+def _extra(needs: str, extra: str) -> Iterator[None]:
+    """Turn the failure of an import into a SettingError.
+
+    Args:
+        needs: The beginning of the message: the setting, and a verb.
+        extra: The extra that installs the package.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise SettingError(
+            f"{needs} a package that is not installed ({error.name}): {install_command(extra)}"
+        ) from None
 
 
 def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -> None:
@@ -84,14 +101,10 @@ def patch_client_secret(config: Config) -> bytes | None:
 
 
 def _check_gateway(config: Config) -> None:
-    try:
-        # An extra of some tens of megabytes that most routers do not need.
+    # An extra of some tens of megabytes that most routers do not need.
+    with _extra("gateway_port needs", "gateway"):
         for name in GATEWAY_MODULES:
             importlib.import_module(name)
-    except ImportError as error:
-        raise SettingError(
-            f"gateway_port needs a package that is not installed ({error.name}): {install_command('gateway')}"
-        ) from None
     if config.gateway_port == 0 and config.processes > 1:
         raise SettingError("gateway_port 0 is another port for each of several processes; name one")
 
@@ -111,13 +124,9 @@ def tracing_of(config: Config, measures: QualityMetrics) -> Tracing | None:
 
 
 def _tracing_class() -> type[Tracing]:
-    try:
-        # An extra with a thread and some megabytes that most routers do not need.
+    # An extra with a thread and some megabytes that most routers do not need.
+    with _extra("otlp_endpoint needs", "otel"):
         from kvrouter.router.observe.quality.tracing import Tracing
-    except ImportError as error:
-        raise SettingError(
-            f"otlp_endpoint needs a package that is not installed ({error.name}): {install_command('otel')}"
-        ) from None
     return Tracing
 
 
@@ -125,13 +134,9 @@ def local_tokenizers(config: Config) -> dict[str, LocalMaker]:
     """Load the tokenizers of the settings, by model; a large vocabulary takes a second. Raises SettingError."""
     if not config.tokenizers:
         return {}
-    try:
-        # An extra that most routers do not need.
+    # An extra that most routers do not need.
+    with _extra("tokenizers need", "tokenizer"):
         from kvrouter.router.route.tokens.local.local_tokenizer import LocalTokenizer
-    except ImportError as error:
-        raise SettingError(
-            f"tokenizers need a package that is not installed ({error.name}): {install_command('tokenizer')}"
-        ) from None
     tokenizers: dict[str, LocalMaker] = {}
     for model, folder in parse_tokenizers(config.tokenizers).items():
         try:

@@ -10,15 +10,15 @@ sample with `process`; it adds nothing up. A process that does not answer is lef
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
+
+from kvrouter.router.base.telemetry.metric_registry import page_of
 
 # A page is some hundred kilobytes at most. A process that is busy for longer than this would delay the scrape.
 ANSWER_TIMEOUT_S = 2.0
@@ -102,27 +102,13 @@ class Siblings:
             self._server.close()
 
 
-class _Merged(Collector):
-    """A collector of the metrics on several pages."""
-
-    def __init__(self, pages: dict[int, bytes]) -> None:
-        self._pages = pages
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield each metric with the samples of all pages, then the number of pages."""
-        families: dict[str, Metric] = {}
-        for number, page in self._pages.items():
-            for family in text_string_to_metric_families(page.decode()):
-                metric = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                for sample in family.samples:
-                    metric.add_sample(sample.name, {**sample.labels, LABEL: str(number)}, sample.value)
-        yield from families.values()
-        text = "Processes of this router whose metrics are on this page"
-        yield GaugeMetricFamily("kvrouter_processes_answering", text, value=len(self._pages))
-
-
 def merged(pages: dict[int, bytes]) -> bytes:
     """Return one page made of several, with every sample labelled with the number of its process."""
-    registry = CollectorRegistry()
-    registry.register(_Merged(pages))
-    return generate_latest(registry)
+    families: dict[str, Metric] = {}
+    for number, page in pages.items():
+        for family in text_string_to_metric_families(page.decode()):
+            metric = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                metric.add_sample(sample.name, {**sample.labels, LABEL: str(number)}, sample.value)
+    text = "Processes of this router whose metrics are on this page"
+    return page_of([*families.values(), GaugeMetricFamily("kvrouter_processes_answering", text, value=len(pages))])

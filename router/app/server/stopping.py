@@ -8,9 +8,9 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import uvicorn
 
@@ -27,12 +27,9 @@ HURRY = signal.SIGINT
 # The interval at which a server that waits for its end checks for a second signal.
 LOOK_S = 0.05
 
-
-class Beside(Protocol):
-    """Another server of the process, which ends together with the HTTP server."""
-
-    async def stop(self, grace_s: float) -> None:
-        """Take no more requests; those under way have `grace_s` seconds to end, or as long as a later call says."""
+# Ends another server of the process: it takes no more requests, and those under way have the given seconds to end, or as
+# long as a later call says.
+EndBeside: TypeAlias = Callable[[float], Awaitable[None]]
 
 
 class Server(uvicorn.Server):
@@ -41,17 +38,19 @@ class Server(uvicorn.Server):
     uvicorn itself would handle signals, and raise them again when HTTP is down, during our own shutdown.
     """
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None], beside: Beside | None = None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, started: Callable[[], None], end_beside: EndBeside | None = None
+    ) -> None:
         """Create the server.
 
         Args:
             config: The settings of uvicorn.
             started: Called when the server serves.
-            beside: Another server to end with this one.
+            end_beside: Ends another server, which ends with this one.
         """
         super().__init__(config)
         self._tell = started
-        self._beside = beside
+        self._beside = end_beside
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start serving, and report it."""
@@ -70,11 +69,11 @@ class Server(uvicorn.Server):
     async def _end_beside(self) -> None:
         if self._beside is None:
             return
-        ending = asyncio.ensure_future(self._beside.stop(self.config.timeout_graceful_shutdown or 0))
+        ending = asyncio.ensure_future(self._beside(self.config.timeout_graceful_shutdown or 0))
         while not ending.done():
             await asyncio.wait({ending}, timeout=LOOK_S)
             if self.force_exit:
-                await self._beside.stop(0)
+                await self._beside(0)
         await ending
 
     @contextmanager

@@ -35,6 +35,22 @@ class RouterError(Exception):
     type: ClassVar[str] = SERVER_ERROR
     default_code: ClassVar[str] = "internal_error"
 
+    def __init_subclass__(
+        cls, *, status: int | None = None, default_code: str | None = None, type_: str | None = None
+    ) -> None:
+        """Set what all errors of a class share.
+
+        Args:
+            status: The HTTP status; None: that of the base class.
+            default_code: The code of an error that is raised without one; None: that of the base class.
+            type_: OpenAI's family; None: it follows from the status.
+        """
+        if default_code is not None:
+            cls.default_code = default_code
+        if status is not None:
+            cls.status = status
+            cls.type = type_ or (INVALID_REQUEST if status < 500 else SERVER_ERROR)
+
     def __init__(self, message: str, *, code: str | None = None, retry_after_s: float | None = None) -> None:
         """Set the message, and optionally a code that replaces the default one.
 
@@ -53,225 +69,127 @@ class RouterError(Exception):
         return {"error": {"message": self.message, "type": self.type, "code": self.code}}
 
 
-class BadQuestion(RouterError):
+class BadQuestion(RouterError, status=400, default_code="invalid_body"):
     """400: the body does not decode to the endpoint's request type."""
 
-    status = 400
-    type = INVALID_REQUEST
-    default_code = "invalid_body"
 
-
-class Unauthorized(RouterError):
+class Unauthorized(RouterError, status=401, default_code="invalid_api_key"):
     """401: no API key, or a wrong one."""
 
-    status = 401
-    type = INVALID_REQUEST
-    default_code = "invalid_api_key"
 
-
-class Forbidden(RouterError):
+class Forbidden(RouterError, status=403, default_code="missing_scope"):
     """403: the API key is valid but lacks the scope for this request."""
 
-    status = 403
-    type = INVALID_REQUEST
-    default_code = "missing_scope"
 
-
-class ForeignHost(RouterError):
+class ForeignHost(RouterError, status=403, default_code="foreign_host"):
     """403: the Host header does not name this router."""
 
-    status = 403
-    type = INVALID_REQUEST
-    default_code = "foreign_host"
 
-
-class ForeignOrigin(RouterError):
+class ForeignOrigin(RouterError, status=403, default_code="foreign_origin"):
     """403: a web page of another origin sent the request."""
 
-    status = 403
-    type = INVALID_REQUEST
-    default_code = "foreign_origin"
 
-
-class HostNotAllowed(RouterError):
+class HostNotAllowed(RouterError, status=403, default_code="host_not_allowed"):
     """403: the setting allow_hosts does not admit an address of this worker."""
 
-    status = 403
-    type = INVALID_REQUEST
-    default_code = "host_not_allowed"
 
-
-class NotFound(RouterError):
+class NotFound(RouterError, status=404, default_code="not_found"):
     """404: no resource has this address."""
 
-    status = 404
-    type = INVALID_REQUEST
-    default_code = "not_found"
 
-
-class UnknownModel(NotFound):
+class UnknownModel(NotFound, default_code="unknown_model"):
     """404: no worker is registered for this model."""
 
-    default_code = "unknown_model"
 
-
-class UnknownWorker(NotFound):
+class UnknownWorker(NotFound, default_code="unknown_worker"):
     """404: no worker of this name is registered."""
 
-    default_code = "unknown_worker"
 
-
-class UnknownSelection(NotFound):
+class UnknownSelection(NotFound, default_code="unknown_selection"):
     """404: the reservation was released, has expired, or never existed."""
 
-    default_code = "unknown_selection"
 
-
-class UnknownDecision(NotFound):
+class UnknownDecision(NotFound, default_code="unknown_decision"):
     """404: the decision log does not contain this decision."""
 
-    default_code = "unknown_decision"
 
-
-class MethodNotAllowed(RouterError):
+class MethodNotAllowed(RouterError, status=405, default_code="method_not_allowed"):
     """405: the address exists but does not support the method; `allowed` is the value of the Allow header."""
-
-    status = 405
-    type = INVALID_REQUEST
-    default_code = "method_not_allowed"
 
     def __init__(self, message: str, *, allowed: str = "POST") -> None:
         super().__init__(message)
         self.allowed = allowed
 
 
-class Conflict(RouterError):
+class Conflict(RouterError, status=409, default_code="conflict"):
     """409: the request contradicts the current state."""
 
-    status = 409
-    type = INVALID_REQUEST
-    default_code = "conflict"
 
-
-class TooLarge(RouterError):
+class TooLarge(RouterError, status=413, default_code="body_too_large"):
     """413: the body is larger than the limit."""
 
-    status = 413
-    type = INVALID_REQUEST
-    default_code = "body_too_large"
 
-
-class WrongMediaType(RouterError):
+class WrongMediaType(RouterError, status=415, default_code="unsupported_media_type"):
     """415: the body has a media type that a web page may send to any host, and it is not a form."""
 
-    status = 415
-    type = INVALID_REQUEST
-    default_code = "unsupported_media_type"
 
-
-class TooSlow(RouterError):
+class TooSlow(RouterError, status=408, default_code="request_timeout"):
     """408: the request did not arrive in time."""
 
-    status = 408
-    type = INVALID_REQUEST
-    default_code = "request_timeout"
 
-
-class HeadTooLarge(RouterError):
+class HeadTooLarge(RouterError, status=431, default_code="head_too_large"):
     """431: the request line and headers are larger than the limit."""
 
-    status = 431
-    type = INVALID_REQUEST
-    default_code = "head_too_large"
 
-
-class TooManyConnections(RouterError):
+class TooManyConnections(RouterError, status=503, default_code="too_many_connections"):
     """503: the process has reached its limit of connections."""
 
-    status = 503
-    default_code = "too_many_connections"
 
-
-class NotSupported(RouterError):
+class NotSupported(RouterError, status=501, default_code="not_supported", type_=INVALID_REQUEST):
     """501: HTTP defines the feature, but this server supports it nowhere."""
 
-    status = 501
-    type = INVALID_REQUEST
-    default_code = "not_supported"
 
-
-class WrongVersion(RouterError):
+class WrongVersion(RouterError, status=505, default_code="http_version_not_supported", type_=INVALID_REQUEST):
     """505: the request uses a version of HTTP that the server does not speak."""
 
-    status = 505
-    type = INVALID_REQUEST
-    default_code = "http_version_not_supported"
 
-
-class NoWorker(RouterError):
+class NoWorker(RouterError, status=503, default_code="no_worker"):
     """503: workers exist, but none can take the request now."""
 
-    status = 503
-    default_code = "no_worker"
 
-
-class Saturated(RouterError):
+class Saturated(RouterError, status=503, default_code="saturated"):
     """503: every worker that could take the prompt has too much work already."""
 
-    status = 503
-    default_code = "saturated"
 
-
-class QueueFull(RouterError):
+class QueueFull(RouterError, status=429, default_code="queue_full", type_=RATE_LIMIT):
     """429: all workers are saturated, and the queue of waiting prompts is full."""
 
-    status = 429
-    type = RATE_LIMIT
-    default_code = "queue_full"
 
-
-class TooManyRegistrations(RouterError):
+class TooManyRegistrations(RouterError, status=429, default_code="too_many_registrations", type_=RATE_LIMIT):
     """429: registrations arrive faster than the router accepts them."""
 
-    status = 429
-    type = RATE_LIMIT
-    default_code = "too_many_registrations"
 
-
-class WorkerUnreachable(RouterError):
+class WorkerUnreachable(RouterError, status=502, default_code="worker_unreachable"):
     """502: the engine that should answer cannot be reached, or closed the connection before its answer."""
 
-    status = 502
-    default_code = "worker_unreachable"
 
-
-class WorkerSilent(RouterError):
+class WorkerSilent(RouterError, status=504, default_code="worker_timeout"):
     """504: the engine that should answer did not do so within the router's time limit."""
 
-    status = 504
-    default_code = "worker_timeout"
 
-
-class StoreDown(RouterError):
+class StoreDown(RouterError, status=503, default_code="store_unavailable"):
     """503: the store does not answer, so no worker can be registered or dropped. Questions are answered from memory."""
 
-    status = 503
-    default_code = "store_unavailable"
 
-
-class SettingError(RouterError):
+class SettingError(RouterError, default_code="wrong_setting"):
     """A missing or wrong setting, which ends the start.
 
     The message is one line: the cause, and what to write instead.
     """
 
-    default_code = "wrong_setting"
 
-
-class StartError(RouterError):
+class StartError(RouterError, default_code="cannot_start"):
     """A start that fails although the settings are right. The message is one line: the cause and the fix."""
-
-    default_code = "cannot_start"
 
 
 def internal_error() -> ErrorBody:

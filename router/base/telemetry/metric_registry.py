@@ -14,7 +14,8 @@ import contextlib
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import product
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import Metric
@@ -34,6 +35,7 @@ MODEL, WORKER = "model", "worker"
 
 AnyMetric = TypeVar("AnyMetric", Counter, Gauge, Histogram)
 Child = TypeVar("Child")
+Key = TypeVar("Key")
 Labels = tuple[str, ...]
 Values = dict[str, Iterable[str]]
 # The label values of a worker: its model and its name.
@@ -109,37 +111,15 @@ class MetricRegistry(CollectorRegistry):
 
         A child is kept as long as the worker's series, because finding one costs more than counting.
         """
-        children: dict[WorkerKey, Child] = {}
-        self._kept.append(children)
-
-        def child(worker: WorkerKey) -> Child:
-            series = children.get(worker)
-            if series is None:
-                series = make(*(labels := self.worker_labels(worker)))
-                # A worker that shares `other` gets its own labels when another worker leaves.
-                if labels != OTHER:
-                    children[worker] = series
-            return series
-
-        return child
+        # A worker that shares `other` gets its own labels when another worker leaves.
+        return _kept_children(self._kept, self.worker_labels, OTHER, make)
 
     def per_model(self, make: Callable[[str], Child]) -> PerModel[Child]:
         """Return a function from a model to its child, made with `make` from the model's label.
 
         A child is kept until the model's last worker leaves.
         """
-        children: dict[str, Child] = {}
-        self._kept_of_models.append(children)
-
-        def child(model: str) -> Child:
-            series = children.get(model)
-            if series is None:
-                series = make(label := self._model_label(model))
-                if label != OTHER_WORKER:
-                    children[model] = series
-            return series
-
-        return child
+        return _kept_children(self._kept_of_models, lambda model: (self._model_label(model),), (OTHER_WORKER,), make)
 
     def model_counters(self, name: str, text: str, **label: Iterable[str]) -> PerModel[dict[str, CounterSeries]]:
         """Make a counter of models with one series for each value of a label; all show from a model's first use."""
@@ -175,7 +155,7 @@ class MetricRegistry(CollectorRegistry):
             if isinstance(collector, TextCollector):
                 parts.append(collector.text().encode())
             else:
-                parts.append(generate_latest(_Alone(collector)))
+                parts.append(page_of(collector.collect()))
             await asyncio.sleep(0)
         return b"".join(parts)
 
@@ -227,15 +207,35 @@ class MetricRegistry(CollectorRegistry):
             _remove(self._of_models, label)
 
 
-class _Alone(CollectorRegistry):
-    """A registry of one collector, for prometheus_client's page."""
+def page_of(metrics: Iterable[Metric]) -> bytes:
+    """Return the metrics in Prometheus' text format."""
+    # A page needs nothing else of a registry.
+    return generate_latest(cast(CollectorRegistry, SimpleNamespace(collect=lambda: metrics)))
 
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
 
-    def collect(self) -> Iterable[Metric]:
-        """Return the metrics of the collector."""
-        return self._collector.collect()
+def _kept_children(
+    tables: list[dict[Key, Any]], labels_of: Callable[[Key], Labels], other: Labels, make: Callable[..., Child]
+) -> Callable[[Key], Child]:
+    """Return a function from a worker or a model to its child, which is kept in a new table of `tables`.
+
+    Args:
+        tables: The tables from which ended workers or models are removed.
+        labels_of: Returns the labels of a worker or a model.
+        other: The labels that all beyond a limit share; their child is not kept.
+        make: Makes a child from its labels.
+    """
+    children: dict[Key, Child] = {}
+    tables.append(children)
+
+    def child(key: Key) -> Child:
+        series = children.get(key)
+        if series is None:
+            series = make(*(labels := labels_of(key)))
+            if labels != other:
+                children[key] = series
+        return series
+
+    return child
 
 
 def _remove(metrics: list[tuple[Counter | Gauge | Histogram, list[tuple[str, ...]]]], *labels: str) -> None:

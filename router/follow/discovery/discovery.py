@@ -18,6 +18,7 @@ import aiohttp
 from kvrouter.contract.worker_status import WorkerStatus
 from kvrouter.router.base.common.errors import HostNotAllowed, RouterError, WorkerUnreachable
 from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.base.common.event_wait import set_within
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.follow.discovery.candidate import Candidate, completed
@@ -151,11 +152,7 @@ class Discovery:
 
     async def _always(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(self._look_s):
-                    await self._news.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._news, self._look_s)
             self._news.clear()
             try:
                 await self.look()

@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from kvrouter.router.base.common.bounded_read import read_whole
+from kvrouter.router.base.common.event_wait import set_within
 from kvrouter.router.model.engines.engine import NotThisEngine
 from kvrouter.router.model.engines.known import ENGINES
 from kvrouter.router.model.workers.engine_answers import (
@@ -134,12 +135,7 @@ class EngineProber:
             self._more.clear()
             await self.look()
             pause_s = min(self._due_s.values(), default=self._clock() + self._again_s) - self._clock()
-            try:
-                # wait_for is no choice here: up to Python 3.11 it swallows a cancellation at the moment of the event.
-                async with asyncio.timeout(max(pause_s, 0.0)):
-                    await self._more.wait()
-            except TimeoutError:
-                continue
+            await set_within(self._more, max(pause_s, 0.0))
 
     async def look(self) -> None:
         """Query all engines that are due, once."""

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.router.base.common.event_wait import set_within
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.common.task_supervisor import TaskSupervisor
 from kvrouter.router.base.redis_client.errors import StoredValueError, StoreError
@@ -329,10 +330,7 @@ class MirrorSync:
                 pause_s = SWEEP_INTERVAL_S
             self._reload_wanted.clear()
             if pause_s > 0:
-                # wait_for is no choice here: up to Python 3.11 it swallows a cancellation at the moment of the event.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(pause_s, RELOAD_LAST_S)):
-                        await self._reload_wanted.wait()
+                await set_within(self._reload_wanted, min(pause_s, RELOAD_LAST_S))
 
     async def _load_again(self, worker: WorkerKey) -> None:
         """Try to load the worker from Redis and to follow its log; schedule another try after a failure."""

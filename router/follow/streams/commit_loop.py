@@ -7,7 +7,6 @@ This module decides when changes are written, and handles a store that is slow o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrouter.router.base.common.event_wait import set_within
 from kvrouter.router.base.common.ids import Place
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.follow.streams.lease_holder import LeaseHolder, LeaseLost
@@ -155,15 +155,14 @@ class CommitLoop:
                 self.rewrite()
                 return
             record.drained.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BACKPRESSURE_S):
-                    await record.drained.wait()
+            await set_within(record.drained, BACKPRESSURE_S)
 
     async def run(self) -> None:
         """Write to the store whatever it lacks, until cancelled. Raises LeaseLost."""
         dirty, clock, unwritten = self._record.dirty, self._services.clock, self._services.held.unwritten_since_s
         while True:
-            if not await self._hears_news():
+            # If nothing came for so long, a checkpoint is due.
+            if not await set_within(dirty, self._quiet_s if self.tail.blocks else None):
                 await self._write_checkpoint(self._residents())
                 continue
             dirty.clear()
@@ -175,14 +174,6 @@ class CommitLoop:
                 unwritten[self._tag] = taken_s
             else:
                 unwritten.pop(self._tag, None)
-
-    async def _hears_news(self) -> bool:
-        """Wait for something to write; return False if nothing came for so long that a checkpoint is due."""
-        dirty = self._record.dirty
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._quiet_s if self.tail.blocks else None):
-                await dirty.wait()
-        return dirty.is_set()
 
     async def write_rest(self) -> None:
         """Try to write the remaining changes of a worker that this process gives up.

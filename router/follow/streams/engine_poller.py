@@ -11,8 +11,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from kvrouter.router.follow.streams.commit_loop import CommitLoop
-from kvrouter.router.follow.streams.cpu_tier_watch import parse_cpu_tier
-from kvrouter.router.follow.streams.disk_watch import parse_disk
+from kvrouter.router.follow.streams.offload_watch import parse_offload
 from kvrouter.router.follow.streams.stream_services import StreamServices
 from kvrouter.router.follow.streams.worker_record import WorkerRecord
 from kvrouter.router.index.ingest.engine_liveness import (
@@ -177,11 +176,9 @@ class EnginePoller:
         if (ranks := engine_ranks(page, gauges)) and ranks != facts.engine_ranks:
             facts.engine_ranks = ranks
             self.judge_ranks()
-        if (disk := parse_disk(page, dp_rank)) is not None:
-            facts.disk.observe(disk, self._services.clock())
+        if (offload := parse_offload(page, dp_rank)) is not None:
+            facts.offload.observe(offload, self._services.clock())
             self._commits.wake()
-        if (tier := parse_cpu_tier(page, dp_rank)) is not None:
-            facts.cpu_tier.observe(tier, self._services.clock())
         if (cache := engine.cache_in(page, dp_rank)) is not None and cache != facts.cache:
             facts.cache = cache
             self._record.refresh()

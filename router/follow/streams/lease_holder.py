@@ -15,16 +15,16 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.redis_client.errors import StoredValueError, StoreError
-from kvrouter.router.follow.streams.held_workers import HeldLease, HeldWorkers
-from kvrouter.router.follow.streams.lease_rounds import LOOKS_PER_TTL, LeaseRounds
-from kvrouter.router.follow.streams.stream_metrics import FAILED, StreamMetrics
+from kvrouter.router.follow.streams.held_workers import HeldLease
+from kvrouter.router.follow.streams.lease_rounds import LOOKS_PER_TTL
+from kvrouter.router.follow.streams.stream_metrics import FAILED
+from kvrouter.router.follow.streams.stream_services import StreamServices
 from kvrouter.router.index.ingest.net_changes import Hashes
 from kvrouter.router.index.ingest.pending_commit import PendingCommit
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.checkpoint import Checkpoint
 from kvrouter.router.index.store.commit import Commit, CommitOutcome, Head, Lease
 from kvrouter.router.index.store.leases import LeaseLook
-from kvrouter.router.index.store.store import IndexStore
 
 log = logging.getLogger("kvrouter.lease")
 
@@ -60,13 +60,8 @@ class LeaseHolder:
     def __init__(
         self,
         worker: WorkerKey,
+        services: StreamServices,
         *,
-        store: IndexStore,
-        rounds: LeaseRounds,
-        held: HeldWorkers,
-        token: str,
-        ttl_s: float,
-        metrics: StreamMetrics,
         mine: Callable[[], bool],
         changed: Callable[[str | None], None],
     ) -> None:
@@ -74,33 +69,27 @@ class LeaseHolder:
 
         Args:
             worker: The worker.
-            store: Reads and writes the index in Redis.
-            rounds: Renews the leases of the process.
-            held: Shows the lease to the heartbeat.
-            token: Identifies the process in leases.
-            ttl_s: How long a process's lease lasts without renewal.
-            metrics: Counts commits and lost leases.
+            services: The services that all streams of the process share.
             mine: Returns whether this process should follow the worker.
             changed: Called with `problem` when it appeared or ended, and when the lease was taken again.
         """
         self._worker = worker
-        self._store = store
-        self._rounds = rounds
-        self._held = held
+        self._services = services
+        self._store = services.store
+        self._rounds = services.leases
+        self._held = services.held
+        self._metrics = services.metrics
         self._tag = keys.worker_tag(worker)
-        self._token = token
-        self._ttl_s = ttl_s
         self._store_look = LeaseLook.of(worker)
-        self._metrics = metrics
         self._mine = mine
         self._changed = changed
         self._lease: Lease | None = None
-        # The highest lease number that this process had.
-        self._number = 0
+        # The number of this process's lease, or of its last one; 0 if it never had one.
+        self.number = 0
         # Whether another process had the lease just before this process's last number.
         self._interrupted = False
         # The last position that this process wrote and the store confirmed.
-        self._written: Written = (None, None)
+        self.written: Written = (None, None)
         # The position that the store may have instead, because the connection was lost during the write.
         self._unsure: Written | None = None
         # Serializes writes and checks of the lease, which would otherwise see each other half done.
@@ -135,7 +124,7 @@ class LeaseHolder:
             lease, head = await self._take()
         finally:
             self._rounds.leave(self)
-        alone = 0 < self._number == lease.number - 1 and not self._interrupted
+        alone = 0 < self.number == lease.number - 1 and not self._interrupted
         self._interrupted = False
         self._have(lease, head)
         self._say(None)
@@ -150,14 +139,9 @@ class LeaseHolder:
         """
         return head.written if head.problem is None else await self._store.committed(self._worker)
 
-    @property
-    def number(self) -> int:
-        """The number of this process's lease, or of its last one; 0 if it never had one."""
-        return self._number
-
     def _have(self, lease: Lease, head: Head) -> None:
         """Note that this process has `lease` now. `head` is the head of `meta` before the lease was taken."""
-        self._lease, self._number = lease, lease.number
+        self._lease, self.number = lease, lease.number
         self._held.holdings[self._tag] = HeldLease(lease.number, head.commits)
 
     def _end(self) -> None:
@@ -176,7 +160,7 @@ class LeaseHolder:
 
     def _wrote(self, written: Written) -> None:
         """Note the (epoch, seq) that the store is known to have."""
-        self._written, self._unsure = written, None
+        self.written, self._unsure = written, None
 
     async def _take(self) -> tuple[Lease, Head]:
         """Try until the lease is taken; return it with the head of `meta` before it."""
@@ -185,15 +169,10 @@ class LeaseHolder:
             if not self._mine():
                 self._called.clear()
                 await self._called.wait()
-            taken = await self._store.leases.take(self._worker, self._token, above=self._number)
+            taken = await self._store.leases.take(self._worker, self._services.token, above=self.number)
             if taken is not None:
                 return taken
-            await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
-
-    @property
-    def written(self) -> Written:
-        """The (epoch, seq) that the store has."""
-        return self._written
+            await asyncio.sleep(self._services.config.lease_ttl_s / LOOKS_PER_TTL)
 
     async def release(self) -> None:
         """Give the lease back; if the store does not answer, the lease ends by itself."""
@@ -209,7 +188,7 @@ class LeaseHolder:
     async def forget(self) -> None:
         """Delete the index of a worker that is no longer registered, unless another process has its lease."""
         self._end()
-        await self._store.forget(self._worker, self._token)
+        await self._store.forget(self._worker, self._services.token)
 
     async def keep(self, movable: Callable[[], bool]) -> None:
         """Watch over the lease until it is lost, then raise LeaseLost, or HandedOver if another process should follow.
@@ -270,7 +249,7 @@ class LeaseHolder:
 
     def _is_confirmed(self, fields: list[bytes | None]) -> bool:
         """Return whether these fields of `meta` agree with the last write of this process."""
-        confirmed = (self._written, self._entries, fields)
+        confirmed = (self.written, self._entries, fields)
         if self._confirmed == confirmed:
             return True
         head = Head.of(keys.meta(self._worker), *fields)
@@ -311,16 +290,16 @@ class LeaseHolder:
 
     def _is_ours(self, stored: Written) -> bool:
         """Return whether this (epoch, seq) of the store is that of the last write of this process."""
-        return stored in (self._written, self._unsure)
+        return stored in (self.written, self._unsure)
 
     async def _regain(self) -> None:
         """Take the lost lease again. Raises LeaseLost if another process had it since, or the store lost commits."""
-        taken = await self._store.leases.take(self._worker, self._token, above=self._number)
+        taken = await self._store.leases.take(self._worker, self._services.token, above=self.number)
         if taken is None:
             self._lose("taken", ELSEWHERE)
         assert taken is not None
         lease, head = taken
-        alone, entries = lease.number == self._number + 1, self._entries
+        alone, entries = lease.number == self.number + 1, self._entries
         self._have(lease, head)
         if not alone:
             self._interrupted = True
@@ -350,7 +329,7 @@ class LeaseHolder:
 
     async def checkpoint(self, residents: Mapping[Place, Hashes]) -> None:
         """Replace the checkpoint by the blocks held at the last commit, retrying as `write` does."""
-        epoch, seq = self._written
+        epoch, seq = self.written
         assert epoch is not None and seq is not None
         checkpoint = Checkpoint(self._worker, epoch, seq, residents)
 

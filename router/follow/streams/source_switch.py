@@ -8,7 +8,6 @@ module opens the sockets and reads.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Coroutine
 
@@ -19,6 +18,7 @@ from kvrouter.events.transport.curve import CurveClient, public_key
 from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import Connected, StreamItem
 from kvrouter.events.vllm.subscriber import Subscriber
+from kvrouter.router.base.common.event_wait import set_within
 from kvrouter.router.base.redis_client.errors import StoreError
 from kvrouter.router.follow.streams.commit_loop import CommitLoop
 from kvrouter.router.follow.streams.engine_poller import EnginePoller
@@ -219,13 +219,8 @@ class SourceSwitch:
         """Greet the patch now and then, and raise SourceChanged once it answers."""
         pause_s = PROBE_PAUSE_FIRST_S
         while True:
-            with contextlib.suppress(TimeoutError):
-                # wait_for is no choice here: up to Python 3.11 it swallows a cancellation at the moment of the event.
-                async with asyncio.timeout(pause_s):
-                    await connected.wait()
-            pause_s = (
-                PROBE_PAUSE_FIRST_S if connected.is_set() else min(PROBE_PAUSE_GROWTH * pause_s, PROBE_PAUSE_LAST_S)
-            )
+            is_connected = await set_within(connected, pause_s)
+            pause_s = PROBE_PAUSE_FIRST_S if is_connected else min(PROBE_PAUSE_GROWTH * pause_s, PROBE_PAUSE_LAST_S)
             connected.clear()
             hello = await greet(
                 patch, context=self._services.context, timeout_s=PROBE_S, waits=False, watch=self._services.watch

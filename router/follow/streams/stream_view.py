@@ -12,9 +12,8 @@ import math
 import msgspec
 
 from kvrouter.contract.worker_status import EngineCache
-from kvrouter.router.follow.streams.cpu_tier_watch import CpuTierWatch
-from kvrouter.router.follow.streams.disk_watch import DiskWatch
 from kvrouter.router.follow.streams.lease_holder import ELSEWHERE
+from kvrouter.router.follow.streams.offload_watch import OffloadWatch
 from kvrouter.router.follow.streams.stream_machine import Phase
 from kvrouter.router.index.ingest.engine_liveness import EngineLiveness
 from kvrouter.router.model.workers.stream_state import CREDITED, SHOWN, StreamState, credited
@@ -54,15 +53,14 @@ class Facts(msgspec.Struct):
     engine_ranks: tuple[int, ...] = ()
     # Whether the following is about to end.
     stopping: bool = False
-    # The next three fields are read from the metrics page of the engine's present process.
-    disk: DiskWatch = msgspec.field(default_factory=DiskWatch)
-    cpu_tier: CpuTierWatch = msgspec.field(default_factory=CpuTierWatch)
+    # The next two fields are read from the metrics page of the engine's present process.
+    offload: OffloadWatch = msgspec.field(default_factory=OffloadWatch)
     cache: EngineCache = EngineCache()
     vitals: EngineLiveness = msgspec.field(default_factory=EngineLiveness)
 
     def forget_process(self) -> None:
         """Drop the facts from the metrics page of a process that has ended."""
-        self.disk, self.cpu_tier, self.cache = DiskWatch(), CpuTierWatch(), EngineCache()
+        self.offload, self.cache = OffloadWatch(), EngineCache()
 
 
 class Position(msgspec.Struct, frozen=True):

@@ -119,7 +119,7 @@ class WorkerRecord:
     @property
     def disk_problem(self) -> str:
         """The problem of the disk below the engine's offload tier, "" if there is none."""
-        return self.peer.disk_problem if self.is_elsewhere else self.facts.disk.problem(self._services.clock())
+        return self.peer.disk_problem if self.is_elsewhere else self.facts.offload.disk_problem(self._services.clock())
 
     @property
     def cache(self) -> EngineCache:

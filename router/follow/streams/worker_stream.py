@@ -19,7 +19,6 @@ from kvrouter.contract.worker_status import EngineCache
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.base.redis_client.errors import StoredValueError, StoreError
 from kvrouter.router.follow.streams.commit_loop import MAX_PENDING_BLOCKS, CommitLoop
-from kvrouter.router.follow.streams.disk_watch import DiskWatch
 from kvrouter.router.follow.streams.engine_poller import EnginePoller
 from kvrouter.router.follow.streams.lease_holder import RETRY_FIRST_S, RETRY_LAST_S, HandedOver, LeaseHolder, LeaseLost
 from kvrouter.router.follow.streams.mirror_lead import MirrorLead
@@ -79,21 +78,11 @@ class WorkerStream:
         # Why the engine refuses this router's queries.
         self.refused = ""
         self._services = services
-        self._record = WorkerRecord(registration, services, changed)
-        self._lease = LeaseHolder(
-            worker,
-            store=services.store,
-            rounds=services.leases,
-            held=services.held,
-            token=services.token,
-            ttl_s=services.config.lease_ttl_s,
-            metrics=services.metrics,
-            mine=lambda: mine(worker),
-            changed=self._record.store_changed,
-        )
-        self.commits = CommitLoop(self._record, self._lease, services)
-        self._engine = EnginePoller(self._record, self.commits, services, engine_load)
-        self._sources = SourceSwitch(self._record, self._lease, self.commits, self._engine, services)
+        self.record = WorkerRecord(registration, services, changed)
+        self._lease = LeaseHolder(worker, services, mine=lambda: mine(worker), changed=self.record.store_changed)
+        self.commits = CommitLoop(self.record, self._lease, services)
+        self._engine = EnginePoller(self.record, self.commits, services, engine_load)
+        self._sources = SourceSwitch(self.record, self._lease, self.commits, self._engine, services)
         # The counts that the metrics include already.
         self.counted = IngestCounters()
         # The (epoch, seq) in Redis from which the ingest was prepared, None once the ingest is ahead of it.
@@ -103,52 +92,32 @@ class WorkerStream:
     @property
     def registration(self) -> Registration:
         """The worker's present registration."""
-        return self._record.registration
+        return self.record.registration
 
     @property
     def view(self) -> WorkerView:
         """The worker as the matcher sees it."""
-        return self._record.view
+        return self.record.view
 
     @property
     def ingest(self) -> Ingest:
         """The ingest of the worker's events in this process."""
-        return self._record.ingest
+        return self.record.ingest
 
     @property
     def profile(self) -> WorkerProfile:
         """The worker's catalog and identity, whichever process follows it."""
-        return self._record.profile
-
-    @property
-    def visible_epoch(self) -> str | None:
-        """The epoch that the mirror shows, None before the first."""
-        return self._record.shown.epoch
-
-    @property
-    def visible_seq(self) -> int | None:
-        """The last batch that the mirror shows, None before the first."""
-        return self._record.shown.seq
-
-    @property
-    def lag_s(self) -> float | None:
-        """The time from receiving the last items until the mirror showed them; None before the first."""
-        return self._record.shown.lag_s
-
-    @property
-    def since_s(self) -> float:
-        """When the worker's state last changed, by this process's clock."""
-        return self._record.since_s
+        return self.record.profile
 
     @property
     def life(self) -> tuple[WorkerKey, int]:
         """The worker and the number of its engine's life, as far as `EngineLives` distinguishes them."""
-        return self.worker, self._record.lives.number
+        return self.worker, self.record.lives.number
 
     @property
     def cache(self) -> EngineCache:
         """The engine's description of its KV cache."""
-        return self._record.cache
+        return self.record.cache
 
     @property
     def block_size(self) -> int | None:
@@ -163,7 +132,7 @@ class WorkerStream:
     @property
     def problem(self) -> str | None:
         """Why this process's knowledge of the worker cannot reach Redis now, None if it can."""
-        return self._record.facts.hold_problem or self._lease.problem
+        return self.record.facts.hold_problem or self._lease.problem
 
     @property
     def refusal(self) -> str | None:
@@ -171,37 +140,27 @@ class WorkerStream:
 
         Such a worker was registered through another router, or before the allow list was set.
         """
-        return self._record.facts.refusal
-
-    @property
-    def disk(self) -> DiskWatch:
-        """The disk below the engine's offload tier, as this process polls it."""
-        return self._record.facts.disk
+        return self.record.facts.refusal
 
     @property
     def disk_problem(self) -> str:
         """The problem of the disk below the engine's offload tier, "" if there is none."""
-        return self._record.disk_problem
+        return self.record.disk_problem
 
     @property
     def cpu_tier_problem(self) -> str:
         """The problem of the engine's CPU tier, as this process polls it; "" if there is none."""
-        return self._record.facts.cpu_tier.problem(self._services.clock())
+        return self.record.facts.offload.cpu_tier_problem(self._services.clock())
 
     @property
     def withheld(self) -> str:
         """Why the worker's blocks beside the GPU earn less than they could, or "" if they do not."""
-        is_elsewhere = self._record.is_elsewhere
-        return self.profile.withheld(self._record.peer.places if is_elsewhere else self.ingest.held.blocks.places)
-
-    @property
-    def gaps(self) -> int:
-        """The number of gaps in the worker's whole life."""
-        return self._record.incidents.gaps
+        is_elsewhere = self.record.is_elsewhere
+        return self.profile.withheld(self.record.peer.places if is_elsewhere else self.ingest.held.blocks.places)
 
     def counts(self) -> dict[str, int]:
         """Return the number of blocks at each place, by the place's text."""
-        return self._record.peer.counts() if self._record.is_elsewhere else self.ingest.held.blocks.counts()
+        return self.record.peer.counts() if self.record.is_elsewhere else self.ingest.held.blocks.counts()
 
     def judge(self, *, alone: bool, contradiction: str, note: str, refused: str = "") -> None:
         """Take a judgement of this worker that considers the rest of the fleet.
@@ -212,7 +171,7 @@ class WorkerStream:
             note: Another problem of its registration.
             refused: Why its engine refuses this router's queries.
         """
-        facts = self._record.facts
+        facts = self.record.facts
         if contradiction != facts.contradiction and contradiction:
             log.warning("registration contradicted", extra={"worker": self.worker, "reason": contradiction})
         if note != self.note and note:
@@ -232,13 +191,13 @@ class WorkerStream:
             self._engine.move(registration.url)
         if registration.drains != self.registration.drains:
             self.drains_since_s = self._services.clock() if registration.drains else None
-        self._record.registration = registration
-        self._record.facts.refusal = self._services.allowed.registration_problem(registration)
-        self._record.refresh()
+        self.record.registration = registration
+        self.record.facts.refusal = self._services.allowed.registration_problem(registration)
+        self.record.refresh()
 
     def settle(self) -> None:
         """Drop a past incident from the reason of a live worker once it was shown long enough."""
-        self._record.settle()
+        self.record.settle()
 
     def prepare(self, image: WorkerImage, copies: dict[tuple[Place, int], int]) -> None:
         """Prepare the ingest from the worker's state in Redis, before the stream brings anything.
@@ -247,7 +206,7 @@ class WorkerStream:
             image: The state of the worker in Redis.
             copies: The number of copies of each block that has several, by place and block hash.
         """
-        record = self._record
+        record = self.record
         record.forget_ingest()
         self._prepared = (image.epoch, image.seq)
         self.commits.tail = LogTail(image.tail_entries, image.tail_blocks)
@@ -266,15 +225,15 @@ class WorkerStream:
 
     def take_image(self, image: WorkerImage) -> None:
         """Take the image that was loaded from Redis into the mirror."""
-        self._record.peer.take_image(image)
-        self._record.facts.log_loaded = True
-        self._record.shown.epoch, self._record.shown.seq = image.epoch or "", image.seq
-        self._record.events.load(image.epoch or "", image.seq, image.places)
-        self._record.refresh()
+        self.record.peer.take_image(image)
+        self.record.facts.log_loaded = True
+        self.record.shown.epoch, self.record.shown.seq = image.epoch or "", image.seq
+        self.record.events.load(image.epoch or "", image.seq, image.places)
+        self.record.refresh()
 
     def take_entry(self, entry: LogEntry) -> None:
         """Take a log entry that was applied to the mirror."""
-        record = self._record
+        record = self.record
         shapes = record.peer.take_entry(entry, self._services.clock())
         if entry.opened_epoch:
             record.events.begin_epoch(entry.epoch, record.peer.reason)
@@ -285,29 +244,29 @@ class WorkerStream:
 
     def shown(self, epoch: str, seq: int | None) -> None:
         """Note that the mirror shows everything up to `seq` of `epoch`; None keeps the seq."""
-        self._record.shown.advance(epoch, seq)
+        self.record.shown.advance(epoch, seq)
 
     def log_heard(self, heard: bool) -> None:
         """Note whether the worker's log in the store can be read, through which other routers share their knowledge."""
-        self._record.facts.log_heard = heard
-        self._record.refresh()
+        self.record.facts.log_heard = heard
+        self.record.refresh()
 
     @property
     def position(self) -> Position:
         """How far this process has read the log entries of the worker's follower."""
-        return self._record.peer.position
+        return self.record.peer.position
 
     def follower_heard(self, problem: str | None) -> None:
         """Note why the other router that follows the worker is not heard, None if it is."""
-        if problem != self._record.facts.follower_problem:
-            self._record.facts.follower_problem = problem
-            if self._record.is_elsewhere:
-                self._record.refresh()
+        if problem != self.record.facts.follower_problem:
+            self.record.facts.follower_problem = problem
+            if self.record.is_elsewhere:
+                self.record.refresh()
 
     def set_image_problem(self, reason: str) -> None:
         """Note why the mirror lacks the worker's blocks in Redis, so the worker earns no credit; "" if it has them."""
-        self._record.facts.image_problem = reason
-        self._record.refresh()
+        self.record.facts.image_problem = reason
+        self.record.refresh()
 
     def unreadable(self, image: WorkerImage) -> str:
         """Return why the stored image cannot be interpreted, or "" if it can."""
@@ -324,7 +283,7 @@ class WorkerStream:
 
     async def stop(self) -> None:
         """End the task and give the lease back. Redis keeps all commits."""
-        self._record.facts.stopping = True
+        self.record.facts.stopping = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -332,7 +291,7 @@ class WorkerStream:
         # The task may have ended between taking the lease and following.
         await self._lease.release()
         self.commits.end_lead()
-        self._record.end_timer()
+        self.record.end_timer()
 
     async def forget(self) -> None:
         """End the task, and delete the worker's index in Redis unless another process follows the worker."""
@@ -367,7 +326,7 @@ class WorkerStream:
                 await asyncio.sleep(RETRY_LAST_S)
             except Exception:
                 # The error must not end the worker's task unseen. The next try begins from the state in Redis.
-                self._record.step(Event.DEFECT)
+                self.record.step(Event.DEFECT)
                 self._services.metrics.internal_errors.labels("stream").inc()
                 log.exception("stream failed", extra={"worker": self.worker})
                 self._say("internal error while following this worker: a bug in the router; its log has the details")
@@ -375,8 +334,8 @@ class WorkerStream:
 
     def _say(self, hold_problem: str) -> None:
         """Show why this process does not have the worker's lease."""
-        self._record.facts.hold_problem = hold_problem
-        self._record.refresh()
+        self.record.facts.hold_problem = hold_problem
+        self.record.refresh()
 
     async def _hold(self, action: Action) -> None:
         """Follow the worker under one lease until an exception ends it. The lease is given back."""
@@ -386,13 +345,13 @@ class WorkerStream:
             await self.commits.write_rest()
             raise
         finally:
-            self._record.step(Event.HOLD_ENDED)
-            self._record.pause(PAUSED)
+            self.record.step(Event.HOLD_ENDED)
+            self.record.pause(PAUSED)
             await self._lease.release()
 
     async def _take_lease(self) -> Action:
         """Wait for the lease and take the lead; return the action with which the following begins."""
-        record = self._record
+        record = self.record
         self.commits.sending = None
         if not self._lease.wanted:
             await self._show_others()
@@ -422,7 +381,7 @@ class WorkerStream:
 
     async def _show_others(self) -> None:
         """Show the state that the other process, which follows the worker, publishes. Raises StoreError."""
-        record = self._record
+        record = self.record
         record.step(Event.LEASE_ELSEWHERE)
         record.facts.hold_problem = None
         # Until the next judgement of the followers, no router vouches for the stored state.
@@ -436,7 +395,7 @@ class WorkerStream:
 
     def _continue(self) -> None:
         """Lead with the blocks in memory."""
-        record = self._record
+        record = self.record
         assert record.lead is not None
         if not record.lead.continues(record.ingest.held, *self._lease.written):
             log.warning("rewritten from memory", extra={"worker": self.worker})
@@ -444,7 +403,7 @@ class WorkerStream:
 
     async def _rebuild(self) -> None:
         """Lead with the blocks in Redis: load them into the ingest and the mirror. Raises StoreError."""
-        record, store = self._record, self._services.store
+        record, store = self.record, self._services.store
         log_loaded, record.lead, record.facts.log_loaded = record.facts.log_loaded, None, False
         await self._services.mirror.lead(self.worker)
         if self._lease.written != self._prepared:
@@ -460,7 +419,7 @@ class WorkerStream:
         lead = MirrorLead(self.worker, self._services.mirror, max_blocks=MAX_PENDING_BLOCKS)
         # A mirror that read the log up to the same commit already shows the same blocks.
         held = record.ingest.held
-        if not log_loaded or (self.visible_epoch, self.visible_seq) != (held.epoch, held.seq):
+        if not log_loaded or (record.shown.epoch, record.shown.seq) != (held.epoch, held.seq):
             record.events.load(held.epoch, held.seq, lead.show_all(held))
             record.shown.advance(held.epoch, held.seq)
         record.lead, self._prepared = lead, None

@@ -20,18 +20,6 @@ from kvrouter.router.index.store.log_entry import decode_text, encode_text
 
 T = TypeVar("T")
 
-# The fields of `meta` that a transaction reads, in the order in which `Head.of` takes them.
-HEAD_FIELDS = (
-    keys.META_EPOCH,
-    keys.META_SEQ,
-    keys.META_COMMITS,
-    keys.META_PLACES,
-    keys.META_LEASE,
-    keys.META_CHECKPOINT,
-    keys.META_SUM,
-    keys.META_UNREADABLE,
-)
-
 # More entries after a checkpoint than any log has: some thousand are usual, and the largest log has millions.
 MAX_TAIL_ENTRIES = 2**32
 
@@ -227,7 +215,7 @@ def continues(commit: Commit, seq: int | None) -> bool:
 
 def checked_meta(meta: dict[str, bytes] | None) -> dict[str, bytes]:
     """Return `meta`, or an empty dict for None. Raises ValueError if it sets fields of the store."""
-    if taken := keys.META_FIELDS & set(meta or ()):
+    if taken := set(keys.META_FIELDS) & set(meta or ()):
         raise ValueError(f"meta fields {sorted(taken)} are the store's own; name yours differently")
     return meta or {}
 

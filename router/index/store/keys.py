@@ -63,17 +63,10 @@ META_CHECKPOINT = "checkpoint"  # number of the last log entry whose changes the
 META_SUM = "sum"  # checksum of epoch, seq, commits, places and checkpoint
 META_LEASE = "lease"  # number of the last lease on this worker: each acquisition has a higher one
 META_UNREADABLE = "unreadable"  # why a router cannot read the stored values: the owner then opens a new epoch
-META_FIELDS = frozenset(
-    {
-        META_EPOCH,
-        META_SEQ,
-        META_COMMITS,
-        META_PLACES,
-        META_LEASE,
-        META_UNREADABLE,
-        META_CHECKPOINT,
-        META_SUM,
-    }
+# In the order in which `Head.of` takes them.
+META_FIELDS = (
+    *(META_EPOCH, META_SEQ, META_COMMITS, META_PLACES),
+    *(META_LEASE, META_CHECKPOINT, META_SUM, META_UNREADABLE),
 )
 
 # A number as routers write it: a count, or a seq, which can be any number of 64 bits that an engine sends.

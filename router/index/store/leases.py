@@ -18,7 +18,7 @@ from kvrouter.router.base.redis_client.connection import Connection
 from kvrouter.router.base.redis_client.errors import ReplyError, StoreError
 from kvrouter.router.base.redis_client.resp import command
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import HEAD_FIELDS, Head, Lease, hset
+from kvrouter.router.index.store.commit import Head, Lease, hset
 from kvrouter.router.index.store.transactions import Transactions
 
 # The replies to GET and HMGET.
@@ -38,7 +38,7 @@ class LeaseLook(msgspec.Struct, frozen=True, eq=False):
     def of(cls, worker: WorkerKey) -> LeaseLook:
         """Prepare the request for a worker."""
         meta = keys.meta(worker)
-        return cls(meta, command("GET", keys.lease(worker)) + command("HMGET", meta, *HEAD_FIELDS))
+        return cls(meta, command("GET", keys.lease(worker)) + command("HMGET", meta, *keys.META_FIELDS))
 
 
 class Seen(msgspec.Struct, frozen=True):

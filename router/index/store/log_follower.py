@@ -281,7 +281,7 @@ class _Reader:
 
 
 class LogFollower:
-    """A follower of the logs of all added workers: iterate with `async for`, or call `next` for many items at once.
+    """A follower of the logs of all added workers; `next` returns many items at once.
 
     It belongs to one event loop and one consumer. `rng` spreads reconnections.
     """
@@ -293,7 +293,6 @@ class LogFollower:
         self._out: asyncio.Queue[_Found] = asyncio.Queue(READ_AHEAD)
         self._positions: dict[WorkerKey, _Position] = {}
         self._readers: dict[WorkerKey | None, _Reader] = {}
-        self._ready: list[FollowerItem] = []
 
     def add(self, worker: WorkerKey, log_id: str = NO_LOG_ID, commits: int = 0) -> None:
         """Follow `worker` after entry (log_id, commits), by default from its first. Replaces an earlier add."""
@@ -336,14 +335,6 @@ class LogFollower:
 
     def _is_current(self, position: _Position | None) -> bool:
         return position is None or self._positions.get(position.worker) is position
-
-    def __aiter__(self) -> LogFollower:
-        return self
-
-    async def __anext__(self) -> FollowerItem:
-        if not self._ready:
-            self._ready = (await self.next())[::-1]
-        return self._ready.pop()
 
     async def close(self) -> None:
         """End all reading."""

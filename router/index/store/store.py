@@ -26,7 +26,6 @@ from kvrouter.router.base.redis_client.servers import Servers
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.checkpoint import Checkpoint, checkpoint_commands, pack_places, places_text
 from kvrouter.router.index.store.commit import (
-    HEAD_FIELDS,
     Commit,
     CommitOutcome,
     Head,
@@ -267,7 +266,7 @@ class IndexStore:
         """Return the current epoch and its last committed seq, which show an owner if the store lost commits."""
         key = keys.meta(worker)
         try:
-            fields = await self._transactions.reply(key, command("HMGET", key, *HEAD_FIELDS))
+            fields = await self._transactions.reply(key, command("HMGET", key, *keys.META_FIELDS))
         except StoredValueError:
             return None, None
         return Head.of(key, *fields).written

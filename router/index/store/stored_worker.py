@@ -14,7 +14,7 @@ from kvrouter.router.base.redis_client.errors import StoredValueError, StoreUnav
 from kvrouter.router.base.redis_client.resp import command
 from kvrouter.router.index.store import keys
 from kvrouter.router.index.store.checkpoint import LogTail, apply_changes, parse_residents
-from kvrouter.router.index.store.commit import HEAD_FIELDS, NO_LOG_ID, Head, WorkerImage, parse_copies_value
+from kvrouter.router.index.store.commit import NO_LOG_ID, Head, WorkerImage, parse_copies_value
 from kvrouter.router.index.store.log_entry import LogEntry, decode_text, parse_entry
 from kvrouter.router.index.store.transactions import Transactions, multi, pairs
 
@@ -28,7 +28,7 @@ SPARE_ENTRIES = 64
 # The copies of a block are counted in 16 bits (copy_counts.py), and stored from 2 on.
 _COPIES_MIN, _COPIES_MAX = 2, 2**16 - 1
 
-_FIELDS = [name for name in HEAD_FIELDS if name != keys.META_UNREADABLE]
+_FIELDS = [name for name in keys.META_FIELDS if name != keys.META_UNREADABLE]
 
 _Entries = list[tuple[bytes, list[bytes]]]
 

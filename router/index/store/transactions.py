@@ -16,7 +16,7 @@ from kvrouter.router.base.redis_client.errors import ReplyError, StoredValueErro
 from kvrouter.router.base.redis_client.resp import command
 from kvrouter.router.base.redis_client.servers import SCAN_KEYS, Servers
 from kvrouter.router.index.store import keys
-from kvrouter.router.index.store.commit import HEAD_FIELDS, Head
+from kvrouter.router.index.store.commit import Head
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Transactions:
             write: Takes the lease's value and the head of `meta`; returns commands, or a result that needs none.
         """
         lease, meta = keys.lease(worker), keys.meta(worker)
-        watch = command("WATCH", lease, meta) + command("GET", lease) + command("HMGET", meta, *HEAD_FIELDS)
+        watch = command("WATCH", lease, meta) + command("GET", lease) + command("HMGET", meta, *keys.META_FIELDS)
 
         async def attempt(connection: Connection) -> tuple[bool, T | None]:
             try:

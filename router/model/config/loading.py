@@ -58,12 +58,13 @@ REDIS_URL = re.compile(r"unix://.|(rediss?|valkeys?)(\+(cluster|sentinel))?://."
 # Settings that are text even if they look like numbers: YAML reads `none_hash_seed: 0` as a number.
 TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "worker_api_key", "none_hash_seed")
 
-# The settings that are lists of pairs, and the function that reads each.
-PAIRS = {"tokenizers": parse_tokenizers, "model_aliases": parse_aliases}
-
-
-# The settings that are lists of hosts, and the function that reads each.
-HOST_LISTS: dict[str, Callable[[tuple[str, ...]], object]] = {"allow_hosts": AllowList, "allowed_hosts": allowed_hosts}
+# The settings that are lists of pairs or of hosts, and the function that reads each.
+LIST_READERS: dict[str, Callable[[tuple[str, ...]], object]] = {
+    "tokenizers": parse_tokenizers,
+    "model_aliases": parse_aliases,
+    "allow_hosts": AllowList,
+    "allowed_hosts": allowed_hosts,
+}
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -166,14 +167,9 @@ def _converted(name: str, value: Any, where: str) -> Any:
         raise SettingError(f"{where} is {shown}: write {describe(name)}")
     if name == "workers":
         _check_workers(converted, where)
-    if name in PAIRS:
+    if name in LIST_READERS:
         try:
-            PAIRS[name](converted)
-        except SettingError as error:
-            raise SettingError(f"{where}: {error.message}") from None
-    if name in HOST_LISTS:
-        try:
-            HOST_LISTS[name](converted)
+            LIST_READERS[name](converted)
         except SettingError as error:
             raise SettingError(f"{where}: {error.message}") from None
     return converted

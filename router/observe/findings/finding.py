@@ -82,13 +82,61 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV606": (WARNING, "sources of workers contradict each other"),
 }
 
+# The fix of each code that has one fix in every case; the checks write the others.
+FIXES = {
+    "KV001": "kvrouter serve; or name its address: kvrouter doctor --url http://HOST:PORT; from another machine, it must"
+    " listen on --host 0.0.0.0, and its port be open",
+    "KV002": "kvrouter doctor --api-key KEY (or KVROUTER_API_KEY), the key that it was started with",
+    "KV006": "kvrouter serve --api-key KEY (or KVROUTER_API_KEY), or --host 127.0.0.1",
+    "KV007": "install the wheel of this platform; or gcc and Python's headers (Debian: gcc python3-dev), and then the "
+    "router again",
+    "KV008": "report it with the traceback in the router's log; restart the router if it stays",
+    "KV010": "correct the file; it is read again as soon as it changes",
+    "KV011": "openssl x509 -enddate -noout -in FILE shows when one ends",
+    "KV103": "kvrouter serve --allow-host HOST (all routers of this Redis), or register the worker with a listed address",
+    "KV106": "check the disk of the folder that the engine's log names (smartctl, dmesg), then restart the engine",
+    "KV108": "kvrouter serve --max-workers N, with more than now, or register fewer; if its registration cannot be read,"
+    " register it again",
+    "KV109": "kvrouter serve --worker-api-key KEY (all routers)",
+    "KV301": "kvrouter serve --none-hash-seed SEED with the engines' PYTHONHASHSEED; for one worker: --worker "
+    "ID=URL,...,none_hash_seed=SEED,hash_algo=ALGORITHM (its --prefix-caching-hash-algo); or install the engine"
+    " patch",
+    "KV302": "send it one prompt of plain text that it does not have yet; if that changes nothing, state none_hash_seed "
+    "and hash_algo, or install the engine patch",
+    "KV303": 'register the worker with its catalog: {"catalog": {"groups": [{"kind": ..., "block_size": ...}]}} '
+    "(docs/reference/http.md), or install the engine patch, which declares it",
+    "KV305": "start all engines of a model with the same version, --block-size and cache flags, or give the others "
+    "another model name",
+    "KV306": 'register {"catalog": {"offload_connector": NAME, "offload_blocks_per_chunk": N}} as the engine is started,'
+    " or install the engine patch",
+    "KV307": "give the tier more memory (cpu_bytes_to_use of its --kv-transfer-config), or send the engine fewer "
+    "requests at a time",
+    "KV308": "kvrouter serve --mirror-budget-bytes N, with more than now",
+    "KV404": "if they belong to one conversation or share a preamble, send them as one prompt; a smaller --block-size "
+    "makes the unit smaller where the model allows it",
+    "KV405": "start all engines of the model with the same chat template and flags; where the engine has a render "
+    "endpoint, nothing else is needed; kvrouter serve --tokenizer MODEL=FOLDER must name the engine's own files",
+    "KV501": "start it, or correct --redis; what the server's log says: disk full, out of memory, or a replica that was "
+    "promoted",
+    "KV506": "delete the key or correct the value, and give this Redis database to routers alone",
+    "KV507": "finish the upgrade: replace the routers of the other version, then remove what they left "
+    "(docs/how-to/upgrade.md)",
+    "KV508": "register the workers again (POST /register), or name them in a source, which brings them back by itself: "
+    "--worker, --workers-file; if none is missing, delete the file that the evidence names",
+    "KV601": "install the same version on all, and restart them in turn",
+    "KV604": "see what KV501 says of Redis; the load is shared through it",
+    "KV605": "correct the file, or the router's access to Kubernetes",
+    "KV606": "name each worker in one source alone, and give all routers the same lists",
+}
+
 
 def argument(text: str) -> str:
     """Return a name from elsewhere in the form in which it is safe in a command that a person copies into a shell."""
     return shlex.quote(printable(text))
 
 
-def found(code: str, subject: str, evidence: str, fix: str, severity: Severity | None = None) -> Finding:
-    """Return the finding with this code. `severity` replaces the code's usual one."""
+def found(code: str, subject: str, evidence: str, fix: str = "", severity: Severity | None = None) -> Finding:
+    """Return the finding with this code. `fix` and `severity` replace the code's usual ones."""
     usual, problem = CODES[code]
-    return Finding(code, severity or usual, subject, problem, evidence, fix, f"{PAGE}#{code.lower()}")
+    page = f"{PAGE}#{code.lower()}"
+    return Finding(code, severity or usual, subject, problem, evidence, fix or FIXES[code], page)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.piece_names import piece_names
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.observe.quality.reuse_report import ReuseReport
@@ -41,50 +40,17 @@ def pieces_of(question: Question) -> list[int]:
     return [name >> (64 - ID_BITS) for name in piece_names(question, PIECE_TOKENS, with_rest=True)]
 
 
-def write_line(
-    *,
-    request_id: str,
-    path: str,
-    model: str | None,
-    status: int,
-    outcome: str,
-    worker: WorkerKey | None,
-    selection_id: str | None,
-    num_tokens: int | None,
-    pieces: list[int],
-    report: ReuseReport | None,
-    e2e_s: float,
-) -> None:
+def write_line(fields: dict[str, Any], pieces: list[int], report: ReuseReport | None, e2e_s: float) -> None:
     """Write the line of one request.
 
     Args:
-        request_id: The id of the request.
-        path: Its path.
-        model: The model that it names; None if unknown.
-        status: The status of the engine's answer; 0 if there was none.
-        outcome: The outcome, as in `ProxyMetrics`.
-        worker: The chosen worker; None if none was chosen.
-        selection_id: The id of the decision; None if there was none.
-        num_tokens: The length of the prompt as counted here.
+        fields: Names and values with which the line begins.
         pieces: The ids of the prompt's pieces.
         report: The facts about reuse and latency; None if there was no answer.
         e2e_s: The duration of the request, used if there is no report.
     """
-    fields: dict[str, Any] = {
-        "request_id": request_id,
-        "path": path,
-        "model": model,
-        "status": status,
-        "outcome": outcome,
-        "worker": None if worker is None else worker.route_name,
-        "selection_id": selection_id,
-        "num_tokens": num_tokens,
-    }
-    if report is None:
-        fields["e2e_s"] = round(e2e_s, 6)
-    else:
-        fields |= {name: _rounded(value) for name, value in report.fields().items()}
-    log.info(MESSAGE, extra=fields | {"pieces": pieces})
+    facts = {"e2e_s": e2e_s} if report is None else report.fields()
+    log.info(MESSAGE, extra=fields | {name: _rounded(value) for name, value in facts.items()} | {"pieces": pieces})
 
 
 def _rounded(value: float | None) -> float | None:

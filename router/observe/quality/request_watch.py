@@ -247,19 +247,21 @@ class RequestWatch:
 
     def _write_line(self, outcome: str) -> None:
         placement, question = self._placement, self._question
-        write_line(
-            request_id=self._request_id,
-            path=self._path,
-            model=None if question is None else question.model,
-            status=self._status,
-            outcome=outcome,
-            worker=None if placement is None else placement.worker,
-            selection_id=None if placement is None else placement.selection_id,
-            num_tokens=None if question is None or not self._measured else question.num_tokens,
-            pieces=pieces_of(question) if question is not None and self._measured else [],
-            report=None if self._tap is None else self.told(),
-            e2e_s=self._quality.clock() - self._began_s,
-        )
+        measured = question if self._measured else None
+        fields = {
+            "request_id": self._request_id,
+            "path": self._path,
+            "model": None if question is None else question.model,
+            "status": self._status,
+            # One of those in `ProxyMetrics`.
+            "outcome": outcome,
+            "worker": None if placement is None else placement.worker.route_name,
+            "selection_id": None if placement is None else placement.selection_id,
+            "num_tokens": None if measured is None else measured.num_tokens,
+        }
+        report = None if self._tap is None else self.told()
+        e2e_s = self._quality.clock() - self._began_s
+        write_line(fields, [] if measured is None else pieces_of(measured), report, e2e_s)
 
     def _end_decision(self, outcome: str) -> None:
         decisions, placement = self._quality.decisions, self._placement

@@ -130,8 +130,8 @@ class CoreRouter:
                     worker.worker_id,
                     view.state.value,
                     view.reason,
-                    stream.visible_epoch,
-                    stream.visible_seq,
+                    stream.record.shown.epoch,
+                    stream.record.shown.seq,
                     credited,
                     stream.ingest.profile.tally.heartbeats,
                 )
