@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 
 from benchmarks.report import Result, machine, markdown, save
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.question import Hit, Question
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.observe.quality.answer_tap import AnswerTap
 from kvrouter.router.observe.quality.concurrency import Concurrency
 from kvrouter.router.observe.quality.quality_metrics import QualityMetrics

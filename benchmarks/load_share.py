@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import machine
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.redis_client.servers import Servers
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
@@ -36,7 +37,6 @@ from kvrouter.router.index.matching.cache_writes import ModelWrites
 from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.route.load.load_sync import LoadSync
 from kvrouter.router.route.load.load_table import LoadTable
 from kvrouter.router.route.load.worker_load import LoadModel

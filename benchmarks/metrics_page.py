@@ -15,10 +15,10 @@ import statistics
 import time
 
 from benchmarks.report import machine
+from kvrouter.contract.tiers import MEDIA
 from kvrouter.router.app.server.router_metrics import RouterMetrics
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.model.kvcache.tiers import MEDIA
 from kvrouter.router.model.workers.stream_state import StreamState
 
 GROUPS = 6

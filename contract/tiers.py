@@ -37,3 +37,12 @@ TIERS = (
     Tier("cpu", "CPU", "tokens reused with the CPU tier", "from the CPU tier", "+CPU", 0.2),
     Tier("disk", "STORAGE", "tokens reused with the disk tier too", "from storage", "+DISK", 0.7),
 )
+MEDIA = tuple(tier.medium for tier in TIERS)
+TOKEN_COSTS = tuple(tier.token_cost for tier in TIERS)
+# The place of the one tier whose loads are measured (`worker_speed.py`).
+MEASURED = 1
+
+
+def all_on_gpu(tokens: int) -> tuple[int, ...]:
+    """Return the tokens by tier of a hit that needs nothing but the GPU."""
+    return (tokens,) * len(TIERS)

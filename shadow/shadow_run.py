@@ -260,7 +260,7 @@ class ShadowRun:
         if self._clock() < self._fleet_due_s:
             return
         self._fleet_due_s = self._clock() + FLEET_AGAIN_S
-        # If this fails, the request counts as one of an unknown worker, and a later request tries again.
+        # If this fails, the request is counted under an unknown worker, and a later request tries again.
         with contextlib.suppress(Unjudged):
             self._fleet = await client.fleet()
 

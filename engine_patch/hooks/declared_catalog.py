@@ -183,7 +183,7 @@ class _Prompt:
 
 
 def read_lookahead(scheduler: Any) -> int:
-    """Return how many following tokens every block hash also covers; 0 in every version up to 0.32."""
+    """Return how many following tokens every block hash also covers; 0 in every vLLM version up to 0.32."""
     manager = scheduler.kv_cache_manager
     for owner in (manager.coordinator, manager, scheduler):
         for name in _LOOKAHEAD_NAMES:

@@ -36,7 +36,7 @@ class EventTap:
         self.notes: Notes = {}
         self._vllm_version, self._dp_rank = vllm_version, dp_rank
         self._scheduler: Any = None
-        # The catalog that was last passed to the reporter.
+        # The catalog of cache groups that was last passed to the reporter.
         self._declared: DeclaredCatalog | None = None
         self._lora_paths: dict[str, str] = {}
         # The offloading events that belong to the next batch.

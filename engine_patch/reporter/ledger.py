@@ -133,7 +133,7 @@ class Ledger:
         return [ReportCleared(medium, reason) for medium in media]
 
     def places(self) -> list[PlaceSummary]:
-        """Return the sums of every place with at least one block."""
+        """Return the totals of every place (a group on a medium) that holds at least one block."""
         return [_summary(place, counts) for place, counts in self._places.items()]
 
     def freeze(self) -> FrozenLedger:

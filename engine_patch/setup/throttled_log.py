@@ -19,7 +19,7 @@ class ThrottledLog:
     """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float]) -> None:
-        """Start without any kind; `clock` returns monotonic seconds."""
+        """Start with no kind of warning logged yet; `clock` returns monotonic seconds."""
         self._log = log
         self._clock = clock
         # Kind -> (when it was last logged, how many warnings were not logged since).

@@ -16,7 +16,8 @@ from typing import Any
 from kvrouter.engine_patch.sglang.tree_residency import TreeGroup
 from kvrouter.events.patch.messages import DeclaredCatalog, DeclaredGroup, HashExample
 
-# Groups in the order of their numbers: SGLang's component, its kind, whether it is a state at the end of a node.
+# Groups in the order of their numbers: the name of SGLang's component, the kind, and whether a node of the radix tree
+# holds one state for its end (Mamba) instead of tokens.
 COMPONENTS = (("FULL", "full_attention", False), ("SWA", "sliding_window", False), ("MAMBA", "mamba", True))
 
 # SGLang's host tier, in place of a KV connector.

@@ -44,7 +44,7 @@ class RequestClient(ABC):
     def read(self, now_s: float) -> bool:
         """Read until no message is left (returns False) or the turn's budget is spent (returns True).
 
-        An overdue answer is given up.
+        A request whose answer is overdue is given up.
         """
         if self._link is None:
             return False

@@ -88,7 +88,7 @@ class Incomplete(msgspec.Struct, frozen=True):
 
 
 class RingReread(msgspec.Struct, frozen=True):
-    """An answer of a replay endpoint that did not answer when batches were lost. Its whole ring follows."""
+    """The replay endpoint answers again. It was silent when batches were lost, so all batches of its buffer follow."""
 
 
 class Restarted(msgspec.Struct, frozen=True):

@@ -25,7 +25,7 @@ class InFlight:
     """The requests that a router has sent to one worker and that have not ended."""
 
     requests: int = 0
-    # Tokens of prompts without a first token, less their hits when they were placed.
+    # Prompt tokens of requests that have no first token yet, less their hits when they were placed.
     prefill_tokens: int = 0
 
 

@@ -17,7 +17,7 @@ from kvrouter.replay.traces.request import Request, Trace, TraceError
 from kvrouter.router.observe.quality.access_log import PIECE_TOKENS as ACCESS_PIECE_TOKENS
 
 AUTO = "auto"
-# Lines of a log before its first request: a server's start takes some hundred.
+# The most lines of a log that are read in search of its first request: a server's start takes some hundred.
 LINES_TRIED = 10_000
 # Limits of a trace in memory: some 400 bytes a request and 8 a piece, so 1.3 GB at most.
 REQUESTS_MAX = 2_000_000

@@ -36,7 +36,7 @@ def session_number(name: str | int) -> int:
 
 
 def pieces_of_tokens(tokens: Sequence[int] | NDArray[np.int64], piece_tokens: int) -> NDArray[np.uint64]:
-    """Return exact ids: equal ids at equal places are equal token ids up to the piece's end."""
+    """Return an exact id for each piece: prompts with the same id at the same index begin alike up to that piece's end."""
     return chain(np.asarray(tokens, np.int64).tobytes(), piece_tokens * np.int64().itemsize)
 
 

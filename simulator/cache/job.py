@@ -24,7 +24,7 @@ class Table:
 
 
 class Handover(enum.Enum):
-    """A request's part in disaggregated prefill (P/D)."""
+    """The role of a request where one replica computes prompts and another decodes (disaggregated prefill)."""
 
     NONE = enum.auto()
     # The request is continued elsewhere: when it ends, it reports which blocks hold its prompt.

@@ -22,6 +22,7 @@ import numpy as np
 import uvicorn
 import uvloop
 
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.app.server.checks import tracing_of
 from kvrouter.router.app.server.router_metrics import RouterMetrics
 from kvrouter.router.base.common.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
@@ -29,7 +30,6 @@ from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.config.settings import Config
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.model.upstream.pool import Pool
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.engine_key import EngineKey

@@ -15,10 +15,10 @@ import time
 
 import pytest
 
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.errors import SettingError
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.config.settings import Config
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.observe.quality import tracing
 from kvrouter.router.observe.quality.tracing import traces_url
 from tests.contract.proxy_support import CHAT, COMPLETIONS, fleet, until

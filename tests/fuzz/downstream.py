@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvrouter.contract.tiers import MEDIA
 from kvrouter.router.base.common.ids import Place
 from kvrouter.router.index.ingest.copy_counts import MAX_COPIES
 from kvrouter.router.index.ingest.ingest import Ingest
@@ -17,7 +18,6 @@ from kvrouter.router.index.matching.mirror import Mirror
 from kvrouter.router.index.matching.question import Question
 from kvrouter.router.index.store.log_entry import EntryKind, entry_fields, parse_entry
 from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.model.kvcache.tiers import MEDIA
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.stream_state import CREDITED
 

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvrouter.contract.tiers import TIERS
+from kvrouter.contract.tiers import TIERS, all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.matcher import HashPlan, HitTable, WorkerView
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.kvcache.catalog import Catalog
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.serve.api.query import PLACEHOLDER, make_template
 from kvrouter.router.serve.api.responses import JSON, encode, query_reply

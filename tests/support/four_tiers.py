@@ -43,9 +43,9 @@ BOOT = f"""
 import importlib.util, sys
 spec = importlib.util.find_spec("kvrouter.contract.tiers")
 tiers = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-table, end, rest = open(spec.origin).read().rpartition("\\n)")
-assert not rest.strip()
-exec(table + {ENTRY!r} + end, vars(tiers))
+table, end, rest = open(spec.origin).read().partition("\\n)\\nMEDIA = ")
+assert end
+exec(table + {ENTRY!r} + end + rest, vars(tiers))
 from tests.support.four_tiers import main
 main(sys.argv[1])
 """

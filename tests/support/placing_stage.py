@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.base.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.index.matching.cache_writes import CacheWrites, ModelWrites
 from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.model.config.settings import Config
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.route.load.pending_prefixes import PIECE_TOKENS
 from kvrouter.router.route.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.route.placement.placement_request import PlacementRequest

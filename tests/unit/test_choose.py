@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 
 from kvrouter.contract.choices import CostTerms
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.cache_writes import ModelWrites
 from kvrouter.router.index.matching.question import Hit
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.route.load.key_shares import KeyShare
 from kvrouter.router.route.load.load_table import LoadTable
 from kvrouter.router.route.load.session_affinity import SessionPlace

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.model.workers.allow_list import AllowList
 from kvrouter.router.model.workers.registration import Registration
 from kvrouter.router.model.workers.role import HandoverWay

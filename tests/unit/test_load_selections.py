@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.route.placement.choose import Choice
 from kvrouter.router.route.placement.selections import Selected, Selections
 

@@ -215,7 +215,7 @@ class DiskReader:
     # Looks
 
     def _look(self) -> None:
-        """Take a look, in an I/O thread or, at the start, in the caller's."""
+        """Scan the folder for records of other engines, in an I/O thread or, at the start, in the caller's thread."""
         began_s = self._clock()
         look = self._view.look()
         self._looks.append((self._clock() - began_s, look))

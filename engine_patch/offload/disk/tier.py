@@ -139,7 +139,7 @@ class DiskTier:
         self._changes: list[KeyChange] = []
         self._generation = 0
         self._finished: list[Finished] = []
-        # The number of jobs that are chores.
+        # The number of queued jobs that maintain the folder, and read or write no chunk.
         self._chores = 0
         self._on_trial = False
         # After a clear: whether its write is not on the medium yet, and whether it could not even be written.

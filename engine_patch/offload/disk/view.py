@@ -79,7 +79,7 @@ class View:
             return Result(RecordOutcome.FAILED, f"{self._path} was never opened")
         try:
             result = read_record(opened.manifest, opened.records, entry.key, entry.record, entry.generation, into)
-            # The writer may give a record to another key at any time, and voids the entry first.
+            # The writer may reuse a record for another key at any time; it first voids the entry that points to it.
             if result.outcome is RecordOutcome.CORRUPT and opened.manifest.get(entry.record) != entry:
                 return Result(RecordOutcome.REUSED, f"record {entry.record} was given to another key")
             return result

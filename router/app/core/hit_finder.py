@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from kvrouter.router.base.common.errors import UnknownModel
-from kvrouter.router.base.common.escaping import printable
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.follow.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index.matching.cache_writes import ModelWrites
@@ -23,7 +22,7 @@ from kvrouter.router.index.matching.question import Hit, Question
 from kvrouter.router.index.matching.routing_history import RoutingHistory, approximate_hit, pieces_of
 from kvrouter.router.model.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.model.kvcache.resume_rule import ResumeRule, resume_rule
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
+from kvrouter.router.model.workers.model_names import unknown_model
 
 # How long a long prompt is hashed before other requests get a turn: as long as one turn of ingest (`commit_loop.py`).
 TURN_S = 0.002
@@ -117,8 +116,7 @@ class HitFinder:
     def _views(self, model: str) -> list[WorkerView]:
         views = [stream.view for worker, stream in self._registry.streams.items() if worker.model == model]
         if not views:
-            models = ", ".join(map(printable, self._registry.models())) or "none yet"
-            raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {models}")
+            raise unknown_model(model, self._registry.models())
         adapters = self._adapters()
         return [_with_adapters(view, adapters.get(view.url or "", {})) for view in views]
 

@@ -66,7 +66,7 @@ from kvrouter.router.model.workers.stream_state import StreamState
 
 log = logging.getLogger(__name__)
 
-# The interval at which past incidents of workers are forgotten and publishers are compared.
+# The interval at which past incidents of workers are forgotten, and workers with the same publisher are looked for.
 TEND_INTERVAL_S = 1.0
 # The interval at which the store's eviction policy is read, since it may be changed while the store runs.
 STORE_SETTINGS_S = 30.0

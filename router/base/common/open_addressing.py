@@ -149,7 +149,7 @@ class OrderedSlots:
                 end += 1
 
     def touch(self, keys: U64, start: int, end: int) -> None:
-        """Read the home lines of keys[start:end], so that the searches that follow find them in the processor's cache.
+        """Read the first slots at which keys[start:end] may lie, so that later searches find them in the processor's cache.
 
         No read depends on the result of another. The processor therefore waits for all lines at once instead of for
         each in turn.

@@ -76,7 +76,7 @@ class _Follower(msgspec.Struct, frozen=True):
 
 
 class Membership:
-    """The routers on the store, as this process knows them. `look` takes the heartbeats that the store shows."""
+    """The routers on the store, as this process knows them. `look` is called with the heartbeats read from the store."""
 
     def __init__(self, token: str, *, ttl_s: float) -> None:
         """Begin with this process alone.

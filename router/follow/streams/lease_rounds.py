@@ -31,7 +31,7 @@ ROUNDS_PER_CYCLE = 8
 
 
 class RoundMember(Protocol):
-    """The holder of one worker's lease, as the rounds see it."""
+    """The holder of one worker's lease, as a round sees it: the periodic request for the leases of all workers."""
 
     def look(self) -> bool:
         """Judge whether the worker should change hands; return True if only another assignment can change the answer."""

@@ -348,7 +348,7 @@ class WorkerProfile:
         self._written = self._catalog = None
 
     def declare(self, catalog: DeclaredCatalog) -> None:
-        """Take the catalog and the hash scheme that the engine itself declares."""
+        """Store the catalog of KV cache groups and the hash scheme that the engine itself declares."""
         self.is_own(catalog.dp_rank)
         if catalog == self.declared:
             return

@@ -20,7 +20,8 @@ from kvrouter.router.base.common.ids import WorkerKey
 # is a third at three quarters and a sixteenth at a half. A pool with room to spare evicts nothing, and one that is
 # nearly full will. With 0, hits were given up for memory that was never needed (ADR 47).
 FILL_POWER = 4
-# Weights grow by e for each writing of all pools; they are scaled back long before a float's precision suffers.
+# Weights grow by the factor e each time as many blocks are written as all pools hold; they are scaled back long before
+# a float's precision suffers.
 RESCALE_EXPONENT = 30.0
 # The share of all pools that may be written before pressures are computed again.
 PRESSURE_STEP = 0.001

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.contract.hits import HeldRuns
+from kvrouter.contract.tiers import MEDIA
 from kvrouter.router.base.common.ids import Place
 from kvrouter.router.model.kvcache.catalog import Catalog
 from kvrouter.router.model.kvcache.hit_tables import bank_mask
 from kvrouter.router.model.kvcache.offload_connectors import TierRule
-from kvrouter.router.model.kvcache.tiers import MEDIA
 
 
 def held_runs(

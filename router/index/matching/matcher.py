@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.contract.hits import GroupCover, HeldRuns
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import Place, WorkerKey
 from kvrouter.router.index.matching.held_runs import held_runs
 from kvrouter.router.index.matching.judge import Judge
@@ -22,7 +23,6 @@ from kvrouter.router.model.kvcache.block_hash import HashScheme, HashSpace
 from kvrouter.router.model.kvcache.catalog import Catalog, GroupRule, SpecGroup
 from kvrouter.router.model.kvcache.hit_tables import GeometryBuilder
 from kvrouter.router.model.kvcache.prompt_hasher import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.model.workers.stream_state import StreamState
 
 

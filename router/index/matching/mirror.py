@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.contract.tiers import MEDIA
 from kvrouter.router.base.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.base.common.open_addressing import GROWTH, hashes_of
 from kvrouter.router.index.matching.cache_writes import CacheWrites
 from kvrouter.router.index.matching.mirror_table import BYTES_PER_LINE, BYTES_PER_RECORD, MAX_SLOTS, MirrorTable
 from kvrouter.router.model.kvcache.hit_tables import BANK_BITS
-from kvrouter.router.model.kvcache.tiers import MEDIA
 
 # Entries, records and cells looked at in one turn of sweeping: about a millisecond, so that answers are not held up.
 SWEEP_BUDGET = 32_768

@@ -43,7 +43,7 @@ class Question(msgspec.Struct, frozen=True, gc=False):
     # The only workers to answer for, None for all.
     worker_ids: frozenset[str] | None = None
     exclude_worker_ids: frozenset[str] = frozenset()
-    # Workers that are excluded with exactly this rank, because the request failed there.
+    # Workers of which only this data-parallel rank is excluded, because the request failed there.
     exclude_workers: frozenset[WorkerKey] = frozenset()
     # The only data-parallel rank of each worker to answer for, None for all.
     dp_rank: int | None = None
@@ -79,7 +79,7 @@ class Limiter(msgspec.Struct, frozen=True, array_like=True):
     withheld: str
 
     def limit(self, hit_tokens: int) -> HitLimit:
-        """Return the limit that this group sets to a hit of `hit_tokens`."""
+        """Return why this group ends the hit at `hit_tokens` tokens."""
         if self.rule is GroupRule.FULL:
             why = f"its unbroken run of blocks on the GPU ends at {hit_tokens} tokens"
         elif self.rule is GroupRule.SLIDING_WINDOW:

@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 import msgspec
 
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.piece_names import piece_names
 from kvrouter.router.index.matching.question import Hit, Question
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 
 # The length of a piece: a few blocks of most engines, so that there are fewer pieces to remember; a guess is not worth
 # more precision. It also stands for the block of an engine that does not say how large its blocks are.

@@ -72,7 +72,7 @@ class CommitOutcome(Enum):
     """The result of a write: APPLIED changed the store, every other outcome left it unchanged."""
 
     APPLIED = "applied"
-    # The lease ended, or was taken again.
+    # The lease expired, or another router has taken it since.
     FENCED = "fenced"
     # Another epoch is current, or the seqs do not continue the committed ones: they were replayed, or the store lost
     # its last second in a crash. `IndexStore.load` shows where the store is. A commit that is sent again because its

@@ -126,7 +126,7 @@ class Leases:
         return None
 
     async def confirm(self, worker: WorkerKey, lease: Lease) -> Head | None:
-        """Return the head of the worker's `meta`, or None if the lease was lost."""
+        """Check that the lease is held; return the head of the worker's `meta`, or None if the lease was lost."""
         return await self._if_leased(worker, lease)
 
     async def look(self, looks: Sequence[LeaseLook]) -> list[Seen | StoreError | None]:

@@ -126,7 +126,7 @@ async def load_copies(transactions: Transactions, worker: WorkerKey) -> dict[tup
 
 
 async def _read_head(connection: Connection, meta_key: str) -> Head:
-    """Read the head of `meta`. Raises StoredValueError.
+    """Read the fields of `meta` that a write must know. Raises StoredValueError.
 
     The note of another router that could not read the worker is left out, because this router may be able to.
     """
@@ -135,7 +135,7 @@ async def _read_head(connection: Connection, meta_key: str) -> Head:
 
 
 def _readable(head: Head) -> Head:
-    """Return the head, or raise its problem."""
+    """Return the head, or raise the error that was met when its fields were read."""
     if head.problem is not None:
         raise head.problem
     return head

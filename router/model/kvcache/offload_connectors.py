@@ -14,9 +14,9 @@ from enum import Enum
 
 import msgspec
 
+from kvrouter.contract.tiers import MEDIA
 from kvrouter.events.vllm.messages import BlockStored
 from kvrouter.router.base.common.ids import CPU, STORAGE, Place
-from kvrouter.router.model.kvcache.tiers import MEDIA
 
 OFFLOADING = "OffloadingConnector"
 SIMPLE_CPU = "SimpleCPUOffloadConnector"

@@ -115,7 +115,7 @@ def whole_chunks(data: bytes, start: int, parts: list[bytes]) -> int:
 
     Returns:
         1 if the last chunk of the body ends at the end of `data`, 0 if another chunk does, and -1 if no chunk ends there
-        or a chunk is not plain. After -1 the caller must ignore `parts`.
+        or a chunk has an extension or an unusual size line. After -1 the caller must ignore `parts`.
     """
     size = len(data)
     while start < size:

@@ -66,13 +66,15 @@ class ModelNames:
         self._served = served
 
     def resolve(self, name: str) -> ServedModel:
-        """Return the meaning of a name. Raises UnknownModel if it has none, or if several models have such an adapter."""
+        """Return the model, and the adapter if any, that a request's name stands for.
+
+        Raises UnknownModel if it stands for nothing, or if several models have an adapter of this name.
+        """
         served = self._served.get(name)
         if isinstance(served, ServedModel):
             return served
         if served is None:
-            registered = ", ".join(map(printable, self.names()[:MAX_LISTED])) or "none yet"
-            raise UnknownModel(f"no worker is registered for model {name!r}; registered models: {registered}")
+            raise unknown_model(name, self.names())
         raise UnknownModel(
             f"{name!r} is an adapter of several models ({', '.join(map(printable, served.models))}); "
             "give it another name in one of them",
@@ -82,6 +84,12 @@ class ModelNames:
     def names(self) -> list[str]:
         """Return all names that a request may use, sorted: models, adapters, and aliases of these."""
         return sorted(self._served)
+
+
+def unknown_model(name: str, names: Sequence[str]) -> UnknownModel:
+    """Return the error for a model that no worker serves. `names` are those that a request may use."""
+    listed = ", ".join(map(printable, names[:MAX_LISTED])) or "none yet"
+    return UnknownModel(f"no worker is registered for model {name!r}; registered models: {listed}")
 
 
 def unserved_problem(registered: str, served: Sequence[str], adapters: Collection[str]) -> str:

@@ -29,7 +29,7 @@ class AnswerTap:
     def __init__(
         self, send: Send, clock: Callable[[], float], flight: Flight, *, streams: bool, readable: bool
     ) -> None:
-        """Create the tap.
+        """Create the observer of one answer's bytes.
 
         Args:
             send: Passes the bytes on.

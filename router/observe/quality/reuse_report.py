@@ -17,7 +17,7 @@ class ReuseReport(msgspec.Struct, frozen=True, gc=False):
     # Tokens of the prompt that were reused.
     delivered: int | None
     usage: Usage | None
-    # Seconds from the whole request to the first event, for streams.
+    # Seconds from the arrival of the whole request to the first event of the answer, for streams.
     ttft_s: float | None
     e2e_s: float
     # The prediction, with what the prompts ahead were expected to add.

@@ -12,9 +12,9 @@ from statistics import median
 
 import msgspec
 
+from kvrouter.contract.tiers import MEASURED, TOKEN_COSTS
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.model.engines.engine_metrics import EngineLoad
-from kvrouter.router.model.kvcache.tiers import MEASURED, TOKEN_COSTS
 from kvrouter.router.route.load.load_table import LoadTable, WorkerLoad
 from kvrouter.router.route.load.prompt_lengths import PromptLengths
 from kvrouter.router.route.load.worker_speed import WorkerSpeed, slowness

@@ -44,12 +44,12 @@ class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
     pending: Mapping[WorkerKey, int]
 
     def best(self, limit: int | None = None) -> list[int]:
-        """Return the places of the cheapest workers, the chosen one first.
+        """Return the indices of the cheapest workers among the candidates, the chosen one first.
 
         The chosen one comes first even if chance or a policy other than `kv` chose it.
 
         Args:
-            limit: How many places to return, or None for all.
+            limit: How many indices to return, or None for all.
         """
         hits, costs, skipped = self.hits, self.costs.totals, self.costs.skipped
         chosen = self.chosen

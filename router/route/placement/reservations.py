@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from kvrouter.contract.tiers import MEASURED
 from kvrouter.router.index.matching.question import Hit
-from kvrouter.router.model.kvcache.tiers import MEASURED
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.route.load.load_messages import PREFILL_COMPLETE
 from kvrouter.router.route.load.load_metrics import LoadMetrics

@@ -230,7 +230,8 @@ def _chat(relevant: dict[str, msgspec.Raw], fields: dict[str, msgspec.Raw]) -> T
     if "messages" not in relevant:
         raise BadQuestion("messages is missing: a chat completion needs them")
     transfer = bytes(fields.get("kv_transfer_params", NULL))
-    # Such ids replace the messages. Source: vLLM 0.32.0 renderers/online_renderer.py, _reused_prompt_token_ids.
+    # Token ids in kv_transfer_params replace the messages. Source: vLLM 0.32.0 renderers/online_renderer.py,
+    # _reused_prompt_token_ids.
     if b"prompt_token_ids" in transfer:
         # The engine reports what is wrong with a value that is no object.
         params = _decoded(msgspec.Raw(transfer), "kv_transfer_params")

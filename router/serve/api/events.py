@@ -83,8 +83,8 @@ class _Subscriber:
     def end(self, comment: bytes) -> None:
         """End the answer, and drop the bytes that the client has not read."""
         if not self.ended.is_set():
-            # Break off within an event: a client drops half an event at the end of an answer, but would take a comment
-            # for the other half.
+            # A client drops half an event at the end of an answer, but would read a comment as the other half. So an
+            # answer that ends within an event gets no comment.
             self._comment = None if self._backlog.is_within_chunk else comment
             self.drop()
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from kvrouter.contract.models import ModelReply, ModelsReply
-from kvrouter.router.base.common.errors import UnknownModel
-from kvrouter.router.base.common.escaping import printable
+from kvrouter.router.model.workers.model_names import unknown_model
 from kvrouter.router.serve.access.key_bounds import KeyBounds
 from kvrouter.router.serve.api.openapi import gives
 from kvrouter.router.serve.api.ports import CorePort
@@ -34,8 +33,7 @@ def model_routes(core: CorePort) -> APIRouter:
     async def one(request: Request, model: str) -> Response:
         names = named(request)
         if model not in names:
-            listed = ", ".join(map(printable, names)) or "none yet"
-            raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {listed}")
+            raise unknown_model(model, names)
         return respond(request, ModelReply(model))
 
     return router

@@ -64,7 +64,7 @@ class Incoming(NamedTuple):
 
 
 class HeadersReply(NamedTuple):
-    """The reply that lets headers go on."""
+    """The reply with which Envoy sends a request's or an answer's headers on, changed as stated."""
 
     part: Part
     # Headers to set, in place of those of the same name.

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import kvrouter.router.serve.proxy.headers as h
+from kvrouter.contract.tiers import all_on_gpu
 from kvrouter.router.base.common.ids import WorkerKey
 from kvrouter.router.index.matching.question import Hit
-from kvrouter.router.model.kvcache.tiers import all_on_gpu
 from kvrouter.router.model.workers.stream_state import StreamState
 from kvrouter.router.observe.quality.answer_tap import AnswerTap
 from kvrouter.router.observe.quality.request_watch import CLIENT_GONE

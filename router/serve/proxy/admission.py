@@ -76,7 +76,7 @@ class Exchange:
             self._show()
 
     def unknown(self) -> None:
-        """Note an end that the worker did not cause."""
+        """Note that the request ended for a reason that says nothing about the worker."""
         if self._ends():
             self._breaker.unknown(tried=self._tried)
 

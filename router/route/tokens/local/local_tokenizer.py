@@ -81,10 +81,10 @@ class LocalTokenizer:
         return self._pieces.held_bytes
 
     def ids(self, request: TokenRequest, quirks: RenderQuirks) -> NDArray[np.int64]:
-        """Return the tokens that an engine with these quirks makes of a request.
+        """Return the tokens that an engine with these peculiarities of rendering makes of a request.
 
         Raises:
-            TokensUnknown: Only the engine can read the request, or its prompt has no tokens.
+            TokensUnknown: Only the engine can read the request, or its prompt is made of something other than tokens.
         """
         for name in LEFT_TO_THE_ENGINE:
             if request.has(name):
